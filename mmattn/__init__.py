@@ -1,0 +1,79 @@
+"""mmattn: let any frozen model look at something it was never built to see.
+
+Small trainable cross-attention adapters read an external memory (image patches, retrieved passages, another model's
+hidden states) for a frozen host. Names are loaded when first used, so that importing mmattn costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "attend": "mmattn.attention",
+    "CrossAttention": "mmattn.layers",
+    "SelfAttention": "mmattn.layers",
+    "KeyValue": "mmattn.cache",
+    "Memory": "mmattn.memory",
+    "GatedAdapter": "mmattn.adapters.gated",
+    "Resampler": "mmattn.adapters.resampler",
+    "attach": "mmattn.hosts",
+    "load": "mmattn.hosts",
+    "OpenCLIPEncoder": "mmattn.encoders.openclip",
+    "TorchvisionEncoder": "mmattn.encoders.torchvision",
+    "load_image": "mmattn.encoders.images",
+    "MmattnError": "mmattn.errors",
+    "MaskError": "mmattn.errors",
+    "ShapeError": "mmattn.errors",
+    "ConfigError": "mmattn.errors",
+    "NonFiniteError": "mmattn.errors",
+    "AttachError": "mmattn.errors",
+    "ConditionError": "mmattn.errors",
+    "AdapterFileError": "mmattn.errors",
+    "ImageError": "mmattn.errors",
+    "TextError": "mmattn.errors",
+}
+_PARTS = ("errors", "masks", "positions")
+
+__all__ = [*_HOME, *_PARTS]
+
+if TYPE_CHECKING:
+    from mmattn import errors, masks, positions
+    from mmattn.adapters.gated import GatedAdapter
+    from mmattn.adapters.resampler import Resampler
+    from mmattn.attention import attend
+    from mmattn.cache import KeyValue
+    from mmattn.encoders.images import load_image
+    from mmattn.encoders.openclip import OpenCLIPEncoder
+    from mmattn.encoders.torchvision import TorchvisionEncoder
+    from mmattn.errors import (
+        AdapterFileError,
+        AttachError,
+        ConditionError,
+        ConfigError,
+        ImageError,
+        MaskError,
+        MmattnError,
+        NonFiniteError,
+        ShapeError,
+        TextError,
+    )
+    from mmattn.hosts import attach, load
+    from mmattn.layers import CrossAttention, SelfAttention
+    from mmattn.memory import Memory
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return importlib.import_module(f"mmattn.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'mmattn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,248 @@
+"""Flamingo's gated cross-attention (arXiv 2204.14198, section 3.1.2 and figure 4).
+
+With x (b, l, d) the output of a host layer, M (b, m, e) the memory and α, β gates that start at 0:
+
+    y = x + tanh(α) · attend(norm(x), M)
+    z = y + tanh(β) · feed_forward(norm(y))
+
+Departures from the paper: the block follows a host layer instead of preceding the next one (the same place in the
+stack); a gate may be one number, one per head or one per channel; the memory is normalised once for all layers; a token
+that may look at nothing passes through bit for bit, feed-forward included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmattn.adapters.resampler import PerceiverResampler, Resampler
+from mmattn.cache import KeyValue
+from mmattn.errors import ConfigError, check_choice, check_float, check_int
+from mmattn.layers import CrossAttention
+from mmattn.memory import Memory
+
+GATES = ("scalar", "head", "channel")
+LOOKS = ("all", "latest")
+
+
+@dataclass(frozen=True)
+class GatedAdapter:
+    """Settings of gated cross-attention for a language model.
+
+    Args:
+        memory_dim: e, width of the memory.
+        every: put a block after every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
+        layers: or the explicit list of host layers, counted from 0.
+        num_heads, head_dim, num_kv_heads: of the cross-attention.
+        feed_forward: hidden width of the gated feed-forward as a multiple of d; 0 leaves it out.
+        gate: "scalar", "head" or "channel": how many numbers the attention gate has.
+        look: "all" slots, or those of the "latest" image that began at or before the token (needs `media_token` or
+            `images` at the call, and segments in the memory).
+        media_token: id of the token that stands for an image in the text.
+        qk_norm, null_slot, length_norm, score_bias, dropout: as in `CrossAttention`.
+        resampler: turn the memory into few latents first.
+
+    >>> GatedAdapter(memory_dim=24, layers=[1, 3]).layers
+    (1, 3)
+    """
+
+    memory_dim: int
+    every: int | None = None
+    layers: tuple[int, ...] | None = None
+    num_heads: int = 8
+    head_dim: int = 64
+    num_kv_heads: int | None = None
+    feed_forward: float = 4.0
+    gate: str = "scalar"
+    look: str = "all"
+    media_token: int | None = None
+    qk_norm: bool = False
+    null_slot: bool = False
+    length_norm: float | None = None
+    score_bias: bool = False
+    dropout: float = 0.0
+    resampler: Resampler | None = None
+
+    kind = "gated"
+
+    def __post_init__(self) -> None:
+        check_int("memory_dim", self.memory_dim, at_most=65536)
+        if self.every is not None and self.layers is not None:
+            raise ConfigError(f"give every or layers, not both; got every={self.every} and layers={self.layers}")
+        if self.every is not None:
+            check_int("every", self.every, at_most=1024)
+        if self.layers is not None:
+            if not isinstance(self.layers, Sequence) or isinstance(self.layers, str) or not self.layers:
+                raise ConfigError(f"layers must be a list of host layers counted from 0, got {self.layers!r}")
+            picked = tuple(check_int("layers", layer, at_least=0, at_most=4095) for layer in self.layers)
+            if len(set(picked)) != len(picked):
+                raise ConfigError(f"layers must differ from each other, got {list(picked)}")
+            object.__setattr__(self, "layers", tuple(sorted(picked)))
+        heads = check_int("num_heads", self.num_heads, at_most=1024)
+        check_int("head_dim", self.head_dim, at_most=1024)
+        if self.num_kv_heads is not None and heads % check_int("num_kv_heads", self.num_kv_heads, at_most=1024):
+            raise ConfigError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {heads}")
+        check_float("feed_forward", self.feed_forward, at_least=0, below=64.1)
+        check_choice("gate", self.gate, GATES)
+        check_choice("look", self.look, LOOKS)
+        if self.media_token is not None:
+            check_int("media_token", self.media_token, at_least=0)
+        for name in ("qk_norm", "null_slot", "score_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.length_norm is not None:
+            check_float("length_norm", self.length_norm, at_least=1)
+        check_float("dropout", self.dropout, at_least=0, below=1)
+        if isinstance(self.resampler, dict):
+            try:
+                object.__setattr__(self, "resampler", Resampler(**self.resampler))
+            except TypeError as error:
+                raise ConfigError(f"resampler: {error}") from error
+        if self.resampler is not None and not isinstance(self.resampler, Resampler):
+            raise ConfigError(f"resampler must be a Resampler, got {self.resampler!r}")
+
+    def build(self, host_dim: int, layers: Sequence[int]) -> GatedLayers:
+        """Make the trainable part for a host of width `host_dim` at `layers`."""
+        return GatedLayers(self, host_dim, layers)
+
+
+class Gate(nn.Module):
+    """tanh of learned numbers that start at 0: the adapter starts as exactly nothing.
+
+    Kept in float32 at least when the rest becomes half precision: its first steps are smaller than half can hold.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(shape))
+
+    def forward(self) -> Tensor:
+        """tanh of the gate, in the shape it was made with."""
+        return self.gate.tanh()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Gate:
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved: Tensor = fn(tensor)
+            return moved if moved.element_size() >= 4 else moved.to(tensor.dtype).copy_(tensor)
+
+        return super()._apply(keep_precision, recurse)
+
+
+class GatedBlock(nn.Module):
+    """The gated cross-attention and feed-forward after one host layer."""
+
+    def __init__(self, config: GatedAdapter, host_dim: int, memory_dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(host_dim)
+        self.attention = CrossAttention(
+            host_dim,
+            memory_dim,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qk_norm=config.qk_norm,
+            null_slot=config.null_slot,
+            length_norm=config.length_norm,
+            score_bias=config.score_bias,
+            dropout=config.dropout,
+        )
+        self.per_head = config.gate == "head"
+        shape = {"scalar": (), "head": (config.num_heads,), "channel": (host_dim,)}[config.gate]
+        self.gate = Gate(*shape)
+        hidden = int(config.feed_forward * host_dim)
+        self.feed_forward = FeedForward(host_dim, hidden) if hidden else None
+        self.feed_forward_gate = Gate(*(shape if config.gate == "channel" else ())) if hidden else None
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | KeyValue,
+        *,
+        mask: Tensor | None = None,
+        scores: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        seen: Tensor | None = None,
+        strength: float = 1.0,
+    ) -> Tensor:
+        """What the host's hidden states x (b, l, d) become, in their dtype.
+
+        Args:
+            memory: (b, m, e) with its mask and scores, or projected. seen: (b, l or 1, 1) bool, which tokens may look
+                at anything; None where all may. strength: multiplies what is added.
+        """
+        wide = x.to(self.norm.weight.dtype)
+        gate = self.gate()
+        added = self.attention(
+            self.norm(wide),
+            memory,
+            mask=mask,
+            scores=scores,
+            attention_mask=attention_mask,
+            head_scale=gate if self.per_head else None,
+        )
+        if not self.per_head:
+            added = gate * added
+        if self.feed_forward is not None and self.feed_forward_gate is not None:
+            added = added + self.feed_forward_gate() * self.feed_forward(wide + added)
+        if strength != 1.0:
+            added = strength * added
+        out = x + added.to(x.dtype)
+        return out if seen is None else torch.where(seen, out, x)
+
+
+class FeedForward(nn.Module):
+    """norm, up, GELU, down."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…, d) to (…, d)."""
+        return self.down(F.gelu(self.up(self.norm(x.to(self.norm.weight.dtype)))))
+
+
+class GatedLayers(nn.Module):
+    """The trainable part of one adapter on one host: how it reads a memory, and a block per chosen host layer.
+
+    Args:
+        config: the settings. host_dim: d. layers: the host layers that get a block.
+    """
+
+    def __init__(self, config: GatedAdapter, host_dim: int, layers: Sequence[int]) -> None:
+        super().__init__()
+        self.config = config
+        self.host_dim = host_dim
+        self.layers = tuple(layers)
+        self.edition = 0
+        self.memory_norm = nn.LayerNorm(config.memory_dim)
+        self.resampler = None
+        if config.resampler is not None:
+            self.resampler = PerceiverResampler(config.resampler, config.memory_dim)
+        self.blocks = nn.ModuleDict({str(i): GatedBlock(config, host_dim, config.memory_dim) for i in self.layers})
+
+    def read(self, memory: Memory) -> Memory:
+        """The memory as every block sees it: normalised, and resampled where the adapter has a resampler."""
+        weight = self.memory_norm.weight
+        tokens = memory.tokens.to(weight.device)
+        if not torch.is_autocast_enabled(tokens.device.type):
+            tokens = tokens.to(weight.dtype)
+        if memory.mask is not None:
+            tokens = tokens.masked_fill(~memory.mask.to(tokens.device)[..., None], 0)
+        made = memory.replace(self.memory_norm(tokens))
+        return made if self.resampler is None else self.resampler(made)
+
+    def version(self) -> tuple[Any, ...]:
+        """Changes whenever a weight does, so that nothing made from old weights is used again."""
+        return (self.edition, self.training, *[parameter._version for parameter in self.parameters()])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GatedLayers:
+        self.edition += 1
+        return super()._apply(fn, recurse)

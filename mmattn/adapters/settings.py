@@ -1,0 +1,261 @@
+"""What may stand in an `adapter_config.json`: known fields, plain names, sizes within bounds.
+
+A file names things; it never decides what is imported or opened. The kind of an adapter is looked up in a dict that the
+caller gives, sizes are bounded before a tensor is made, and no text may look like a path, an address or a module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import AdapterFileError, MmattnError
+
+FORMAT = "mmattn-adapter"
+FORMAT_VERSION = 1
+
+MAX_LAYERS = 1024
+MAX_NUMBER = 1 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_VERSION = re.compile(r"[0-9][A-Za-z0-9.+-]{0,49}")
+_HASH = re.compile(r"[0-9a-f]{40,64}")
+# At most one "/", as in "org/name"; no drive, scheme, home folder, parent folder, variable or option.
+_LABEL = re.compile(r"[A-Za-z0-9_][\w .,:=()@+-]*(/[A-Za-z0-9_][\w .,:=()@+-]*)?", re.ASCII)
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(\(.*\))?", re.ASCII)
+
+
+def is_label(text: object) -> bool:
+    """True for text that names something and cannot be followed anywhere: no path, address or module."""
+    return (
+        isinstance(text, str)
+        and len(text) <= 200
+        and _LABEL.fullmatch(text) is not None
+        and _DOTTED.fullmatch(text) is None
+        and ".." not in text
+        and not re.match(r"[A-Za-z]{1,20}:/|[A-Za-z]:|(https?|ftp|file|data|s3|gs|hf|www)[:.]", text)
+    )
+
+
+def _text(pattern: re.Pattern[str]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _size(low: int, high: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _or_none(rule: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or rule(value)
+
+
+def _are_layers(value: object) -> bool:
+    fits = _size(0, MAX_LAYERS - 1)
+    return isinstance(value, list) and 0 < len(value) <= MAX_LAYERS and all(map(fits, value)) and _rises(value)
+
+
+def _rises(values: list[int]) -> bool:
+    return all(a < b for a, b in zip(values, values[1:], strict=False))
+
+
+# Field: (is it needed, what it must satisfy, the same in words).
+_Rules = dict[str, tuple[bool, Callable[[object], bool], str]]
+_FIELDS: _Rules = {
+    "format": (True, lambda value: value == FORMAT, repr(FORMAT)),
+    "format_version": (True, _size(1, FORMAT_VERSION), f"an int from 1 to {FORMAT_VERSION}"),
+    "mmattn_version": (True, _text(_VERSION), "a version such as '0.1.0'"),
+    "kind": (True, _text(_IDENTIFIER), "the name of a kind of adapter"),
+    "adapter": (True, lambda value: isinstance(value, dict), "an object with the adapter's settings"),
+    "layers": (True, _are_layers, f"a rising list of layer numbers from 0 to {MAX_LAYERS - 1}"),
+    "host": (True, lambda value: isinstance(value, dict), "an object with the host's class, sizes and fingerprint"),
+    "encoder": (False, _or_none(is_label), "a plain name or null, and no path, address or module"),
+    "name": (False, _text(_NAME), "a plain name of at most 100 letters, digits, '_', '-' and '.'"),
+}
+_HOST_FIELDS: _Rules = {
+    "class": (True, _text(_IDENTIFIER), "the name of a class, without its module"),
+    "model_type": (True, _or_none(_text(_NAME)), "a plain name or null"),
+    "hidden_size": (True, _size(1, 65536), "an int from 1 to 65,536"),
+    "num_layers": (True, _size(1, MAX_LAYERS), f"an int from 1 to {MAX_LAYERS:,}"),
+    "fingerprint": (True, _or_none(_text(_HASH)), "a sha256 or null"),
+    "revision": (False, _or_none(_text(_NAME)), "a plain name or null"),
+}
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _check_fields(what: str, found: Mapping[str, Any], rules: _Rules) -> None:
+    unknown = [name for name in found if name not in rules]
+    missing = [name for name, (needed, _, _) in rules.items() if needed and name not in found]
+    if unknown or missing:
+        raise AdapterFileError(
+            f"{what} has fields unknown here: {_short(unknown[:5])}, and lacks: {missing}; known are {', '.join(rules)}"
+        )
+    for name, (_, rule, words) in rules.items():
+        if name in found and not rule(found[name]):
+            raise AdapterFileError(f"{what}: {name!r} must be {words}, got {_short(found[name])}")
+
+
+def check_config(config: object, what: str = "adapter_config.json") -> dict[str, Any]:
+    """Return `config` if every field is known, well formed and bounded.
+
+    Raises:
+        AdapterFileError: it is not; a newer `format_version` and a PEFT file are named as such.
+    """
+    if not isinstance(config, dict):
+        raise AdapterFileError(f"{what} must hold one JSON object, got {_short(config)}")
+    if "peft_type" in config:
+        raise AdapterFileError(f"{what} belongs to PEFT, not to mmattn; load this folder with peft.PeftModel")
+    if config.get("format") != FORMAT:
+        raise AdapterFileError(f"{what} must have 'format': {FORMAT!r}, got {_short(config.get('format'))}")
+    version = config.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise AdapterFileError(
+            f"{what} has format version {_short(version)}, and this mmattn reads up to {FORMAT_VERSION}; "
+            "update it with: pip install --upgrade mmattn"
+        )
+    _check_fields(what, config, _FIELDS)
+    _check_fields(f"{what}, host", config["host"], _HOST_FIELDS)
+    if config["layers"][-1] >= config["host"]["num_layers"]:
+        raise AdapterFileError(
+            f"{what}: 'layers' ends at {config['layers'][-1]}, and a host of {config['host']['num_layers']} layers "
+            "has none of that number"
+        )
+    _check_values(f"{what}, adapter", config["adapter"])
+    return config
+
+
+def _check_values(what: str, value: object) -> None:
+    """Settings are bounded numbers, short plain names, and lists and objects of them."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not _IDENTIFIER.fullmatch(name):
+                raise AdapterFileError(f"{what} has a setting that is no plain name: {_short(name)}")
+            _check_values(f"{what}.{name}", item)
+    elif isinstance(value, list):
+        if len(value) > MAX_LAYERS:
+            raise AdapterFileError(f"{what} is a list of {len(value):,}; at most {MAX_LAYERS:,} are read")
+        for item in value:
+            _check_values(what, item)
+    elif isinstance(value, str):
+        if not is_label(value):
+            raise AdapterFileError(f"{what} must be a plain name, and no path, address or module; got {_short(value)}")
+    elif type(value) in (int, float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # type: ignore[operator]
+        raise AdapterFileError(f"{what} must be from -{MAX_NUMBER:,} to {MAX_NUMBER:,}, got {_short(value)}")
+
+
+def adapter_settings(adapter: Any) -> dict[str, Any]:
+    """The fields of an adapter's dataclass as plain JSON values, for `config["adapter"]`."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    settings: dict[str, Any] = plain(dataclasses.asdict(adapter))
+    return settings
+
+
+def parse_config(config: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+    """The adapter that `config` describes: an instance of one of the dataclasses in `kinds`, and of nothing else.
+
+    Raises:
+        AdapterFileError: an unknown kind or setting, a value of another type, or one that the adapter itself refuses.
+    """
+    kind = config["kind"]
+    if kind not in kinds:
+        raise AdapterFileError(
+            f"adapter_config.json is of kind {_short(kind)}, and this mmattn knows {', '.join(map(repr, kinds))}; "
+            "update it with: pip install --upgrade mmattn"
+        )
+    return _build(f"adapter_config.json, {kind} adapter", kinds[kind], config["adapter"])
+
+
+def _build(what: str, cls: type, settings: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise AdapterFileError(f"{what} has settings unknown here: {_short(unknown[:5])}; known are {', '.join(known)}")
+    values = {name: _convert(f"{what}, {name}", value, hints[name]) for name, value in settings.items()}
+    try:
+        return cls(**values)
+    except (MmattnError, TypeError, ValueError) as error:
+        raise AdapterFileError(f"{what}: {error}") from error
+
+
+def _convert(what: str, value: Any, hint: Any) -> Any:
+    """A JSON value as the type of the field wants it: a list as a tuple, an object as the dataclass of the hint."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if isinstance(value, dict) and dataclasses.is_dataclass(origin):
+            return _build(what, typing.cast(type, origin), value)
+        if (
+            isinstance(value, list)
+            and isinstance(origin, type)
+            and issubclass(origin, typing.cast(type, typing.Sequence))
+        ):
+            of = [kind for kind in typing.get_args(option) if kind is not Ellipsis] or [Any]
+            return tuple(_convert(what, item, of[0]) for item in value)
+        if origin is typing.Literal and isinstance(value, str) and value in typing.get_args(option):
+            return value
+        plain = origin is Any or type(value) is origin or (value is None and option in (None, type(None)))
+        if not isinstance(value, (dict, list)) and (plain or (origin is float and type(value) is int)):
+            return value
+    raise AdapterFileError(f"{what} must be of type {_words(hint)}, got {_short(value)}")
+
+
+def _words(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace("mmattn.", "")
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def check_tensors(expected: Shapes, found: Shapes | Mapping[str, Tensor]) -> None:
+    """Compare names, shapes and dtypes: those an adapter needs with those a file has.
+
+    Raises:
+        AdapterFileError: they differ; up to five missing, unexpected and ill-fitting tensors are listed.
+    """
+    has = {
+        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (tuple(x[0]), x[1]) for name, x in found.items()
+    }
+    problems = {
+        "missing": [name for name in expected if name not in has],
+        "unexpected": [name[:200] for name in has if name not in expected],
+        "of another shape": [
+            f"{name} {list(has[name][0])}, needed {list(expected[name][0])}"
+            for name in expected
+            if name in has and tuple(expected[name][0]) != has[name][0]
+        ],
+        "of another dtype": [
+            f"{name} {_dtype(has[name][1])}, needed {_dtype(expected[name][1])}"
+            for name in expected
+            if name in has and expected[name][1] != has[name][1]
+        ],
+    }
+    lines = [
+        f"{len(names)} {words} ({'; '.join(names[:5])}{'; ...' if len(names) > 5 else ''})"
+        for words, names in problems.items()
+        if names
+    ]
+    if lines:
+        raise AdapterFileError(
+            f"the tensors of the file are not those of this adapter on this host: {', '.join(lines)}"
+        )
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,62 @@
+"""What is computed once and read many times: the keys and values of a memory, owned by whoever holds the object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """Keys and values of a memory for one layer, made by `CrossAttention.project`.
+
+    Three layouts, told apart by `lengths` and `absorbed`:
+
+    * padded: keys (b, g, m, k), values (b, g, m, k), with `mask` (b, m) or None;
+    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n = sum(lengths),
+      so that padding is neither projected nor attended to; `mask` still tells which of the m slots they were;
+    * absorbed: keys and values are the memory itself, (b, 1, m, e) or packed (1, 1, n, e), shared by every layer; the
+      projections are applied to the query and to the result instead.
+
+    Args:
+        bias: (b, m) or packed (n,) float, added to the scores of each slot.
+        null: a learned first slot has been put in front of every row.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
+    absorbed: bool = False
+    null: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return self.keys.shape[0] if self.lengths is None else len(self.lengths)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots m of the memory, padding included and a null slot not."""
+        if self.lengths is not None:
+            assert self.mask is not None
+            return self.mask.shape[1]
+        return self.keys.shape[2] - self.null
+
+    def rows(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Keys (1, g, m_i, k), values and bias (m_i,) of each row of a packed layout, as views."""
+        assert self.lengths is not None
+        begin = 0
+        for length in self.lengths:
+            end = begin + length
+            bias = None if self.bias is None else self.bias[begin:end]
+            yield self.keys[:, :, begin:end], self.values[:, :, begin:end], bias
+            begin = end
+
+    def nbytes(self) -> int:
+        """Bytes held, counting storage shared by keys and values once."""
+        size = self.keys.nbytes
+        return size if self.values is self.keys else size + self.values.nbytes

@@ -1,0 +1,192 @@
+"""The command line: thin words around the recipes and the library.
+
+Everything heavy is imported inside the command that needs it, so that `mmattn --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="mmattn",
+    help="Let any frozen model look at something it was never built to see.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Let any frozen model look at something it was never built to see."""
+
+
+@app.command()
+def demo() -> None:
+    """Train on drawn flowers, caption pictures, print the table.
+
+    The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
+    """
+    from mmattn.recipes import find_recipe, load_recipe
+
+    load_recipe(find_recipe("vision").folder, "demo").main()
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as a recipe's config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Settings to change.")] = None,
+) -> None:
+    """Run a recipe with the settings of CONFIG.
+
+    Unknown keys are errors, and overrides are KEY=VALUE with dots between sections: optim.lr=1e-3.
+    CONFIG's own folder is the recipe if it holds a train.py (a copy made by `mmattn cp`); otherwise its key `recipe`
+    names one of `mmattn ls`.
+    """
+    from mmattn.recipes import read_settings
+
+    run_recipe(config, read_settings(config, overrides or ()))
+
+
+@app.command()
+def caption(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format.")],
+    adapter: Annotated[Path, typer.Option(help="The adapter's folder, such as runs/vision/adapter.")],
+) -> None:
+    """Describe pictures with a trained adapter."""
+    from mmattn.errors import ImageError
+    from mmattn.recipes import find_recipe, load_recipe
+
+    for image in images:
+        if not Path(image).is_file():
+            raise ImageError(f"cannot caption {image}: there is no such file")
+    check_adapter_folder(adapter)
+    texts = load_recipe(find_recipe("vision").folder, "caption").caption(images, adapter)
+    for image, text in zip(images, texts, strict=True):
+        typer.echo(f"{image}: {text}")
+
+
+@app.command()
+def doctor(folder: Annotated[Path, typer.Argument(metavar="DIR", help="An adapter's folder.")]) -> None:
+    """Examine an adapter folder.
+
+    One verdict per line, and exit code 1 if one of them is bad.
+    """
+    check_adapter_folder(folder)
+    from mmattn.inspect.doctor import diagnose
+
+    report = diagnose(folder)
+    typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def env() -> None:
+    """Show versions, threads, processor, extras.
+
+    Plain text, to be pasted into a bug report.
+    """
+    from mmattn.inspect.environment import describe
+
+    typer.echo(describe())
+
+
+@app.command("ls")
+def list_all(
+    runs: Annotated[Path, typer.Option(help="Where trained adapters are looked for.")] = Path("runs"),
+) -> None:
+    """List the recipes and the adapters trained here."""
+    from mmattn.recipes import list_recipes
+
+    recipes = list_recipes()
+    typer.echo(f"recipes (copy one with: mmattn cp {recipes[0].name if recipes else 'RECIPE'})")
+    width = max((len(recipe.name) for recipe in recipes), default=0)
+    for recipe in recipes:
+        typer.echo(f"  {recipe.name:<{width}}  {recipe.summary}".rstrip())
+    adapters = sorted(path.parent for path in runs.rglob("adapter_config.json")) if runs.is_dir() else []
+    typer.echo(f"adapters in {runs}")
+    for folder in adapters:
+        typer.echo(f"  {folder}")
+    if not adapters:
+        typer.echo("  none yet: mmattn demo, or mmattn train CONFIG")
+
+
+@app.command("cp")
+def copy(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `mmattn ls`.")],
+    destination: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="Default: its name, here.")] = None,
+) -> None:
+    """Copy a recipe, to be changed; nothing is overwritten."""
+    from mmattn.recipes import copy_recipe
+
+    target = copy_recipe(recipe, destination)
+    typer.echo(f"{recipe} copied to {target}")
+    if (target / "config.yaml").is_file():
+        typer.echo(f"next: mmattn train {target / 'config.yaml'}")
+
+
+def run_recipe(config: Path, settings: dict[str, Any]) -> None:
+    """Hand `settings` to the recipe they belong to, checked against its own `Config` first.
+
+    Raises:
+        ConfigError: no recipe, an unknown key, or a value of the wrong kind.
+    """
+    from pydantic import ValidationError
+
+    from mmattn.errors import ConfigError
+    from mmattn.recipes import check_settings, find_recipe, load_recipe, raise_settings_error
+
+    folder = config.resolve().parent
+    if not (folder / "train.py").is_file():
+        name = settings.get("recipe")
+        if not isinstance(name, str):
+            raise ConfigError(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
+        folder = find_recipe(name).folder
+    module = load_recipe(folder, "train")
+    model = getattr(module, "Config", None)
+    if model is not None:
+        if "recipe" not in model.model_fields:
+            settings = {key: value for key, value in settings.items() if key != "recipe"}
+        settings = check_settings(settings, model)
+    try:
+        module.main(settings)
+    except ValidationError as error:
+        raise_settings_error(error)
+
+
+def check_adapter_folder(folder: Path) -> None:
+    """Refuse a folder that cannot hold an adapter before anything heavy is loaded.
+
+    Raises:
+        AdapterFileError: no such folder, or one without adapter_config.json.
+    """
+    from mmattn.errors import AdapterFileError
+
+    if not folder.is_dir():
+        raise AdapterFileError(f"there is no adapter folder {folder}; `mmattn ls` lists those under runs")
+    if not (folder / "adapter_config.json").is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+        raise AdapterFileError(f"{folder} has no adapter_config.json, so it is not an adapter's folder; found {found}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; an error of the package's own is one clean line and exit code 2."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        app(["--debug", *(word for word in words if word != "--debug")] if debug else words)
+    except Exception as error:
+        errors = sys.modules.get("mmattn.errors")
+        if debug or errors is None or not isinstance(error, (errors.MmattnError, OSError)):
+            raise
+        typer.echo(f"mmattn: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,198 @@
+"""What the picture encoders share: intake in batches, frozen weights, the way into a Memory, the fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.encoders.images import MAX_PIXELS, Preparation, pictures
+from mmattn.errors import AdapterFileError, ConfigError, check_int
+from mmattn.memory import Memory
+
+
+class PictureEncoder(nn.Module):
+    """A frozen network that turns pictures into memory: one row per picture, one slot per patch, or one if pooled.
+
+    A network of your own becomes an encoder by a subclass that says in `features` what it computes. The network is in
+    evaluation mode for good and learns nothing; `encoder(images).save(path)` keeps what it saw, and `Memory.load(path)`
+    brings it back without the network.
+
+    Attributes:
+        dim: width e of the slots.
+        grid: (height, width) of the patches, or None where they have no such order.
+        preparation: how pictures become pixels.
+    """
+
+    dim: int
+    grid: tuple[int, int] | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        preparation: Preparation,
+        *,
+        pooled: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False).to(device or "cpu")
+        self.preparation = preparation
+        self.pooled = pooled
+        self.settings = dict(settings or {})
+        self._hashed: tuple[Any, str] | None = None
+        self.eval()
+        with torch.no_grad():
+            slots, self.grid = self._slots(preparation([torch.zeros(3, 1, 1)]))
+        self.length, self.dim = slots.shape[1:]
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Features (b, e, height, width), (b, m, e), or (b, e) if pooled, of pixels (b, 3, height, width)."""
+        features: Tensor = self.model(pixels)
+        return features
+
+    def forward(
+        self, images: Any, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
+    ) -> Memory:
+        """The memory of one picture or a list of them (all that `images.load_image` reads).
+
+        `sources` names the picture and the patch of each slot: {"image": 0, "patch": [row, column]}.
+
+        Raises:
+            ImageError: naming the picture that cannot be read.
+        """
+        check_int("batch_size", batch_size)
+        todo = pictures(images)
+        starts: Any = range(0, len(todo), batch_size)
+        if progress:
+            from tqdm import tqdm
+
+            starts = tqdm(starts, desc="encoding", unit="batch")
+        # no_grad and not inference_mode: an adapter's backward may keep these tensors.
+        with torch.no_grad():
+            parts = [
+                self._slots(self.preparation(todo[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
+                for start in starts
+            ]
+        tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
+        return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(todo))])
+
+    def train(self, mode: bool = True) -> PictureEncoder:
+        """Stays in evaluation mode, also as part of a model that trains."""
+        super().train(False)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the network."""
+        return next(self.parameters()).dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the settings and weights that shape the memory: equal for equal encoders, on any machine."""
+        weights = {name: tensor for name, tensor in self._weights().items() if isinstance(tensor, Tensor)}
+        # Each write into a tensor counts its version up, so that weights edited in place are hashed anew.
+        state = [(name, tensor._version, tensor.dtype, tensor.device) for name, tensor in weights.items()]
+        if self._hashed is None or self._hashed[0] != state:
+            settings = {**self.settings, "preparation": self.preparation.as_dict(), "pooled": self.pooled}
+            digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+            for name in sorted(weights):
+                tensor = weights[name].detach().cpu().contiguous()
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            self._hashed = (state, digest.hexdigest())
+        return self._hashed[1]
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def _slots(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+        features = self.features(pixels.to(self.device, self.dtype))
+        if features.dim() == 4:
+            grid = (features.shape[2], features.shape[3])
+            slots = features.flatten(2).transpose(1, 2)
+        else:
+            slots = features[:, None] if features.dim() == 2 else features
+            side = round(slots.shape[1] ** 0.5)
+            grid = (side, side) if side * side == slots.shape[1] else None
+        if self.pooled:
+            return slots.mean(1, keepdim=True), (1, 1)
+        return slots.contiguous(), grid
+
+    def _origin(self, image: int) -> list[dict[str, Any]]:
+        if self.pooled:
+            return [{"image": image}]
+        if self.grid is None:
+            return [{"image": image, "slot": slot} for slot in range(self.length)]
+        return [{"image": image, "patch": list(divmod(slot, self.grid[1]))} for slot in range(self.length)]
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, grid={self.grid}, pooled={self.pooled}"
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, finite.
+
+    Raises:
+        AdapterFileError: the file is missing, a pickle, damaged, empty, or holds NaN or infinity.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(path)
+    if file.suffix.lower() != ".safetensors":
+        raise AdapterFileError(
+            f"weights are read from .safetensors files, got {str(path)!r}: a pickle (.pt, .pth, .bin) can run code. "
+            "Convert it once, where you trust it: safetensors.torch.save_file(torch.load(path, weights_only=True), new)"
+        )
+    if not file.is_file():
+        raise AdapterFileError(f"there is no weights file {str(path)!r}")
+    try:
+        weights = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise AdapterFileError(f"{str(path)!r} is not a readable safetensors file: {error}") from error
+    if not weights:
+        raise AdapterFileError(f"{str(path)!r} holds no tensors; get the file again")
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise AdapterFileError(f"{name} in {str(path)!r} has NaN or infinite values; get the file again")
+    return weights
+
+
+def refuse_keys(path: str | os.PathLike[str], name: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Refuse a weights file whose tensors are not those of the network `name`.
+
+    Raises:
+        AdapterFileError: listing up to five of the missing and of the unexpected.
+    """
+    faults = [
+        f"{len(keys)} {what}: {', '.join(keys[:5])}{', …' if len(keys) > 5 else ''}"
+        for what, keys in (("missing", missing), ("unexpected", unexpected))
+        if keys
+    ]
+    if faults:
+        raise AdapterFileError(
+            f"{os.fspath(path)!r} does not hold the weights of {name} ({'; '.join(faults)}); give the name of the "
+            "network the file was made for, or rename its tensors"
+        )
+
+
+def is_weights_path(weights: object) -> bool:
+    """Whether `weights` reads as a path rather than as the name of released weights."""
+    if isinstance(weights, os.PathLike):
+        return True
+    if not isinstance(weights, str):
+        raise ConfigError(f"weights must be a name or a path, got {type(weights).__name__}")
+    return os.sep in weights or "/" in weights or Path(weights).suffix in (".safetensors", ".pt", ".pth", ".bin")

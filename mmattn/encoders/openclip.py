@@ -1,0 +1,232 @@
+"""Any open_clip model as an encoder: patch tokens after its last layer, or its picture embedding."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.encoders.frozen import PictureEncoder, is_weights_path, read_weights, refuse_keys
+from mmattn.encoders.images import Preparation
+from mmattn.encoders.text import ClipTokenizer
+from mmattn.errors import AdapterFileError, ConfigError, import_extra
+
+_SCHEMAS = ("hf-hub:", "local-dir:")
+_PREPARATION = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}
+_PREPARATION |= {"resize_mode": "resize", "fill_color": "fill"}
+
+
+class OpenCLIPEncoder(PictureEncoder):
+    """Pictures to memory by the frozen picture tower of a CLIP (arXiv 2103.00020) of open_clip.
+
+    Slots are the patch tokens after the last layer, normed as the tower norms what it pools, without the class token;
+    `pooled=True` gives the picture embedding, unnormalised, as one slot.
+
+    Args:
+        name: a name of `open_clip.list_models()`; "name:tag" for name and pretrained in one; "hf-hub:org/repo";
+            "local-dir:path" with open_clip_config.json and a .safetensors file; or the path of a config .json.
+        pretrained: a tag of `open_clip.list_pretrained()` (downloaded by open_clip), the path of a .safetensors file,
+            or None for random weights.
+        config: an open_clip model config (path or dict) instead of `name`; nothing is registered globally.
+        pooled: one slot per picture, its embedding.
+        device: where the network runs.
+
+    Attributes:
+        model: the whole CLIP, frozen; `model.encode_text(eye.tokenizer(texts))` embeds texts.
+
+    Raises:
+        ConfigError: unknown name, tag or config, or a tower without patches. AdapterFileError: weights that are
+        missing, damaged, not safetensors, or of another model. MissingExtraError: open_clip is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str | os.PathLike[str] = "ViT-B-32",
+        pretrained: str | os.PathLike[str] | None = None,
+        *,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        pooled: bool = False,
+        device: str | torch.device | None = None,
+    ) -> None:
+        open_clip = import_extra("open_clip", "vision")
+        name, pretrained = _split(os.fspath(name), pretrained)
+        if config is None and name.lower().endswith(".json"):
+            config = name
+        if name.startswith("local-dir:"):
+            config, pretrained = _local(Path(name.removeprefix("local-dir:")))
+        self.name, self._folder = name, None
+        if config is not None:
+            settings, self._folder = _read_config(config)
+            model, prepared = _build(open_clip, settings, pretrained, "a model of one's own config")
+        else:
+            settings, model, prepared = _named(open_clip, name, pretrained)
+        self._config: dict[str, Any] = settings["model_cfg"]
+        preparation = Preparation(**{ours: prepared[key] for key, ours in _PREPARATION.items() if key in prepared})
+        if not hasattr(model.visual, "forward_intermediates") and not pooled:
+            raise ConfigError(
+                f"the picture tower {type(model.visual).__name__} of {name} gives no patch tokens; use pooled=True, "
+                "or a ViT, ResNet or timm tower of open_clip 2.30 or later"
+            )
+        described = {key: self._config.get(key) for key in ("embed_dim", "vision_cfg", "quick_gelu")}
+        super().__init__(
+            model, preparation, pooled=pooled, settings={"encoder": "openclip", "config": described}, device=device
+        )
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Patch features (b, e, height, width), or the embedding (b, e) if pooled."""
+        visual: Any = self.model.visual
+        if self.pooled:
+            embedding = visual(pixels)
+            pooled: Tensor = embedding[0] if isinstance(embedding, tuple) else embedding
+            return pooled
+        # A tower that norms only what its pooling leaves has no norm of the patches' width, or none meant for them.
+        normed = getattr(visual, "attn_pool", None) is None and not getattr(visual, "final_ln_after_pool", False)
+        try:
+            found = visual.forward_intermediates(
+                pixels, indices=1, normalize_intermediates=normed, intermediates_only=True, output_fmt="NCHW"
+            )
+        except (AttributeError, AssertionError, NotImplementedError, TypeError) as error:
+            raise ConfigError(
+                f"the picture tower of {self.name} gives no patch tokens ({error}); use pooled=True"
+            ) from error
+        patches: Tensor = found["image_intermediates"][-1]
+        return patches
+
+    @cached_property
+    def tokenizer(self) -> ClipTokenizer:
+        """The model's own tokenizer: `tokenizer(texts)` gives ids (b, l); special tokens in a text stay text."""
+        open_clip = import_extra("open_clip", "vision")
+        text = self._config["text_cfg"]
+        if self._folder is None:
+            made = open_clip.get_tokenizer(self.name if self.name.startswith("hf-hub:") else _cleaned(self.name))
+        elif text.get("hf_tokenizer_name"):
+            made = open_clip.tokenizer.HFTokenizer(
+                _tokenizer_source(self._folder, text["hf_tokenizer_name"]),
+                context_length=text.get("context_length", 77),
+                tokenizer_mode=text.get("tokenizer_mode"),
+                **text.get("tokenizer_kwargs", {}),
+            )
+        else:
+            made = open_clip.SimpleTokenizer(
+                context_length=text.get("context_length", 77), **text.get("tokenizer_kwargs", {})
+            )
+        return ClipTokenizer(made)
+
+    def _weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = self.model.visual.state_dict()  # type: ignore[union-attr, operator, assignment]
+        return weights
+
+
+def _split(name: str, pretrained: Any) -> tuple[str, Any]:
+    if name.startswith(_SCHEMAS):
+        if pretrained is not None:
+            raise ConfigError(f"{name!r} brings its own weights; leave out pretrained={os.fspath(pretrained)!r}")
+        return name, None
+    # A drive letter is not a name.
+    head, colon, tag = name.partition(":") if name[1:2] != ":" else (name, "", "")
+    if not colon:
+        return name, pretrained
+    if pretrained is not None or not tag:
+        raise ConfigError(f"give the weights once, as 'name:tag' or as pretrained=; got {name!r} and {pretrained!r}")
+    return head, tag
+
+
+def _cleaned(name: str) -> str:
+    return name.replace("/", "-")
+
+
+def _local(folder: Path) -> tuple[Path, Path]:
+    if not (folder / "open_clip_config.json").is_file():
+        raise ConfigError(f"'local-dir:{folder}' needs a folder with open_clip_config.json and a .safetensors file")
+    files = sorted(folder.glob("*.safetensors"), key=lambda file: (not file.stem.startswith("open_clip"), file.name))
+    if not files:
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        found = f"; convert {pickles[0]} first, a pickle can run code while being read" if pickles else ""
+        raise AdapterFileError(f"'local-dir:{folder}' has no .safetensors file with the weights{found}")
+    return folder / "open_clip_config.json", files[0]
+
+
+def _read_config(config: Any) -> tuple[dict[str, Any], Path]:
+    folder = Path()
+    if not isinstance(config, Mapping):
+        folder = Path(config).parent
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{str(config)!r} is not a readable open_clip config: {error}") from error
+    full = dict(config) if "model_cfg" in config else {"model_cfg": config}
+    lacking = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in full["model_cfg"]]
+    if lacking:
+        raise ConfigError(f"an open_clip config needs embed_dim, vision_cfg and text_cfg; missing {', '.join(lacking)}")
+    return full, folder
+
+
+def _tokenizer_source(folder: Path, name: str) -> str:
+    if (folder / name).is_dir():
+        return str(folder / name)
+    own = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    return str(folder) if own else name
+
+
+def _build(open_clip: Any, settings: Mapping[str, Any], pretrained: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    if pretrained is not None and not is_weights_path(pretrained):
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(_cleaned(name))) or "none"
+        raise ConfigError(f"{name} has no weights {pretrained!r}; its tags: {tags}; or give a .safetensors path")
+    cfg = json.loads(json.dumps(settings["model_cfg"]))
+    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
+    custom = cfg.pop("custom_text", False) or "hf_model_name" in text
+    # The towers' own released weights are no part of this model.
+    if "hf_model_name" in text:
+        text["hf_model_pretrained"] = False
+    if "timm_model_name" in vision:
+        vision["timm_model_pretrained"] = False
+    kind = open_clip.CLIP if not custom else open_clip.CoCa if "multimodal_cfg" in cfg else open_clip.CustomTextCLIP
+    try:
+        model = kind(**cfg)
+    except (TypeError, ValueError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        raise ConfigError(f"open_clip cannot build {name}: {error}") from error
+    if pretrained is not None:
+        _load(open_clip, model, pretrained, name)
+    prepared = {"mean": open_clip.OPENAI_DATASET_MEAN, "std": open_clip.OPENAI_DATASET_STD}
+    return model, prepared | settings.get("preprocess_cfg", {}) | {"size": model.visual.image_size}
+
+
+def _load(open_clip: Any, model: Any, path: Any, name: str) -> None:
+    read_weights(path)
+    try:
+        keys = open_clip.load_checkpoint(model, os.fspath(path), strict=False)
+    except (RuntimeError, KeyError, ValueError, AttributeError) as error:
+        raise AdapterFileError(f"{os.fspath(path)!r} does not fit {name}: {error}") from error
+    refuse_keys(path, name, keys.missing_keys, keys.unexpected_keys)
+
+
+def _named(open_clip: Any, name: str, pretrained: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    options: dict[str, Any] = {"require_pretrained": True}
+    if not name.startswith("hf-hub:"):
+        known = open_clip.list_models()
+        if _cleaned(name) not in known:
+            near = difflib.get_close_matches(_cleaned(name), known, 3) or known[:5]
+            raise ConfigError(f"open_clip has no model {name!r}; did you mean {', '.join(near)}?")
+        tag = open_clip.get_pretrained_cfg(_cleaned(name), os.fspath(pretrained)) if pretrained is not None else None
+        if not tag:
+            settings = {"model_cfg": open_clip.get_model_config(_cleaned(name))}
+            return settings, *_build(open_clip, settings, pretrained, name)
+        # Weights trained with QuickGELU are released under names without it, too.
+        options |= {"pretrained": os.fspath(pretrained), "force_quick_gelu": bool(tag.get("quick_gelu"))}
+    try:
+        model = open_clip.create_model(name, **options)
+        settings = {"model_cfg": open_clip.get_model_config(name if name.startswith("hf-hub:") else _cleaned(name))}
+    except (OSError, RuntimeError, ValueError) as error:
+        raise AdapterFileError(
+            f"open_clip could not fetch {name}{f':{pretrained}' if pretrained else ''} ({error}); without a network, "
+            "use local-dir: or the path of a .safetensors file"
+        ) from error
+    settings["model_cfg"]["quick_gelu"] = settings["model_cfg"].get("quick_gelu") or options.get("force_quick_gelu")
+    return settings, model, open_clip.get_model_preprocess_cfg(model)

@@ -1,0 +1,186 @@
+"""Any torchvision classification network as an encoder: the output of one of its layers becomes the slots."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.encoders.frozen import PictureEncoder, is_weights_path, read_weights, refuse_keys
+from mmattn.encoders.images import Preparation
+from mmattn.errors import AdapterFileError, ConfigError, import_extra
+
+# Last layer before the pooling, by the names torchvision gives it; Swin's `permute` puts channels first again.
+_LAST = ("permute", "features", "layer4", "encoder", "trunk_output", "conv5", "inception5b", "Mixed_7c", "layers")
+_LAST += ("blocks",)
+_HEADS = ("classifier", "fc", "head", "heads", "AuxLogits", "aux1", "aux2")
+
+
+class _Reached(Exception):
+    """Carries a layer's output out of a forward pass whose rest is not needed."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+def _leave(layer: nn.Module, inputs: Any, output: Any) -> None:
+    raise _Reached(output)
+
+
+class TorchvisionEncoder(PictureEncoder):
+    """Pictures to memory by a frozen torchvision network; nothing behind `layer` is computed.
+
+    Args:
+        name: any name of `torchvision.models.list_models(module=torchvision.models)`.
+        weights: "DEFAULT" or another name of released weights (downloaded by torchvision), the path of a
+            .safetensors file (any float dtype; the classifier may be missing or of another size), None for random.
+        layer: submodule, such as "features.14", whose output (b, e, h, w) or (b, m, e) becomes the slots; by default
+            the last one before the pooling.
+        size: side of the square input; by default what the named weights were evaluated at, otherwise 224.
+        mean, std: of the input; by default those of the named weights, otherwise 0.5.
+        pooled: one slot per picture: the mean over patches, or the class token of a vision transformer.
+        resize, interpolation: as in `Preparation`.
+        device: where the network runs.
+
+    Raises:
+        ConfigError: unknown name, weights or layer. AdapterFileError: a weights file that is damaged, not
+        safetensors, or belongs to another network. MissingExtraError: torchvision is not installed.
+
+    >>> eye = TorchvisionEncoder("squeezenet1_1", size=64)
+    >>> eye(torch.rand(2, 3, 80, 96)).tokens.shape, eye.dim, eye.grid
+    (torch.Size([2, 9, 512]), 512, (3, 3))
+    """
+
+    def __init__(
+        self,
+        name: str = "mobilenet_v2",
+        weights: str | os.PathLike[str] | None = None,
+        layer: str | None = None,
+        *,
+        size: int | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        pooled: bool = False,
+        resize: str = "shortest",
+        interpolation: str = "bilinear",
+        device: str | torch.device | None = None,
+    ) -> None:
+        models = import_extra("torchvision.models", "vision")
+        known = models.list_models(module=models)
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 3) or known
+            raise ConfigError(f"torchvision has no classification network {name!r}; did you mean {', '.join(near)}?")
+        released = None
+        if weights is not None and not is_weights_path(weights):
+            choices = models.get_model_weights(name).__members__
+            if weights not in choices:
+                raise ConfigError(
+                    f"{name} has no weights {weights!r}; choose {', '.join(choices)}, or give the path of a file"
+                )
+            released = choices[weights]
+            shown = released.transforms()
+            size = shown.crop_size[0] if size is None else size
+            mean = shown.mean if mean is None else mean
+            std = shown.std if std is None else std
+        preparation = Preparation(
+            size=224 if size is None else size,
+            mean=0.5 if mean is None else mean,
+            std=0.5 if std is None else std,
+            resize=resize,
+            interpolation=interpolation,
+        )
+        model = _built(models, name, released, preparation.size[0])  # type: ignore[index]
+        if weights is not None and released is None:
+            _load(model, weights, name)
+        self.layer = _default_layer(model) if layer is None else layer
+        target = dict(model.named_modules()).get(self.layer)
+        if target is None or not self.layer:
+            children = ", ".join(child for child, _ in model.named_children())
+            raise ConfigError(
+                f"{name} has no layer {layer!r}; its parts are {children}, and theirs as in 'features.3' "
+                "(all: dict(torchvision.models.get_model(name).named_modules()))"
+            )
+        super().__init__(
+            model,
+            preparation,
+            pooled=pooled,
+            settings={"encoder": "torchvision", "name": name, "layer": self.layer},
+            device=device,
+        )
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """What `layer` puts out: (b, e, height, width), (b, m, e), or (b, e) for a pooled class token."""
+        model = self.model
+        hook = model.get_submodule(self.layer).register_forward_hook(_leave)
+        try:
+            model(pixels)
+        except _Reached as reached:
+            output = reached.output
+        else:
+            raise ConfigError(f"layer {self.layer!r} takes no part in the forward pass of {type(model).__name__}")
+        finally:
+            hook.remove()
+        if not isinstance(output, Tensor) or output.dim() not in (3, 4):
+            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ConfigError(f"layer {self.layer!r} gives {found}; slots need (b, e, h, w) or (b, m, e)")
+        if output.dim() == 4 and hasattr(model, "permute") and self.layer.split(".")[0] in ("features", "norm"):
+            return output.permute(0, 3, 1, 2)
+        if output.dim() == 3 and hasattr(model, "class_token"):
+            return output[:, 0] if self.pooled else output[:, 1:]
+        return output
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.model.state_dict().items() if not _is_head(name)}
+
+
+def _built(models: Any, name: str, released: Any, size: int) -> nn.Module:
+    options: dict[str, Any] = {}
+    if released is None and name in ("googlenet", "inception_v3"):
+        options = {"init_weights": False}
+    elif name.startswith("vit_"):
+        options = {"image_size": size}
+    elif name.startswith("maxvit"):
+        options = {"input_size": (size, size)}
+    try:
+        model: nn.Module = models.get_model(name, weights=released, **options)
+    except OSError as error:
+        raise AdapterFileError(
+            f"the released weights {released} of {name} could not be fetched ({error}); give the path of a file instead"
+        ) from error
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise ConfigError(f"torchvision cannot build {name} for pictures of {size} x {size}: {error}") from error
+    return model
+
+
+def _default_layer(model: nn.Module) -> str:
+    parts = dict(model.named_children())
+    for name in _LAST:
+        if name in parts:
+            part = parts[name]
+            return f"{name}.{len(part) - 1}" if isinstance(part, nn.ModuleList) else name
+    raise ConfigError(f"which layer of {type(model).__name__} to read is not known; give layer=, one of {list(parts)}")
+
+
+def _is_head(name: str) -> bool:
+    return name.split(".")[0] in _HEADS
+
+
+def _load(model: nn.Module, path: str | os.PathLike[str], name: str) -> None:
+    given, wanted = read_weights(path), model.state_dict()
+    # The head never runs, and files older than torch 0.4.1 do not count batches.
+    needed = [key for key in wanted if not _is_head(key) and not key.endswith("num_batches_tracked")]
+    missing = [key for key in needed if key not in given]
+    unexpected = [key for key in given if key not in wanted and not _is_head(key)]
+    refuse_keys(path, f"torchvision's {name}", missing, unexpected)
+    for key in wanted:
+        if key in given and given[key].shape != wanted[key].shape and not _is_head(key):
+            raise AdapterFileError(
+                f"{key} in {os.fspath(path)!r} is {tuple(given[key].shape)}, torchvision's {name} has "
+                f"{tuple(wanted[key].shape)}; give the name of the network the file was made for"
+            )
+    fitting = {key: given[key] for key in wanted if key in given and given[key].shape == wanted[key].shape}
+    model.load_state_dict(fitting, strict=False)

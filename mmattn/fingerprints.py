@@ -1,0 +1,66 @@
+"""What identifies a frozen host: a sha256 over its names, shapes, dtypes and every one of its values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConfigError
+
+_WORDS = 1024
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> str:
+    """A sha256 of names, shapes, dtypes and values that changes when any one value changes.
+
+    Every tensor enters as the sums of its rows and of its columns, taken as a table of 1,024 words of 8 bytes, modulo
+    2**64: exact, so the same on every device, and as fast as the memory can be read (124 million float32 in 20 to 60 ms
+    on two cores). It tells one checkpoint from another; it is no defence against someone who wants two to be equal.
+
+    Raises:
+        ConfigError: a tensor without values (on the meta device).
+
+    >>> a = {"weight": torch.zeros(3, 5)}
+    >>> fingerprint(a) == fingerprint({"weight": torch.zeros(3, 5)})
+    True
+    >>> a["weight"][2, 3] = 1e-9
+    >>> fingerprint(a) == fingerprint({"weight": torch.zeros(3, 5)})
+    False
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        for part in _plain_parts(state[name].detach()):
+            if part.device.type == "meta":
+                raise ConfigError(f"{name!r} has no values (it is on the meta device), so it has no fingerprint")
+            digest.update(f"{name!r} {part.dtype} {list(part.shape)}\n".encode())
+            with torch.no_grad():
+                digest.update(_sums(part))
+    return digest.hexdigest()
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors inside a quantised one; of a plain one, itself."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain_parts(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _sums(tensor: Tensor) -> bytes:
+    values = tensor.contiguous().view(-1).view(torch.uint8)
+    if values.storage_offset() % 8:
+        values = values.clone()
+    whole = values.numel() // (8 * _WORDS) * (8 * _WORDS)
+    pieces = [values[whole:]]
+    if whole:
+        table = values[:whole].view(torch.int64).view(-1, _WORDS)
+        columns = torch.zeros(_WORDS, dtype=torch.int64, device=table.device)
+        for rows in table.split(128):  # a megabyte at a time stays in the processor's cache for the second sum
+            columns += rows.sum(0)
+            pieces.append(rows.sum(1))
+        pieces.append(columns)
+    return b"".join(piece.cpu().numpy().tobytes() for piece in pieces)

@@ -1,0 +1,130 @@
+"""An adapter on a host to a folder and back: what the files say of the host, and whether this one is it."""
+
+from __future__ import annotations
+
+import warnings
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import mmattn
+from mmattn.adapters.files import adapter_settings, check_tensors, load_folder, parse_config, save_folder
+from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.settings import FORMAT, FORMAT_VERSION
+from mmattn.errors import AdapterFileError, AttachError
+from mmattn.files import fingerprint
+from mmattn.hosts.families import host_depth, host_width, text_config
+
+if TYPE_CHECKING:
+    from mmattn.hosts.language import LanguageModel
+
+KINDS = {GatedAdapter.kind: GatedAdapter}
+
+
+def describe_host(host: nn.Module) -> dict[str, Any]:
+    """What an adapter remembers of its host: class, family, sizes, and a fingerprint of the weights."""
+    inner = host.get_base_model() if hasattr(host, "peft_config") else host
+    return {
+        "class": type(inner).__name__,
+        "model_type": getattr(text_config(inner), "model_type", None),
+        "hidden_size": host_width(inner),
+        "num_layers": host_depth(inner),
+        "fingerprint": fingerprint(inner.state_dict()),
+    }
+
+
+def save(model: LanguageModel, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
+    """Write the adapter `name` of a host as a folder."""
+    adapter = model._adapter(name)
+    config = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "mmattn_version": mmattn.__version__,
+        "kind": adapter.config.kind,
+        "adapter": adapter_settings(adapter.config),
+        "layers": list(adapter.layers),
+        "host": describe_host(model.host),
+        "encoder": encoder,
+        "name": name,
+    }
+    save_folder(folder, config=config, tensors=adapter.state_dict(), card=card(config, adapter))
+
+
+def card(config: dict[str, Any], adapter: nn.Module) -> str:
+    """The README of an adapter's folder."""
+    host = config["host"]
+    count = sum(parameter.numel() for parameter in adapter.parameters())
+    return f"""---
+library_name: mmattn
+tags: [mmattn, cross-attention, adapter]
+---
+
+# A {config["kind"]} cross-attention adapter for {host["class"]}
+
+{count:,} parameters behind layers {config["layers"]} of a host with {host["num_layers"]} layers of width
+{host["hidden_size"]} (weights {host["fingerprint"][:12]}…). It reads memories of width
+{config["adapter"]["memory_dim"]}{f" from the encoder {config['encoder'][:24]}" if config["encoder"] else ""}.
+
+```python
+import mmattn
+
+model = mmattn.load(host, "this folder")
+model.generate(input_ids, memory=memory)
+```
+
+Written by mmattn {config["mmattn_version"]}.
+"""
+
+
+def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | None) -> LanguageModel:
+    """Put the adapter in a folder on a host, checking everything before the host is touched."""
+    from mmattn.hosts import attach
+    from mmattn.hosts.handle import Handle, find_handle
+
+    if isinstance(host, Handle):
+        host = host.host
+
+    def check(config: dict[str, Any], shapes: Any) -> None:
+        wanted, here = config["host"], {"hidden_size": host_width(host), "num_layers": host_depth(host)}
+        if any(wanted[size] != here[size] for size in here):
+            raise AdapterFileError(
+                f"this adapter was made for a {wanted['class']} with {wanted['num_layers']} layers of width "
+                f"{wanted['hidden_size']}; this host is a {type(host).__name__} with {here['num_layers']} layers of "
+                f"width {here['hidden_size']}: load that host"
+            )
+        with torch.device("meta"):
+            expected = parse_config(config, KINDS).build(wanted["hidden_size"], config["layers"]).state_dict()
+        check_tensors({key: (tuple(value.shape), value.dtype) for key, value in expected.items()}, shapes)
+
+    try:
+        config, tensors = load_folder(folder, check)
+    except AttachError as error:
+        raise AdapterFileError(f"cannot load an adapter onto {type(host).__name__}: {error}") from error
+    settings = parse_config(config, KINDS)
+    if describe_host(host)["fingerprint"] != config["host"]["fingerprint"]:
+        warnings.warn(
+            f"the weights of this {type(host).__name__} are not those the adapter in {str(folder)!r} was trained on: "
+            "another revision or a fine-tuned copy; what it says may be worse than what was measured",
+            stacklevel=3,
+        )
+    known = find_handle(host)
+    before = list(known.active) if known is not None else []
+    model = attach(host, settings, name, path=path)
+    adapter = model._adapter(name)
+    if list(adapter.layers) != config["layers"]:
+        _withdraw(model, name, before)
+        raise AdapterFileError(
+            f"the config says layers {config['layers']} and its settings give {list(adapter.layers)} on this host"
+        )
+    adapter.load_state_dict(tensors)
+    return model
+
+
+def _withdraw(model: LanguageModel, name: str, before: list[str]) -> None:
+    if len(model.adapters) == 1:
+        model.detach()
+    else:
+        model.delete_adapter(name)
+        model.set_adapter(before)

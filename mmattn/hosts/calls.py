@@ -1,0 +1,187 @@
+"""What belongs to one call: the memory it was given, and what was made of that memory.
+
+The call lives in a context variable, not on a module: threads, nested blocks and exceptions each see their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.adapters.gated import GatedLayers
+from mmattn.cache import KeyValue
+from mmattn.errors import ConditionError, ShapeError
+from mmattn.memory import Memory
+
+# Above this many bytes of K and V per adapter the memory itself is kept instead, read once for all layers.
+ABSORB_ABOVE = 64 << 20
+# Queries per memory row from which an absorbed memory is projected for the occasion.
+ABSORB_BELOW = 32
+
+
+class Prepared:
+    """A memory and what the adapters of one host made of it, used by many calls.
+
+    Keys and values are made at their first use, kept only while no gradients are needed, and made again when the memory
+    or a weight was changed.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._made: dict[tuple[str, int | None], tuple[Any, Any]] = {}
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return self.memory.batch
+
+    def read(self, name: str, adapter: GatedLayers) -> Memory:
+        """The memory as the blocks of an adapter see it."""
+        return self._keep((name, None), adapter, lambda: adapter.read(self.memory))
+
+    def key_value(self, name: str, adapter: GatedLayers, layer: int, queries: int) -> Tensor | KeyValue:
+        """What the block at a host layer looks at, for `queries` queries per memory row."""
+        memory = self.read(name, adapter)
+        if self._needs_grad(adapter):
+            return memory.tokens
+        attention = adapter.blocks[str(layer)].attention
+        size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
+        absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
+        if absorb and queries > ABSORB_BELOW:
+            return memory.tokens
+        # Absorbed, every layer reads the same tensor: made once, under the name of no layer.
+        key = (name, -1 if absorb and not adapter.config.score_bias else layer)
+        scores = memory.scores if adapter.config.score_bias else None
+        return self._keep(
+            key,
+            adapter,
+            lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),
+        )
+
+    def _needs_grad(self, adapter: GatedLayers) -> bool:
+        return torch.is_grad_enabled() and (
+            self.memory.tokens.requires_grad or any(parameter.requires_grad for parameter in adapter.parameters())
+        )
+
+    def _keep(self, key: tuple[str, int | None], adapter: GatedLayers, make: Any) -> Any:
+        if self._needs_grad(adapter):
+            return make()
+        version = (self.memory.version(), adapter.version(), torch.is_autocast_enabled(self.memory.device.type))
+        made = self._made.get(key)
+        if made is None or made[0] != version:
+            # Kept tensors must serve calls outside inference mode, too.
+            with torch.inference_mode(False), torch.no_grad():
+                made = (version, make())
+            self._made[key] = made
+        return made[1]
+
+    def nbytes(self) -> int:
+        """Bytes of kept keys and values."""
+        return sum(made.nbytes() for _, made in self._made.values() if isinstance(made, KeyValue))
+
+
+@dataclass
+class Call:
+    """The memories of one call or block, by adapter, and what the current piece of text may see.
+
+    Args:
+        memories: a prepared memory for each active adapter.
+        images: (b, l) how many images began at or before each token, where the caller says so.
+        strength: multiplies what the adapters add.
+        expands: rows of text may be a multiple of the rows of memory (beams, inside `generate`).
+        probe: (host layer -> row) instead of a memory: disturb that row there.
+    """
+
+    memories: Mapping[str, Prepared]
+    images: Tensor | None = None
+    strength: float = 1.0
+    expands: bool = False
+    probe: Mapping[int, int] | None = None
+    prompt_images: dict[int, Tensor] = field(default_factory=dict)
+    piece: Piece | None = None
+
+
+@dataclass
+class Piece:
+    """The tokens of one forward of the host: their ids and how many tokens went before."""
+
+    input_ids: Tensor | None
+    past: int | None
+
+
+# One variable for all hosts: entries (key of the host's handle, call), the last one of a host counts.
+_calls: ContextVar[tuple[tuple[object, Call | None], ...]] = ContextVar("mmattn_calls", default=())
+
+
+@contextmanager
+def entered(key: object, call: Call | None) -> Iterator[None]:
+    """Make `call` the current one of a host inside the block."""
+    token = _calls.set((*_calls.get(), (key, call)))
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
+def current(key: object) -> tuple[bool, Call | None]:
+    """Whether any call of this host is under way here, and the innermost one."""
+    for owner, call in reversed(_calls.get()):
+        if owner is key:
+            return True, call
+    return False, None
+
+
+def check_rows(rows: int, call: Call, name: str, prepared: Prepared) -> None:
+    """Rows of text must be rows of memory, or inside `generate` a multiple of them.
+
+    Raises:
+        ShapeError: they are not.
+    """
+    memory_rows = prepared.batch
+    if rows == memory_rows or (call.expands and memory_rows and rows % memory_rows == 0):
+        return
+    hint = f"; to share one memory between all rows say memory.expand({rows})" if memory_rows == 1 else ""
+    raise ShapeError(
+        f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
+        f"each row of text{hint}"
+    )
+
+
+def images_so_far(input_ids: Tensor, media_token: int) -> Tensor:
+    """How many images began at or before each token, (b, l), from the ids of their tokens."""
+    return (input_ids == media_token).cumsum(1)
+
+
+def images_of_piece(call: Call, media_token: int | None, rows: int, length: int) -> Tensor:
+    """`images` for the tokens of the current forward, whatever went before them.
+
+    Raises:
+        ConditionError: it cannot be known here.
+    """
+    piece = call.piece
+    if call.images is not None:
+        known, past = call.images, piece.past if piece is not None and piece.past else 0
+        if not call.expands and known.shape[1] == length:
+            past = 0
+    elif media_token is not None and media_token in call.prompt_images:
+        known, past = call.prompt_images[media_token], piece.past if piece is not None else None
+    elif media_token is not None and piece is not None and piece.input_ids is not None and piece.past == 0:
+        known, past = images_so_far(piece.input_ids, media_token), 0
+    else:
+        raise ConditionError(
+            "look='latest' must know which images began before each token: give images=(b, l), or media_token= to the "
+            "adapter and the text from its first token on"
+        )
+    if past is None:
+        raise ConditionError("the host does not say how many tokens went before this piece: give images=(b, l)")
+    if known.shape[0] != rows:
+        known = known.repeat_interleave(rows // known.shape[0], 0)
+    # Tokens written after the prompt look at its last image.
+    index = torch.arange(past, past + length, device=known.device).clamp(max=known.shape[1] - 1)
+    return known[:, index]

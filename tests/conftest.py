@@ -1,0 +1,46 @@
+"""What every test gets: no network, one thread, a seed of its own, and the shared data where it lies."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from pathlib import Path
+
+# Before anything imports transformers: these are read once, at import.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+torch.set_num_threads(1)
+# Shared machines stall now and then: a slow example is not a wrong one.
+settings.register_profile("mmattn", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("mmattn")
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> int:
+    """Seed every generator with a number made of the test's own name, the same in every run and order."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of shared data beside the checkout; tests that need it skip where it is not."""
+    folder = Path(os.environ.get("MMATTN_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no shared data at {folder} (set MMATTN_DATA to its place)")
+    return folder

@@ -1,0 +1,153 @@
+"""Every family through every way of generating: the tokens are those of one row at a time, each with its own memory."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.tiny import assert_close
+
+ROWS, LENGTH, NEW = 3, 7, 5
+
+families = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+@functools.cache
+def scene(family: str) -> SimpleNamespace:
+    """A host with open adapters, an untouched twin, and the greedy continuation of each row made alone."""
+    ids, memory = tiny.text(ROWS, LENGTH), tiny.memory(ROWS, lengths=[5, 2, 3])
+    s = SimpleNamespace(model=tiny.attach(tiny.make(family)), twin=tiny.make(family), ids=ids, memory=memory)
+    s.rows = torch.cat([generate(s.model, ids[i : i + 1], memory=memory[i]) for i in range(ROWS)])
+    s.own = generate(s.twin, ids)
+    return s
+
+
+@torch.no_grad()
+def generate(model, ids, **kwargs):
+    """New tokens only (b, NEW)."""
+    out = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
+    return out[:, ids.shape[1] :]
+
+
+def need_cache(family: str) -> None:
+    if family in tiny.RUNNING_STATE:
+        pytest.skip(f"transformers refuses this for {family}: it keeps a running state, not a key/value cache")
+
+
+@families
+def test_greedy_batches_equal_single_rows(family):
+    s = scene(family)
+    assert torch.equal(generate(s.model, s.ids, memory=s.memory), s.rows)
+    assert not torch.equal(s.rows, s.own)
+    order = torch.tensor([2, 0, 1])
+    assert torch.equal(generate(s.model, s.ids[order], memory=s.memory[order]), s.rows[order])
+    with s.model.condition(s.memory):
+        assert torch.equal(generate(s.model.host, s.ids), s.rows)
+    assert torch.equal(generate(s.model, s.ids, memory=s.model.prepare(s.memory)), s.rows)
+
+
+@families
+def test_without_memory_the_host_writes(family):
+    s = scene(family)
+    assert torch.equal(generate(s.model, s.ids), s.own)
+    assert torch.equal(generate(s.model.host, s.ids), s.own)
+    assert torch.equal(generate(s.model, s.ids, memory=tiny.memory(ROWS, m=0)), s.own)
+    mixed = generate(s.model, s.ids, memory=tiny.memory(ROWS, lengths=[5, 0, 3]))
+    assert torch.equal(mixed[1], s.own[1])
+    with s.model.disabled():
+        assert torch.equal(generate(s.model, s.ids, memory=s.memory), s.own)
+
+
+@families
+@torch.no_grad()
+def test_token_by_token_equals_one_pass(family):
+    s = scene(family)
+    out = s.model.generate(
+        s.ids, memory=s.memory, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    full = s.model(out.sequences, memory=s.memory).logits[:, LENGTH - 1 : -1]
+    assert_close(torch.stack(out.logits, 1), full)
+
+
+@families
+def test_sampling(family):
+    s = scene(family)
+
+    def sample(seed, **kwargs):
+        torch.manual_seed(seed)
+        return generate(s.model, s.ids, memory=s.memory, do_sample=True, **kwargs)
+
+    first = sample(3)
+    assert torch.equal(first, sample(3)) and not torch.equal(first, sample(4))
+    torch.manual_seed(3)
+    with s.model.condition(s.memory):
+        assert torch.equal(generate(s.model.host, s.ids, do_sample=True), first)
+    # With one candidate left, sampling is greedy: the rows of each text follow each other.
+    assert torch.equal(sample(5, top_k=1, num_return_sequences=2), s.rows.repeat_interleave(2, 0))
+
+
+@families
+def test_beams_read_the_memory_of_their_row(family):
+    s = scene(family)
+    want = {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
+    with torch.no_grad():
+        out = s.model.generate(s.ids, memory=s.memory, max_new_tokens=NEW, do_sample=False, **want)
+        rows = [
+            s.model.generate(s.ids[i : i + 1], memory=s.memory[i], max_new_tokens=NEW, do_sample=False, **want)
+            for i in range(ROWS)
+        ]
+    assert torch.equal(out.sequences, torch.cat([row.sequences for row in rows]))
+    assert_close(out.sequences_scores, torch.cat([row.sequences_scores for row in rows]))
+    own = generate(s.twin, s.ids, num_beams=3, num_return_sequences=2)
+    assert not torch.equal(out.sequences[:, LENGTH:], own)
+
+
+@families
+def test_left_padding_changes_nothing(family):
+    s = scene(family)
+    rows = [tiny.text(1, length, seed=length)[0] for length in (3, 7, 5)]
+    memory = tiny.memory(3, lengths=[5, 2, 0])
+    ids, keep = tiny.left_padded(rows)
+    kwargs = {"attention_mask": keep, "output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+    with torch.no_grad():
+        got = s.model.generate(ids, memory=memory, max_new_tokens=NEW, **kwargs)
+        for i, row in enumerate(rows):
+            kwargs["attention_mask"] = torch.ones(1, len(row), dtype=torch.long)
+            want = s.model.generate(row[None], memory=memory[i], max_new_tokens=NEW, **kwargs)
+            assert torch.equal(got.sequences[i, ids.shape[1] :], want.sequences[0, len(row) :])
+            assert_close(got.logits[0][i], want.logits[0][0])
+
+
+@families
+@pytest.mark.parametrize("kind", ["off", "static", "chunked"])
+def test_caches_agree(family, kind):
+    s = scene(family)
+    if kind == "static" and not s.twin._can_compile_fullgraph:
+        pytest.skip(f"transformers has no static cache for {family} (_can_compile_fullgraph is False)")
+    if kind == "chunked":
+        need_cache(family)
+    how = {
+        "off": {"use_cache": False},
+        "static": {"cache_implementation": "static"},
+        "chunked": {"prefill_chunk_size": 3},
+    }[kind]
+    assert torch.equal(generate(s.model, s.ids, memory=s.memory, **how), s.rows)
+
+
+@families
+@pytest.mark.parametrize("helper", ["assistant", "another tongue", "prompt lookup"])
+def test_drafts_do_not_change_the_answer(family, helper):
+    need_cache(family)
+    s = scene(family)
+    # The assistant reads no memory; one is right about the host without adapters, the other about nothing.
+    how = {
+        "assistant": {"assistant_model": s.twin},
+        "another tongue": {"assistant_model": tiny.make(family, seed=1)},
+        "prompt lookup": {"prompt_lookup_num_tokens": 2},
+    }[helper]
+    for i in range(2):
+        assert torch.equal(generate(s.model, s.ids[i : i + 1], memory=s.memory[i], **how), s.rows[i : i + 1])

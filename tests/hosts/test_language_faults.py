@@ -1,0 +1,312 @@
+"""What a language host must survive: the numbers are those of the list of faults the project keeps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import mmattn
+from mmattn.errors import ConditionError, MmattnError, NonFiniteError, ShapeError
+from tests import tiny
+from tests.tiny import assert_close, differs
+
+ROWS, LENGTH = 3, 7
+
+
+@pytest.fixture
+def model():
+    return tiny.attach(tiny.make("llama"))
+
+
+@pytest.fixture
+def ids():
+    return tiny.text(ROWS, LENGTH)
+
+
+def own(ids, family="llama"):
+    """Logits of the untouched host."""
+    with torch.no_grad():
+        return tiny.make(family)(ids).logits
+
+
+def assert_without_memory(model, ids):
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, own(ids))
+
+
+# 12, and the sizes of a memory
+
+
+def test_12_a_nan_is_refused_before_the_host_runs(model, ids):
+    tokens = tiny.memory(ROWS).tokens
+    tokens[1, 2, 3] = float("nan")
+    with pytest.raises(NonFiniteError, match="row 1"), model.condition(mmattn.Memory(tokens)):
+        pytest.fail("the block was entered")
+    masked = torch.ones(ROWS, 5, dtype=torch.bool)
+    masked[1, 2] = False
+    with torch.no_grad():
+        assert torch.isfinite(model(ids, memory=mmattn.Memory(tokens, masked)).logits).all()
+    assert_without_memory(model, ids)
+
+
+def test_12_a_memory_spoilt_after_it_was_made_is_refused_too(model, ids):
+    memory = tiny.memory(ROWS)
+    memory.tokens[2, 0, 0] = float("inf")
+    with pytest.raises(NonFiniteError, match="row 2"):
+        model(ids, memory=memory)
+    with pytest.raises(NonFiniteError, match="row 2"):
+        model.generate(ids, memory=memory, max_new_tokens=2)
+    assert_without_memory(model, ids)
+
+
+def test_rows_of_memory_are_rows_of_text(model, ids):
+    with pytest.raises(ShapeError, match="2 .*3|3 .*2"):
+        model(ids, memory=tiny.memory(2))
+    with pytest.raises(ShapeError, match="2 .*3|3 .*2"):
+        model.generate(ids, memory=tiny.memory(2), max_new_tokens=2)
+    with pytest.raises(ShapeError, match=r"expand\(4\)"):
+        model(tiny.text(4), memory=tiny.memory(1))
+    with pytest.raises(ShapeError, match="6"):
+        model(ids, memory=tiny.memory(6))
+    # Rows that divide the text are the beams of generate, never a plain forward.
+    with pytest.raises(ShapeError, match="2 .*4|4 .*2"):
+        model(tiny.text(4), memory=tiny.memory(2))
+    assert_without_memory(model, ids)
+
+
+def test_one_memory_does_not_spread_over_rows_in_generate(model):
+    with pytest.raises(ShapeError, match=r"expand\(4\)"):
+        model.generate(tiny.text(4), memory=tiny.memory(1), max_new_tokens=2)
+    with pytest.raises(ShapeError, match="2 .*4|4 .*2"):
+        model.generate(tiny.text(4), memory=tiny.memory(2), max_new_tokens=2, num_beams=2)
+
+
+def test_a_memory_of_the_wrong_width_or_kind(model, ids):
+    with pytest.raises(ShapeError, match="11.*13|13.*11"):
+        model(ids, memory=tiny.memory(ROWS, e=11))
+    with pytest.raises(ShapeError, match="11.*13|13.*11"), model.condition(tiny.memory(ROWS, e=11)):
+        pytest.fail("the block was entered")
+    for wrong in ([1.0], "memory", 7):
+        with pytest.raises((TypeError, ValueError), match="Memory") as caught:
+            model(ids, memory=wrong)
+        assert isinstance(caught.value, MmattnError)
+    with pytest.raises(ShapeError, match=r"tokens\[None\]"):
+        model(ids, memory=tiny.memory(ROWS).tokens[0])
+    assert_without_memory(model, ids)
+    with torch.no_grad():
+        bare, memory = model(ids, memory=tiny.memory(ROWS).tokens).logits, tiny.memory(ROWS)
+        assert torch.equal(bare, model(ids, memory=memory).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_rows_are_refused(family):
+    """Several texts in one row, one memory for the row: it would condition all of them."""
+    model, ids = tiny.attach(tiny.make(family)), tiny.text(2, LENGTH)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2]]).expand(2, -1)
+    with pytest.raises(ConditionError, match="pack"):
+        model(ids, position_ids=packed, memory=tiny.memory(2))
+    with torch.no_grad():
+        assert torch.equal(model(ids, position_ids=packed).logits, tiny.make(family)(ids, position_ids=packed).logits)
+        straight = torch.arange(LENGTH).expand(2, -1)
+        assert torch.equal(
+            model(ids, position_ids=straight, memory=tiny.memory(2)).logits, model(ids, memory=tiny.memory(2)).logits
+        )
+
+
+# 15 - 19: dtypes, dropout, empty batches, gradients of the memory
+
+
+@pytest.mark.parametrize("memory_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("host_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_15_16_the_host_keeps_its_dtype_whatever_the_memory_has(ids, host_dtype, memory_dtype):
+    model, memory = tiny.attach(tiny.make("llama").to(host_dtype)), tiny.memory(ROWS)
+    out = model(ids, memory=memory.to(memory_dtype)).logits
+    assert out.dtype == host_dtype
+    assert_close(out.float(), model(ids, memory=memory).logits.float(), 0.15)
+    assert differs(out.float(), model(ids).logits.float())
+
+
+@torch.no_grad()
+def test_16_autocast_leaves_the_residual_stream_alone(model, ids):
+    seen = []
+    tiny.decoder_layers(model.host)[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    want = model(ids, memory=tiny.memory(ROWS)).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        model.host(ids)
+        got = model(ids, memory=tiny.memory(ROWS)).logits
+    assert seen[1] == seen[2], "the adapter changed the dtype of the host's states"
+    assert_close(got.float(), want, 0.15)
+
+
+def test_16_training_under_autocast(model, ids):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids, memory=tiny.memory(ROWS)).loss
+    loss.backward()
+    for name, parameter in model.adapters.named_parameters():
+        assert parameter.grad.dtype == parameter.dtype == torch.float32, name
+        assert torch.isfinite(parameter.grad).all() and parameter.grad.abs().max() > 0, name
+
+
+@torch.no_grad()
+def test_17_dropout_only_in_training(ids):
+    model, memory = tiny.attach(tiny.make("llama"), dropout=0.3), tiny.memory(ROWS)
+    first = model(ids, memory=memory).logits
+    assert torch.equal(first, model(ids, memory=memory).logits)
+    model.train()
+    assert differs(model(ids, memory=memory).logits, first)
+    assert differs(model(ids, memory=memory).logits, model(ids, memory=memory).logits)
+    model.eval()
+    assert torch.equal(model(ids, memory=memory).logits, first)
+
+
+@torch.no_grad()
+def test_18_an_empty_batch_has_the_hosts_shape(ids):
+    for family in ("gpt2", "gpt_neox"):
+        model = tiny.attach(tiny.make(family))
+        try:
+            want = tiny.make(family)(ids[:0]).logits.shape
+        except RuntimeError:
+            pytest.skip("the host itself refuses a batch of none")
+        assert model(ids[:0], memory=tiny.memory(ROWS)[:0]).logits.shape == want
+
+
+def test_19_the_memory_learns_too(model, ids):
+    projector = nn.Linear(17, tiny.MEMORY_DIM)
+    images = torch.randn(ROWS, 5, 17)
+    model(ids, labels=ids, memory=mmattn.Memory(projector(images))).loss.backward()
+    first = projector.weight.grad.clone()
+    assert torch.isfinite(first).all() and first.abs().max() > 0
+    # Nothing of the first step's projections survives into the second.
+    with torch.no_grad():
+        projector.weight.mul_(2)
+    projector.zero_grad()
+    model(ids, labels=ids, memory=mmattn.Memory(projector(images))).loss.backward()
+    assert differs(projector.weight.grad[None], first[None])
+
+
+def test_keys_and_values_are_never_stale(model, ids):
+    """Generate, then edit the memory, or the adapter, then generate: the second answer is that of a fresh model."""
+    memory = tiny.memory(ROWS)
+
+    def logits():
+        with torch.no_grad():
+            return model(ids, memory=memory).logits
+
+    first = logits()
+    memory.tokens.mul_(-1.5)
+    with torch.no_grad():
+        assert torch.equal(logits(), tiny.attach(tiny.make("llama"))(ids, memory=memory).logits)
+    assert differs(logits(), first)
+    second = logits()
+    with torch.no_grad():
+        for parameter in model.adapters.parameters():
+            parameter.mul_(1.5)
+    assert differs(logits(), second)
+    third = logits()
+    loss = model(ids, labels=ids, memory=memory).loss
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.adapters.parameters():
+            parameter.add_(parameter.grad, alpha=-1.0)
+    assert not torch.equal(logits(), third)
+    assert torch.equal(logits(), copy.deepcopy(model)(ids, memory=mmattn.Memory(memory.tokens.clone())).logits)
+
+
+# Blocks
+
+
+def test_blocks_nest_and_end(model, ids):
+    outer, inner = tiny.memory(ROWS), tiny.memory(ROWS, m=11, seed=1)
+    with torch.no_grad():
+        want = [model(ids, memory=memory).logits for memory in (outer, inner)]
+        with model.condition(outer):
+            assert torch.equal(model.host(ids).logits, want[0])
+            with model.condition(inner):
+                assert torch.equal(model.host(ids).logits, want[1])
+                with model.condition(None):
+                    assert torch.equal(model.host(ids).logits, own(ids))
+                with model.disabled():
+                    assert torch.equal(model.host(ids).logits, own(ids))
+                assert torch.equal(model.host(ids).logits, want[1])
+            assert torch.equal(model(ids, memory=inner).logits, want[1])
+            assert torch.equal(model.host(ids).logits, want[0])
+        assert torch.equal(model.host(ids).logits, own(ids))
+
+
+class Interrupted(RuntimeError):
+    pass
+
+
+def test_an_exception_leaves_no_memory_behind(model, ids):
+    def stop(*_):
+        raise Interrupted
+
+    for call in (
+        lambda: model(ids, memory=tiny.memory(ROWS)),
+        lambda: model.generate(ids, memory=tiny.memory(ROWS), max_new_tokens=2),
+    ):
+        handle = tiny.decoder_layers(model.host)[1].register_forward_pre_hook(stop)
+        with pytest.raises(Interrupted):
+            call()
+        handle.remove()
+        assert_without_memory(model, ids)
+    with pytest.raises(Interrupted), model.condition(tiny.memory(ROWS)):
+        raise Interrupted
+    assert_without_memory(model, ids)
+    with pytest.raises(Interrupted), model.disabled():
+        raise Interrupted
+    with torch.no_grad():
+        assert differs(model(ids, memory=tiny.memory(ROWS)).logits, own(ids))
+
+
+def test_a_model_that_was_detached_says_so(model, ids):
+    model.detach()
+    with pytest.raises(ConditionError, match="detach"):
+        model(ids, memory=tiny.memory(ROWS))
+    with pytest.raises(ConditionError, match="detach"), model.condition(tiny.memory(ROWS)):
+        pytest.fail("the block was entered")
+
+
+# 37 - 40: generating
+
+
+def test_37_right_padding_gets_the_hosts_own_warning(model):
+    ids, keep = tiny.left_padded([tiny.text(1, 3)[0], tiny.text(1, 7)[0]])
+    ids, keep = ids.flip(1), keep.flip(1)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("transformers.generation.utils")
+    logger.addHandler(handler)
+    try:
+        model.generate(ids, attention_mask=keep, memory=tiny.memory(2), max_new_tokens=2)
+    finally:
+        logger.removeHandler(handler)
+    assert any("right-padding" in record.getMessage() for record in records)
+
+
+@torch.no_grad()
+def test_38_absolute_positions_of_a_left_padded_forward():
+    model, rows, memory = tiny.attach(tiny.make("gpt2")), [tiny.text(1, n)[0] for n in (3, 7)], tiny.memory(2)
+    ids, keep = tiny.left_padded(rows)
+    positions = (keep.cumsum(1) - 1).clamp_min(0)
+    got = model(ids, attention_mask=keep, position_ids=positions, memory=memory).logits
+    for i, row in enumerate(rows):
+        assert_close(got[i, -len(row) :], model(row[None], memory=memory[i]).logits[0])
+
+
+@torch.no_grad()
+def test_40_both_passes_of_guidance_see_the_memory(model):
+    """Classifier-free guidance compares two texts, so the memory is the same on both sides."""
+    ids, memory = tiny.text(1), tiny.memory(1)
+    out = model.generate(
+        ids, memory=memory, guidance_scale=1.7, max_new_tokens=1, return_dict_in_generate=True, output_scores=True
+    )
+    with_text = model(ids, memory=memory).logits[:, -1].log_softmax(-1)
+    without = model(ids[:, -1:], memory=memory).logits[:, -1].log_softmax(-1)
+    assert_close(out.scores[0], without + 1.7 * (with_text - without))

@@ -1,0 +1,214 @@
+"""Attaching to a language host, living with it, and leaving it: numbers as in the list of faults the project keeps."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import mmattn
+from mmattn.errors import AttachError, ConditionError, MmattnError
+from tests import tiny
+
+ROWS, LENGTH = 3, 7
+
+
+@pytest.fixture
+def model():
+    return tiny.attach(tiny.make("llama"))
+
+
+@pytest.fixture
+def ids():
+    return tiny.text(ROWS, LENGTH)
+
+
+def own(ids):
+    """Logits of the untouched host."""
+    with torch.no_grad():
+        return tiny.make("llama")(ids).logits
+
+
+def test_22_a_second_adapter_of_the_same_name(model, ids):
+    memory = tiny.memory(ROWS)
+    with torch.no_grad():
+        want, names = model(ids, memory=memory).logits, list(model.state_dict())
+    adapter = mmattn.GatedAdapter(memory_dim=13, layers=(1,), num_heads=2, head_dim=8)
+    for attempt in (lambda: model.add_adapter("default", adapter), lambda: mmattn.attach(model.host, adapter)):
+        with pytest.raises(AttachError, match="default"):
+            attempt()
+    with torch.no_grad():
+        assert torch.equal(model(ids, memory=memory).logits, want)
+    assert list(model.state_dict()) == names
+
+
+def test_23_layers_that_are_not_there(ids):
+    lm = tiny.make("llama")
+    keys = set(lm.__dict__)
+    for settings, found in (
+        ({"layers": (0, 3)}, "3"),
+        ({"layers": (-7,)}, "3|-7"),
+        ({"layers": None, "every": 5}, "3"),
+        ({"layers": ()}, "layer"),
+    ):
+        with pytest.raises(MmattnError, match=found) as caught:
+            tiny.attach(lm, **settings)
+        assert isinstance(caught.value, ValueError)
+    with pytest.raises(AttachError, match="model.nowhere"):
+        mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=13, layers=(0,)), path="model.nowhere")
+    assert set(lm.__dict__) == keys and all(not part._forward_hooks for part in lm.modules())
+    with torch.no_grad():
+        assert torch.equal(lm(ids).logits, own(ids))
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(5, 7), nn.Sequential(nn.Linear(5, 5), nn.ReLU()), "gpt2", None])
+def test_23_things_that_are_no_language_model(thing):
+    with pytest.raises((AttachError, TypeError)) as caught:
+        mmattn.attach(thing, mmattn.GatedAdapter(memory_dim=13, layers=(0,)))
+    assert isinstance(caught.value, MmattnError)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        mmattn.attach(tiny.make("llama"), "gated")
+    assert isinstance(caught.value, MmattnError)
+
+
+def test_23_an_explicit_path_finds_the_same_layers(ids):
+    adapter = mmattn.GatedAdapter(memory_dim=13, layers=(0, 2), num_heads=2, head_dim=8)
+    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), adapter, path="model.layers"))
+    with torch.no_grad():
+        want = tiny.attach(tiny.make("llama"))(ids, memory=tiny.memory(ROWS)).logits
+        assert torch.equal(model(ids, memory=tiny.memory(ROWS)).logits, want)
+
+
+def test_23_every_counts_from_the_front():
+    model = tiny.attach(tiny.make("gpt_neo"), layers=None, every=2)
+    spread = tiny.attach(tiny.make("gpt_neo"), layers=(1, 3))
+    ids, memory = tiny.text(2), tiny.memory(2)
+    with torch.no_grad():
+        assert torch.equal(model(ids, memory=memory).logits, spread(ids, memory=memory).logits)
+
+
+def test_24_layers_that_return_tuples_and_layers_that_do_not():
+    """The matrix runs both kinds; here is the proof that both are in it."""
+    kinds = set()
+    for family in ("llama", "gptj", "falcon"):
+        lm = tiny.make(family)
+        tiny.decoder_layers(lm)[0].register_forward_hook(lambda _, args, out: kinds.add(type(out)))
+        lm(tiny.text(1))
+    assert kinds == {tuple, torch.Tensor}
+
+
+@pytest.mark.parametrize("which", ["handle", "host"])
+def test_25_modes_and_dtypes_reach_the_adapter(ids, which):
+    model = tiny.attach(tiny.make("llama"))
+    thing = model if which == "handle" else model.host
+    assert not model.training and not any(part.training for part in model.adapters.modules())
+    thing.train()
+    assert all(part.training for part in model.adapters.modules())
+    assert all(part.training for part in model.host.modules())
+    thing.eval()
+    assert not any(part.training for part in model.adapters.modules())
+    assert not any(part.training for part in model.host.modules())
+    for change, dtype in (
+        (lambda: thing.half(), torch.float16),
+        (lambda: thing.to(torch.bfloat16), torch.bfloat16),
+        (lambda: thing.double(), torch.float64),
+        (lambda: thing.float(), torch.float32),
+    ):
+        change()
+        weights = [parameter for name, parameter in model.adapters.named_parameters() if "gate" not in name]
+        assert {parameter.dtype for parameter in weights} == {dtype}
+        with torch.no_grad():
+            out = model(ids, memory=tiny.memory(ROWS)).logits
+        assert out.dtype == dtype and torch.isfinite(out).all()
+    thing.to("meta")
+    assert {parameter.device.type for parameter in model.adapters.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba"])
+def test_26_the_hosts_file_is_the_hosts(family, tmp_path):
+    lm = tiny.make(family)
+    state = {name: value.clone() for name, value in lm.state_dict().items()}
+    model = tiny.attach(lm)
+    assert list(lm.state_dict()) == list(state)
+    lm.load_state_dict(state)
+    lm.save_pretrained(tmp_path / "host")
+    assert model.host is lm
+    again, report = type(lm).from_pretrained(tmp_path / "host", output_loading_info=True)
+    assert not report["unexpected_keys"] and not report["missing_keys"] and not report["mismatched_keys"]
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    model.detach()
+    lm.save_pretrained(tmp_path / "plain")
+    for file in sorted((tmp_path / "plain").iterdir()):
+        assert file.read_bytes() == (tmp_path / "host" / file.name).read_bytes(), file.name
+
+
+def test_27_requires_grad_comes_back():
+    lm = tiny.make("gpt2")
+    for i, parameter in enumerate(lm.parameters()):
+        parameter.requires_grad_(i % 3 == 0)
+    before = [parameter.requires_grad for parameter in lm.parameters()]
+    model = tiny.attach(lm)
+    assert not any(parameter.requires_grad for parameter in lm.parameters())
+    trained, total = model.trainable_parameters()
+    assert trained == sum(parameter.numel() for parameter in model.adapters.parameters())
+    assert total == trained + sum(parameter.numel() for parameter in lm.parameters())
+    model.detach()
+    assert [parameter.requires_grad for parameter in lm.parameters()] == before
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is stored in 8 bits, as quantised hosts have them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+def test_28_an_8_bit_host(ids):
+    lm = tiny.make("llama")
+    for part in list(lm.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, nn.Linear) and child is not lm.lm_head:
+                setattr(part, name, Int8Linear(child))
+    model = tiny.attach(lm)
+    assert {parameter.dtype for parameter in model.adapters.parameters()} == {torch.float32}
+    model(ids, labels=ids, memory=tiny.memory(ROWS)).loss.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.adapters.parameters())
+    assert lm.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
+
+
+def test_29_a_host_without_weights():
+    with torch.device("meta"):
+        lm = type(tiny.make("llama"))(tiny.config("llama"))
+    with pytest.raises(ConditionError, match="load"):
+        tiny.attach(lm)
+    assert all(not part._forward_hooks for part in lm.modules())
+
+
+def test_32_pickling_works_or_names_the_verb(model, ids):
+    memory = tiny.memory(ROWS)
+    for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
+        try:
+            save(model)
+        except TypeError as error:
+            assert "save_adapter" in str(error)
+    try:
+        other = pickle.loads(pickle.dumps(model))
+    except TypeError:
+        return
+    with torch.no_grad():
+        assert torch.equal(other(ids, memory=memory).logits, model(ids, memory=memory).logits)
+
+
+def test_33_without_memory_the_host_answers(model, ids):
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, own(ids))

@@ -1,0 +1,283 @@
+"""A host with more than one guest: several named adapters, a peft LoRA, a compiler, and many threads."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import peft
+import pytest
+import torch
+import torch._dynamo.testing
+
+import mmattn
+from mmattn.errors import MmattnError
+from tests import tiny
+from tests.tiny import assert_close, differs
+
+ROWS, LENGTH = 3, 7
+# peft 0.21 asks transformers 5.23 by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(1,), num_heads=2, head_dim=8)
+
+
+@pytest.fixture
+def ids():
+    return tiny.text(ROWS, LENGTH)
+
+
+def own(ids):
+    """Logits of the untouched host."""
+    with torch.no_grad():
+        return tiny.make("llama")(ids).logits
+
+
+# Named adapters
+
+
+@torch.no_grad()
+def test_adapters_are_switched_combined_disabled_and_deleted_by_name(ids):
+    memory = tiny.memory(ROWS)
+    model = tiny.attach(tiny.make("llama"), name="eye")
+    eye = model(ids, memory=memory).logits
+    model.add_adapter("ear", GATED)
+    with pytest.raises(MmattnError, match="ear"):
+        model.add_adapter("ear", GATED)
+    assert set(model.adapters) == {"eye", "ear"}
+    # A fresh adapter adds nothing to one that reads.
+    model.set_adapter(["eye", "ear"])
+    assert torch.equal(model(ids, memory=memory).logits, eye)
+    tiny.open_gates(model)
+    model.set_adapter("eye")
+    assert torch.equal(model(ids, memory=memory).logits, eye)
+    model.set_adapter("ear")
+    ear = model(ids, memory=memory).logits
+    assert differs(ear, eye) and differs(ear, own(ids))
+    model.set_adapter(["eye", "ear"])
+    both = model(ids, memory=memory).logits
+    assert differs(both, eye) and differs(both, ear)
+    with model.disabled():
+        assert torch.equal(model(ids, memory=memory).logits, own(ids))
+    assert torch.equal(model(ids, memory=memory).logits, both)
+    with pytest.raises(MmattnError, match="eye.*ear|ear.*eye"):
+        model.set_adapter("nose")
+    with pytest.raises(MmattnError, match="nose"):
+        model.delete_adapter("nose")
+    assert torch.equal(model(ids, memory=memory).logits, both)
+    model.delete_adapter("ear")
+    assert set(model.adapters) == {"eye"}
+    model.set_adapter("eye")
+    assert torch.equal(model(ids, memory=memory).logits, eye)
+    assert torch.equal(model.detach()(ids).logits, own(ids))
+
+
+def test_only_active_adapters_learn(ids):
+    model = tiny.attach(tiny.make("llama"), name="eye").train()
+    model.add_adapter("ear", GATED)
+    tiny.open_gates(model)
+    model.set_adapter("ear")
+    model(ids, labels=ids, memory=tiny.memory(ROWS)).loss.backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.adapters["eye"].parameters())
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.adapters["ear"].parameters())
+
+
+@torch.no_grad()
+def test_named_adapters_are_saved_one_by_one(ids, tmp_path):
+    memory = tiny.memory(ROWS)
+    model = tiny.attach(tiny.make("llama"), name="eye")
+    model.add_adapter("ear", GATED)
+    tiny.open_gates(model)
+    model.set_adapter("ear")
+    want = model(ids, memory=memory).logits
+    model.save_adapter(tmp_path / "ear", name="ear")
+    other = mmattn.load(tiny.make("llama"), tmp_path / "ear", name="other")
+    assert set(other.adapters) == {"other"}
+    assert torch.equal(other(ids, memory=memory).logits, want)
+
+
+def test_verbs_that_users_of_peft_know(capsys, ids):
+    model = tiny.attach(tiny.make("llama"))
+    trained, total = model.trainable_parameters()
+    model.print_trainable_parameters()
+    printed = capsys.readouterr().out
+    assert f"{trained:,}" in printed and f"{total:,}" in printed and "%" in printed
+
+
+# A LoRA on the same host
+
+
+def lora(lm, targets="all-linear", name="default"):
+    config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        return peft.get_peft_model(lm, config, adapter_name=name)
+
+
+def step(model, parameters, ids, memory):
+    """One step of plain SGD; returns the names of the parameters that moved."""
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=1.0)
+    model(ids, labels=ids, memory=memory).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+
+
+@pytest.mark.parametrize("first", ["adapter", "lora"])
+@pytest.mark.parametrize("around", ["peft model", "host"])
+def test_lora_and_adapter_share_a_host(ids, tmp_path, first, around):
+    memory, lm = tiny.memory(ROWS), tiny.make("llama")
+    if first == "adapter":
+        model = tiny.attach(lm)
+        adapter_names = {name for name, _ in model.adapters.named_modules()}
+        guest = lora(lm)
+        assert {name for name, _ in model.adapters.named_modules()} == adapter_names, "peft changed our adapter"
+        if around == "peft model":
+            pytest.skip("the handle was made before the peft model")
+    else:
+        guest = lora(lm)
+        model = tiny.attach(guest if around == "peft model" else lm)
+    with torch.no_grad():
+        both = model(ids, memory=memory).logits
+        text_only = model(ids).logits
+        assert differs(both, text_only) and differs(text_only, own(ids))
+        with guest.disable_adapter():
+            seeing = model(ids, memory=memory).logits
+            assert torch.equal(model(ids).logits, own(ids))
+        with model.disabled():
+            assert torch.equal(model(ids, memory=memory).logits, text_only)
+        assert_close(seeing, tiny.attach(tiny.make("llama"))(ids, memory=memory).logits)
+        assert differs(seeing, both)
+    # Both learn, the host does not.
+    moved = step(model, model.parameters(), ids, memory)
+    learnt = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert moved == learnt
+    assert any("lora_" in name for name in moved) and any(name.startswith("adapters") for name in moved)
+    assert all("lora_" in name or name.startswith("adapters") for name in moved)
+    guest.save_pretrained(tmp_path / "lora")
+    saved = peft.load_peft_weights(str(tmp_path / "lora"), device="cpu")
+    assert saved and all("lora_" in name for name in saved)
+    with torch.no_grad():
+        want = model(ids, memory=memory).logits
+        out = model.generate(ids, memory=memory, max_new_tokens=3, do_sample=False)
+        assert torch.equal(out[:, LENGTH], want[:, -1].argmax(-1))
+        model.save_adapter(tmp_path / "adapter")
+        fresh = peft.PeftModel.from_pretrained(tiny.make("llama"), str(tmp_path / "lora"))
+        again = mmattn.load(fresh, tmp_path / "adapter")
+        assert torch.equal(again(ids, memory=memory).logits, want)
+        text_only = model(ids).logits
+        model.detach()
+        assert torch.equal(guest(ids).logits, text_only)
+
+
+def test_a_merged_lora_leaves_the_adapter_in_place(ids):
+    memory, lm = tiny.memory(ROWS), tiny.make("llama")
+    model = tiny.attach(lm)
+    guest = lora(lm)
+    with torch.no_grad():
+        want = model(ids, memory=memory).logits
+        guest.merge_and_unload()
+        assert_close(model(ids, memory=memory).logits, want, 1e-4)
+
+
+# Compiled hosts
+
+
+def memories():
+    """Lengths, masks and absence in turn: what one compiled model is asked in its life."""
+    for m in (5, 7, 9, 11):
+        yield tiny.memory(ROWS, m=m, seed=m)
+        yield tiny.memory(ROWS, m=m, lengths=[m, 0, 3], seed=m)
+    yield None
+
+
+@pytest.mark.parametrize("compiled", ["host", "handle"])
+@torch.no_grad()
+def test_31_a_compiled_host_reads_each_memory_it_is_given(ids, compiled):
+    torch._dynamo.reset()
+    model = tiny.attach(tiny.make("llama"))
+    want = [model(ids, memory=memory).logits for memory in memories()]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    # A graph break, or more graphs than the default limit allows, is an error here.
+    fast = torch.compile(model.host if compiled == "host" else model, backend=counter, fullgraph=True)
+    for _ in range(2):
+        for memory, expected in zip(memories(), want, strict=True):
+            if compiled == "handle":
+                got = fast(ids, memory=memory).logits
+            else:
+                with model.condition(memory):
+                    got = fast(ids).logits
+            assert_close(got, expected, 1e-6)
+    assert counter.frame_count <= 7, f"{counter.frame_count} graphs for 9 memories"
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_30_attaching_after_the_host_was_compiled_is_never_silent(ids):
+    torch._dynamo.reset()
+    lm = tiny.make("llama")
+    fast = torch.compile(lm, backend="eager")
+    plain = fast(ids).logits
+    assert_close(plain, own(ids), 1e-6)
+    try:
+        model = tiny.attach(lm)
+        with model.condition(tiny.memory(ROWS)):
+            got = fast(ids).logits
+    except MmattnError as error:
+        assert "compile" in str(error)
+    else:
+        assert_close(got, model(ids, memory=tiny.memory(ROWS)).logits, 1e-6)
+        assert differs(got, plain)
+        model.detach()
+        assert_close(fast(ids).logits, plain, 1e-6)
+    torch._dynamo.reset()
+
+
+# Threads
+
+
+def test_each_thread_reads_its_own_memory(ids):
+    """Eight threads on one host, each with its own memory: as the verb's argument, as a block, and through asyncio."""
+    model = tiny.attach(tiny.make("llama"))
+    memories = [tiny.memory(ROWS, m=5 + i, seed=i) for i in range(8)]
+
+    def write(memory):
+        return model.generate(ids, memory=memory, max_new_tokens=4, do_sample=False)
+
+    def write_in_block(memory):
+        with model.condition(memory):
+            return model.host.generate(ids, max_new_tokens=4, do_sample=False)
+
+    want = [write(memory) for memory in memories]
+    assert len({tuple(out.flatten().tolist()) for out in want}) > 1
+    silent = model.host.generate(ids, max_new_tokens=4, do_sample=False)
+    with ThreadPoolExecutor(8) as pool:
+        for work in (write, write_in_block):
+            for got, expected in zip(pool.map(work, memories * 4), want * 4, strict=True):
+                assert torch.equal(got, expected)
+        # A block in this thread is not a block in another.
+        with model.condition(memories[0]):
+            other = pool.submit(functools.partial(model.host.generate, ids, max_new_tokens=4, do_sample=False)).result()
+        assert torch.equal(other, silent)
+
+    async def everyone():
+        return await asyncio.gather(*[asyncio.to_thread(write_in_block, memory) for memory in memories])
+
+    for got, expected in zip(asyncio.run(everyone()), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_disabling_in_one_thread_does_not_blind_another(ids):
+    model, memory = tiny.attach(tiny.make("llama")), tiny.memory(ROWS)
+    with torch.no_grad():
+        want = model(ids, memory=memory).logits
+
+    def look():
+        with torch.no_grad():
+            return model(ids, memory=memory).logits
+
+    with ThreadPoolExecutor(1) as pool, model.disabled():
+        assert torch.equal(look(), own(ids))
+        assert torch.equal(pool.submit(look).result(), want)

@@ -1,0 +1,314 @@
+"""The command line through its front door, `main`: what it prints, what it refuses, with which exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from mmattn import recipes
+from mmattn.cli import main
+from mmattn.errors import ConfigError, MmattnError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = """\
+# A comment stays harmless.
+recipe: toy
+seed: 3
+optim:
+  lr: 1e-3
+  steps: 5
+"""
+TRAIN = """\
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from sums import double
+
+
+class Optim(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    lr: float = 0.1
+    steps: int = 7
+    warm: bool = False
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    seed: int = 0
+    optim: Optim = Optim()
+
+
+def main(config):
+    print(json.dumps({**config, "double": double(config["seed"]), "from": Path(__file__).parent.name}))
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of this test's own, as `mmattn cp` would have made it; what loading it changes is put back."""
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "sums.py").write_text("def double(x):\n    return 2 * x\n")
+    (folder / "README.md").write_text("# Toy\n\nA **toy** to\nlearn with. And more.\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name in ("train", "sums", "caption", "demo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return folder
+
+
+@pytest.fixture
+def shelf(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same recipe standing where an installed wheel keeps them."""
+    package = toy.parent / "package"
+    (package / "_recipes").mkdir(parents=True)
+    (package / "_assets").mkdir()
+    toy.rename(package / "_recipes" / "toy")
+    monkeypatch.setattr(recipes, "_PACKAGE", package)
+    return package
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `mmattn WORDS`."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+class TestWords:
+    def test_help_names_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, _ = call(capsys, "--help")
+        assert code == 0
+        for name in ("demo", "train", "caption", "doctor", "env", "ls", "cp"):
+            assert f"\n  {name} " in out
+
+    def test_as_a_program(self) -> None:
+        done = subprocess.run([sys.executable, "-m", "mmattn", "--help"], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0 and "caption" in done.stdout
+
+    def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, _, err = call(capsys, "dmeo")
+        assert code == 2 and "dmeo" in err
+
+    def test_env(self, capsys: pytest.CaptureFixture[str]) -> None:
+        import torch
+
+        code, out, _ = call(capsys, "env")
+        assert code == 0
+        assert f"torch            {torch.__version__.split('+')[0]}" in out
+        assert all(f"\n  {extra} " in out for extra in ("vision", "diffusion", "rag", "train", "viz", "data", "scale"))
+        assert f"threads          {torch.get_num_threads()} " in out
+
+    def test_env_sees_what_is_missing(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from mmattn.inspect import environment
+
+        monkeypatch.setitem(environment.EXTRAS, "vision", ("torchvision", "no-such-distribution"))
+        _, out, _ = call(capsys, "env")
+        assert "no-such-distribution (missing)" in out
+        assert "pip install 'mmattn[" in out and "vision" in out.rsplit("mmattn[", 1)[1]
+
+
+class TestTrain:
+    def test_settings_reach_the_recipe(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, err = call(capsys, "train", toy / "config.yaml", "optim.lr=2e-4", "seed=11")
+        assert code == 0, err
+        optim = '{"lr": 0.0002, "steps": 5, "warm": false}'
+        assert out == f'{{"seed": 11, "optim": {optim}, "double": 22, "from": "toy"}}\n'
+
+    def test_a_recipe_by_name(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        (tmp_path / "mine.yaml").write_text("recipe: toy\nseed: 5\n")
+        code, out, err = call(capsys, "train", "mine.yaml")
+        assert code == 0, err
+        assert '"seed": 5' in out and '"steps": 7' in out
+
+    def test_a_copy_runs_its_own_files(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert call(capsys, "train", shelf / "_recipes/toy/config.yaml")[1].count('"double": 6') == 1
+        code, out, _ = call(capsys, "cp", "toy", "mine")
+        assert code == 0 and "mmattn train" in out
+        (tmp_path / "mine/sums.py").write_text("def double(x):\n    return 1000 * x\n")
+        code, out, err = call(capsys, "train", "mine/config.yaml")
+        assert code == 0, err
+        assert '"double": 3000' in out and '"from": "mine"' in out
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("optim.lrr=1", "unknown key 'optim.lrr' (did you mean 'lr'?); there are: lr, steps, warm"),
+            ("sede=1", "unknown key 'sede' (did you mean 'seed'?)"),
+            ("optim.steps=many", "'optim.steps': input should be a valid integer"),
+            ("optim.lr=true=1", "'optim.lr': input should be a valid number"),
+            ("seed.deep=1", "cannot set 'seed.deep': 'seed' is 3, not a section"),
+            ("optim.lr", "an override is section.key=value, got 'optim.lr'"),
+            (".lr=1", "an override is section.key=value"),
+            ("seed=[1", "is not YAML"),
+        ],
+    )
+    def test_a_wrong_override(self, toy: Path, capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
+        code, out, err = call(capsys, "train", toy / "config.yaml", override)
+        assert (code, out) == (2, "")
+        assert message in err and "Traceback" not in err
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("recipe: nothere\n", "there is no recipe 'nothere'"),
+            ("recipe: ../toy\n", "there is no recipe '../toy'"),
+            ("seed: 1\n", "must say `recipe: NAME`"),
+            ("- 1\n", "must hold `key: value` lines, got list"),
+            ("", "must hold `key: value` lines, got NoneType"),
+            ("recipe: toy\nseed: 1\nseed: 2\n", "the key 'seed' stands there twice (line 3)"),
+            ("recipe: toy\noptim:\n  lr: 1\n  lr: 2\n", "the key 'lr' stands there twice (line 4)"),
+            ("recipe: !!python/object/apply:os.getcwd []\n", "is not YAML"),
+            ("a: [\n", "is not YAML"),
+            ("[" * 5000, "is not YAML"),
+        ],
+    )
+    def test_a_wrong_file(
+        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+    ) -> None:
+        (tmp_path / "mine.yaml").write_text(text)
+        code, out, err = call(capsys, "train", "mine.yaml")
+        assert (code, out) == (2, "")
+        assert message in err and "Traceback" not in err
+
+    def test_a_file_that_is_not_there_or_not_text(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "there is no settings file absent.yaml" in call(capsys, "train", "absent.yaml")[2]
+        (toy / "config.yaml").write_bytes(b"seed: \xff\n")
+        code, _, err = call(capsys, "train", toy / "config.yaml")
+        assert code == 2 and "not a text file in UTF-8" in err
+
+    def test_numbers_are_numbers(self, tmp_path: Path) -> None:
+        path = tmp_path / "numbers.yaml"
+        path.write_text("a: 1e-3\nb: 2E5\nc: .5e-7\nd: 3\ne: 1e\nf: '1e-3'\ng: -1.5e+2\n")
+        wanted = {"a": 1e-3, "b": 2e5, "c": 0.5e-7, "d": 3, "e": "1e", "f": "1e-3", "g": -150.0}
+        assert recipes.read_settings(path) == wanted
+
+    def test_a_recipe_that_checks_its_own_settings(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        text = (toy / "train.py").read_text().replace("class Config", "class Settings")
+        (toy / "train.py").write_text(text + "    Settings.model_validate(config)\n")
+        code, _, err = call(capsys, "train", toy / "config.yaml", "sede=1")
+        assert code == 2 and "unknown key 'sede'" in err
+
+
+class TestErrors:
+    def test_debug_shows_where_it_happened(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for words in (["--debug", "train", "absent.yaml"], ["train", "absent.yaml", "--debug"]):
+            with pytest.raises(ConfigError, match="there is no settings file"):
+                main(words)
+
+    def test_an_error_that_is_ours_to_mend_is_not_hidden(self, toy: Path) -> None:
+        (toy / "train.py").write_text("def main(config):\n    return config['nothing']\n")
+        with pytest.raises(KeyError, match="nothing"):
+            main(["train", str(toy / "config.yaml")])
+
+    def test_one_line_for_every_class(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        kinds = [kind.__name__ for kind in MmattnError.__subclasses__()]
+        assert len(kinds) >= 10
+        for kind in kinds:
+            body = f"from mmattn import errors\n\n\ndef main(config):\n    raise errors.{kind}('said plainly')\n"
+            (toy / "train.py").write_text(body)
+            sys.modules.pop("train", None)
+            assert call(capsys, "train", toy / "config.yaml") == (2, "", "mmattn: said plainly\n")
+
+
+class TestAdapters:
+    @pytest.mark.parametrize("words", [("caption", "flower.png", "--adapter"), ("doctor",)])
+    def test_a_folder_that_holds_none(
+        self, toy: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...]
+    ) -> None:
+        (tmp_path / "flower.png").write_bytes(b"")
+        code, _, err = call(capsys, *words, "absent")
+        assert code == 2 and "there is no adapter folder absent" in err
+        code, _, err = call(capsys, *words, toy)
+        assert code == 2 and "has no adapter_config.json" in err and "config.yaml" in err
+
+    def test_a_picture_that_is_not_there(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, _, err = call(capsys, "caption", "absent.png", "--adapter", toy)
+        assert (code, err) == (2, "mmattn: cannot caption absent.png: there is no such file\n")
+
+    def test_captions_stand_beside_their_pictures(
+        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        (shelf / "_recipes/toy").rename(shelf / "_recipes/vision")
+        (shelf / "_recipes/vision/caption.py").write_text(
+            "def caption(images, adapter):\n    return [f'{name[0]} by {adapter.name}' for name in images]\n"
+        )
+        for name in ("a.png", "b.png", "adapter_config.json"):
+            (tmp_path / name).write_text("{}")
+        code, out, err = call(capsys, "caption", "a.png", "b.png", "--adapter", ".")
+        assert code == 0, err
+        assert out == "a.png: a by \nb.png: b by \n"
+
+
+class TestShelf:
+    def test_ls(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        code, out, _ = call(capsys, "ls")
+        assert code == 0
+        assert "  toy  A toy to learn with.\n" in out and "none yet" in out
+        (tmp_path / "runs/first/adapter").mkdir(parents=True)
+        (tmp_path / "runs/first/adapter/adapter_config.json").write_text("{}")
+        assert "  runs/first/adapter\n" in call(capsys, "ls")[1]
+
+    def test_cp_leaves_the_waste_behind(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        for waste in ("__pycache__/train.pyc", "runs/old/metrics.jsonl"):
+            (shelf / "_recipes/toy" / waste).parent.mkdir(parents=True)
+            (shelf / "_recipes/toy" / waste).write_text("")
+        code, out, _ = call(capsys, "cp", "toy")
+        assert code == 0 and "toy copied to toy" in out
+        assert {p.name for p in (tmp_path / "toy").rglob("*")} == {"config.yaml", "train.py", "sums.py", "README.md"}
+
+    def test_cp_overwrites_nothing(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        (tmp_path / "toy").mkdir()
+        (tmp_path / "toy/train.py").write_text("mine\n")
+        code, _, err = call(capsys, "cp", "toy")
+        assert code == 2 and "toy exists and would be overwritten" in err
+        (tmp_path / "file").write_text("mine\n")
+        assert call(capsys, "cp", "toy", "file")[0] == 2
+        assert (tmp_path / "toy/train.py").read_text() == (tmp_path / "file").read_text() == "mine\n"
+        assert [p.name for p in (tmp_path / "toy").iterdir()] == ["train.py"]
+
+    def test_cp_into_a_folder_of_other_things(
+        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        (tmp_path / "work").mkdir()
+        (tmp_path / "work/notes.txt").write_text("mine\n")
+        assert call(capsys, "cp", "toy", "work")[0] == 0
+        assert (tmp_path / "work/toy/train.py").is_file()
+
+    def test_an_unknown_recipe(self, shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, _, err = call(capsys, "cp", "tpy")
+        assert code == 2 and "there is no recipe 'tpy' (did you mean 'toy'?); there are: toy" in err
+
+    def test_a_package_without_its_recipes(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(recipes, "_PACKAGE", tmp_path / "nowhere")
+        code, _, err = call(capsys, "ls")
+        assert code == 2 and "carries no recipes" in err
+
+    def test_this_checkout(self) -> None:
+        assert recipes.recipes_folder() == ROOT / "recipes" and recipes.assets_folder() == ROOT / "assets"
+        assert "vision" in {recipe.name for recipe in recipes.list_recipes()}
+
+
+def test_the_console_script_is_this_main(tmp_path: Path) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert (
+        textwrap.dedent("""\
+        [project.scripts]
+        mmattn = "mmattn.cli:main"
+        """)
+        in text
+    )

@@ -1,0 +1,93 @@
+"""What an import costs, seen in a fresh process; and that optional dependencies are optional."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mmattn
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = (
+    *(
+        "transformers",
+        "accelerate",
+        "datasets",
+        "peft",
+        "diffusers",
+        "open_clip",
+        "torchvision",
+        "timm",
+        "faiss",
+        "PIL",
+    ),
+    *("matplotlib", "pandas", "sklearn", "tensorboard", "sentence_transformers", "pyarrow", "plotly"),
+)
+
+
+def loaded(*statements: str) -> set[str]:
+    """The top-level packages in a fresh interpreter after `statements`."""
+    code = "\n".join(["import sys", *statements, "print(*sorted({n.split('.')[0] for n in sys.modules}))"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    assert not loaded("import mmattn") & {*HEAVY, "torch", "numpy"}
+
+
+def test_its_names_load_torch_and_nothing_heavier() -> None:
+    names = ("Memory", "CrossAttention", "SelfAttention", "attend", "GatedAdapter", "Resampler", "masks", "errors")
+    modules = loaded("import mmattn", *(f"mmattn.{name}" for name in names))
+    assert "torch" in modules
+    assert not modules & set(HEAVY)
+
+
+@pytest.mark.parametrize("statement", ["import mmattn.cli", "import mmattn.recipes; mmattn.recipes.list_recipes()"])
+def test_the_command_line_starts_without_torch(statement: str) -> None:
+    assert not loaded(statement) & {*HEAVY, "torch", "numpy", "pydantic", "yaml"}
+
+
+def test_these_checks_can_fail() -> None:
+    assert "PIL" in loaded("import mmattn", "import PIL.Image")
+
+
+def test_every_name_of_the_front_door_opens() -> None:
+    assert len(mmattn.__all__) == len(set(mmattn.__all__))
+    for name in mmattn.__all__:
+        assert getattr(mmattn, name) is not None
+        assert name in dir(mmattn)
+    with pytest.raises(AttributeError, match="no attribute 'Memroy'"):
+        _ = mmattn.Memroy
+
+
+def test_star_import_gives_the_front_door() -> None:
+    names: dict[str, object] = {}
+    exec("from mmattn import *", names)
+    assert set(mmattn.__all__) <= set(names)
+
+
+def test_the_package_works_without_its_optional_dependencies() -> None:
+    missing = ("open_clip", "torchvision", "matplotlib", "diffusers", "faiss", "peft", "datasets", "sklearn", "PIL")
+    statements = (
+        f"sys.modules.update(dict.fromkeys({missing!r}))",
+        "import torch, mmattn",
+        "memory = mmattn.Memory(torch.ones(2, 3, 5))",
+        "assert mmattn.CrossAttention(7, 5, 1, head_dim=11)(torch.ones(2, 13, 7), memory.tokens).shape == (2, 13, 7)",
+    )
+    assert "torch" in loaded(*statements)
+
+
+def test_a_missing_dependency_is_named_with_its_extra() -> None:
+    code = (
+        "import sys; sys.modules['open_clip'] = None\nimport mmattn\n"
+        "try:\n    mmattn.OpenCLIPEncoder('ViT-B-32')\n"
+        "except mmattn.errors.MissingExtraError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "mmattn[vision]" in done.stdout

@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+WANTED := --editable '.[all]' --group dev
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
@@ -23,13 +25,10 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml | $(BIN)/python
-	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv || echo "no uv here, going on with pip"
+	@test -x $(BIN)/uv || $(PIP) install -qq uv || echo "no uv to be had, going on with pip"
 	@echo "installing mmattn with all its extras (the first time downloads torch: some minutes)"
-	@if test -x $(BIN)/uv; then \
-	    $(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[all]' --group dev; \
-	else \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1' && \
-	    $(BIN)/python -m pip install --quiet --editable '.[all]' --group dev; \
+	@if test -x $(BIN)/uv && $(BIN)/uv pip install --quiet --python $(BIN)/python $(WANTED); then :; else \
+	    echo "installing with pip" && $(PIP) install -qq --upgrade 'pip>=25.1' && $(PIP) install -qq $(WANTED); \
 	fi
 	@touch $@
 

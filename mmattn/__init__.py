@@ -24,6 +24,7 @@ _HOME = {
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
     "load_image": "mmattn.encoders.images",
+    "record": "mmattn.inspect.record",
     "MmattnError": "mmattn.errors",
     "MaskError": "mmattn.errors",
     "ShapeError": "mmattn.errors",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
         TextError,
     )
     from mmattn.hosts import attach, load
+    from mmattn.inspect.record import record
     from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory
 

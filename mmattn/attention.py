@@ -158,13 +158,25 @@ def visible_slots(allowed: Tensor, memory_rows: int, m: int) -> Tensor:
     return visible.expand(memory_rows, m)
 
 
-def visible_rows(allowed: Tensor | None, rows: int, m: int) -> Tensor | None:
-    """Which queries (b, l or 1, 1) may look at anything, or None where all of them may."""
+def visible_rows(
+    allowed: Tensor | None,
+    rows: int,
+    m: int,
+    *,
+    per_head: bool = False,
+    device: torch.device | None = None,
+) -> Tensor | None:
+    """Which queries (b, l or 1, 1) may look at anything, or None where all of them may.
+
+    Args:
+        per_head: (b, h or 1, l or 1, 1) instead. device: of the answer where there is no `allowed` to tell.
+    """
     if m == 0:
-        return torch.zeros(1, 1, 1, dtype=torch.bool, device=None if allowed is None else allowed.device)
+        allowed = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device if allowed is None else allowed.device)
     if allowed is None:
         return None
-    seen = allowed.any(1).any(-1, keepdim=True)
+    seen = allowed.any(-1, keepdim=True)
+    seen = seen if per_head else seen.any(1)
     if may_read(seen) and bool(seen.all()):
         return None
     return seen if seen.shape[0] in (1, rows) else seen.repeat_interleave(rows // seen.shape[0], 0)

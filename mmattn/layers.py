@@ -152,7 +152,9 @@ class CrossAttention(FromWeights, nn.Module):
         if causal:
             rule = causal_mask(l, m, offset=m - l, device=x.device)
             attention_mask = rule if attention_mask is None else rule & attention_mask
-        allowed = combine_masks(mask, attention_mask, (rows, memory_rows, self.num_heads, l, m))
+        allowed = None
+        if mask is not None or attention_mask is not None:
+            allowed = combine_masks(mask, attention_mask, (rows, memory_rows, self.num_heads, l, m))
         if isinstance(memory, KeyValue):
             kept = memory
         else:
@@ -166,9 +168,10 @@ class CrossAttention(FromWeights, nn.Module):
         if head_scale is not None:
             out = out * head_scale.to(out.dtype)[:, None, None]
         out = self.out_proj(out.transpose(1, 2).flatten(2))
-        if self.out_proj.bias is not None and (seen := visible_rows(allowed, rows, m)) is not None:
+        seen = None if self.out_proj.bias is None else visible_rows(allowed, rows, m, device=x.device)
+        if seen is not None:
             out = out.masked_fill(~seen, 0)
-        out = out.to(x.dtype)
+        out = out if out.dtype is x.dtype else out.to(x.dtype)
         return (out, weights) if weights is not None else out
 
     def project(
@@ -258,14 +261,16 @@ class CrossAttention(FromWeights, nn.Module):
         elif mask is not None:
             memory = memory.masked_fill(~mask[..., None], 0)
             values = None if values is None else values.masked_fill(~mask[..., None], 0)
-        may_absorb = values is None and self.absorbable
+        # A projection that was replaced (LoRA, quantised) is called as it is: its weight is not all it does.
+        plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
+        may_absorb = values is None and self.absorbable and plain
         if may_absorb and queries is not None and self._absorbing_pays(queries, memory, lengths):
             raw = memory[:, None]
             return KeyValue(raw, raw, mask, bias, lengths, absorbed=True)
         keys = self._heads(self.k_proj(memory))
         made = self._heads(self.v_proj(memory if values is None else values))
         if self.k_norm is not None:
-            keys = self.k_norm(keys)
+            keys = self._norm(self.k_norm, keys)
         if self.rotary is not None:
             keys = self.rotary(keys, memory_positions)
         if self.null_key is None or self.null_value is None:
@@ -298,14 +303,16 @@ class CrossAttention(FromWeights, nn.Module):
         rows, l = x.shape[:2]
         q = self._heads(self.q_proj(self._cast(x)))
         if self.q_norm is not None:
-            q = self.q_norm(q)
+            q = self._norm(self.q_norm, q)
         if self.rotary is not None:
             q = self.rotary(q, torch.arange(l, device=x.device) if positions is None else positions)
         g, n = self.num_kv_heads, self.num_heads // self.num_kv_heads
         if kept.absorbed:
             key_weight = self.k_proj.weight.view(g, self.head_dim, -1)
             q = (q.reshape(rows, g, n * l, self.head_dim) @ key_weight).view(rows, g * n, l, self.memory_dim)
-        seen = visible_rows(allowed, rows, kept.slots) if kept.null or kept.absorbed else None
+        seen = None
+        if kept.null or kept.absorbed:
+            seen = visible_rows(allowed, rows, kept.slots, per_head=True, device=x.device)
         if kept.lengths is None:
             bias = None if kept.bias is None else kept.bias[:, None, None]
             if kept.null:
@@ -321,8 +328,8 @@ class CrossAttention(FromWeights, nn.Module):
             if self.v_proj.bias is not None:
                 out = out + self.v_proj.bias.view(g, 1, -1).repeat_interleave(n, 0)
         if seen is not None:
-            out = out.masked_fill(~seen[:, None], 0)
-            weights = None if weights is None else weights.masked_fill(~seen[:, None], 0)
+            out = out.masked_fill(~seen, 0)
+            weights = None if weights is None else weights.masked_fill(~seen, 0)
         if weights is not None:
             return out, weights[..., 1:] if kept.null else weights
         return out
@@ -390,12 +397,18 @@ class CrossAttention(FromWeights, nn.Module):
 
     def _heads(self, projected: Tensor) -> Tensor:
         """(b, m, g·k) to (b, g, m, k), a view."""
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        rows, length, width = projected.shape
+        return projected.view(rows, length, width // self.head_dim, self.head_dim).transpose(1, 2)
+
+    def _norm(self, norm: nn.RMSNorm, heads: Tensor) -> Tensor:
+        # Autocast does not know RMSNorm, which warns of weights of another dtype.
+        return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(tensor.device.type):
+        wanted = self.q_proj.weight.dtype
+        if tensor.dtype is wanted or torch.is_autocast_enabled(tensor.device.type):
             return tensor
-        return tensor.to(self.q_proj.weight.dtype)
+        return tensor.to(wanted)
 
 
 class SelfAttention(CrossAttention):

@@ -153,7 +153,8 @@ class Memory:
     def cat(cls, memories: Sequence[Memory]) -> Memory:
         """Put memories of the same rows one behind the other, (b, m1 + m2, e).
 
-        Segments of later memories are counted on after those of earlier ones; a memory without segments is one.
+        Segments of later memories are counted on after those of earlier ones; a memory without segments is one, and a
+        slot of no segment (a negative one) stays so.
         """
         first = _same(memories, "cat")
         if len({memory.batch for memory in memories}) != 1:
@@ -162,15 +163,16 @@ class Memory:
         begin = torch.zeros(first.batch, 1, dtype=torch.long, device=first.device)
         if any(memory.segments is not None for memory in memories):
             for memory in memories:
-                own = memory._filled("segments") + begin
+                own = memory._filled("segments")
+                own = torch.where(own < 0, own, own + begin)
                 segments.append(own)
-                begin = own.amax(1, keepdim=True) + 1 if memory.length else begin
+                begin = torch.maximum(begin, own.amax(1, keepdim=True) + 1) if memory.length else begin
         return cls(
             torch.cat([memory.tokens for memory in memories], 1),
             _joined(memories, "mask", 1),
             torch.cat(segments, 1) if segments else None,
             _joined(memories, "scores", 1),
-            _sources([[row for row in memory._source_rows()] for memory in memories], memories, rowwise=False),
+            _sources([memory._source_rows() for memory in memories], memories, rowwise=False),
             check_finite=False,
         )
 
@@ -189,7 +191,7 @@ class Memory:
             _joined(memories, "mask", 0),
             _joined(memories, "segments", 0),
             _joined(memories, "scores", 0),
-            _sources([[row for row in memory._source_rows()] for memory in memories], memories, rowwise=True),
+            _sources([memory._source_rows() for memory in memories], memories, rowwise=True),
             check_finite=False,
         )
 
@@ -213,9 +215,13 @@ class Memory:
         if isinstance(rows, slice):
             picked = list(range(self.batch))[rows]
             return self._map(lambda tensor: tensor[rows], [self._source_rows()[i] for i in picked])
-        index = torch.as_tensor(rows, device=self.device)
+        index = torch.as_tensor(rows, device=self.device).reshape(-1)
         if index.dtype == torch.bool:
+            if len(index) != self.batch:
+                raise IndexError(f"a choice of rows must have one bool per row, got {len(index)} for {self.batch} rows")
             index = index.nonzero()[:, 0]
+        elif not len(index):
+            index = index.long()
         return self._map(lambda tensor: tensor[index], [self._source_rows()[i] for i in index.tolist()])
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
@@ -264,7 +270,8 @@ class Memory:
         Raises:
             AdapterFileError: the file is torn, changed or something else.
         """
-        tensors, metadata = read_tensors(path, FORMAT)
+        # The constructor looks for NaN itself: behind the mask there may be some.
+        tensors, metadata = read_tensors(path, FORMAT, check_finite=False)
         return cls(
             tensors["tokens"],
             tensors.get("mask"),
@@ -322,7 +329,7 @@ class Memory:
 
 
 def _countable(tensor: Tensor) -> Tensor:
-    if not tensor.is_inference():
+    if torch.compiler.is_compiling() or not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
         return tensor.clone()

@@ -12,7 +12,7 @@ TIERS = (
     ("errors",),
     ("masks", "positions", "atomic", "formats", "fingerprints"),
     ("files",),
-    ("memory", "cache"),
+    ("memory", "cache", "weights"),
     ("attention",),
     ("layers",),
     ("adapters",),
@@ -174,7 +174,8 @@ def _imports(package: str, module: str, path: Path, known: set[str]) -> Iterator
             if node.level:
                 stem = ".".join([*folder[: len(folder) - node.level + 1], *stem.split(".")]).rstrip(".")
             inner = stem.partition(".")[2]
-            for alias in node.names:
+            # A version number is a fact of the package, not a room of the house.
+            for alias in (alias for alias in node.names if alias.name != "__version__"):
                 longer = f"{inner}.{alias.name}".lstrip(".")
                 names.append(f"{stem}.{alias.name}" if stem.split(".")[0] == package and longer in known else stem)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):

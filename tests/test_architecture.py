@@ -19,7 +19,7 @@ GOOD = {
     "adapters/gated.py": "from .. import memory\nfrom . import resampler\nfrom ..attention import attend\n",
     "adapters/resampler.py": "from mmattn.attention import attend\n",
     "hosts/__init__.py": "",
-    "hosts/language.py": "def find():\n    import transformers\n    from mmattn.adapters import gated\n",
+    "hosts/language.py": "from mmattn import __version__\ndef find():\n    import transformers\n",
     "encoders/openclip.py": "def load():\n    from mmattn import errors\n    errors.import_extra('open_clip', 'x')\n",
     "encoders/images.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from PIL.Image import Image\n",
     "inspect/doctor.py": "from mmattn.hosts import language\n",

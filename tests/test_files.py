@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import random
+import stat
 import subprocess
 import sys
 import tarfile
@@ -313,7 +314,7 @@ BODY = np.float32([1, 2]).tobytes()
 
 FORGED: dict[str, tuple[dict[str, object], bytes]] = {
     "shape of 10**9": ({"x": entry(shape=[10**9])}, BODY),
-    "shape that overflows": ({"x": entry(shape=[2**62, 2**62, 0], offsets=[0, 0])}, b""),
+    "shape that overflows": ({"x": entry(shape=[2**59, 2**59, 0], offsets=[0, 0])}, b""),
     "offsets of 10**12": ({"x": entry(shape=[10**12 // 4], offsets=[0, 10**12])}, BODY),
     "negative": ({"x": entry(shape=[-2])}, BODY),
     "bool as a size": ({"x": entry(shape=[True, 2])}, BODY),
@@ -535,7 +536,7 @@ for size in range(0, 400_000, 20_000):
         sync, replace = os.fsync, os.replace
 
         def watched_sync(handle: int) -> None:
-            steps.append("folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file")
+            steps.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
             sync(handle)
 
         def watched_replace(a: str, b: str) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import mmattn.masks
@@ -293,6 +292,10 @@ class TestConverters:
     def test_additive_takes_masks_that_were_added_up(self) -> None:
         twice = torch.tensor([[0.0, torch.finfo(torch.float32).min]]) * 2
         assert masks.from_additive(twice).tolist() == [[True, False]]
+
+    def test_additive_takes_ten_thousand_rounded_by_bfloat16(self) -> None:
+        rounded = torch.tensor([[0.0, -1e4]], dtype=torch.bfloat16).float()
+        assert masks.from_additive(rounded).tolist() == [[True, False]]
 
     def test_key_padding_is_the_opposite(self) -> None:
         drop = torch.rand(3, 5) < 0.5

@@ -91,17 +91,19 @@ RUNNING_STATE = ("mamba",)
 """Families without a key/value cache: their state cannot be taken back, so drafts and prefill in chunks are refused."""
 
 
-def config(family: str):
+def config(family: str, **changes: Any) -> Any:
     """The configuration of the tiny host of `family`: no dropout, special ids inside the vocabulary, no end token."""
-    settings = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None} | _SETTINGS[family]
+    settings = (
+        {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None} | _SETTINGS[family] | changes
+    )
     return CONFIG_MAPPING[family](**settings)
 
 
-def make(family: str, seed: int = 0) -> PreTrainedModel:
+def make(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny random host in eval mode, the same for the same `seed`; the caller's random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        lm = AutoModelForCausalLM.from_config(config(family))
+        lm = AutoModelForCausalLM.from_config(config(family, **changes))
         with torch.no_grad():
             for name, parameter in lm.named_parameters():
                 if parameter.ndim >= 2 and not name.endswith(("A_log", "conv1d.weight")):

@@ -105,6 +105,8 @@ class GatedAdapter:
                 raise ConfigError(f"resampler: {error}") from error
         if self.resampler is not None and not isinstance(self.resampler, Resampler):
             raise ConfigError(f"resampler must be a Resampler, got {self.resampler!r}")
+        if self.resampler is not None and self.score_bias:
+            raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of the two")
 
     def build(self, host_dim: int, layers: Sequence[int]) -> GatedLayers:
         """Make the trainable part for a host of width `host_dim` at `layers`."""
@@ -226,7 +228,16 @@ class GatedLayers(nn.Module):
         self.resampler = None
         if config.resampler is not None:
             self.resampler = PerceiverResampler(config.resampler, config.memory_dim)
-        self.blocks = nn.ModuleDict({str(i): GatedBlock(config, host_dim, config.memory_dim) for i in self.layers})
+        self._names = {layer: str(layer) for layer in self.layers}
+        self.blocks = nn.ModuleDict(
+            {name: GatedBlock(config, host_dim, config.memory_dim) for name in self._names.values()}
+        )
+
+    def block(self, layer: int) -> GatedBlock:
+        """The block behind host layer `layer`."""
+        block = self.blocks[self._names[layer]]
+        assert isinstance(block, GatedBlock)
+        return block
 
     def read(self, memory: Memory) -> Memory:
         """The memory as every block sees it: normalised, and resampled where the adapter has a resampler."""

@@ -111,7 +111,7 @@ class PictureEncoder(nn.Module):
             for name in sorted(weights):
                 tensor = weights[name].detach().cpu().contiguous()
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-                digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+                digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
             self._hashed = (state, digest.hexdigest())
         return self._hashed[1]
 
@@ -120,6 +120,7 @@ class PictureEncoder(nn.Module):
 
     def _slots(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
         features = self.features(pixels.to(self.device, self.dtype))
+        grid: tuple[int, int] | None
         if features.dim() == 4:
             grid = (features.shape[2], features.shape[3])
             slots = features.flatten(2).transpose(1, 2)

@@ -87,11 +87,10 @@ def pictures(images: Any) -> list[Any]:
         ImageError: neither a picture nor a collection of them.
     """
     pil = import_extra("PIL.Image", "vision")
+    if isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike, pil.Image)) or hasattr(images, "read"):
+        return [images]
     if isinstance(images, Tensor) or hasattr(images, "__array_interface__"):
         return list(images) if len(images.shape) == 4 else [images]
-    single = (str, bytes, bytearray, memoryview, os.PathLike, pil.Image)
-    if isinstance(images, single) or hasattr(images, "read"):
-        return [images]
     if isinstance(images, Iterable) and not isinstance(images, (dict, set, frozenset)):
         return list(images)
     raise ImageError(f"pictures were expected, got {type(images).__name__}; give {_ACCEPTED}, or a list of these")
@@ -123,17 +122,13 @@ class Preparation:
     fill: int = 0
 
     def __post_init__(self) -> None:
-        sides = (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)
-        if len(sides) != 2:
-            raise ConfigError(f"size must be one number or (height, width), got {self.size!r}")
-        object.__setattr__(self, "size", tuple(check_int("size", side) for side in sides))
-        for name in ("mean", "std"):
+        for name, count, check in (("size", 2, check_int), ("mean", 3, check_float), ("std", 3, check_float)):
             value = getattr(self, name)
-            values = (value,) * 3 if isinstance(value, (int, float)) else tuple(value)
-            if len(values) != 3:
-                raise ConfigError(f"{name} must be one number or one for each of 3 channels, got {value!r}")
-            object.__setattr__(self, name, tuple(check_float(name, v) for v in values))
-        if min(self.std) <= 0:  # type: ignore[arg-type, type-var]
+            values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * count
+            if len(values) != count:
+                raise ConfigError(f"{name} must be one number or {count} numbers, got {value!r}")
+            object.__setattr__(self, name, tuple(check(name, entry) for entry in values))
+        if min(self.std) <= 0:  # type: ignore[arg-type]
             raise ConfigError(f"std must be above 0 in every channel, got {self.std}")
         check_choice("resize", self.resize, ("shortest", "longest", "squash"))
         check_choice("interpolation", self.interpolation, ("bicubic", "bilinear"))
@@ -281,9 +276,9 @@ def _orientation(image: Image) -> Any:
     except (OSError, SyntaxError, ValueError, TypeError, KeyError, EOFError, struct.error):
         return None  # Viewers show a picture with unreadable EXIF as it is stored.
     turn = pil.Transpose
-    turns = (turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM)
-    turns += (turn.TRANSPOSE, turn.ROTATE_270, turn.TRANSVERSE, turn.ROTATE_90)
-    return turns[value - 2] if isinstance(value, int) and 2 <= value <= 8 else None
+    turns = {2: turn.FLIP_LEFT_RIGHT, 3: turn.ROTATE_180, 4: turn.FLIP_TOP_BOTTOM, 5: turn.TRANSPOSE}
+    turns |= {6: turn.ROTATE_270, 7: turn.TRANSVERSE, 8: turn.ROTATE_90}
+    return turns.get(value) if isinstance(value, int) else None
 
 
 def _rgb(image: Image) -> Image:

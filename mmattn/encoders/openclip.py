@@ -74,7 +74,8 @@ class OpenCLIPEncoder(PictureEncoder):
                 f"the picture tower {type(model.visual).__name__} of {name} gives no patch tokens; use pooled=True, "
                 "or a ViT, ResNet or timm tower of open_clip 2.30 or later"
             )
-        described = {key: self._config.get(key) for key in ("embed_dim", "vision_cfg", "quick_gelu")}
+        described = {"embed_dim": self._config["embed_dim"], "vision_cfg": self._config["vision_cfg"]}
+        described["quick_gelu"] = bool(self._config.get("quick_gelu"))
         super().__init__(
             model, preparation, pooled=pooled, settings={"encoder": "openclip", "config": described}, device=device
         )
@@ -120,7 +121,7 @@ class OpenCLIPEncoder(PictureEncoder):
         return ClipTokenizer(made)
 
     def _weights(self) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = self.model.visual.state_dict()  # type: ignore[union-attr, operator, assignment]
+        weights: dict[str, Tensor] = self.model.visual.state_dict()  # type: ignore[union-attr]
         return weights
 
 
@@ -179,6 +180,8 @@ def _build(open_clip: Any, settings: Mapping[str, Any], pretrained: Any, name: s
     if pretrained is not None and not is_weights_path(pretrained):
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(_cleaned(name))) or "none"
         raise ConfigError(f"{name} has no weights {pretrained!r}; its tags: {tags}; or give a .safetensors path")
+    if pretrained is not None:
+        read_weights(pretrained)
     cfg = json.loads(json.dumps(settings["model_cfg"]))
     vision, text = cfg["vision_cfg"], cfg["text_cfg"]
     custom = cfg.pop("custom_text", False) or "hf_model_name" in text
@@ -199,7 +202,6 @@ def _build(open_clip: Any, settings: Mapping[str, Any], pretrained: Any, name: s
 
 
 def _load(open_clip: Any, model: Any, path: Any, name: str) -> None:
-    read_weights(path)
     try:
         keys = open_clip.load_checkpoint(model, os.fspath(path), strict=False)
     except (RuntimeError, KeyError, ValueError, AttributeError) as error:

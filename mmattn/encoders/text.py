@@ -73,16 +73,21 @@ def tokenize(
                 f"text {number} spells the token {token!r}, which stands for something else here; take it out of the "
                 "text, or add it to the tokenizer as a special token: add_special_tokens([...])"
             )
-    around = tokenizer("", **options | {"add_special_tokens": True})["input_ids"] if add_special_tokens else []
-    extra = len(around)
+    before, after = _ends(tokenizer, options) if add_special_tokens else ([], [])
+    extra = len(before) + len(after)
     if max_length is not None and max_length < extra:
         raise TextError(f"max_length={max_length} leaves no room for text beside {extra} special tokens")
     cut = [max_length is not None and len(row) + extra > max_length for row in rows]
     if max_length is not None:
         rows = [row[: max_length - extra] for row in rows]
-    if extra:
-        rows = [tokenizer.build_inputs_with_special_tokens(row) for row in rows]
-    return rows, cut
+    return [before + row + after for row in rows], cut
+
+
+def _ends(tokenizer: Any, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    bare = list(tokenizer("a", **options)["input_ids"])
+    full = list(tokenizer("a", **options | {"add_special_tokens": True})["input_ids"])
+    start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+    return full[:start], full[start + len(bare) :]
 
 
 class ClipTokenizer:
@@ -98,12 +103,8 @@ class ClipTokenizer:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.context_length: int = inner.context_length
-        if hasattr(inner, "pat"):
-            specials = [inner.decoder[token] for token in inner.all_special_ids]
-            pattern = inner.pat.pattern.removeprefix("|".join(specials) + "|")
-            # Its own regex library knows \p{L}, which the standard one does not.
-            inner.pat = type(inner).encode.__globals__["re"].compile(pattern, inner.pat.flags)
-            inner.cache = {}
+        if hasattr(inner, "bpe"):
+            inner.cache = {}  # It begins filled with the special tokens, which are then never spelled out.
         elif hasattr(inner, "tokenizer"):
             inner.tokenizer.split_special_tokens = True
 

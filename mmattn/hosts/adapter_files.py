@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import mmattn
+from mmattn import __version__
 from mmattn.adapters.files import adapter_settings, check_tensors, load_folder, parse_config, save_folder
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.settings import FORMAT, FORMAT_VERSION
@@ -41,7 +41,7 @@ def save(model: LanguageModel, folder: str | PathLike[str], name: str, encoder: 
     config = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "mmattn_version": mmattn.__version__,
+        "mmattn_version": __version__,
         "kind": adapter.config.kind,
         "adapter": adapter_settings(adapter.config),
         "layers": list(adapter.layers),
@@ -68,7 +68,7 @@ tags: [mmattn, cross-attention, adapter]
 {config["adapter"]["memory_dim"]}{f" from the encoder {config['encoder'][:24]}" if config["encoder"] else ""}.
 
 ```python
-import mmattn
+from mmattn import __version__
 
 model = mmattn.load(host, "this folder")
 model.generate(input_ids, memory=memory)

@@ -48,9 +48,9 @@ class Prepared:
     def key_value(self, name: str, adapter: GatedLayers, layer: int, queries: int) -> Tensor | KeyValue:
         """What the block at a host layer looks at, for `queries` queries per memory row."""
         memory = self.read(name, adapter)
-        if self._needs_grad(adapter):
+        if self._passing(adapter):
             return memory.tokens
-        attention = adapter.blocks[str(layer)].attention
+        attention = adapter.block(layer).attention
         size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
         absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
         if absorb and queries > ABSORB_BELOW:
@@ -64,13 +64,16 @@ class Prepared:
             lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),
         )
 
-    def _needs_grad(self, adapter: GatedLayers) -> bool:
+    def _passing(self, adapter: GatedLayers) -> bool:
+        """Nothing is kept while gradients are needed, nor inside a graph being traced."""
+        if torch.compiler.is_compiling():
+            return True
         return torch.is_grad_enabled() and (
             self.memory.tokens.requires_grad or any(parameter.requires_grad for parameter in adapter.parameters())
         )
 
     def _keep(self, key: tuple[str, int | None], adapter: GatedLayers, make: Any) -> Any:
-        if self._needs_grad(adapter):
+        if self._passing(adapter):
             return make()
         version = (self.memory.version(), adapter.version(), torch.is_autocast_enabled(self.memory.device.type))
         made = self._made.get(key)

@@ -62,7 +62,7 @@ class LanguageModel(Handle):
         probe(self, picked)
         for index in picked:
             # A block lives where the output of its layer is: with a device map, on several devices.
-            built.blocks[str(index)].to(device_of(self.layers[index]))
+            built.block(index).to(device_of(self.layers[index]))
         built.memory_norm.to(device_of(self.layers[picked[0]]))
         if built.resampler is not None:
             built.resampler.to(device_of(self.layers[picked[0]]))
@@ -197,7 +197,7 @@ class LanguageModel(Handle):
         allowed = combine_masks(memory.mask, attention_mask, sizes)
         seen = visible_rows(allowed, rows, memory.length)
         projected = not isinstance(kept, Tensor)
-        return adapter.blocks[str(index)](
+        return adapter.block(index)(
             x,
             kept,
             mask=None if projected else memory.mask,

@@ -1,0 +1,30 @@
+"""Pieces of a training run: pairs of text and memory, the loop, scores, the text-only control, the run's folder."""
+
+from __future__ import annotations
+
+from mmattn.training.captions import PairOrder, TextBatch, begin_and_end, collate, disturb, encode_texts
+from mmattn.training.controls import matched_lora, ranks_for
+from mmattn.training.loop import Fitted, fit, parameter_groups, tracked
+from mmattn.training.runs import RunFolder, markdown_table
+from mmattn.training.scores import mean_nats, perplexity, text_nats, token_nats
+
+__all__ = [
+    "Fitted",
+    "PairOrder",
+    "RunFolder",
+    "TextBatch",
+    "begin_and_end",
+    "collate",
+    "disturb",
+    "encode_texts",
+    "fit",
+    "markdown_table",
+    "matched_lora",
+    "mean_nats",
+    "parameter_groups",
+    "perplexity",
+    "ranks_for",
+    "text_nats",
+    "token_nats",
+    "tracked",
+]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import colorsys
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -44,7 +44,7 @@ def rounded(points: np.ndarray, times: int = 2) -> np.ndarray:
     return points
 
 
-@lru_cache(maxsize=None)
+@cache
 def outline(form: str) -> np.ndarray:
     """The closed outline of a petal of length 1 and half width 1, foot at the origin, as (points, 2)."""
     half = np.array(OUTLINES[form], dtype=float)

@@ -1,4 +1,4 @@
-"""The ways a flower can be built, one painter per kind: radial, funnel, cup, bell, spike, head, umbel, and a few odd ones.
+"""The ways a flower can be built, one painter per kind: radial, funnel, cup, bell, spike, head, umbel and more.
 
 Each painter draws in flower units (radius 1, y up) with the `Brush` it is given, from a recipe out of
 `flora_species.yaml`.
@@ -280,21 +280,14 @@ def orchid(brush: Brush, spec: Spec) -> None:
 def arch(brush: Brush, spec: Spec) -> None:
     """A leaning stem hung with a row of hearts (bleeding heart)."""
     way = brush.rng.choice((-1, 1))
-    xs = np.linspace(-1.25, 1.25, 5)
-    ys = [0.75 - 0.28 * (float(x) * way + 0.25) ** 2 + 0.2 for x in xs]
-    brush.line(
-        [(-1.5 * way, -2.5), *[(float(x) * way, y) for x, y in zip(xs, [0.3, 0.8, 0.95, 0.85, 0.55], strict=True)]],
-        0.08,
-        [150, 84, 84],
-    )
-    for i, x in enumerate(xs[1:], start=1):
-        top, size = [0.3, 0.8, 0.95, 0.85, 0.55][i], 0.95 - 0.12 * i
-        at = (float(x) * way, top - 0.2)
-        brush.line([(at[0], top), at], 0.05, [150, 84, 84])
-        brush.petal(
-            "pointed", -math.pi / 2, size, 0.13 * size, [246, 240, 240], at=(at[0], at[1] - 0.45 * size), rim=0.9
-        )
-        brush.petal("heart", -math.pi / 2, 0.72 * size, 0.42 * size, spec["rgb"], at=at)
+    stem, red = [(-1.25, 0.3), (-0.625, 0.8), (0.0, 0.95), (0.625, 0.85), (1.25, 0.55)], [150, 84, 84]
+    stem = [(x * way, y) for x, y in stem]
+    brush.line([(-1.5 * way, -2.5), *stem], 0.08, red)
+    for i, (x, top) in enumerate(stem[1:], start=1):
+        size, y = 0.95 - 0.12 * i, top - 0.2
+        brush.line([(x, top), (x, y)], 0.05, red)
+        brush.petal("pointed", -math.pi / 2, size, 0.13 * size, [246, 240, 240], at=(x, y - 0.45 * size), rim=0.9)
+        brush.petal("heart", -math.pi / 2, 0.72 * size, 0.42 * size, spec["rgb"], at=(x, y))
 
 
 PAINTERS: dict[str, Painter] = {

@@ -20,6 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import mmattn.adapters.files
 from mmattn.adapters.files import (
     adapter_settings,
     check_tensors,
@@ -199,23 +200,28 @@ PATHS = [
 ]
 
 
+def load_without_imports(folder: Path) -> Any:
+    """Load and parse, while every import of a module that is not there yet is an error."""
+    plain = builtins.__import__
+
+    def refuse(name: str, *args: object) -> None:
+        raise AssertionError(f"the loader imports {name}")
+
+    def watched(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] not in sys.modules:
+            refuse(name)
+        return plain(name, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib, "import_module", refuse)
+        patch.setattr(builtins, "__import__", watched)
+        return parse_config(load_folder(folder)[0], KINDS)
+
+
 class TestConfigs:
-    @pytest.fixture(autouse=True)
-    def nothing_is_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(name: str, *args: object) -> None:
-            raise AssertionError(f"the loader imports {name}")
-
-        monkeypatch.setattr(importlib, "import_module", refuse)
-        monkeypatch.setattr(builtins, "__import__", self.watched(refuse, __import__))
-
-    @staticmethod
-    def watched(refuse: Callable[[str], None], plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(name: str, *args: Any, **kwargs: Any) -> Any:
-            if name.split(".")[0] not in sys.modules:
-                refuse(name)
-            return plain(name, *args, **kwargs)
-
-        return call
+    def test_a_good_one_imports_nothing(self, tmp_path: Path) -> None:
+        save(tmp_path)
+        assert load_without_imports(tmp_path) == ADAPTER
 
     @pytest.mark.parametrize("kind", CONFIGS)
     def test_refused(self, tmp_path: Path, kind: str) -> None:
@@ -224,13 +230,13 @@ class TestConfigs:
         before = psutil.Process().memory_info().rss
         with pytest.raises((AdapterFileError, ConfigError), match=words) as caught:
             edit(tmp_path, change)  # some are refused when they are written already: then as a whole file, below
-            parse_config(load_folder(tmp_path)[0], KINDS)
+            load_without_imports(tmp_path)
         if isinstance(caught.value, ConfigError):
             found = json.loads((tmp_path / "adapter_config.json").read_text())
             change(found)
             (tmp_path / "adapter_config.json").write_text(json.dumps(found))
             with pytest.raises(AdapterFileError, match=words):
-                parse_config(load_folder(tmp_path)[0], KINDS)
+                load_without_imports(tmp_path)
         assert psutil.Process().memory_info().rss - before < 200 << 20
 
     @pytest.mark.parametrize("kind", CONFIGS)
@@ -246,7 +252,7 @@ class TestConfigs:
             assert contents(tmp_path) == before
         else:
             with pytest.raises(AdapterFileError):
-                parse_config(load_folder(tmp_path)[0], KINDS)
+                load_without_imports(tmp_path)
 
     @pytest.mark.parametrize("text", PATHS)
     def test_paths_addresses_and_modules(self, tmp_path: Path, text: str) -> None:
@@ -265,7 +271,7 @@ class TestConfigs:
                 continue  # "v1.beta" is a fair name, and names of adapters and of model types are looked up nowhere
             edit(tmp_path, change)
             with pytest.raises(AdapterFileError):
-                parse_config(load_folder(tmp_path)[0], KINDS)
+                load_without_imports(tmp_path)
             for name, raw in good.items():
                 (tmp_path / name).write_bytes(raw)
         load_folder(tmp_path)
@@ -508,24 +514,53 @@ print(moved)
 
     def test_two_processes_save_twenty_times_while_a_third_loads(self, tmp_path: Path) -> None:
         code = """
-first = int(sys.argv[3])
-for i in range(first, first + 20):
-    save(i)
+save(0)
+children = []
+for first in (100, 200):
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            for i in range(first, first + 20):
+                save(i)
+                version()
+            code = 0
+        finally:
+            os._exit(code)
+    children.append(child)
+loads = 0
+while children:
     version()
+    loads += 1
+    done, status = os.waitpid(-1, os.WNOHANG)
+    if done:
+        assert status == 0, status
+        children.remove(done)
+assert version() in (119, 219)
+print(loads)
 """
-        save_first = start("save(0)", tmp_path / "a")
-        finish(save_first)
-        savers = [start(code, tmp_path / "a", first) for first in (100, 200)]
-        loads = 0
-        while any(saver.poll() is None for saver in savers):
-            found, tensors = load_folder(tmp_path / "a")
-            assert {float(x.mean()) for x in tensors.values()} == {float(found["name"][1:])}
-            loads += 1
-        for saver in savers:
-            finish(saver)
-        assert loads > 0
-        assert load_folder(tmp_path / "a")[0]["name"] in ("v119", "v219")
+        assert int(finish(start(code, tmp_path / "a"))) > 5
         assert sorted(os.listdir(tmp_path / "a")) == FILES
+
+    def test_a_load_ends_though_saves_never_stop(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Between the two files that a load reads, another save is tried each time; the second time it has to wait."""
+        plain, tries = mmattn.adapters.files.read_header, []
+
+        def read_header(*args: Any) -> Any:
+            if not sys._getframe(1).f_code.co_name.startswith("_settle"):
+                tries.append("done")
+                try:
+                    save(tmp_path, name=f"v{len(tries)}")
+                except TimeoutError as error:
+                    assert "another process has been saving" in str(error)
+                    tries[-1] = "waited"
+            return plain(*args)
+
+        save(tmp_path, name="v0")
+        monkeypatch.setattr(mmattn.adapters.files, "_WAIT", 0.05)
+        monkeypatch.setattr(mmattn.adapters.files, "read_header", read_header)
+        found, _ = load_folder(tmp_path)
+        assert (found["name"], tries) == ("v1", ["done", "waited"])
 
     def test_the_config_put_aside_saves_no_one_who_edits(self, tmp_path: Path) -> None:
         """Only a config that equals the one in the tensor file is taken from there."""

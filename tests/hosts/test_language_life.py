@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -62,6 +64,24 @@ def test_23_layers_that_are_not_there(ids):
     assert set(lm.__dict__) == keys and all(not part._forward_hooks for part in lm.modules())
     with torch.no_grad():
         assert torch.equal(lm(ids).logits, own(ids))
+
+
+def test_23_layers_that_memory_cannot_reach(ids):
+    """A layer that is run without being called: what a hook returns there is lost, and attaching says so."""
+    lm = tiny.make("llama")
+    kind = type(lm.model.layers[1])
+    lm.model.layers[1].__class__ = type(
+        "Deaf", (kind,), {"__call__": lambda self, *args, **kw: self.forward(*args, **kw)}
+    )
+    before = [set(part.__dict__) for part in lm.modules()]
+    with pytest.raises(ConditionError, match=r"\[1\]"):
+        tiny.attach(lm, layers=(0, 1, 2))
+    assert [set(part.__dict__) for part in lm.modules()] == before
+    assert all(not part._forward_hooks and not part._forward_pre_hooks for part in lm.modules())
+    assert all(parameter.requires_grad for parameter in lm.parameters())
+    with torch.no_grad():
+        assert torch.equal(lm(ids).logits, own(ids))
+        assert torch.isfinite(tiny.attach(lm, layers=(0, 2))(ids, memory=tiny.memory(ROWS)).logits).all()
 
 
 @pytest.mark.parametrize("thing", [nn.Linear(5, 7), nn.Sequential(nn.Linear(5, 5), nn.ReLU()), "gpt2", None])
@@ -212,3 +232,25 @@ def test_32_pickling_works_or_names_the_verb(model, ids):
 def test_33_without_memory_the_host_answers(model, ids):
     with torch.no_grad():
         assert torch.equal(model(ids).logits, own(ids))
+
+
+def test_nothing_is_kept_alive(model, ids):
+    """Neither a call keeps its memory, nor a host the adapters it had."""
+    memory = tiny.memory(ROWS)
+    tokens = weakref.ref(memory.tokens)
+    model(ids, labels=ids, memory=memory).loss.backward()
+    model.generate(ids, memory=memory, max_new_tokens=2)
+    with model.condition(memory):
+        model.host.generate(ids, max_new_tokens=2)
+    del memory
+    gc.collect()
+    assert tokens() is None
+    lm = model.detach()
+    other = tiny.attach(lm)
+    handle, adapter = weakref.ref(other), weakref.ref(next(other.adapters.parameters()))
+    other.detach()
+    del other
+    gc.collect()
+    assert handle() is None and adapter() is None
+    with torch.no_grad():
+        assert torch.equal(lm(ids).logits, own(ids))

@@ -1,0 +1,61 @@
+"""Who looked at what: the attention weights of every adapter's block, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from mmattn.hosts.language import LanguageModel
+
+
+class Weights(dict[tuple[str, int], list[Tensor]]):
+    """What `record` gathers: (adapter, host layer) to a list with the weights (b, h, l, m) of each call."""
+
+    def mean(self) -> list[Tensor]:
+        """For each call (b, l, m): the mean over blocks and heads."""
+        calls = zip(*self.values(), strict=True)
+        return [torch.stack([weights.mean(1) for weights in call]).mean(0) for call in calls]
+
+
+@contextmanager
+def record(model: LanguageModel) -> Iterator[Weights]:
+    """Inside the block, keep the attention weights of each call of the model; results stay bit for bit what they are.
+
+    The weights are computed a second time beside the ordinary way, without gradients, and kept on the CPU.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import mmattn
+    >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+    ...                                   num_attention_heads=4))
+    >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2, num_heads=3))
+    >>> with record(model) as weights:
+    ...     _ = model(torch.tensor([[5, 6, 7]]), memory=torch.randn(1, 11, 24))
+    >>> {place: [call.shape for call in calls] for place, calls in weights.items()}
+    {('default', 1): [torch.Size([1, 3, 3, 11])], ('default', 3): [torch.Size([1, 3, 3, 11])]}
+    """
+    weights, hooks = Weights(), []
+    for name, adapter in model.adapters.items():
+        for layer, block in adapter.blocks.items():  # type: ignore[union-attr, operator]
+            listener = _Listener(weights, (name, int(layer)))
+            hooks.append(block.attention.register_forward_hook(listener, with_kwargs=True))
+    try:
+        yield weights
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Listener:
+    def __init__(self, weights: Weights, place: tuple[str, int]) -> None:
+        self.weights, self.place = weights, place
+
+    def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # A dropout of its own must not move the random numbers of the model.
+        with torch.no_grad(), torch.random.fork_rng():
+            _, seen = attention.forward(*args, **{**kwargs, "return_weights": True})
+        self.weights.setdefault(self.place, []).append(seen.cpu())

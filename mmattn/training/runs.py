@@ -1,0 +1,78 @@
+"""The folder of a run: settings, metrics line by line, texts, tables. Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmattn.atomic import write_text
+
+
+class RunFolder:
+    """A folder that a run writes into.
+
+    An earlier run's `metrics.jsonl` starts anew; other files are replaced as they are written.
+
+    Args:
+        path: made where it is missing.
+
+    Raises:
+        OSError: it cannot be made or written to.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / "metrics.jsonl", "")
+
+    def write_config(self, settings: Mapping[str, Any]) -> None:
+        """All settings as they were used, as `config.resolved.yaml`."""
+        import yaml
+
+        self.write_text("config.resolved.yaml", yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True))
+
+    def log(self, **figures: Any) -> None:
+        """Append one line to `metrics.jsonl`; numbers that are not finite become null."""
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(_plain(figures)) + "\n")
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a text file."""
+        write_text(self.path / name, text if text.endswith("\n") else text + "\n")
+        return self.path / name
+
+    def write_json(self, name: str, content: Any) -> Path:
+        """Write a JSON file; numbers that are not finite become null."""
+        return self.write_text(name, json.dumps(_plain(content), indent=2, ensure_ascii=False))
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table whose columns line up; all but the first are set to the right.
+
+    >>> print(markdown_table(["row", "bits"], [["seen", "3.5"]]))
+    | row  | bits |
+    | ---- | ---: |
+    | seen |  3.5 |
+    """
+    widths = [max(4, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        placed = [cells[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells[1:], widths[1:], strict=True))]
+        return "| " + " | ".join(placed) + " |"
+
+    rule = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]
+    return "\n".join([line(header), "| " + " | ".join(rule) + " |", *(line(row) for row in rows)])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,1 @@
+"""Complete, copyable examples; each uses the front door of mmattn only."""

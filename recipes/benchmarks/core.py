@@ -1,0 +1,170 @@
+"""The core against bare operations and the layers people use today: forward, and forward with backward.
+
+    python -m recipes.benchmarks core [--dtype float32 bfloat16] [--quick]
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mmattn
+from recipes.benchmarks.timing import interleaved, ratio
+
+Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """rows, query length, memory length, width of queries, width of memory, heads, share of real slots."""
+
+    b: int
+    l: int
+    m: int
+    d: int
+    e: int
+    h: int
+    fill: float = 1.0
+
+    def __str__(self) -> str:
+        fill = "no mask" if self.fill == 1 else f"{self.fill:.0%} full"
+        return f"b={self.b} l={self.l} m={self.m} d={self.d} e={self.e} h={self.h} {fill}"
+
+
+SIZES = (
+    Size(1, 1, 257, 768, 768, 12),
+    Size(8, 1, 1024, 768, 768, 12),
+    Size(2, 32, 64, 768, 768, 12),
+    Size(2, 77, 257, 512, 768, 8),
+    Size(2, 256, 257, 768, 768, 12),
+    Size(1, 512, 1024, 768, 1024, 12),
+    Size(4, 1024, 77, 320, 768, 8),
+)
+RAGGED = tuple(Size(s.b if s.b > 1 else 4, s.l, max(s.m, 257), s.d, s.e, s.h, 0.3) for s in SIZES[:6])
+QUICK = (SIZES[1], SIZES[3], RAGGED[3])
+
+
+def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
+    """Layers of the same sizes as (name, call); what is not installed or cannot take the sizes is left out."""
+    b, l, m, d, e, h = size.b, size.l, size.m, size.d, size.e, size.h
+    k = d // h
+    ours = mmattn.CrossAttention(d, e, h).to(dtype).eval()
+    yield "mmattn", lambda x, memory, mask: ours(x, memory, mask=mask)
+
+    q, key, value, out = (nn.Linear(i, o, bias=False, dtype=dtype) for i, o in ((d, d), (e, d), (e, d), (d, d)))
+
+    def split(tensor: Tensor) -> Tensor:
+        return tensor.view(tensor.shape[0], -1, h, k).transpose(1, 2)
+
+    def bare(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        rule = None if mask is None else mask[:, None, None, :]
+        made = F.scaled_dot_product_attention(split(q(x)), split(key(memory)), split(value(memory)), rule)
+        return out(made.transpose(1, 2).reshape(x.shape[0], -1, d))
+
+    yield "bare operations", bare
+
+    def einsum(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        scores = torch.einsum("bhlk,bhmk->bhlm", split(q(x)), split(key(memory))) * k**-0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
+        made = torch.einsum("bhlm,bhmk->bhlk", scores.softmax(-1), split(value(memory)))
+        return out(made.transpose(1, 2).reshape(x.shape[0], -1, d))
+
+    yield "einsum", einsum
+
+    torch_layer = nn.MultiheadAttention(d, h, kdim=e, vdim=e, bias=False, batch_first=True, dtype=dtype).eval()
+
+    def multihead(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        drop = None if mask is None else ~mask
+        return torch_layer(x, memory, memory, key_padding_mask=drop, need_weights=False)[0]
+
+    yield "nn.MultiheadAttention", multihead
+    yield from library_layers(size, dtype)
+
+
+def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
+    """Cross-attention layers of diffusers, transformers and torchtune, where installed."""
+    b, l, m, d, e, h = size.b, size.l, size.m, size.d, size.e, size.h
+    if (diffusers := found("diffusers.models.attention_processor")) is not None:
+        layer = diffusers.Attention(d, cross_attention_dim=e, heads=h, dim_head=d // h, out_bias=False).to(dtype).eval()
+
+        def diffuse(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+            # diffusers adds its mask to the scores.
+            rule = None if mask is None else torch.zeros(b, 1, m, dtype=dtype).masked_fill(~mask[:, None], -10000.0)
+            return layer(x, memory, attention_mask=rule)
+
+        yield "diffusers Attention", diffuse
+    if d != e:
+        return
+    if (bart := found("transformers.models.bart.modeling_bart")) is not None:
+        config = bart.BartConfig(d_model=d, decoder_attention_heads=h, attn_implementation="sdpa")
+        bart_layer = bart.BartAttention(d, h, is_decoder=True, bias=False, is_causal=False, config=config, layer_idx=0)
+        bart_layer = bart_layer.to(dtype).eval()
+
+        def run_bart(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+            rule = None if mask is None else mask[:, None, None, :].expand(-1, -1, x.shape[1], -1)
+            return bart_layer(x, key_value_states=memory, attention_mask=rule)[0]
+
+        yield "BART layer", run_bart
+    if (t5 := found("transformers.models.t5.modeling_t5")) is not None:
+        config = t5.T5Config(d_model=d, d_kv=d // h, num_heads=h, is_decoder=True, dropout_rate=0.0)
+        t5_layer = t5.T5Attention(config, has_relative_attention_bias=False, layer_idx=0).to(dtype).eval()
+
+        def run_t5(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+            rule = None
+            if mask is not None:
+                rule = torch.zeros(b, 1, 1, m, dtype=dtype).masked_fill(~mask[:, None, None], torch.finfo(dtype).min)
+            return t5_layer(x, mask=rule, key_value_states=memory)[0]
+
+        yield "T5 layer", run_t5
+    if (tune := found("torchtune.modules")) is not None:
+        linears = [nn.Linear(d, d, bias=False) for _ in range(4)]
+        tune_layer = tune.MultiHeadAttention(
+            embed_dim=d, num_heads=h, num_kv_heads=h, head_dim=d // h, q_proj=linears[0], k_proj=linears[1],
+            v_proj=linears[2], output_proj=linears[3], is_causal=False, max_seq_len=max(l, m),
+        ).to(dtype).eval()
+
+        def run_tune(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+            return tune_layer(x, memory, mask=None if mask is None else mask[:, None].expand(-1, x.shape[1], -1))
+
+        yield "torchtune", run_tune
+
+
+def found(module: str) -> object:
+    """The module, or None where it is not installed or does not load beside this torch."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+
+
+def measure(size: Size, dtype: torch.dtype, backward: bool, seconds: float) -> dict[str, float]:
+    """Time of each layer for each unit of the bare operations, and of ours."""
+    torch.manual_seed(0)
+    x = torch.randn(size.b, size.l, size.d, dtype=dtype)
+    memory = torch.randn(size.b, size.m, size.e, dtype=dtype)
+    mask = None
+    if size.fill < 1:
+        lengths = (torch.rand(size.b) * 0.5 + 0.75) * size.fill * size.m
+        mask = torch.arange(size.m) < lengths.round().clamp(1, size.m)[:, None]
+    if backward:
+        x.requires_grad_()
+    candidates: dict[str, Callable[[], object]] = {}
+    for name, run in competitors(size, dtype):
+
+        def once(run: Run = run) -> None:
+            with torch.set_grad_enabled(backward):
+                made = run(x, memory, mask)
+                if backward:
+                    made.sum().backward()
+
+        candidates[name] = once
+    times = interleaved(candidates, seconds=seconds)
+    return {name: ratio(times, name, "bare operations") for name in times} | {
+        f"mmattn / {name}": ratio(times, "mmattn", name) for name in times if name != "mmattn"
+    }

@@ -1,0 +1,185 @@
+"""What a run leaves behind: the table, the losses, the captions, and where the adapter looked."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from data import Data
+from measure import Row
+from settings import Config
+
+import mmattn
+from mmattn import training
+
+HEADER = (
+    "",
+    "held-out perplexity",
+    "bits saved per description",
+    "perplexity of the species word",
+    "species right in caption",
+    "attributes right in caption",
+    "trained parameters",
+    "seconds",
+)
+
+
+def bits_saved(row: Row, control: Row) -> float:
+    """Mean over pairs of what a description costs less than under the control, in bits."""
+    pairs = zip(row.nats, control.nats, strict=True)
+    return sum((b - a) / math.log(2) for a, b in pairs) / len(row.nats)
+
+
+def cells(row: Row) -> list[str]:
+    """A line of the table as text."""
+    return [
+        row.name,
+        _number(row.perplexity, ".2f"),
+        _number(row.bits_saved, "+.2f"),
+        _number(row.species_perplexity, ".2f"),
+        _number(100 * row.species_accuracy, ".0f", " %"),
+        _number(100 * row.attribute_accuracy, ".0f", " %"),
+        f"{row.parameters:,}",
+        _number(row.seconds, ".0f"),
+    ]
+
+
+def notes(data: Data, rows: Sequence[Row]) -> str:
+    """The lines under the table that say how to read it."""
+    lines = []
+    if len(data.species) > 1:
+        lines.append(f"log2({len(data.species)} species) = {math.log2(len(data.species)):.2f} bits: all that the species can save.")
+    lines.append(
+        f"Means over {len(rows[0].nats)} pairs of one of {len(data.held_out)} held-out pictures and a description that is "
+        "true of it. The descriptions were seen in training, with other pictures and by the LoRA as well."
+    )
+    if data.species:
+        lines.append("Shuffled: each picture replaced by one of another species. No picture: the host's own output.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def write_table(run: training.RunFolder, rows: Sequence[Row], data: Data, settings: Config) -> str:
+    """`table.md` and `table.json`; the table as text."""
+    table = training.markdown_table(HEADER, [cells(row) for row in rows])
+    text = f"{table}\n\n{notes(data, rows)}"
+    run.write_text("table.md", text)
+    content = {
+        "species": len(data.species),
+        "bound_bits": math.log2(len(data.species)) if data.species else None,
+        "held_out_pictures": len(data.held_out),
+        "pairs": len(rows[0].nats),
+        "seed": settings.seed,
+        "rows": [row.figures() for row in rows],
+    }
+    run.write_json("table.json", content)
+    run.log(table=content["rows"])
+    return text
+
+
+def samples(data: Data, shown: Sequence[int], captions: Sequence[str]) -> str:
+    """The species of some held-out pictures, and what was said of them."""
+    return "\n".join(f"{species_of(data, i) or 'picture ' + str(i)}: {text}" for i, text in zip(shown, captions, strict=True))
+
+
+def all_captions(data: Data, captions: Sequence[str]) -> list[dict[str, Any]]:
+    """The caption of every held-out picture, for whoever wants to count again."""
+    return [
+        {"picture": picture.image if isinstance(picture.image, str) else i, "species": species_of(data, i), "caption": text}
+        for i, (picture, text) in enumerate(zip(data.held_out, captions, strict=True))
+    ]
+
+
+def species_of(data: Data, held_out: int) -> str | None:
+    """The species on a held-out picture."""
+    place = data.held_out[held_out].species
+    return None if place is None else data.species[place].name
+
+
+def plot_losses(path: Path, losses: Mapping[str, Sequence[float]]) -> None:
+    """Training losses over steps, each smoothed over twenty."""
+    figure, axes = _figure(7, 4)
+    for name, values in losses.items():
+        smooth = [sum(values[max(0, i - 19) : i + 1]) / len(values[max(0, i - 19) : i + 1]) for i in range(len(values))]
+        axes.plot(range(1, len(values) + 1), smooth, label=name)
+    axes.set(xlabel="step", ylabel="nats per token", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+@torch.no_grad()
+def looked_at(model: Any, ids: torch.Tensor, memory: mmattn.Memory, spans: Sequence[slice]) -> torch.Tensor:
+    """Share of attention per slot (b, m) while the tokens of each row's span were written, over blocks and heads."""
+    with mmattn.record(model) as weights:
+        model(input_ids=ids, memory=memory)
+    (mean,) = weights.mean()
+    return torch.stack([row[span].mean(0) for row, span in zip(mean, spans, strict=True)])
+
+
+def picture_grid(
+    path: Path,
+    model: Any,
+    tokenizer: Any,
+    data: Data,
+    held_out: mmattn.Memory,
+    shown: Sequence[int],
+    grid: tuple[int, int] | None,
+) -> list[str]:
+    """Held-out pictures, their captions, and the patches looked at while the caption was written; the captions."""
+    images = [data.held_out[i].image for i in shown]
+    return caption_grid(path, model, tokenizer, images, held_out[torch.tensor(list(shown))], grid)
+
+
+def caption_grid(
+    path: Path, model: Any, tokenizer: Any, images: Sequence[Any], memory: mmattn.Memory, grid: tuple[int, int] | None
+) -> list[str]:
+    """Write captions of pictures and draw each picture twice: plain, and under the attention it got."""
+    from measure import write_captions
+
+    captions = write_captions(model, tokenizer, memory)
+    rows = training.encode_texts(tokenizer, [text or " " for text in captions])
+    batch = training.collate(rows)
+    heat = None
+    if grid is not None and grid[0] * grid[1] == memory.length and _reads_patches(model):
+        spans = [slice(0, len(row) - 1) for row in rows]
+        heat = looked_at(model, batch.input_ids.to(memory.device), memory, spans).view(-1, *grid)
+    columns = min(4, len(images))
+    lines = -(-len(images) // columns)
+    figure, axes = _figure(4.4 * columns, 3.1 * lines, lines, 2 * columns)
+    axes = numpy.array(axes).reshape(lines, 2 * columns)
+    for ax in axes.flat:
+        ax.axis("off")
+    for place, (source, text) in enumerate(zip(images, captions, strict=True)):
+        picture = mmattn.load_image(source)
+        left, right = axes[place // columns, 2 * (place % columns) : 2 * (place % columns) + 2]
+        left.imshow(picture)
+        left.set_title("\n".join(textwrap.wrap(text, 52)), fontsize=7, loc="left")
+        right.imshow(picture.convert("L"), cmap="gray")
+        if heat is not None:
+            edges = (0, picture.width, picture.height, 0)
+            right.imshow(heat[place].cpu(), cmap="inferno", alpha=0.55, extent=edges, interpolation="bilinear")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    return captions
+
+
+def _reads_patches(model: Any) -> bool:
+    return all(adapter.resampler is None for adapter in model.adapters.values())
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """A figure of its own, without pyplot's list of open windows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="tight")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns)
+
+
+def _number(value: float, form: str, unit: str = "") -> str:
+    return f"{value:{form}}{unit}" if math.isfinite(value) else "–"

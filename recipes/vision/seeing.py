@@ -1,0 +1,77 @@
+"""What the recipe looks with and speaks with: the encoder, its memories kept in files, the language model."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import Data, Picture
+from settings import AdapterSettings, Config, place
+
+import mmattn
+from mmattn.errors import ConfigError
+
+
+def load_encoder(name: str, device: str = "cpu") -> Any:
+    """The encoder of a setting: "torchvision:NAME[:WEIGHTS]", a folder of open_clip, or an open_clip "NAME:TAG"."""
+    if name.startswith("torchvision:"):
+        _, network, *weights = name.split(":", 2)
+        return mmattn.TorchvisionEncoder(network, weights=weights[0] if weights else None, device=device)
+    name = place(name)
+    return mmattn.OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)
+
+
+def load_lm(name: str, device: str = "cpu") -> tuple[Any, Any]:
+    """The frozen language model and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = place(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}") from error
+    return lm.to(device).eval(), tokenizer
+
+
+def adapter_settings(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdapter:
+    """The adapter of the settings, for memories of width `memory_dim`."""
+    given = settings.model_dump()
+    latents = given.pop("latents")
+    if given["every"] is None and given["layers"] is None:
+        given["every"] = 2
+    resampler = None if latents is None else mmattn.Resampler(
+        num_latents=latents, num_heads=settings.num_heads, head_dim=settings.head_dim
+    )  # fmt: skip
+    return mmattn.GatedAdapter(memory_dim=memory_dim, resampler=resampler, **given)
+
+
+def see(eye: Any, data: Data, config: Config) -> tuple[mmattn.Memory, mmattn.Memory]:
+    """Memories of the training pictures (followed by their mirror images, if asked for) and of the held-out ones.
+
+    Computed once: they are kept in a file named after the encoder and the pictures.
+    """
+    folder = Path(config.data.cache or config.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    train = _kept(folder, eye, data.train, mirrored=False, progress=config.progress)
+    if config.data.flip:
+        mirrored = _kept(folder, eye, data.train, mirrored=True, progress=config.progress)
+        train = mmattn.Memory.stack([train, mirrored])
+    return train, _kept(folder, eye, data.held_out, mirrored=False, progress=config.progress)
+
+
+def _kept(folder: Path, eye: Any, pictures: list[Picture], *, mirrored: bool, progress: bool) -> mmattn.Memory:
+    from PIL import ImageOps
+
+    name = hashlib.sha256(f"{eye.fingerprint} {mirrored}".encode())
+    for picture in pictures:
+        name.update(picture.key.encode())
+    file = folder / f"memory-{name.hexdigest()[:24]}.safetensors"
+    if not file.is_file():
+        images = [ImageOps.mirror(mmattn.load_image(p.image)) if mirrored else p.image for p in pictures]
+        seen = eye(images, progress=progress)
+        # Half precision halves the file; sources can be told from the grid.
+        mmattn.Memory(seen.tokens.half(), seen.mask).save(file)
+    return mmattn.Memory.load(file).to(torch.float32)

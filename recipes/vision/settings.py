@@ -1,0 +1,85 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mmattn.errors import ConfigError
+from mmattn.recipes import assets_folder
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class DataSettings(Strict):
+    kind: Literal["flora", "folder", "flowers102"] = "flora"
+    path: str | None = None  # folder, flowers102: where the pictures are
+    descriptions: str | None = None  # folder with one folder per class: the file of descriptions (.json or .yaml)
+    held_out: float = Field(0.1, gt=0, lt=1)  # folder: share of each class that is never trained on
+    train_per_species: int = Field(40, ge=1)  # flora: drawn for training, and
+    held_out_per_species: int = Field(6, ge=1)  # drawn anew for measuring
+    size: int = Field(64, ge=16)  # flora: pixels a side
+    flip: bool = True  # show each training picture mirrored, too
+    download: bool = False  # flowers102: fetch it into `path`
+    cache: str | None = "runs/cache"  # memories are kept here, by encoder and pictures; null: in the run's folder
+
+
+class AdapterSettings(Strict):
+    every: int | None = Field(None, ge=1)
+    layers: list[int] | None = None
+    num_heads: int = Field(4, ge=1)
+    head_dim: int = Field(32, ge=1)
+    num_kv_heads: int | None = None
+    feed_forward: float = Field(2.0, ge=0)
+    gate: Literal["scalar", "head", "channel"] = "scalar"
+    qk_norm: bool = False
+    null_slot: bool = False
+    dropout: float = Field(0.0, ge=0, lt=1)
+    latents: int | None = None  # a Perceiver resampler with so many latents in front
+
+
+class OptimSettings(Strict):
+    steps: int = Field(600, ge=1)
+    batch: int = Field(32, ge=1)
+    lr: float = Field(1e-3, gt=0)
+    gate_lr: float | None = Field(1e-2, gt=0)
+    lora_lr: float = Field(2e-3, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    warmup: int = Field(30, ge=0)
+    clip: float = Field(1.0, gt=0)
+    keep: float = Field(1.0, gt=0, le=1)  # share of the slots shown at each step
+    noise: float = Field(0.0, ge=0)  # on the memory, in standard deviations
+
+
+class CaptionSettings(Strict):
+    max_new_tokens: int = Field(64, ge=1)
+    num_beams: int = Field(1, ge=1)
+
+
+class Config(Strict):
+    out: str = "runs/vision"
+    seed: int = Field(0, ge=0)
+    encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
+    lm: str = "assets/lm"  # a folder or a name on the hub
+    controls: bool = True  # the text-only LoRA; without it there is no "bits saved"
+    progress: bool = True
+    device: str = "cpu"
+    data: DataSettings = DataSettings()
+    adapter: AdapterSettings = AdapterSettings()
+    optim: OptimSettings = OptimSettings()
+    caption: CaptionSettings = CaptionSettings()
+
+
+def place(path: str) -> str:
+    """`path` where it exists; "assets/…" is looked for in the installation, too. Other names are returned as given."""
+    if path.startswith("assets/") and not Path(path).exists():
+        shipped = assets_folder().parent / path if assets_folder().name == "assets" else None
+        shipped = shipped or assets_folder() / path.removeprefix("assets/")
+        if not shipped.exists():
+            raise ConfigError(f"this installation carries no {path}; name another, or use a checkout")
+        return str(shipped)
+    return path

@@ -1,0 +1,291 @@
+"""The ways in which a call can come: pieces of text, embeddings, pipelines, streams, images inside the text."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
+
+import mmattn
+from mmattn.errors import ConditionError, ShapeError
+from tests import tiny
+from tests.tiny import assert_close, differs
+
+ROWS, LENGTH, NEW = 3, 7, 5
+IMAGE = 1  # tiny.text never draws it
+
+families = pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
+
+
+@pytest.fixture
+def model():
+    return tiny.attach(tiny.make("llama"))
+
+
+@pytest.fixture
+def ids():
+    return tiny.text(ROWS, LENGTH)
+
+
+@torch.no_grad()
+def generate(model, ids, **kwargs):
+    """New tokens only (b, NEW); none of them is the token of an image."""
+    settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE]} | kwargs
+    return model.generate(ids, **settings)[:, ids.shape[1] :]
+
+
+# Pieces, embeddings, keywords
+
+
+@families
+@torch.no_grad()
+def test_a_text_in_two_pieces_is_the_text(family, ids):
+    model, memory = tiny.attach(tiny.make(family)), tiny.memory(ROWS, lengths=[5, 0, 3])
+    full = model(ids, memory=memory).logits
+    first = model(ids[:, :4], memory=memory, use_cache=True)
+    second = model(ids[:, 4:], memory=memory, past_key_values=first.past_key_values, use_cache=True)
+    assert_close(torch.cat([first.logits, second.logits], 1), full)
+
+
+@families
+@torch.no_grad()
+def test_embeddings_instead_of_ids(family, ids):
+    model, memory = tiny.attach(tiny.make(family)), tiny.memory(ROWS, lengths=[5, 0, 3])
+    embeddings = model.host.get_input_embeddings()(ids)
+    assert_close(model(inputs_embeds=embeddings, memory=memory).logits, model(ids, memory=memory).logits)
+    out = model.generate(inputs_embeds=embeddings, memory=memory, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(out, model.generate(ids, memory=memory, max_new_tokens=NEW, do_sample=False)[:, LENGTH:])
+    with pytest.raises(ShapeError):
+        model.generate(inputs_embeds=embeddings, memory=tiny.memory(2), max_new_tokens=2)
+
+
+@torch.no_grad()
+def test_the_hosts_keywords_and_output_are_its_own(model, ids):
+    memory = tiny.memory(ROWS)
+    full = model(input_ids=ids, memory=memory)
+    assert torch.equal(model(ids, memory=memory, logits_to_keep=2).logits, full.logits[:, -2:])
+    assert torch.equal(model(ids, memory=memory, return_dict=False)[0], full.logits)
+    assert torch.equal(
+        model.generate(input_ids=ids, memory=memory, max_new_tokens=2, do_sample=False),
+        model.generate(ids, memory=memory, max_new_tokens=2, do_sample=False),
+    )
+    with pytest.raises((TypeError, ValueError)):
+        model.generate(ids, memory=memory, max_new_tokens=2, memori=memory)
+
+
+@torch.no_grad()
+def test_strength_scales_from_nothing(model, ids):
+    memory = tiny.memory(ROWS)
+    own, full = model(ids).logits, model(ids, memory=memory).logits
+    assert torch.equal(model(ids, memory=memory, strength=0.0).logits, own)
+    assert torch.equal(model(ids, memory=memory, strength=1.0).logits, full)
+    some = model(ids, memory=memory, strength=0.3).logits
+    assert differs(some, own) and differs(some, full)
+    with model.condition(memory, strength=0.3):
+        assert torch.equal(model.host(ids).logits, some)
+
+
+@torch.no_grad()
+def test_33_memory_can_be_demanded(ids):
+    adapter = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0,), num_heads=2, head_dim=8)
+    model = mmattn.attach(tiny.make("llama"), adapter, require_memory=True)
+    for call in (lambda: model(ids), lambda: model.host(ids), lambda: model.generate(ids, max_new_tokens=2)):
+        with pytest.raises(ConditionError, match="require_memory"):
+            call()
+    assert torch.isfinite(model(ids, memory=tiny.memory(ROWS)).logits).all()
+    with model.condition(tiny.memory(ROWS)):
+        assert torch.isfinite(model(ids).logits).all()
+    with model.disabled():
+        assert torch.equal(model(ids).logits, tiny.make("llama")(ids).logits)
+
+
+# Prepared memories
+
+
+def test_a_prepared_memory_is_never_stale(model, ids):
+    memory = tiny.memory(ROWS)
+    prepared = model.prepare(memory)
+
+    def check():
+        with torch.no_grad():
+            got = model(ids, memory=prepared).logits
+            assert torch.equal(got, model(ids, memory=mmattn.Memory(memory.tokens.clone())).logits)
+        return got
+
+    seen = [check(), check()]
+    assert torch.equal(*seen)
+    memory.tokens.mul_(-1.5)
+    seen.append(check())
+    loss = model(ids, labels=ids, memory=prepared).loss
+    loss.backward()
+    torch.optim.AdamW(model.adapters.parameters(), lr=0.1).step()
+    seen.append(check())
+    model.adapters.load_state_dict({name: value * 0.5 for name, value in model.adapters.state_dict().items()})
+    seen.append(check())
+    parameters = list(model.adapters.parameters())
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(parameters) * 1.5, parameters)
+    seen.append(check())
+    model.double().float()
+    check()
+    for before, after in zip(seen[1:], seen[2:], strict=False):
+        assert not torch.equal(before, after)
+
+
+def test_a_prepared_memory_serves_every_mode(model, ids):
+    memory = tiny.memory(ROWS)
+    prepared = model.prepare(memory)
+    with torch.inference_mode():
+        first = model.generate(ids, memory=prepared, max_new_tokens=3, do_sample=False).clone()
+    assert torch.equal(model.generate(ids, memory=prepared, max_new_tokens=3, do_sample=False), first)
+    gradients = []
+    for given in (prepared, memory):
+        model.adapters.zero_grad()
+        model(ids, labels=ids, memory=given).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.adapters.parameters()])
+    for got, want in zip(*gradients, strict=True):
+        assert want.abs().max() > 0
+        assert torch.equal(got, want)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rough = model(ids, memory=prepared).logits
+    with torch.no_grad():
+        exact = model(ids, memory=prepared).logits
+        assert torch.equal(exact, model(ids, memory=memory).logits)
+    assert_close(rough.float(), exact, 0.15)
+    with torch.inference_mode():
+        made_inside = mmattn.Memory(tiny.memory(ROWS).tokens * 1.0)
+    model(ids, labels=ids, memory=made_inside).loss.backward()
+
+
+# Other hosts, pipelines and streams
+
+
+@torch.no_grad()
+def test_a_memory_stays_with_its_host(ids):
+    left, right = (tiny.attach(tiny.make("llama", seed)) for seed in (0, 1))
+    one, two = tiny.memory(ROWS), tiny.memory(ROWS, m=11, seed=1)
+    want = left(ids, memory=one).logits, right(ids, memory=two).logits
+    with left.condition(one):
+        assert torch.equal(right.host(ids).logits, tiny.make("llama", 1)(ids).logits)
+        with right.condition(two):
+            assert torch.equal(right.host(ids).logits, want[1])
+            assert torch.equal(left.host(ids).logits, want[0])
+        with right.disabled():
+            assert torch.equal(left.host(ids).logits, want[0])
+
+
+def test_an_assistant_with_a_memory_of_its_own():
+    ids, memory = tiny.text(1), tiny.memory(1)
+    model, helper = (tiny.attach(tiny.make("llama", seed)) for seed in (0, 1))
+    want = generate(model, ids, memory=memory)
+    with helper.condition(tiny.memory(1, m=11, seed=3)):
+        assert torch.equal(generate(model, ids, memory=memory, assistant_model=helper.host), want)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w2", padding_side="left")
+
+
+def test_pipelines_read_the_memory(model):
+    writer = pipeline("text-generation", model=model.host, tokenizer=tokenizer(), device="cpu")
+    prompts = ["w5 w9 w22", "w7 w8 w30"]
+    settings = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
+    memory = tiny.memory(2)
+    with model.condition(memory):
+        together = [out[0]["generated_text"] for out in writer(prompts, batch_size=2, **settings)]
+    alone = []
+    for i, prompt in enumerate(prompts):
+        with model.condition(memory[i]):
+            alone.append(writer(prompt, **settings)[0]["generated_text"])
+    plain = [out[0]["generated_text"] for out in writer(prompts, batch_size=2, **settings)]
+    assert together == alone and together != plain
+
+
+def test_streaming_from_another_thread(model):
+    words, ids, memory = tokenizer(), tiny.text(1), tiny.memory(1)
+    want = words.decode(generate(model, ids, memory=memory)[0])
+    streamer = TextIteratorStreamer(words, skip_prompt=True, timeout=60)
+    kwargs = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE]}
+    thread = threading.Thread(
+        target=model.generate, args=(ids,), kwargs={"memory": memory, "streamer": streamer} | kwargs
+    )
+    thread.start()
+    got = "".join(streamer)
+    thread.join()
+    assert got.split() == want.split()
+
+
+# Images inside the text: each token looks at the latest one
+
+
+def album(rows: int = ROWS):
+    """Texts with an image at tokens 1 and 4, and memories of 3 and 2 slots for them."""
+    ids = tiny.text(rows, LENGTH)
+    ids[:, [1, 4]] = IMAGE
+    return ids, mmattn.Memory(tiny.memory(rows).tokens, segments=torch.tensor([[0, 0, 0, 1, 1]]).expand(rows, -1))
+
+
+@families
+@torch.no_grad()
+def test_text_before_an_image_does_not_see_it(family):
+    model = tiny.attach(tiny.make(family), look="latest", media_token=IMAGE)
+    ids, memory = album()
+    out = model(ids, memory=memory).logits
+    assert torch.equal(out[:, 0], tiny.make(family)(ids).logits[:, 0])
+    assert differs(out[:, 1:], tiny.make(family)(ids).logits[:, 1:])
+    other = mmattn.Memory(memory.tokens.clone(), segments=memory.segments)
+    other.tokens[:, 3:] *= -1
+    changed = model(ids, memory=other).logits
+    assert torch.equal(changed[:, :4], out[:, :4])
+    assert differs(changed[:, 4:], out[:, 4:])
+    images = torch.tensor([[0, 1, 1, 1, 2, 2, 2]]).expand(ROWS, -1)
+    assert torch.equal(model(ids, memory=memory, images=images).logits, out)
+
+
+@families
+def test_the_latest_image_in_every_way_of_generating(family):
+    model = tiny.attach(tiny.make(family), look="latest", media_token=IMAGE)
+    ids, memory = album()
+    rows = torch.cat([generate(model, ids[i : i + 1], memory=memory[i]) for i in range(ROWS)])
+    with torch.no_grad():
+        full = model(torch.cat([ids, rows], 1), memory=memory).logits[:, LENGTH - 1 : -1]
+        full[..., IMAGE] = -torch.inf
+        assert torch.equal(full.argmax(-1), rows)
+    assert torch.equal(generate(model, ids, memory=memory), rows)
+    for how in ({"use_cache": False}, {"prefill_chunk_size": 3}, {"top_k": 1, "do_sample": True}):
+        assert torch.equal(generate(model, ids, memory=memory, **how), rows), how
+    beams = generate(model, ids, memory=memory, num_beams=3)
+    alone = [generate(model, ids[i : i + 1], memory=memory[i], num_beams=3) for i in range(ROWS)]
+    assert torch.equal(beams, torch.cat(alone))
+    padded, keep = tiny.left_padded([ids[0], ids[1, 3:], ids[2, 1:]])
+    got = generate(model, padded, attention_mask=keep, memory=memory)
+    want = [generate(model, row[None], memory=memory[i]) for i, row in enumerate((ids[0], ids[1, 3:], ids[2, 1:]))]
+    assert torch.equal(got, torch.cat(want))
+    for i in range(ROWS):
+        assert torch.equal(
+            generate(model, ids[i : i + 1], memory=memory[i], prompt_lookup_num_tokens=2), rows[i : i + 1]
+        )
+
+
+@torch.no_grad()
+def test_which_image_is_never_guessed():
+    ids, memory = album()
+    model = tiny.attach(tiny.make("llama"), look="latest")
+    with pytest.raises(ConditionError, match="images"):
+        model(ids, memory=memory)
+    model = tiny.attach(tiny.make("llama"), look="latest", media_token=IMAGE)
+    with pytest.raises(ShapeError, match="segments"):
+        model(ids, memory=tiny.memory(ROWS))
+    # The second piece of a text alone does not say how many images went before it.
+    full = model(ids, memory=memory).logits
+    first = model(ids[:, :3], memory=memory, use_cache=True)
+    with pytest.raises(ConditionError, match="images"):
+        model(ids[:, 3:], memory=memory, past_key_values=first.past_key_values)
+    images = (ids == IMAGE).cumsum(1)
+    first = model(ids[:, :3], memory=memory, use_cache=True)
+    second = model(ids[:, 3:], memory=memory, past_key_values=first.past_key_values, images=images[:, 3:])
+    assert_close(second.logits, full[:, 3:])

@@ -1,0 +1,169 @@
+"""Flora: the drawings, the descriptions, and the small models that were trained on them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+RECIPE, ASSETS = ROOT / "recipes" / "vision", ROOT / "assets"
+
+
+@pytest.fixture(scope="module")
+def flora():
+    sys.path.insert(0, str(RECIPE))
+    try:
+        import flora
+    finally:
+        sys.path.remove(str(RECIPE))
+    return flora
+
+
+@pytest.fixture(scope="module")
+def photographs() -> dict:
+    return json.loads((RECIPE / "flowers12_descriptions.json").read_text(encoding="utf-8"))
+
+
+def named(name: str, text: str) -> int:
+    return len(re.findall(rf"\b{re.escape(name)}\b", text, flags=re.IGNORECASE))
+
+
+def test_there_are_at_least_forty_species_and_no_two_look_alike_on_paper(flora) -> None:
+    known = flora.species()
+    assert len(known) == len({one.name for one in known}) == len({one.latin for one in known}) >= 40
+    seen = Counter((one.colour, one.petals, one.shape, one.centre, one.leaf) for one in known)
+    assert seen.most_common(1)[0][1] == 1, f"two species share {seen.most_common(1)[0][0]}"
+
+
+def test_every_fact_is_filled_in(flora) -> None:
+    for one in flora.species():
+        assert one.season in ("spring", "summer", "autumn", "winter"), one.name
+        assert 0 <= one.petals <= 26 and 5 <= one.height <= 800, one.name
+        words = (one.colour, one.shape, one.centre, one.leaf, one.habitat, one.looks, one.leaves, one.place)
+        assert all(word and word == word.strip() for word in words), one.name
+
+
+def test_descriptions_name_their_species_once_and_no_other(flora) -> None:
+    names = [one.name for one in flora.species()]
+    for one in flora.species():
+        texts = flora.descriptions(one)
+        assert len(texts) == len(set(texts)) >= 6, one.name
+        for text in texts:
+            assert 15 <= len(text.split()) <= 35, text
+            assert [name for name in names if named(name, text)] == [one.name] and named(one.name, text) == 1, text
+        said = " ".join(texts).lower()
+        assert one.colour in said and one.season in said, one.name
+
+
+def test_descriptions_of_the_photographs_name_their_species_once(photographs) -> None:
+    assert len(photographs) == 12
+    for key, one in photographs.items():
+        texts = one["descriptions"]
+        assert len(texts) == len(set(texts)) >= 8, key
+        for text in texts:
+            assert 15 <= len(text.split()) <= 35 and named(one["name"], text) == 1, text
+        said = " ".join(texts).lower()
+        assert one["attributes"]["colour"] in said and one["attributes"]["season"] in said, key
+
+
+@pytest.mark.parametrize("size", [31, 64])
+def test_a_picture_is_rgb_and_of_the_size_asked(flora, size: int) -> None:
+    for one in flora.species():
+        picture = flora.draw(one, 7, size)
+        assert (picture.mode, picture.size) == ("RGB", (size, size)), one.name
+        assert np.asarray(picture).std() > 8, f"{one.name}: nothing to see"
+
+
+def test_the_same_seed_draws_the_same_picture_and_another_seed_another(flora) -> None:
+    for one in flora.species():
+        first, again, other = (np.asarray(flora.draw(one, seed, 37)) for seed in (5, 5, 6))
+        assert np.array_equal(first, again), one.name
+        assert not np.array_equal(first, other), one.name
+
+
+def test_a_picture_too_small_to_see_is_refused(flora) -> None:
+    with pytest.raises(ValueError, match="at least 16 pixels, got 11"):
+        flora.draw(flora.species()[0], 0, 11)
+
+
+def test_a_species_nobody_knows_is_refused_with_those_that_are_known(flora) -> None:
+    with pytest.raises(KeyError, match="triffid.*oxeye daisy"):
+        flora.find("triffid")
+
+
+def test_the_data_set_is_deterministic_and_its_splits_share_no_picture(flora) -> None:
+    def pictures(split: str, seed: int) -> list[tuple[bytes, str, str]]:
+        some = islice(flora.dataset(split, 5, seed, 17), 35)
+        return [(image.tobytes(), text, name) for image, text, name in some]
+
+    train, held = pictures("train", 3), pictures("held-out", 3)
+    assert len({name for _, _, name in train}) == 7 and len({image for image, _, _ in train}) == 35
+    assert train == pictures("train", 3) and train != pictures("train", 4)
+    assert not {image for image, _, _ in train} & {image for image, _, _ in held}
+    for _, text, name in train + held:
+        assert text in flora.descriptions(flora.find(name))
+    with pytest.raises(ValueError, match="'train', 'held-out'; got 'test'"):
+        next(flora.dataset("test", 1))
+
+
+def test_the_demo_pictures_are_there_with_true_captions(flora) -> None:
+    lines = (ASSETS / "flora" / "captions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(flora.DEMO)
+    for line in map(json.loads, lines):
+        with Image.open(ASSETS / "flora" / line["file"]) as picture:
+            assert picture.size == (128, 128)
+        assert line["caption"] in flora.descriptions(flora.find(line["species"]))
+
+
+def test_the_assets_stay_small() -> None:
+    assert sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()) < 8e6
+
+
+def test_the_shipped_language_model_loads_offline_and_knows_the_kind_of_text(flora) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "lm", local_files_only=True)
+    lm = AutoModelForCausalLM.from_pretrained(ASSETS / "lm", local_files_only=True)
+    assert lm.dtype == torch.float32 and tokenizer.pad_token_id != tokenizer.eos_token_id
+    text = "Naïve 花: the daffodil,\n  twice."
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+    def loss(text: str) -> float:
+        ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            return lm(input_ids=ids, labels=ids).loss.item()
+
+    said = flora.descriptions(flora.find("daffodil"))[-1]
+    shuffled = " ".join(sorted(said.split()))
+    assert np.isfinite(loss(said)) and loss(said) < 3 < loss(shuffled)
+
+
+def test_the_shipped_clip_loads_by_folder_and_by_name_and_tells_flowers_apart(flora) -> None:
+    import open_clip
+
+    folder = ASSETS / "clip"
+    clip, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    clip.eval()
+    some = flora.species()[::4]
+    images = torch.stack([preprocess(flora.draw(one, 11)) for one in some])
+    with torch.no_grad():
+        seen = clip.encode_image(images, normalize=True)
+        read = clip.encode_text(tokenizer([flora.descriptions(one)[0] for one in some]), normalize=True)
+    assert torch.isfinite(seen).all() and torch.isfinite(read).all()
+    right = (seen @ read.T).argmax(1) == torch.arange(len(some))
+    assert right.float().mean() > 0.7
+
+    open_clip.add_model_config(folder / "tiny-flora.json")
+    named_clip = open_clip.create_model("tiny-flora", pretrained=str(folder / "model.safetensors")).eval()
+    with torch.no_grad():
+        assert torch.equal(named_clip.encode_image(images, normalize=True), seen)

@@ -18,8 +18,8 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
     """A sha256 of names, shapes, dtypes and values that changes when any one value changes.
 
     Every tensor enters as the sums of its rows and of its columns, taken as a table of 1,024 words of 8 bytes, modulo
-    2**64: exact, so the same on every device, and as fast as the memory can be read (124 million float32 in 20 to 60 ms
-    on two cores). It tells one checkpoint from another; it is no defence against someone who wants two to be equal.
+    2**64: exact, so the same on every device, and near the speed of the memory. It tells one checkpoint from another;
+    it is no defence against someone who wants two to be equal.
 
     Raises:
         ConfigError: a tensor without values (on the meta device).

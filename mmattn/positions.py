@@ -210,3 +210,15 @@ def _check_numbers(positions: object) -> None:
         raise ConfigError(f"positions must be a tensor, got {type(positions).__name__}")
     if positions.dtype == torch.bool or positions.is_complex():
         raise ConfigError(f"positions must be ints or floats, got {positions.dtype}")
+
+
+def token_positions(mask: Tensor) -> Tensor:
+    """Positions (b, l) of the real tokens of a padded text, counted from the first one; padding gets 0.
+
+    Give them as `position_ids` to hosts with absolute positions (GPT-2, OPT …) when a left-padded batch goes through a
+    plain forward; `generate` does so by itself.
+
+    >>> token_positions(torch.tensor([[False, False, True, True, True]]))
+    tensor([[0, 0, 0, 1, 2]])
+    """
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)

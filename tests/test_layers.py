@@ -59,7 +59,9 @@ def kind(kept: KeyValue) -> str:
     return " ".join(["packed"] * (kept.lengths is not None) + ["absorbed"] * kept.absorbed) or "padded"
 
 
-def compare(layer: CrossAttention, x: Tensor, memory: Tensor, *, through=None, beams: int = 1, **given_) -> Tensor:
+def compare(
+    layer: CrossAttention, x: Tensor, memory: Tensor, *, through=None, scale: float | None = None, **given_
+) -> Tensor:
     """`layer` against the definition: output, gradients of the inputs and of every parameter; returns the output."""
     dtype = layer.q_proj.weight.dtype
     slow = {name: parameter.detach().double().requires_grad_() for name, parameter in layer.named_parameters()}
@@ -72,7 +74,7 @@ def compare(layer: CrossAttention, x: Tensor, memory: Tensor, *, through=None, b
         **slow_inputs,
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
-        scale=layer.scale,
+        scale=scale,
         length_norm=layer.length_norm,
         **rotary,
         **given_,
@@ -215,7 +217,8 @@ def test_variants(variant, layout, rules, monkeypatch):
         given_["attention_mask"] = torch.rand(B * 3, 6, L, M) < 0.3
         blind = ~(given_["attention_mask"] & MASK.repeat_interleave(3, 0)[:, None, None]).any(-1)
         assert (blind.any(1) & ~blind.all(1)).any(), "some query must be blind in some heads only"
-    out = compare(layer, x, memory, **given_)
+    scale = VARIANTS[variant].get("scale")
+    out = compare(layer, x, memory, scale=scale, **given_)
     if rules != "none":
         assert not out[3:].any() and out[:3].any()
     if rules == "mask and attention mask":
@@ -224,7 +227,7 @@ def test_variants(variant, layout, rules, monkeypatch):
     def through(layer, x, memory, *, attention_mask=None, query_positions=None, **rest):
         return layer(x, layer.project(memory, **rest), attention_mask=attention_mask, query_positions=query_positions)
 
-    compare(layer, x, memory, through=through, **given_)
+    compare(layer, x, memory, through=through, scale=scale, **given_)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -673,6 +676,7 @@ def test_any_shape(data_):
         given_["scores"] = torch.randn(b, m, dtype=dtype)
     if layer.rotary is not None and layer.rotary.axes == 2:
         given_["query_positions"], given_["memory_positions"] = torch.randint(9, (l, 2)), torch.randint(9, (m, 2))
+    given_["scale"] = options.get("scale")
     with pytest.MonkeyPatch.context() as monkeypatch:
         force(monkeypatch, draw(st.sampled_from(LAYOUTS)))
         compare(layer, torch.randn(b * beams, l, D), torch.randn(b, m, layer.memory_dim), **given_)

@@ -5,6 +5,7 @@ The call lives in a context variable, not on a module: threads, nested blocks an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,7 +35,7 @@ class Prepared:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._made: dict[tuple[str, int | None], tuple[Any, Any]] = {}
+        self._made: dict[tuple[str, int | None], tuple[weakref.ref[GatedLayers], Any, Any]] = {}
 
     @property
     def batch(self) -> int:
@@ -77,16 +78,17 @@ class Prepared:
             return make()
         version = (self.memory.version(), adapter.version(), torch.is_autocast_enabled(self.memory.device.type))
         made = self._made.get(key)
-        if made is None or made[0] != version:
+        # Another host may have an adapter of this name.
+        if made is None or made[0]() is not adapter or made[1] != version:
             # Kept tensors must serve calls outside inference mode, too.
             with torch.inference_mode(False), torch.no_grad():
-                made = (version, make())
+                made = (weakref.ref(adapter), version, make())
             self._made[key] = made
-        return made[1]
+        return made[2]
 
     def nbytes(self) -> int:
         """Bytes of kept keys and values."""
-        return sum(made.nbytes() for _, made in self._made.values() if isinstance(made, KeyValue))
+        return sum(made.nbytes() for _, _, made in self._made.values() if isinstance(made, KeyValue))
 
 
 @dataclass
@@ -106,11 +108,10 @@ class Call:
     strength: float = 1.0
     expands: bool = False
     probe: Mapping[int, int] | None = None
-    prompt_images: dict[int, Tensor] = field(default_factory=dict)
-    piece: Piece | None = None
+    prompt_images: dict[int | None, Tensor] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Piece:
     """The tokens of one forward of the host: their ids and how many tokens went before."""
 
@@ -120,6 +121,12 @@ class Piece:
 
 # One variable for all hosts: entries (key of the host's handle, call), the last one of a host counts.
 _calls: ContextVar[tuple[tuple[object, Call | None], ...]] = ContextVar("mmattn_calls", default=())
+_piece: ContextVar[Piece | None] = ContextVar("mmattn_piece", default=None)
+
+
+def reading(piece: Piece | None) -> None:
+    """Note which piece of the text the host is about to read; None when it has."""
+    _piece.set(piece)
 
 
 @contextmanager
@@ -162,27 +169,25 @@ def images_so_far(input_ids: Tensor, media_token: int) -> Tensor:
 
 
 def images_of_piece(call: Call, media_token: int | None, rows: int, length: int) -> Tensor:
-    """`images` for the tokens of the current forward, whatever went before them.
+    """How many images began at or before each token (rows, length) of what the host is reading.
 
     Raises:
         ConditionError: it cannot be known here.
     """
-    piece = call.piece
-    if call.images is not None:
-        known, past = call.images, piece.past if piece is not None and piece.past else 0
-        if not call.expands and known.shape[1] == length:
-            past = 0
-    elif media_token is not None and media_token in call.prompt_images:
-        known, past = call.prompt_images[media_token], piece.past if piece is not None else None
-    elif media_token is not None and piece is not None and piece.input_ids is not None and piece.past == 0:
-        known, past = images_so_far(piece.input_ids, media_token), 0
-    else:
+    piece = _piece.get()
+    past = None if piece is None else piece.past
+    known = call.images if call.images is not None else call.prompt_images.get(media_token)
+    if known is None and media_token is not None and piece is not None and piece.input_ids is not None and past == 0:
+        known = images_so_far(piece.input_ids, media_token)
+    if known is None:
         raise ConditionError(
             "look='latest' must know which images began before each token: give images=(b, l), or media_token= to the "
             "adapter and the text from its first token on"
         )
+    if known.shape[1] == length and not call.expands:
+        past = 0
     if past is None:
-        raise ConditionError("the host does not say how many tokens went before this piece: give images=(b, l)")
+        raise ConditionError("the host does not say how many tokens went before this piece: give images=(b, l) for it")
     if known.shape[0] != rows:
         known = known.repeat_interleave(rows // known.shape[0], 0)
     # Tokens written after the prompt look at its last image.

@@ -76,7 +76,10 @@ class LanguageModel(Handle):
         for hook in self._hooks:
             hook.remove()
         used = sorted({index for adapter in self.adapters.values() for index in adapter.layers})
-        self._hooks = [self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True)]
+        self._hooks = [
+            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
+            self.host.register_forward_hook(AfterHost(), always_call=True),
+        ]
         # First among the hooks of a layer: those that record hidden states must see what the adapters added.
         self._hooks += [
             self.layers[index].register_forward_hook(AfterLayer(self, index), prepend=True) for index in used
@@ -220,7 +223,14 @@ class BeforeHost:
             return
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         refuse_packed(kwargs)
-        call.piece = Piece(input_ids, past_length(kwargs))
+        calls.reading(Piece(input_ids, past_length(kwargs)))
+
+
+class AfterHost:
+    """Forgets the piece, also when the host failed."""
+
+    def __call__(self, host: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        calls.reading(None)
 
 
 class AfterLayer:

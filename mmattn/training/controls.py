@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 from torch import nn
@@ -66,7 +67,9 @@ def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> A
         fan_in_fan_out=any(type(host.get_submodule(name)).__name__ == "Conv1D" for name in ranks),
         task_type="CAUSAL_LM",
     )
-    model = peft.get_peft_model(host, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in words that are going away
+        model = peft.get_peft_model(host, config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if abs(trained - parameters) > 0.05 * parameters:
         model.unload()

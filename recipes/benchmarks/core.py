@@ -45,8 +45,9 @@ SIZES = (
     Size(1, 512, 1024, 768, 1024, 12),
     Size(4, 1024, 77, 320, 768, 8),
 )
-RAGGED = tuple(Size(s.b if s.b > 1 else 4, s.l, max(s.m, 257), s.d, s.e, s.h, 0.3) for s in SIZES[:6])
-QUICK = (SIZES[1], SIZES[3], RAGGED[3])
+# Retrieved passages: as many slots as the longest row needs, 30 % of them real.
+RAGGED = tuple(Size(8, l, m, 768, 768, 12, 0.3) for m in (1024, 4096) for l in (1, 16, 64, 256))
+QUICK = (SIZES[1], SIZES[3], RAGGED[2])
 
 
 def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:

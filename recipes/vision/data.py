@@ -157,7 +157,9 @@ def _flowers102(folder: Path, settings: DataSettings) -> Data:
     from torchvision.datasets import Flowers102
 
     try:
-        parts = {split: Flowers102(str(folder), split, download=settings.download) for split in ("train", "val", "test")}
+        parts = {
+            split: Flowers102(str(folder), split, download=settings.download) for split in ("train", "val", "test")
+        }
     except RuntimeError as error:
         raise ConfigError(f"Flowers-102 is not in {folder} ({error}); data.download=true fetches it") from error
     described = _read_descriptions(settings.descriptions) if settings.descriptions else {}

@@ -166,7 +166,7 @@ def save_demo(folder: Path, size: int = 128) -> None:
     lines = []
     for name in DEMO:
         file = f"{name.replace(' ', '-')}.png"
-        draw(find(name), "demo/2", size).save(folder / file, optimize=True)
+        draw(find(name), "demo/6", size).save(folder / file, optimize=True)
         lines.append(json.dumps({"file": file, "species": name, "caption": descriptions(find(name))[0]}))
     (folder / "captions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -70,7 +70,7 @@ class Brush:
         self.origin = np.array([x, y]) * self.side
         self.unit = scale * self.side
 
-    def tint(self, rgb: Sequence[int], shade: float = 1.0) -> RGB:
+    def tint(self, rgb: Sequence[float], shade: float = 1.0) -> RGB:
         """`rgb` under this picture's light, `shade` times as bright."""
         h, s, v = colorsys.rgb_to_hsv(*(c / 255 for c in rgb))
         r, g, b = colorsys.hsv_to_rgb((h + self.hue) % 1, min(1, s * self.vivid), min(1, v * self.bright * shade))
@@ -80,15 +80,17 @@ class Brush:
         moved = (points * (1, -1)) @ self.matrix.T + self.origin
         return [(float(x), float(y)) for x, y in moved]
 
-    def polygon(self, points: np.ndarray, rgb: Sequence[int], shade: float = 1.0) -> None:
+    def polygon(self, points: np.ndarray, rgb: Sequence[float], shade: float = 1.0) -> None:
         self.pen.polygon(self.to_picture(np.asarray(points, dtype=float)), fill=self.tint(rgb, shade))
 
-    def disc(self, x: float, y: float, radius: float, rgb: Sequence[int], shade: float = 1.0) -> None:
+    def disc(self, x: float, y: float, radius: float, rgb: Sequence[float], shade: float = 1.0) -> None:
         cx, cy = self.to_picture(np.array([[x, y]]))[0]
         r = radius * self.unit
         self.pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=self.tint(rgb, shade))
 
-    def line(self, points: Sequence[tuple[float, float]], width: float, rgb: Sequence[int], shade: float = 1.0) -> None:
+    def line(
+        self, points: Sequence[tuple[float, float]], width: float, rgb: Sequence[float], shade: float = 1.0
+    ) -> None:
         pixels = max(1, round(width * self.unit))
         where = self.to_picture(np.array(points, dtype=float))
         self.pen.line(where, fill=self.tint(rgb, shade), width=pixels, joint="curve")
@@ -99,12 +101,12 @@ class Brush:
         angle: float,
         length: float,
         half: float,
-        rgb: Sequence[int],
+        rgb: Sequence[float],
         *,
         at: tuple[float, float] = (0, 0),
         rim: float = 0.78,
-        tip: Sequence[int] | None = None,
-        vein: Sequence[int] | None = None,
+        tip: Sequence[float] | None = None,
+        vein: Sequence[float] | None = None,
     ) -> None:
         """One petal from `at` along `angle`: a darker rim, a lighter face, and a tip or a vein where asked."""
         c, s = math.cos(angle), math.sin(angle)

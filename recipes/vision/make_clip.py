@@ -79,7 +79,7 @@ def varied(images: Tensor, picks: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def patch_means(model: torch.nn.Module, images: Tensor) -> Tensor:
+def patch_means(model: open_clip.CLIP, images: Tensor) -> Tensor:
     """The mean of the patch tokens of each picture, (pictures, width)."""
     means = []
     for part in normalise(images).split(96):
@@ -106,7 +106,7 @@ def probe(train: Tensor, train_labels: Tensor, held: Tensor, held_labels: Tensor
 
 
 @torch.no_grad()
-def zero_shot(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, images: Tensor, labels: Tensor) -> float:
+def zero_shot(model: open_clip.CLIP, tokenizer: PreTrainedTokenizerFast, images: Tensor, labels: Tensor) -> float:
     """Share of the pictures whose own species has the nearest descriptions."""
     said = [flora.descriptions(one) for one in flora.species()]
     ids = encode(tokenizer, [text for texts in said for text in texts])
@@ -135,7 +135,7 @@ open_clip shape `tiny-flora` (64 patches of 8 pixels, vision width 128), {parame
 """
 
 
-def save(out: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, config: dict[str, Any]) -> None:
+def save(out: Path, model: open_clip.CLIP, tokenizer: PreTrainedTokenizerFast, config: dict[str, Any]) -> None:
     """Write weights, shape, preprocessing and tokenizer, as a folder that open_clip reads."""
     out.mkdir(parents=True, exist_ok=True)
     save_file({key: value.half().contiguous() for key, value in model.state_dict().items()}, out / "model.safetensors")
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "../../assets/clip")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1100)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--per-species", type=int, default=120)
     parser.add_argument("--held-out", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)

@@ -26,10 +26,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 HERE = Path(__file__).parent
 END, PAD = "<|endoftext|>", "<|pad|>"
 CONTEXT = 96
-NUMBERS = (
-    "many one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen twenty twenty-one twenty-two twenty-three twenty-four twenty-five twenty-six"
-).split()
+NUMBERS = [
+    *("many", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "twenty-one"),
+    *("twenty-two", "twenty-three", "twenty-four", "twenty-five", "twenty-six"),
+]
 
 ABOUT = (
     "{The} flowers in {season} {place}.",

@@ -53,9 +53,10 @@ def notes(data: Data, rows: Sequence[Row]) -> str:
     """The lines under the table that say how to read it."""
     lines = []
     if len(data.species) > 1:
-        lines.append(f"log2({len(data.species)} species) = {math.log2(len(data.species)):.2f} bits: all that the species can save.")
+        bound = math.log2(len(data.species))
+        lines.append(f"log2({len(data.species)} species) = {bound:.2f} bits: all that the species can save.")
     lines.append(
-        f"Means over {len(rows[0].nats)} pairs of one of {len(data.held_out)} held-out pictures and a description that is "
+        f"Means over {len(rows[0].nats)} pairs of one of {len(data.held_out)} held-out pictures and a description "
         "true of it. The descriptions were seen in training, with other pictures and by the LoRA as well."
     )
     if data.species:
@@ -83,13 +84,19 @@ def write_table(run: training.RunFolder, rows: Sequence[Row], data: Data, settin
 
 def samples(data: Data, shown: Sequence[int], captions: Sequence[str]) -> str:
     """The species of some held-out pictures, and what was said of them."""
-    return "\n".join(f"{species_of(data, i) or 'picture ' + str(i)}: {text}" for i, text in zip(shown, captions, strict=True))
+    return "\n".join(
+        f"{species_of(data, i) or 'picture ' + str(i)}: {text}" for i, text in zip(shown, captions, strict=True)
+    )
 
 
 def all_captions(data: Data, captions: Sequence[str]) -> list[dict[str, Any]]:
     """The caption of every held-out picture, for whoever wants to count again."""
     return [
-        {"picture": picture.image if isinstance(picture.image, str) else i, "species": species_of(data, i), "caption": text}
+        {
+            "picture": picture.image if isinstance(picture.image, str) else i,
+            "species": species_of(data, i),
+            "caption": text,
+        }
         for i, (picture, text) in enumerate(zip(data.held_out, captions, strict=True))
     ]
 

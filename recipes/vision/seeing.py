@@ -32,7 +32,9 @@ def load_lm(name: str, device: str = "cpu") -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(name)
         lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}") from error
+        raise ConfigError(
+            f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}"
+        ) from error
     return lm.to(device).eval(), tokenizer
 
 

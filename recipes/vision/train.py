@@ -94,9 +94,7 @@ def train_adapter(
         memory = training.disturb(memory, keep=optim.keep, noise=optim.noise, seed=settings.seed * 1_000_003 + step)
         return training.mean_nats(model, on_device(training.collate([ids[t] for _, t in pairs], memory), settings))
 
-    groups = training.parameter_groups(
-        model.adapters, optim.lr, gate_lr=optim.gate_lr, weight_decay=optim.weight_decay
-    )
+    groups = training.parameter_groups(model.adapters, optim.lr, gate_lr=optim.gate_lr, weight_decay=optim.weight_decay)
     model.train()
     fitted = training.fit(
         groups,

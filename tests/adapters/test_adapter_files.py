@@ -172,6 +172,7 @@ PATHS = [
     "../x",
     "..",
     "a/../b",
+    "a../b",
     "/etc/passwd",
     "~/x",
     "./x",
@@ -187,6 +188,7 @@ PATHS = [
     "file:///etc/passwd",
     "hf://org/name",
     "hf:/x",
+    "scheme:/x",
     "data:text/plain,x",
     "$HOME",
     "%TEMP%",
@@ -326,6 +328,22 @@ class TestConfigs:
         found = dict(reversed(config().items()))
         (tmp_path / "adapter_config.json").write_text(json.dumps(found, indent=7))
         assert load_folder(tmp_path)[0] == config()
+
+    def test_types_are_checked_for_an_adapter_that_does_not(self) -> None:
+        @dataclasses.dataclass(frozen=True)
+        class Trusting:
+            width: int = 3
+            rate: float = 0.5
+            on: bool = False
+            layers: tuple[int, ...] | None = None
+
+        def parse(**settings: Any) -> Any:
+            return parse_config({"kind": "x", "adapter": settings}, {"x": Trusting})
+
+        assert parse(width=5, rate=2, on=True, layers=[7, 11]) == Trusting(5, 2, True, (7, 11))
+        for bad in ({"width": True}, {"rate": True}, {"rate": "2"}, {"on": 1}, {"layers": [True]}, {"layers": [[1]]}):
+            with pytest.raises(AdapterFileError, match=f"{next(iter(bad))} must be of type"):
+                parse(**bad)
 
     def test_a_class_of_another_module_is_never_made(self) -> None:
         @dataclasses.dataclass(frozen=True)
@@ -498,7 +516,7 @@ for kill in range(int(sys.argv[3])):
         while True:
             i += 1
             save(i)
-    time.sleep(rng.uniform(0.001, 0.06))
+    time.sleep(rng.uniform(0.01, 0.15))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     now = version()

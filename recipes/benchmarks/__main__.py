@@ -1,0 +1,112 @@
+"""python -m recipes.benchmarks [core] [decoding] [beams] [training] [--quick] [--json FILE]: print the ratios."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from recipes.benchmarks import core, decoding, training_memory
+
+PARTS = ("core", "decoding", "beams", "training")
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--quick", action="store_true", help="few sizes, short rounds: to see that it runs")
+    parser.add_argument("--json", type=Path, help="also write every ratio to this file")
+    asked = parser.parse_args()
+    if unknown := set(asked.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    transformers_quiet()
+    print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads")
+    print("Every figure is a ratio of times measured in turn, round by round; its median over the rounds.\n")
+    dtypes = [getattr(torch, name) for name in asked.dtype]
+    runs: dict[str, Callable[[], object]] = {
+        "core": lambda: print_core(dtypes, asked.quick),
+        "decoding": lambda: print_decoding(dtypes, asked.quick),
+        "beams": lambda: print_beams(dtypes, asked.quick),
+        "training": print_training,
+    }
+    results = {part: runs[part]() for part in asked.parts or PARTS}
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(results, indent=1))
+
+
+def transformers_quiet() -> None:
+    """Layers used without their model would warn about a config they do not need."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+
+
+def print_core(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Time of ours for each unit of theirs: below 1 ours is faster."""
+    results = {}
+    print("## Core: time of mmattn.CrossAttention for each unit of …\n")
+    for dtype in dtypes:
+        for backward in (False, True):
+            what = f"{str(dtype).removeprefix('torch.')}, {'forward and backward' if backward else 'forward'}"
+            rows: dict[str, dict[str, float]] = {}
+            for size in core.QUICK if quick else core.SIZES + core.RAGGED:
+                made = core.measure(size, dtype, backward, 0.2 if quick else 1.5)
+                rows[str(size)] = {name: made[f"mmattn / {name}"] for name in made if f"mmattn / {name}" in made}
+                results[f"{what}: {size}"] = made
+            print(f"### {what}\n\n{table('size', rows)}\n", flush=True)
+    return results
+
+
+def print_decoding(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Milliseconds per token for each unit of the host alone."""
+    results = {}
+    print("## Decoding: time per token for each unit of the host alone (GPT-2 small, three gated adapters)\n")
+    for dtype in dtypes:
+        rows: dict[str, dict[str, float]] = {}
+        for count in (1,) if quick else (1, 8):
+            for slots in (64, 257) if quick else (64, 257, 1024, 4096):
+                made = decoding.measure(slots, count, dtype, 1.0 if quick else 8.0)
+                rows[f"{slots} slots, {count} row{'s' if count > 1 else ''}"] = made
+        print(f"### {str(dtype).removeprefix('torch.')}\n\n{table('memory', rows)}\n", flush=True)
+        results |= {f"{dtype}: {name}": row for name, row in rows.items()}
+    return results
+
+
+def print_beams(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Four beams over one memory: shared, against a copy for each beam."""
+    rows = {
+        f"{str(dtype).removeprefix('torch.')}, 1024 slots": decoding.measure_beams(1024, 4, dtype, 2.0 if quick else 20)
+        for dtype in dtypes
+    }
+    print(f"## Four beams: time of 16 tokens for each unit of the host alone\n\n{table('memory', rows)}\n", flush=True)
+    return rows
+
+
+def print_training() -> dict[str, dict[str, float]]:
+    """A training step of a GPT-2-small-shaped host, four rows of 256 tokens."""
+    rows = training_memory.measure()
+    print(f"## Training step\n\n{table('what is trained', rows)}\n", flush=True)
+    return rows
+
+
+def table(corner: str, rows: dict[str, dict[str, float]]) -> str:
+    """Rows of figures as a table in markdown; a column that some rows lack is left empty there."""
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
+    lines = [f"| {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in rows.items():
+        cells = [f"{row[column]:,.2f}" if column in row else "" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`save_adapter` and `mmattn.load` on a host: the same logits come back, and a bad folder leaves the host as it was."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mmattn
+from mmattn.errors import AdapterFileError, NonFiniteError
+from mmattn.files import read_tensors, write_tensors
+from tests import tiny
+
+ROWS = 3
+MODEL, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    tiny.attach(tiny.make("llama")).save_adapter(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def hooks(host: nn.Module) -> int:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
+    return sum(len(getattr(part, kind)) for part in host.modules() for kind in kinds)
+
+
+def logits(model: Any, **kwargs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(tiny.text(ROWS), **kwargs).logits
+    assert out.isfinite().all()
+    return out
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> None:
+    """Change tensors and config with right checksums in both files."""
+    tensors, config = read_tensors(folder / MODEL, "mmattn-adapter")
+    change(tensors, config)
+    write_tensors(folder / MODEL, tensors, config)
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
+def first(tensors: dict[str, torch.Tensor]) -> str:
+    return next(name for name, value in tensors.items() if value.ndim == 2)
+
+
+def flip_a_bit(folder: Path) -> None:
+    raw = bytearray((folder / MODEL).read_bytes())
+    raw[-3] ^= 4
+    (folder / MODEL).write_bytes(raw)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "no folder": (lambda f: f.rename(f.with_name("moved")), AdapterFileError, "no such folder"),
+    "no tensors": (lambda f: (f / MODEL).unlink(), AdapterFileError, f"no {MODEL}"),
+    "empty": (lambda f: (f / MODEL).write_bytes(b""), AdapterFileError, "an empty file"),
+    "cut": (lambda f: (f / MODEL).write_bytes((f / MODEL).read_bytes()[:-5]), AdapterFileError, "truncated"),
+    "flipped": (flip_a_bit, AdapterFileError, "checksum"),
+    "pointer": (lambda f: (f / MODEL).write_bytes(b"version https://git-lfs.github.com"), AdapterFileError, "git lfs"),
+    "page": (lambda f: (f / CONFIG).write_bytes(b"<!doctype html>"), AdapterFileError, "HTML"),
+    "NaN": (lambda f: rewrite(f, lambda t, c: t[first(t)].fill_(float("nan"))), NonFiniteError, "NaN"),
+    "missing": (lambda f: rewrite(f, lambda t, c: t.pop(first(t))), AdapterFileError, "1 missing"),
+    "extra": (lambda f: rewrite(f, lambda t, c: t.update(z=torch.ones(3))), AdapterFileError, r"1 unexpected \(z\)"),
+    "shape": (
+        lambda f: rewrite(f, lambda t, c: t.update({first(t): t[first(t)][:-1]})),
+        AdapterFileError,
+        "1 of another shape",
+    ),
+    "dtype": (
+        lambda f: rewrite(f, lambda t, c: t.update({first(t): t[first(t)].half()})),
+        AdapterFileError,
+        "1 of another dtype",
+    ),
+    "memory of 60,000": (
+        lambda f: rewrite(f, lambda t, c: c["adapter"].update(memory_dim=60_000)),
+        AdapterFileError,
+        "of another shape",
+    ),
+    "another host": (
+        lambda f: rewrite(f, lambda t, c: c["host"].update(hidden_size=31)),
+        AdapterFileError,
+        "of width 31; this host .* width 32",
+    ),
+    "newer": (lambda f: rewrite(f, lambda t, c: c.update(format_version=2)), AdapterFileError, "update"),
+    "kind": (lambda f: rewrite(f, lambda t, c: c.update(kind="os")), AdapterFileError, "'os'"),
+}
+
+
+class TestLoad:
+    def test_the_same_logits_bit_for_bit(self, tmp_path: Path) -> None:
+        model = tiny.attach(tiny.make("llama"))
+        want = logits(model, memory=tiny.memory(ROWS))
+        model.save_adapter(tmp_path / "a")
+        again = mmattn.load(tiny.make("llama"), tmp_path / "a")
+        assert torch.equal(logits(again, memory=tiny.memory(ROWS)), want)
+        assert tiny.differs(want, logits(tiny.make("llama")))
+        again.save_adapter(tmp_path / "b")
+        for name in (MODEL, CONFIG):
+            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+    @pytest.mark.parametrize("kind", BAD)
+    def test_a_bad_folder_leaves_a_fresh_host_as_it_was(self, saved: Path, kind: str) -> None:
+        spoil, error, words = BAD[kind]
+        host = tiny.make("llama")
+        want, names, count = logits(host), list(host.state_dict()), hooks(host)
+        spoil(saved)
+        with pytest.raises(error, match=words):
+            mmattn.load(host, saved)
+        assert torch.equal(logits(host), want)
+        assert list(host.state_dict()) == names
+        assert hooks(host) == count
+
+    @pytest.mark.parametrize("kind", BAD)
+    def test_a_bad_folder_leaves_an_adapter_already_there_as_it_was(self, saved: Path, kind: str) -> None:
+        spoil, error, words = BAD[kind]
+        model = tiny.attach(tiny.make("llama"))
+        memory = tiny.memory(ROWS)
+        want, names = logits(model, memory=memory), list(model.state_dict())
+        spoil(saved)
+        with pytest.raises(error, match=words):
+            mmattn.load(model, saved, "second")
+        assert torch.equal(logits(model, memory=memory), want)
+        assert list(model.state_dict()) == names
+
+    def test_one_changed_weight_of_the_host_is_said(self, saved: Path) -> None:
+        host = tiny.make("llama")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mmattn.load(host, saved).detach()
+        with torch.no_grad():
+            next(host.parameters()).view(-1)[5] += 1e-3
+        with pytest.warns(UserWarning, match="not those the adapter"):
+            mmattn.load(host, saved)
+
+    def test_a_second_save_fails_and_the_first_still_loads(self, saved: Path) -> None:
+        model = mmattn.load(tiny.make("llama"), saved)
+        want = logits(model, memory=tiny.memory(ROWS))
+        with torch.no_grad():
+            next(model.adapters["default"].parameters()).fill_(float("inf"))
+        with pytest.raises(NonFiniteError):
+            model.save_adapter(saved)
+        assert torch.equal(logits(mmattn.load(tiny.make("llama"), saved), memory=tiny.memory(ROWS)), want)

@@ -1,0 +1,137 @@
+"""Pairs of text and memory: batches, order, disturbance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmattn import Memory, training
+from mmattn.errors import ConfigError, ShapeError, TextError
+
+
+class Letters:
+    """A tokenizer of the alphabet: one id a letter, 1 begins, 2 ends."""
+
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
+    unk_token_id = None
+    all_special_ids = (1, 2)
+
+    def __call__(self, texts: list[str], **options: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+
+class TestEncodeTexts:
+    def test_between_begin_and_end(self) -> None:
+        assert training.encode_texts(Letters(), ["ab", "c"]) == [[1, 97, 98, 2], [1, 99, 2]]
+
+    @pytest.mark.parametrize(("bos", "eos", "around"), [(None, 2, (2, 2)), (1, None, (1, 1))])
+    def test_one_token_for_both(self, bos: int | None, eos: int | None, around: tuple[int, int]) -> None:
+        tokenizer = Letters()
+        tokenizer.bos_token_id, tokenizer.eos_token_id = bos, eos
+        (row,) = training.encode_texts(tokenizer, ["a"])
+        assert (row[0], row[-1]) == around
+
+    def test_neither(self) -> None:
+        tokenizer = Letters()
+        tokenizer.bos_token_id = tokenizer.eos_token_id = None
+        with pytest.raises(TextError, match="set tokenizer.eos_token"):
+            training.encode_texts(tokenizer, ["a"])
+
+    def test_empty_text(self) -> None:
+        with pytest.raises(TextError, match="text 1 is empty"):
+            training.encode_texts(Letters(), ["a", ""])
+
+    def test_too_long(self) -> None:
+        assert len(training.encode_texts(Letters(), ["abcde"], 7)[0]) == 7
+        with pytest.raises(TextError, match="text 0 has 8 tokens .* at most 7 fit"):
+            training.encode_texts(Letters(), ["abcdef"], 7)
+
+
+class TestCollate:
+    def test_padding_is_ignored(self) -> None:
+        batch = training.collate([[5, 6, 7], [8]], pad=3)
+        assert batch.input_ids.tolist() == [[5, 6, 7], [8, 3, 3]]
+        assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+        assert batch.labels.tolist() == [[5, 6, 7], [8, -100, -100]]
+        assert "memory" not in batch.kwargs()
+
+    def test_memory_goes_with_the_rows(self) -> None:
+        memory = Memory(torch.randn(2, 3, 5))
+        assert training.collate([[5], [8]], memory).kwargs()["memory"] is memory
+        with pytest.raises(ShapeError, match="3 texts need 3 rows of memory, got 2"):
+            training.collate([[5], [8], [9]], memory)
+
+    @pytest.mark.parametrize("rows", [[], [[5], []]])
+    def test_nothing_to_read(self, rows: list[list[int]]) -> None:
+        with pytest.raises(ShapeError, match="leave empty texts out"):
+            training.collate(rows)
+
+
+class TestPairOrder:
+    CHOICES = ([0, 1], [2], [3, 4, 5], [6], [7, 8], [9, 10], [11])
+
+    def test_every_item_once_an_epoch(self) -> None:
+        order = training.PairOrder(self.CHOICES, batch=3, seed=5)
+        pairs = [pair for step in range(7) for pair in order.pairs(step)]
+        for epoch in range(3):
+            items = [item for item, _ in pairs[7 * epoch : 7 * epoch + 7]]
+            assert sorted(items) == list(range(7))
+        assert all(text in self.CHOICES[item] for item, text in pairs)
+        assert pairs[:7] != pairs[7:14]
+
+    def test_every_text_is_used(self) -> None:
+        order = training.PairOrder(self.CHOICES, batch=7, seed=5)
+        assert {text for step in range(60) for _, text in order.pairs(step)} == set(range(12))
+
+    def test_any_step_without_those_before(self) -> None:
+        whole = training.PairOrder(self.CHOICES, batch=3, seed=5)
+        steps = [whole.pairs(step) for step in range(11)]
+        assert [training.PairOrder(self.CHOICES, batch=3, seed=5).pairs(step) for step in (10, 2, 7)] == [
+            steps[10],
+            steps[2],
+            steps[7],
+        ]
+
+    def test_seeds_differ(self) -> None:
+        first, second = (training.PairOrder(self.CHOICES, batch=7, seed=seed).pairs(0) for seed in (0, 1))
+        assert first != second
+
+    def test_an_item_without_texts(self) -> None:
+        with pytest.raises(ConfigError, match="at least one text"):
+            training.PairOrder([[0], []], batch=3)
+
+
+class TestDisturb:
+    def test_nothing_asked_nothing_changed(self) -> None:
+        memory = Memory(torch.randn(2, 7, 5))
+        assert torch.equal(training.disturb(memory).tokens, memory.tokens)
+
+    def test_slots_kept_are_slots_of_the_row(self) -> None:
+        memory = Memory(torch.arange(2 * 11 * 3, dtype=torch.float32).view(2, 11, 3))
+        kept = training.disturb(memory, keep=0.5, seed=3)
+        assert kept.tokens.shape == (2, 6, 3)
+        for row in range(2):
+            before = {tuple(slot.tolist()) for slot in memory.tokens[row]}
+            after = {tuple(slot.tolist()) for slot in kept.tokens[row]}
+            assert len(after) == 6 and after < before
+
+    def test_noise_is_as_large_as_said(self) -> None:
+        memory = Memory(torch.randn(13, 101, 5) * torch.tensor([0.1, 1.0, 3.0, 10.0, 30.0]))
+        moved = training.disturb(memory, noise=0.3, seed=1).tokens - memory.tokens
+        assert torch.allclose(moved.std((0, 1)) / memory.tokens.std((0, 1)), torch.full((5,), 0.3), atol=0.03)
+
+    def test_a_function_of_the_seed(self) -> None:
+        memory = Memory(torch.randn(2, 7, 5))
+        first, again, other = (training.disturb(memory, keep=0.6, noise=0.1, seed=seed).tokens for seed in (3, 3, 4))
+        assert torch.equal(first, again) and not torch.equal(first, other)
+
+    def test_padding_cannot_be_left_out(self) -> None:
+        memory = Memory.pad([torch.randn(3, 5), torch.randn(7, 5)])
+        with pytest.raises(ShapeError, match="without padding"):
+            training.disturb(memory, keep=0.5)
+
+    @pytest.mark.parametrize("keep", [0.0, 1.5])
+    def test_a_share(self, keep: float) -> None:
+        with pytest.raises(ConfigError, match="keep"):
+            training.disturb(Memory(torch.randn(2, 7, 5)), keep=keep)

@@ -1,0 +1,148 @@
+"""The loop: it trains what it is given, at the rates it is given, and Ctrl-C keeps what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mmattn
+from mmattn import training
+from mmattn.errors import ConfigError, NonFiniteError, ShapeError
+from tests import tiny
+
+
+def line(target: float = 3.0) -> tuple[nn.Linear, object]:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 1)
+    x = torch.randn(31, 3)
+    return layer, lambda step: (layer(x) - target * x.sum(1, keepdim=True)).pow(2).mean()
+
+
+class TestFit:
+    def test_it_learns(self, capsys: pytest.CaptureFixture[str]) -> None:
+        layer, loss_at = line()
+        lines: list[dict[str, float]] = []
+        done = training.fit(
+            training.parameter_groups(layer, 0.3), loss_at, 150, warmup=5, log=lines.append, every=50, label="a line"
+        )
+        assert done.steps == 150 and not done.interrupted and len(done.losses) == 150
+        assert done.losses[-1] < 0.01 * done.losses[0]
+        assert [entry["step"] for entry in lines] == [50, 100, 150]
+        assert "a line 150/150" in capsys.readouterr().err
+
+    def test_an_interrupt_keeps_what_is_there(self) -> None:
+        layer, loss_at = line()
+
+        def stopped_at_seven(step: int) -> torch.Tensor:
+            if step == 7:
+                raise KeyboardInterrupt
+            return loss_at(step)
+
+        done = training.fit(training.parameter_groups(layer, 0.1), stopped_at_seven, 50, progress=False)
+        assert done.interrupted and done.steps == 7 and len(done.losses) == 7
+
+    def test_a_loss_that_is_no_number(self) -> None:
+        layer, _ = line()
+        before = layer.weight.detach().clone()
+        with pytest.raises(NonFiniteError, match="loss is nan at step 0; lower the learning rate"):
+            training.fit(
+                training.parameter_groups(layer, 0.1), lambda step: layer.weight.sum() * float("nan"), 3, progress=False
+            )
+        assert torch.equal(layer.weight, before)
+
+    def test_the_rate_rises_and_falls(self) -> None:
+        layer, loss_at = line()
+        lines: list[dict[str, float]] = []
+        training.fit(
+            training.parameter_groups(layer, 0.1), loss_at, 21, warmup=5, log=lines.append, every=1, progress=False
+        )
+        rates = [entry["lr"] for entry in lines]
+        assert rates[:5] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
+        assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.001)
+
+
+class TestParameterGroups:
+    def test_gates_have_their_own_rate_and_no_decay(self) -> None:
+        model = mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(memory_dim=24, every=1, num_heads=2, head_dim=8))
+        groups = training.parameter_groups(model.adapters, 1e-3, gate_lr=5e-2, weight_decay=0.1)
+        trained = {id(p) for p in model.parameters() if p.requires_grad}
+        assert {id(p) for group in groups for p in group["params"]} == trained
+        by_rate = {group["lr"]: group for group in groups}
+        gates = [p for name, p in model.adapters.named_parameters() if name.endswith(".gate")]
+        assert gates and {id(p) for p in by_rate[5e-2]["params"]} == {id(p) for p in gates}
+        assert [all(p.dim() > 1 for p in group["params"]) for group in groups if group["weight_decay"]] == [True]
+
+    def test_nothing_trained(self) -> None:
+        with pytest.raises(ConfigError, match="no parameter"):
+            training.parameter_groups(nn.Linear(3, 5).requires_grad_(False), 0.1)
+
+
+class TestScores:
+    def test_nats_are_those_of_the_host(self) -> None:
+        lm = tiny.make("llama")
+        rows = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
+        found = training.text_nats(lm, rows, batch_size=2)
+        for row, nats in zip(rows, found, strict=True):
+            ids = torch.tensor([row])
+            assert len(nats) == len(row) - 1
+            assert sum(nats) / len(nats) == pytest.approx(float(lm(input_ids=ids, labels=ids).loss.detach()), rel=1e-5)
+
+    def test_each_text_reads_its_own_row(self) -> None:
+        model = mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(memory_dim=24, every=1, num_heads=2, head_dim=8))
+        for name, parameter in model.adapters.named_parameters():
+            if name.endswith(".gate"):
+                nn.init.constant_(parameter, 0.7)
+        memory = mmattn.Memory(torch.randn(3, 5, 24))
+        rows, looks = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], [10, 11]], [2, 0, 1, 1]
+        found = training.text_nats(model, rows, memory, looks, batch_size=3)
+        for row, look, nats in zip(rows, looks, found, strict=True):
+            (alone,) = training.text_nats(model, [row], memory[look])
+            assert nats == pytest.approx(alone, abs=1e-5)
+        assert abs(found[1][0] - found[3][0]) > 1e-4
+
+    def test_the_loss_is_the_mean_over_tokens(self) -> None:
+        lm, rows = tiny.make("llama"), [[5, 6, 7, 8, 9], [10, 11]]
+        nats = [value for one in training.text_nats(lm, rows) for value in one]
+        assert float(training.mean_nats(lm, training.collate(rows)).detach()) == pytest.approx(
+            sum(nats) / len(nats), rel=1e-5
+        )
+
+
+class TestMatchedLora:
+    @pytest.mark.parametrize("family", ["llama", "gpt2"])
+    @pytest.mark.parametrize("wanted", [701, 3001, 12007])
+    def test_as_many_parameters(self, family: str, wanted: int) -> None:
+        lm = tiny.make(family)
+        ids = torch.tensor([[5, 6, 7]])
+        before = lm(ids).logits
+        model = training.matched_lora(lm, wanted)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert abs(trained - wanted) <= 0.05 * wanted
+        assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-6)
+        training.mean_nats(model, training.collate([[5, 6, 7]])).backward()
+        assert any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+        assert torch.equal(model.unload()(ids).logits, before)
+
+    def test_too_few(self) -> None:
+        with pytest.raises(ConfigError, match="give the adapter more"):
+            training.matched_lora(tiny.make("llama"), 3)
+
+
+class TestRunFolder:
+    def test_metrics_and_tables(self, tmp_path: Path) -> None:
+        run = training.RunFolder(tmp_path / "a" / "b")
+        run.log(step=1, loss=float("nan"))
+        run.log(step=2, loss=0.5)
+        text = (run.path / "metrics.jsonl").read_text()
+        assert text == '{"step": 1, "loss": null}\n{"step": 2, "loss": 0.5}\n'
+        run.write_config({"b": 1, "a": {"c": None}})
+        assert (run.path / "config.resolved.yaml").read_text() == "b: 1\na:\n  c: null\n"
+        assert (training.RunFolder(run.path).path / "metrics.jsonl").read_text() == ""
+
+
+def test_memory_rows_must_be_the_texts() -> None:
+    with pytest.raises(ShapeError):
+        training.collate([[5], [6]], mmattn.Memory(torch.randn(3, 5, 7)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -15,13 +16,14 @@ class KeyValue:
     Three layouts, told apart by `lengths` and `absorbed`:
 
     * padded: keys (b, g, m, k), values (b, g, m, k), with `mask` (b, m) or None;
-    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n = sum(lengths),
-      so that padding is neither projected nor attended to; `mask` still tells which of the m slots they were;
+    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n in all: padding
+      is neither projected nor attended to; `mask` still tells which of the m slots they were;
     * absorbed: keys and values are the memory itself, (b, 1, m, e) or packed (1, 1, n, e), shared by every layer; the
-      projections are applied to the query and to the result instead.
+      projections are applied to the query and to the result instead. With `lengths` and b rows, only the first slots
+      of each row are read.
 
     Args:
-        bias: (b, m) or packed (n,) float, added to the scores of each slot.
+        bias: (b, m) or packed (1, n) float, added to the scores of each slot.
         null: a learned first slot has been put in front of every row.
     """
 
@@ -47,16 +49,31 @@ class KeyValue:
         return self.keys.shape[2] - self.null
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Keys (1, g, m_i, k), values and bias (m_i,) of each row of a packed layout, as views."""
+        """Keys (1, g, m_i, k), values and bias (m_i,) of each row whose length is known, as views."""
         assert self.lengths is not None
+        packed = self.keys.shape[0] != len(self.lengths)
         begin = 0
-        for length in self.lengths:
-            end = begin + length
-            bias = None if self.bias is None else self.bias[begin:end]
-            yield self.keys[:, :, begin:end], self.values[:, :, begin:end], bias
-            begin = end
+        for index, length in enumerate(self.lengths):
+            row, first = (0, begin) if packed else (index, 0)
+            slots = slice(first, first + length)
+            bias = None if self.bias is None else self.bias[row, slots]
+            yield self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots], bias
+            begin += length
 
     def nbytes(self) -> int:
         """Bytes held, counting storage shared by keys and values once."""
         size = self.keys.nbytes
         return size if self.values is self.keys else size + self.values.nbytes
+
+
+def real_slots_first(mask: Tensor, lengths: tuple[int, ...]) -> bool:
+    """Whether in each row of mask (b, m) all real slots come before the padding."""
+    ends = torch.tensor(lengths, device=mask.device)[:, None]
+    return bool((mask == (torch.arange(mask.shape[1], device=mask.device) < ends)).all())
+
+
+def pack(tensor: Tensor, mask: Tensor, lengths: tuple[int, ...], first: bool) -> Tensor:
+    """The real slots of all rows of a tensor (b, m, …), one behind the other (1, n, …); `first` as told above."""
+    if first:
+        return torch.cat([row[:length] for row, length in zip(tensor.unbind(), lengths, strict=True)])[None]
+    return tensor.flatten(0, 1).index_select(0, mask.flatten().nonzero()[:, 0])[None]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.attention import BACKENDS, attend_checked, combine_masks, may_read, visible_rows, visible_slots
-from mmattn.cache import KeyValue
+from mmattn.cache import KeyValue, pack, real_slots_first
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_choice, check_float, check_int
 from mmattn.masks import Mask, causal as causal_mask
 from mmattn.positions import Rotary
@@ -27,8 +27,10 @@ from mmattn.weights import FromWeights
 
 # Packing costs a kernel launch per row: it pays once it saves about this many multiplications per row.
 _PACK_SAVES = 2_000_000
-# At equal multiplications the absorbed form reads wider vectors; measured break-even.
-_ABSORB_MARGIN = 0.6
+# The absorbed form pays up to this share of the multiplications of projecting; processors with fast half-precision
+# matrix products project so quickly that only a few queries are worth it.
+_ABSORB_MARGIN = 0.5
+_ABSORB_MARGIN_HALF = 0.2
 
 
 class CrossAttention(FromWeights, nn.Module):
@@ -244,27 +246,25 @@ class CrossAttention(FromWeights, nn.Module):
         if memory_positions is None and self.rotary is not None:
             memory_positions = torch.arange(memory.shape[1], device=memory.device)
         bias = self._score_bias(scores, mask, memory)
-        lengths: tuple[int, ...] | None = None
-        if mask is not None and packable and self.null_key is None and may_read(mask):
-            counts = mask.sum(1).tolist()
-            work = 2 * self.memory_dim * self.num_kv_heads * self.head_dim
-            if (memory.shape[0] * memory.shape[1] - sum(counts)) * work > _PACK_SAVES * memory.shape[0]:
-                lengths = tuple(counts)
-        if lengths is not None:
-            # Real slots of all rows in one row (1, n, e): padding is dropped before anything is computed on it.
-            assert mask is not None
+        lengths = self._packed_lengths(mask) if packable else None
+        absorb = values is None and self.absorbable and queries is not None
+        absorb = absorb and self._absorbing_pays(queries or 0, memory, lengths)
+        if mask is not None and lengths is not None:
+            first = real_slots_first(mask, lengths)
+            if absorb and first:
+                # Each row is read up to its length, where it lies.
+                raw = memory[:, None]
+                return KeyValue(raw, raw, mask, bias, lengths, absorbed=True)
             if memory_positions is not None and self.rotary is not None:
                 width = () if self.rotary.axes == 1 else (self.rotary.axes,)
-                memory_positions = memory_positions.expand(*mask.shape, *width)[mask][None]
-            memory, values = memory[mask][None], None if values is None else values[mask][None]
-            bias = None if bias is None else bias[mask]
+                memory_positions = pack(memory_positions.expand(*mask.shape, *width), mask, lengths, first)
+            memory = pack(memory, mask, lengths, first)
+            values = None if values is None else pack(values, mask, lengths, first)
+            bias = None if bias is None else pack(bias, mask, lengths, first)
         elif mask is not None:
             memory = memory.masked_fill(~mask[..., None], 0)
             values = None if values is None else values.masked_fill(~mask[..., None], 0)
-        # A projection that was replaced (LoRA, quantised) is called as it is: its weight is not all it does.
-        plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
-        may_absorb = values is None and self.absorbable and plain
-        if may_absorb and queries is not None and self._absorbing_pays(queries, memory, lengths):
+        if absorb:
             raw = memory[:, None]
             return KeyValue(raw, raw, mask, bias, lengths, absorbed=True)
         keys = self._heads(self.k_proj(memory))
@@ -280,11 +280,20 @@ class CrossAttention(FromWeights, nn.Module):
         made = torch.cat([self.null_value[None, :, None].to(made.dtype).expand(b, -1, -1, -1), made], 2)
         return KeyValue(keys, made, mask, None if bias is None else F.pad(bias, (1, 0)), null=True)
 
+    def _packed_lengths(self, mask: Tensor | None) -> tuple[int, ...] | None:
+        """Number of real slots of each row where leaving the others out pays, else None."""
+        if mask is None or self.null_key is not None or not may_read(mask):
+            return None
+        lengths = tuple(mask.sum(1).tolist())
+        saved = (mask.numel() - sum(lengths)) * 2 * self.memory_dim * self.num_kv_heads * self.head_dim
+        return lengths if saved > _PACK_SAVES * len(lengths) else None
+
     def _absorbing_pays(self, queries: int, memory: Tensor, lengths: tuple[int, ...] | None) -> bool:
         """Compare multiplications: K and V of every slot against wider queries, scores and results."""
         h, g, k, e = self.num_heads, self.num_kv_heads, self.head_dim, self.memory_dim
         m = memory.shape[1] if lengths is None else sum(lengths) / max(len(lengths), 1)
-        return queries * h * ((e - k) * m + k * e) < _ABSORB_MARGIN * m * e * g * k
+        margin = _ABSORB_MARGIN if memory.element_size() >= 4 else _ABSORB_MARGIN_HALF
+        return queries * h * ((e - k) * m + k * e) < margin * m * e * g * k
 
     def _look(
         self,
@@ -308,8 +317,7 @@ class CrossAttention(FromWeights, nn.Module):
             q = self.rotary(q, torch.arange(l, device=x.device) if positions is None else positions)
         g, n = self.num_kv_heads, self.num_heads // self.num_kv_heads
         if kept.absorbed:
-            key_weight = self.k_proj.weight.view(g, self.head_dim, -1)
-            q = (q.reshape(rows, g, n * l, self.head_dim) @ key_weight).view(rows, g * n, l, self.memory_dim)
+            q = self._per_head(q, self.k_proj.weight.view(g, self.head_dim, -1))
         seen = None
         if kept.null or kept.absorbed:
             seen = visible_rows(allowed, rows, kept.slots, per_head=True, device=x.device)
@@ -323,8 +331,7 @@ class CrossAttention(FromWeights, nn.Module):
             out = self._attend_rows(q, kept, allowed if per_query else None, return_weights)
         out, weights = out if isinstance(out, tuple) else (out, None)
         if kept.absorbed:
-            value_weight = self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2)
-            out = (out.reshape(rows, g, n * l, self.memory_dim) @ value_weight).view(rows, g * n, l, self.head_dim)
+            out = self._per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
             if self.v_proj.bias is not None:
                 out = out + self.v_proj.bias.view(g, 1, -1).repeat_interleave(n, 0)
         if seen is not None:
@@ -368,11 +375,20 @@ class CrossAttention(FromWeights, nn.Module):
             parts.append(out)
         return (torch.cat(parts), torch.cat(weights)) if weights else torch.cat(parts)
 
+    def _per_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (b, h, l, i) times the weight (g, i, o) of each head: (b, h, l, o), reading a weight once for all rows."""
+        b, h, l, _ = x.shape
+        g, i, o = weight.shape
+        n = h // g * l
+        grouped = x.reshape(b, g, n, i).transpose(0, 1).reshape(g, b * n, i)
+        return (grouped @ weight).view(g, b, n, o).transpose(0, 1).reshape(b, h, l, o)
+
     def _score_bias(self, scores: Tensor | None, mask: Tensor | None, memory: Tensor) -> Tensor | None:
         """What the retriever's opinion adds to the scores of each slot, (b, m)."""
         if (scores is None) != (self.score_scale is None):
             raise ConfigError(
-                "this layer was made without score_bias, so it takes no scores" if self.score_scale is None
+                "this layer was made without score_bias, so it takes no scores"
+                if self.score_scale is None
                 else "this layer was made with score_bias=True: give it scores (b, m)"
             )
         if scores is None or self.score_scale is None:

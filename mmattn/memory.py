@@ -241,8 +241,11 @@ class Memory:
         """The same slots with other vectors (b, m, any width)."""
         if tokens.shape[:2] != self.tokens.shape[:2]:
             raise ShapeError(f"tokens must be (b, m, e) with (b, m) = {(self.batch, self.length)}, got {tokens.shape}")
-        kept = [None if value is None else value.to(tokens.device) for value in (self.mask, self.segments, self.scores)]
-        return Memory(tokens, *kept, self.sources, check_finite=False)
+
+        def move(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(tokens.device)
+
+        return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
 
     def version(self) -> tuple[int, ...]:
         """Changes whenever a tensor of this memory is edited in place."""
@@ -293,10 +296,9 @@ class Memory:
         )
 
     def _map(self, change: Any, sources: list[Any]) -> Memory:
-        values = [
-            None if value is None else change(value) for value in (self.tokens, self.mask, self.segments, self.scores)
-        ]
-        return Memory(*values, None if self.sources is None else sources, check_finite=False)
+        mask, segments, scores = (None if x is None else change(x) for x in (self.mask, self.segments, self.scores))
+        kept = None if self.sources is None else sources
+        return Memory(change(self.tokens), mask, segments, scores, kept, check_finite=False)
 
     def _filled(self, name: str) -> Tensor:
         value: Tensor | None = getattr(self, name)

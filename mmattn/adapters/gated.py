@@ -39,7 +39,8 @@ class GatedAdapter:
         every: put a block after every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
         layers: or the explicit list of host layers, counted from 0.
         num_heads, head_dim, num_kv_heads: of the cross-attention.
-        feed_forward: hidden width of the gated feed-forward as a multiple of d; 0 leaves it out.
+        feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 keeps decoding fast);
+            0 leaves it out.
         gate: "scalar", "head" or "channel": how many numbers the attention gate has.
         look: "all" slots, or those of the "latest" image that began at or before the token (needs `media_token` or
             `images` at the call, and segments in the memory).
@@ -57,7 +58,7 @@ class GatedAdapter:
     num_heads: int = 8
     head_dim: int = 64
     num_kv_heads: int | None = None
-    feed_forward: float = 4.0
+    feed_forward: float = 1.0
     gate: str = "scalar"
     look: str = "all"
     media_token: int | None = None
@@ -106,7 +107,7 @@ class GatedAdapter:
         if self.resampler is not None and not isinstance(self.resampler, Resampler):
             raise ConfigError(f"resampler must be a Resampler, got {self.resampler!r}")
         if self.resampler is not None and self.score_bias:
-            raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of the two")
+            raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
 
     def build(self, host_dim: int, layers: Sequence[int]) -> GatedLayers:
         """Make the trainable part for a host of width `host_dim` at `layers`."""

@@ -34,7 +34,7 @@ def attach(
     if isinstance(host, Handle):
         host = host.host
     handle = find_handle(host) if isinstance(host, nn.Module) else None
-    if handle is not None:
+    if isinstance(handle, LanguageModel):
         handle.add_adapter(name, adapter)
         return handle
     handle = LanguageModel(host, path, require_memory)

@@ -25,14 +25,20 @@ KINDS = {GatedAdapter.kind: GatedAdapter}
 
 def describe_host(host: nn.Module) -> dict[str, Any]:
     """What an adapter remembers of its host: class, family, sizes, and a fingerprint of the weights."""
-    inner = host.get_base_model() if hasattr(host, "peft_config") else host
+    get_base: Any = getattr(host, "get_base_model", None)
+    inner: nn.Module = host if get_base is None else get_base()
     return {
         "class": type(inner).__name__,
         "model_type": getattr(text_config(inner), "model_type", None),
         "hidden_size": host_width(inner),
         "num_layers": host_depth(inner),
-        "fingerprint": fingerprint(inner.state_dict()),
+        "fingerprint": None if offloaded(inner) else fingerprint(inner.state_dict()),
     }
+
+
+def offloaded(host: nn.Module) -> bool:
+    """Whether some weights are not in memory, so that they cannot be told from others."""
+    return any(parameter.device.type == "meta" for parameter in host.parameters())
 
 
 def save(model: LanguageModel, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
@@ -64,11 +70,11 @@ tags: [mmattn, cross-attention, adapter]
 # A {config["kind"]} cross-attention adapter for {host["class"]}
 
 {count:,} parameters behind layers {config["layers"]} of a host with {host["num_layers"]} layers of width
-{host["hidden_size"]} (weights {host["fingerprint"][:12]}…). It reads memories of width
+{host["hidden_size"]} (weights {(host["fingerprint"] or "unknown")[:12]}). It reads memories of width
 {config["adapter"]["memory_dim"]}{f" from the encoder {config['encoder'][:24]}" if config["encoder"] else ""}.
 
 ```python
-from mmattn import __version__
+import mmattn
 
 model = mmattn.load(host, "this folder")
 model.generate(input_ids, memory=memory)
@@ -103,7 +109,8 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
     except AttachError as error:
         raise AdapterFileError(f"cannot load an adapter onto {type(host).__name__}: {error}") from error
     settings = parse_config(config, KINDS)
-    if describe_host(host)["fingerprint"] != config["host"]["fingerprint"]:
+    here, there = describe_host(host)["fingerprint"], config["host"]["fingerprint"]
+    if here is not None and there is not None and here != there:
         warnings.warn(
             f"the weights of this {type(host).__name__} are not those the adapter in {str(folder)!r} was trained on: "
             "another revision or a fine-tuned copy; what it says may be worse than what was measured",

@@ -20,8 +20,9 @@ from mmattn.cache import KeyValue
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
-# Above this many bytes of K and V per adapter the memory itself is kept instead, read once for all layers.
-ABSORB_ABOVE = 64 << 20
+# Kept keys and values decode faster at every size measured, but the memory itself is held once for all layers: above
+# this many bytes of K and V per adapter it is kept instead.
+ABSORB_ABOVE = 1 << 30
 # Queries per memory row from which an absorbed memory is projected for the occasion.
 ABSORB_BELOW = 32
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from mmattn.errors import AttachError
@@ -19,7 +21,8 @@ def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
         AttachError: none or several fit; the message lists what was found.
     """
     lists = {name: module for name, module in host.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
-    found = ", ".join(f"{name} ({len(module)} × {type(module[0]).__name__})" for name, module in lists.items()) or "none"
+    named = [f"{name} ({len(module)} × {type(module[0]).__name__})" for name, module in lists.items()]
+    found = ", ".join(named) or "none"
     if path is None:
         path = EXCEPTIONS.get(getattr(getattr(host, "config", None), "model_type", ""))
     if path is not None:
@@ -37,9 +40,9 @@ def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
     return outer[0], lists[outer[0]]
 
 
-def text_config(host: nn.Module) -> object | None:
+def text_config(host: nn.Module) -> Any:
     """The part of the host's config that describes its text decoder, or None."""
-    config = getattr(host, "config", None)
+    config: Any = getattr(host, "config", None)
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 

@@ -137,7 +137,7 @@ class Handle(nn.Module, ABC):
         return call
 
     def _prepare(self, memory: Memories) -> dict[str, Prepared]:
-        given = dict(memory) if isinstance(memory, Mapping) else {name: memory for name in self.active}
+        given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.active, memory)
         shared: dict[int, Prepared] = {}
         out = {}
         for name, one in given.items():
@@ -259,4 +259,3 @@ def check_host(host: object) -> nn.Module:
             f"{len(empty)} weights of {type(host).__name__} are on the meta device ({empty[0]}, …): load weights first"
         )
     return host
-

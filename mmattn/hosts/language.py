@@ -75,7 +75,7 @@ class LanguageModel(Handle):
         forget_compiled()
         for hook in self._hooks:
             hook.remove()
-        used = sorted({index for adapter in self.adapters.values() for index in adapter.layers})
+        used = sorted({index for name in self.adapters for index in self._adapter(name).layers})
         self._hooks = [
             self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
             self.host.register_forward_hook(AfterHost(), always_call=True),
@@ -128,17 +128,22 @@ class LanguageModel(Handle):
         if inputs is not None:
             kwargs["inputs"] = inputs
         if memory is None:
-            return self.host.generate(**kwargs)
+            return self._host_generate(**kwargs)
         with calls.entered(self._key, self._call(memory, images, strength)):
-            return self.host.generate(**kwargs)
+            return self._host_generate(**kwargs)
 
     def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
         """What `host.generate` is while adapters are attached: rows are checked, then beams may multiply them."""
         call = self._current()
         if call is None:
-            return type(self.host).generate(self.host, *args, **kwargs)
-        prompt = args[0] if args else next(
-            (kwargs[name] for name in ("inputs", "input_ids", "inputs_embeds") if kwargs.get(name) is not None), None
+            return self._own_generate(*args, **kwargs)
+        prompt = (
+            args[0]
+            if args
+            else next(
+                (kwargs[name] for name in ("inputs", "input_ids", "inputs_embeds") if kwargs.get(name) is not None),
+                None,
+            )
         )
         rows = 1 if prompt is None else prompt.shape[0]
         for name, prepared in call.memories.items():
@@ -149,7 +154,11 @@ class LanguageModel(Handle):
             if token is not None and prompt is not None and not prompt.is_floating_point():
                 inner.prompt_images[token] = calls.images_so_far(prompt, token)
         with calls.entered(self._key, inner):
-            return type(self.host).generate(self.host, *args, **kwargs)
+            return self._own_generate(*args, **kwargs)
+
+    def _own_generate(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = type(self.host)
+        return own.generate(self.host, *args, **kwargs)
 
     def _join(self) -> None:
         super()._join()
@@ -177,7 +186,7 @@ class LanguageModel(Handle):
             disturbed = x.clone()
             disturbed[call.probe[index]] += torch.linspace(-1, 1, x.shape[-1], device=x.device).to(x.dtype)
             return disturbed
-        for name, prepared in call.memories.items():
+        for name in call.memories:
             adapter = self._adapter(name)
             if name in self.active and index in adapter.layers:
                 x = self._look(x, call, name, adapter, index)
@@ -303,8 +312,10 @@ def probe(model: LanguageModel, picked: Sequence[int]) -> None:
     host, layers = model.host, model.layers
     modes = [(module, module.training) for module in host.modules()]
     hooks = [layers[index].register_forward_hook(AfterLayer(model, index), prepend=True) for index in picked]
+    get_embeddings: Any = getattr(host, "get_input_embeddings", None)
+    embeddings = host if get_embeddings is None else get_embeddings()
     rows = {index: row + 1 for row, index in enumerate(picked)}
-    ids = torch.ones(len(picked) + 1, 2, dtype=torch.long, device=device_of(host.get_input_embeddings()))
+    ids = torch.ones(len(picked) + 1, 2, dtype=torch.long, device=device_of(embeddings))
     try:
         for module, _ in modes:
             module.training = False

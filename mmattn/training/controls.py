@@ -21,7 +21,8 @@ def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
         ConfigError: not even one layer's rank of 1 is as small as that.
     """
     check_int("parameters", parameters)
-    head = host.get_output_embeddings() if hasattr(host, "get_output_embeddings") else None
+    get_head: Any = getattr(host, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
     costs: dict[str, int] = {}
     limits: dict[str, int] = {}
     for name, module in host.named_modules():

@@ -1,6 +1,6 @@
 """The core against bare operations and the layers people use today: forward, and forward with backward.
 
-    python -m recipes.benchmarks core [--dtype float32 bfloat16] [--quick]
+python -m recipes.benchmarks core [--dtype float32 bfloat16] [--quick]
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ QUICK = (SIZES[1], SIZES[3], RAGGED[2])
 
 def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
     """Layers of the same sizes as (name, call); what is not installed or cannot take the sizes is left out."""
-    b, l, m, d, e, h = size.b, size.l, size.m, size.d, size.e, size.h
+    d, e, h = size.d, size.e, size.h
     k = d // h
     ours = mmattn.CrossAttention(d, e, h).to(dtype).eval()
     yield "mmattn", lambda x, memory, mask: ours(x, memory, mask=mask)
@@ -125,10 +125,22 @@ def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
         yield "T5 layer", run_t5
     if (tune := found("torchtune.modules")) is not None:
         linears = [nn.Linear(d, d, bias=False) for _ in range(4)]
-        tune_layer = tune.MultiHeadAttention(
-            embed_dim=d, num_heads=h, num_kv_heads=h, head_dim=d // h, q_proj=linears[0], k_proj=linears[1],
-            v_proj=linears[2], output_proj=linears[3], is_causal=False, max_seq_len=max(l, m),
-        ).to(dtype).eval()
+        tune_layer = (
+            tune.MultiHeadAttention(
+                embed_dim=d,
+                num_heads=h,
+                num_kv_heads=h,
+                head_dim=d // h,
+                q_proj=linears[0],
+                k_proj=linears[1],
+                v_proj=linears[2],
+                output_proj=linears[3],
+                is_causal=False,
+                max_seq_len=max(l, m),
+            )
+            .to(dtype)
+            .eval()
+        )
 
         def run_tune(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
             return tune_layer(x, memory, mask=None if mask is None else mask[:, None].expand(-1, x.shape[1], -1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
 import mmattn
 from recipes.benchmarks.timing import interleaved, ratio
 

@@ -150,6 +150,7 @@ def test_a_prepared_memory_serves_every_mode(model, ids):
         assert torch.equal(got, want)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         rough = model(ids, memory=prepared).logits
+        assert torch.equal(rough, model(ids, memory=memory).logits)
     with torch.no_grad():
         exact = model(ids, memory=prepared).logits
         assert torch.equal(exact, model(ids, memory=memory).logits)

@@ -24,6 +24,8 @@ MASK = torch.tensor([[True, False, True, True, True, False, True], [False] * M])
 RULE = torch.rand(L, M, generator=torch.Generator().manual_seed(3)) < 0.5
 RULE[3], RULE[:, 2] = False, False
 assert not MASK[1].any() and not RULE[3].any() and RULE.any()
+# Real slots at the front, as padding leaves them, are read where they lie; scattered ones are gathered.
+MASKS = {"scattered": MASK, "in front": torch.arange(M) < torch.tensor([[4], [0]])}
 
 
 def make(dtype: torch.dtype = torch.float32, **settings_) -> CrossAttention:
@@ -120,18 +122,21 @@ def test_numbers(dtype, size, h, g, layout, monkeypatch, taken):
     force(monkeypatch, layout)
     layer = CrossAttention(D, E, h, num_kv_heads=g, head_dim=8, bias=True).to(dtype)
     x, memory = data()
-    out = compare(layer, size * x, size * memory, mask=MASK)
-    assert kind(taken[0]) == layout
-    assert not out[1].any() and out[0].any(), "exactly 0, the output bias included"
+    for mask in MASKS.values():
+        out = compare(layer, size * x, size * memory, mask=mask)
+        assert kind(taken[0]) == layout
+        assert not out[1].any() and out[0].any(), "exactly 0, the output bias included"
 
 
+@pytest.mark.parametrize("real", list(MASKS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("l", [1, L])
-def test_projected_once(l, beams, layout, monkeypatch):
+def test_projected_once(l, beams, layout, real, monkeypatch):
     """A memory projected once gives what it gives projected in the call, per-query rules and beams included."""
     force(monkeypatch, layout)
-    layer = make()
+    layer = make(score_bias=True)
+    given_scores = torch.randn(B, M)
     rule = torch.rand(B * beams, 6, l, M) < 0.6
     rule[0, :, 0], rule[:, :, -1, 0] = False, True
     given_ = {
@@ -142,8 +147,8 @@ def test_projected_once(l, beams, layout, monkeypatch):
         "Mask (b, 1, 1, m)": {"attention_mask": masks.padding_mask(rule[:, 0, -1])},
     }
 
-    def through(layer, x, memory, *, mask, **rest):
-        kept = layer.project(memory, mask=mask, absorb="absorbed" in layout)
+    def through(layer, x, memory, *, mask, scores, **rest):
+        kept = layer.project(memory, mask=mask, scores=scores, absorb="absorbed" in layout)
         assert kind(kept) == layout and (kept.batch, kept.slots) == (B, M)
         out, weights = layer(x, kept, **rest, return_weights=True)
         assert weights.shape == (B * beams, 6, l, M)
@@ -152,7 +157,7 @@ def test_projected_once(l, beams, layout, monkeypatch):
 
     for name, rules in given_.items():
         x, memory = data(beams, l)
-        out = compare(layer, x, memory, through=through, mask=MASK, **rules)
+        out = compare(layer, x, memory, through=through, mask=MASKS[real], scores=given_scores, **rules)
         assert not out[beams:].any() and out[:beams].any(), name
 
 
@@ -173,6 +178,9 @@ def test_layouts_hold_what_they_say(monkeypatch):
         "absorbed": B * M * E * 4,
         "packed absorbed": real * E * 4,
     }
+    force(monkeypatch, "packed absorbed")
+    kept = layer.project(memory, mask=MASKS["in front"], absorb=True)
+    assert kept.keys.data_ptr() == memory.data_ptr(), "read where it lies, not copied"
 
 
 def test_the_cheap_layout_is_chosen_by_size(taken):
@@ -359,9 +367,10 @@ def test_empty_batches(b, l, layout, monkeypatch):
         assert layer(x, layer.project(memory, mask=mask)).shape == x.shape
 
 
+@pytest.mark.parametrize("real", list(MASKS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 6e4])
-def test_garbage_behind_the_mask(garbage, layout, monkeypatch):
+def test_garbage_behind_the_mask(garbage, layout, real, monkeypatch):
     """What lies in masked slots, in their values and scores too, changes nothing: forward and backward, bit for bit."""
     force(monkeypatch, layout)
     absorbed = "absorbed" in layout
@@ -370,14 +379,14 @@ def test_garbage_behind_the_mask(garbage, layout, monkeypatch):
     parts = {"scores": torch.randn(B, M)} | ({} if absorbed else {"values": torch.randn(B, M, 29)})
     for rules in ({}, {"attention_mask": RULE}):
         results = []
-        hidden = ~(MASK if not rules else MASK & RULE.any(0))
+        hidden = ~(MASKS[real] if not rules else MASKS[real] & RULE.any(0))
         for value in (0.0, garbage):
             leaf = memory.masked_fill(hidden[..., None], value).requires_grad_()
             rest = {
                 name: tensor.masked_fill(hidden if tensor.dim() == 2 else hidden[..., None], value).requires_grad_()
                 for name, tensor in parts.items()
             }
-            out = layer(x, leaf, mask=MASK, **rules, **rest)
+            out = layer(x, leaf, mask=MASKS[real], **rules, **rest)
             leaves = [leaf, *rest.values(), *layer.parameters()]
             results.append([out, *gradients(out, leaves, torch.ones_like(out))])
         for mine, other in zip(*results, strict=True):

@@ -112,7 +112,7 @@ def fit(
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip)
             optimiser.step()
-            done.steps, used = step + 1, schedule.get_last_lr()[0]
+            done.steps, used = step + 1, float(schedule.get_last_lr()[0])
             done.losses.append(value)
             schedule.step()
             if log is not None and (done.steps % every == 0 or done.steps == steps):

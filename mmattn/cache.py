@@ -16,8 +16,8 @@ class KeyValue:
     Three layouts, told apart by `lengths` and `absorbed`:
 
     * padded: keys (b, g, m, k), values (b, g, m, k), with `mask` (b, m) or None;
-    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n in all: padding
-      is neither projected nor attended to; `mask` still tells which of the m slots they were;
+    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n in all;
+      padding is neither projected nor attended to; `mask` still tells which of the m slots they were;
     * absorbed: keys and values are the memory itself, (b, 1, m, e) or packed (1, 1, n, e), shared by every layer; the
       projections are applied to the query and to the result instead. With `lengths` and b rows, only the first slots
       of each row are read.

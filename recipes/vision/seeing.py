@@ -43,7 +43,7 @@ def adapter_settings(settings: AdapterSettings, memory_dim: int) -> mmattn.Gated
     given = settings.model_dump()
     latents = given.pop("latents")
     if given["every"] is None and given["layers"] is None:
-        given["every"] = 2
+        given["every"] = 1
     resampler = None if latents is None else mmattn.Resampler(
         num_latents=latents, num_heads=settings.num_heads, head_dim=settings.head_dim
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,25 @@ class KeyValue:
         """Bytes held, counting storage shared by keys and values once."""
         size = self.keys.nbytes
         return size if self.values is self.keys else size + self.values.nbytes
+
+
+class Snapshot:
+    """Remembers tensors as they are, to tell later whether one was edited in place or given other storage.
+
+    The storage is held, so that its address cannot come back with other contents. An edit through `tensor.data` goes
+    unseen: torch does not count it.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._seen = [(tensor.data, tensor._version) for tensor in tensors]
+
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether these are the same tensors with the same contents."""
+        now = list(tensors)
+        return len(now) == len(self._seen) and all(
+            tensor._version == version and tensor.data_ptr() == data.data_ptr() and tensor.dtype is data.dtype
+            for tensor, (data, version) in zip(now, self._seen, strict=True)
+        )
 
 
 def real_slots_first(mask: Tensor, lengths: tuple[int, ...]) -> bool:

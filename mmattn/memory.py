@@ -247,11 +247,9 @@ class Memory:
 
         return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
 
-    def version(self) -> tuple[int, ...]:
-        """Changes whenever a tensor of this memory is edited in place."""
-        return tuple(
-            value._version for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None
-        )
+    def tensors(self) -> list[Tensor]:
+        """Tokens, and mask, segments and scores where there are any."""
+        return [value for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None]
 
     def detach(self) -> Memory:
         """The same memory outside the autograd graph."""

@@ -224,7 +224,6 @@ class GatedLayers(nn.Module):
         self.config = config
         self.host_dim = host_dim
         self.layers = tuple(layers)
-        self.edition = 0
         self.memory_norm = nn.LayerNorm(config.memory_dim)
         self.resampler = None
         if config.resampler is not None:
@@ -250,11 +249,3 @@ class GatedLayers(nn.Module):
             tokens = tokens.masked_fill(~memory.mask.to(tokens.device)[..., None], 0)
         made = memory.replace(self.memory_norm(tokens))
         return made if self.resampler is None else self.resampler(made)
-
-    def version(self) -> tuple[Any, ...]:
-        """Changes whenever a weight does, so that nothing made from old weights is used again."""
-        return (self.edition, self.training, *[parameter._version for parameter in self.parameters()])
-
-    def _apply(self, fn: Any, recurse: bool = True) -> GatedLayers:
-        self.edition += 1
-        return super()._apply(fn, recurse)

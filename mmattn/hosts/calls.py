@@ -6,7 +6,7 @@ The call lives in a context variable, not on a module: threads, nested blocks an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.gated import GatedLayers
-from mmattn.cache import KeyValue
+from mmattn.cache import KeyValue, Snapshot
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
@@ -25,6 +25,16 @@ from mmattn.memory import Memory
 ABSORB_ABOVE = 1 << 30
 # Queries per memory row from which an absorbed memory is projected for the occasion.
 ABSORB_BELOW = 32
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Something made of a memory by an adapter, and what it was made of."""
+
+    adapter: weakref.ref[GatedLayers]
+    autocast: bool
+    made_of: Snapshot
+    value: Any
 
 
 class Prepared:
@@ -36,7 +46,7 @@ class Prepared:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._made: dict[tuple[str, int | None], tuple[weakref.ref[GatedLayers], Any, Any]] = {}
+        self._kept: dict[tuple[str, int | None], Kept] = {}
 
     @property
     def batch(self) -> int:
@@ -77,19 +87,25 @@ class Prepared:
     def _keep(self, key: tuple[str, int | None], adapter: GatedLayers, make: Any) -> Any:
         if self._passing(adapter):
             return make()
-        version = (self.memory.version(), adapter.version(), torch.is_autocast_enabled(self.memory.device.type))
-        made = self._made.get(key)
+        sources = [*self.memory.tensors(), *adapter.parameters()]
+        autocast = torch.is_autocast_enabled(self.memory.device.type)
+        kept = self._kept.get(key)
         # Another host may have an adapter of this name.
-        if made is None or made[0]() is not adapter or made[1] != version:
-            # Kept tensors must serve calls outside inference mode, too.
+        if (
+            kept is None
+            or kept.adapter() is not adapter
+            or kept.autocast != autocast
+            or not kept.made_of.holds(sources)
+        ):
+            # What is kept must serve calls outside inference mode, too.
             with torch.inference_mode(False), torch.no_grad():
-                made = (weakref.ref(adapter), version, make())
-            self._made[key] = made
-        return made[2]
+                kept = Kept(weakref.ref(adapter), autocast, Snapshot(sources), make())
+            self._kept[key] = kept
+        return kept.value
 
     def nbytes(self) -> int:
         """Bytes of kept keys and values."""
-        return sum(made.nbytes() for _, _, made in self._made.values() if isinstance(made, KeyValue))
+        return sum(kept.value.nbytes() for kept in self._kept.values() if isinstance(kept.value, KeyValue))
 
 
 @dataclass
@@ -127,7 +143,8 @@ _piece: ContextVar[Piece | None] = ContextVar("mmattn_piece", default=None)
 
 def reading(piece: Piece | None) -> None:
     """Note which piece of the text the host is about to read; None when it has."""
-    _piece.set(piece)
+    if piece is not None or _piece.get() is not None:
+        _piece.set(piece)
 
 
 @contextmanager
@@ -138,6 +155,24 @@ def entered(key: object, call: Call | None) -> Iterator[None]:
         yield
     finally:
         _calls.reset(token)
+
+
+_off: ContextVar[tuple[tuple[object, frozenset[str]], ...]] = ContextVar("mmattn_off", default=())
+
+
+@contextmanager
+def without(key: object, names: Iterable[str]) -> Iterator[None]:
+    """Inside the block these adapters of a host do not exist, whatever memory a call gives."""
+    token = _off.set((*_off.get(), (key, frozenset(names))))
+    try:
+        yield
+    finally:
+        _off.reset(token)
+
+
+def is_off(key: object, name: str) -> bool:
+    """Whether a block around this call has switched the adapter off."""
+    return any(owner is key and name in names for owner, names in _off.get())
 
 
 def current(key: object) -> tuple[bool, Call | None]:

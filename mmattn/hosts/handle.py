@@ -30,8 +30,9 @@ class Handle(nn.Module, ABC):
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         super().__init__()
+        self.training = host.training
         self.host = host
-        self.adapters = nn.ModuleDict()
+        self.adapters = nn.ModuleDict().train(host.training)
         self.require_memory = require_memory
         self.active: list[str] = []
         self._key = object()
@@ -104,21 +105,16 @@ class Handle(nn.Module, ABC):
     @contextlib.contextmanager
     def disabled(self, names: str | Sequence[str] | None = None) -> Iterator[Handle]:
         """Inside the block, in this thread, these adapters (all by default) do not exist."""
-        if names is None:
-            call = None
-        else:
-            off = {names} if isinstance(names, str) else set(names)
-            for name in off:
-                self._adapter(name)
-            call = self._current()
-            if call is not None:
-                kept = {name: prepared for name, prepared in call.memories.items() if name not in off}
-                call = copy.copy(call)
-                call.memories = kept
-        with calls.entered(self._key, call):
+        off = set(self.adapters) if names is None else {names} if isinstance(names, str) else set(names)
+        for name in off:
+            self._adapter(name)
+        call = None if off == set(self.adapters) else self._current()
+        with calls.entered(self._key, call), calls.without(self._key, off):
             yield self
 
     def _call(self, memory: Memories | None, images: Tensor | None, strength: float) -> Call | None:
+        if find_handle(self.host) is not self:
+            raise ConditionError("this handle was detached from its host and reaches it no longer: attach again")
         strength = check_float("strength", strength)
         if memory is None:
             if self.require_memory:
@@ -187,8 +183,8 @@ class Handle(nn.Module, ABC):
     def _join(self) -> None:
         """Freeze the host and listen to what moves it."""
         parameters = list(self.host.parameters())
-        # A host with a mix of frozen and trained parameters was set up by its owner (a LoRA, say) and is left alone.
-        if all(parameter.requires_grad for parameter in parameters if parameter.is_floating_point()):
+        # peft froze all but its own, which are its owner's to train.
+        if getattr(self.host, "peft_config", None) is None:
             self._frozen = [parameter for parameter in parameters if parameter.requires_grad]
             for parameter in self._frozen:
                 parameter.requires_grad_(False)

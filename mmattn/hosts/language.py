@@ -188,7 +188,7 @@ class LanguageModel(Handle):
             return disturbed
         for name in call.memories:
             adapter = self._adapter(name)
-            if name in self.active and index in adapter.layers:
+            if name in self.active and index in adapter.layers and not calls.is_off(self._key, name):
                 x = self._look(x, call, name, adapter, index)
         return x
 
@@ -232,7 +232,9 @@ class BeforeHost:
             return
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         refuse_packed(kwargs)
-        calls.reading(Piece(input_ids, past_length(kwargs)))
+        # Only where it matters: a compiler cannot follow the note.
+        if any(self.handle._adapter(name).config.look == "latest" for name in call.memories):
+            calls.reading(Piece(input_ids, past_length(kwargs)))
 
 
 class AfterHost:
@@ -273,7 +275,7 @@ def refuse_packed(kwargs: dict[str, Any]) -> None:
     if positions is not None and positions.dim() == 2 and positions.shape[1] > 1 and not torch.compiler.is_compiling():
         mask = kwargs.get("attention_mask")
         real = torch.ones_like(positions, dtype=torch.bool)
-        if mask is not None and mask.dim() == 2 and mask.shape[1] >= positions.shape[1]:
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= positions.shape[1]:
             real = mask[:, -positions.shape[1] :].bool().expand(positions.shape)
         both = real[:, 1:] & real[:, :-1]
         packed = packed or bool(((positions[:, 1:] <= positions[:, :-1]) & both).any())

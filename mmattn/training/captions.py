@@ -32,6 +32,12 @@ class TextBatch:
     labels: Tensor
     memory: Memory | None = None
 
+    def to(self, device: torch.device | str) -> TextBatch:
+        """The same batch on another device."""
+        memory = None if self.memory is None else self.memory.to(device)
+        tensors = (self.input_ids, self.attention_mask, self.labels)
+        return TextBatch(*(tensor.to(device) for tensor in tensors), memory)
+
     def kwargs(self) -> dict[str, Any]:
         """What a host with adapters is called with; a bare host takes the same where there is no memory."""
         made: dict[str, Any] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}

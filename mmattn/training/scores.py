@@ -48,13 +48,14 @@ def text_nats(
     """
     check_int("batch_size", batch_size)
     out: list[list[float]] = [[] for _ in rows]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     # Texts of like length together: less padding to compute on.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     for start in range(0, len(order), batch_size):
         picked = order[start : start + batch_size]
         looked = None if memory is None else [i if memory_rows is None else memory_rows[i] for i in picked]
         seen = None if memory is None else memory[torch.tensor(looked)]
-        nats = token_nats(model, collate([rows[i] for i in picked], seen))
+        nats = token_nats(model, collate([rows[i] for i in picked], seen).to(device))
         for place, i in enumerate(picked):
             out[i] = nats[place, : len(rows[i]) - 1].tolist()
     return out

@@ -169,7 +169,7 @@ def caption_grid(
         right.imshow(picture.convert("L"), cmap="gray")
         if heat is not None:
             edges = (0, picture.width, picture.height, 0)
-            right.imshow(heat[place].cpu(), cmap="inferno", alpha=0.55, extent=edges, interpolation="bilinear")
+            right.imshow(heat[place].cpu().numpy(), cmap="inferno", alpha=0.55, extent=edges, interpolation="bilinear")
     figure.savefig(path, dpi=110, bbox_inches="tight")
     return captions
 

@@ -51,34 +51,40 @@ def main(config: dict[str, Any]) -> Path:
     run.write_text("samples_before.txt", report.samples(data, shown, before))
     fitted = train_adapter(model, data, ids, seen, settings, run)
     model.save_adapter(run.path / "adapter", encoder=eye.fingerprint)
-    report.plot_losses(run.path / "loss.png", {"adapter, with its picture": fitted.losses})
+    losses = {"adapter, with its picture": fitted.losses}
+    report.plot_losses(run.path / "loss.png", losses)
     if fitted.interrupted:
         print(f"stopped after {fitted.steps} steps; the adapter as it was then is in {run.path / 'adapter'}")
         return run.path
-
-    rows = [frozen]
-    losses = {"adapter, with its picture": fitted.losses}
-    other = held_out[torch.tensor(strangers(data.held_out, settings.seed))]
-    looks = {"adapter, right picture": held_out, "adapter, shuffled pictures": other, "adapter, no picture": None}
-    measured = {name: measure.row(name, model, memory) for name, memory in looks.items()}
-    report.picture_grid(run.path / "captions.png", model, tokenizer, data, held_out, shown, eye.grid)
-    captions = measured["adapter, right picture"][1]
-    run.write_text("samples_after.txt", report.samples(data, shown, [captions[i] for i in shown]))
-    run.write_json("captions.json", report.all_captions(data, captions))
-    model.detach()
-    for row, _ in measured.values():
-        row.parameters, row.seconds = parameters, fitted.seconds
-
-    if settings.controls:
-        control, fitted = train_lora(lm, parameters, data, ids, settings, run, measure)
-        losses["LoRA, text only"] = fitted.losses
-        rows.append(control)
-        for row in (frozen, *(row for row, _ in measured.values())):
-            row.bits_saved = report.bits_saved(row, control)
-        report.plot_losses(run.path / "loss.png", losses)
-    rows += [row for row, _ in measured.values()]
-    print(report.write_table(run, rows, data, settings))
+    try:
+        rows, captions = measure_looks(model, measure, held_out, settings, fitted)
+        report.picture_grid(run.path / "captions.png", model, tokenizer, data, held_out, shown, eye.grid)
+        run.write_text("samples_after.txt", report.samples(data, shown, [captions[i] for i in shown]))
+        run.write_json("captions.json", report.all_captions(data, captions))
+        model.detach()
+        rows.insert(0, frozen)
+        if settings.controls:
+            control, losses["LoRA, text only"] = train_lora(lm, parameters, data, ids, settings, run, measure)
+            for row in rows:
+                row.bits_saved = report.bits_saved(row, control)
+            rows.insert(1, control)
+            report.plot_losses(run.path / "loss.png", losses)
+        print(report.write_table(run, rows, data, settings))
+    except KeyboardInterrupt:
+        print(f"stopped before the table was complete; the trained adapter is in {run.path / 'adapter'}")
     return run.path
+
+
+def measure_looks(
+    model: Any, measure: Measure, held_out: mmattn.Memory, settings: Config, fitted: training.Fitted
+) -> tuple[list[Row], list[str]]:
+    """The trained adapter with the right pictures, with shuffled ones, and without; the captions of the first."""
+    other = held_out[torch.tensor(strangers(measure.data.held_out, settings.seed))]
+    looks = {"adapter, right picture": held_out, "adapter, shuffled pictures": other, "adapter, no picture": None}
+    measured = [measure.row(name, model, memory) for name, memory in looks.items()]
+    for row, _ in measured:
+        row.parameters, row.seconds = model.trainable_parameters()[0], fitted.seconds
+    return [row for row, _ in measured], measured[0][1]
 
 
 def train_adapter(
@@ -90,9 +96,10 @@ def train_adapter(
 
     def loss_at(step: int) -> torch.Tensor:
         pairs = order.pairs(step)
-        memory = seen[torch.tensor([item for item, _ in pairs])].to(settings.device)
+        memory = seen[torch.tensor([item for item, _ in pairs])]
         memory = training.disturb(memory, keep=optim.keep, noise=optim.noise, seed=settings.seed * 1_000_003 + step)
-        return training.mean_nats(model, on_device(training.collate([ids[t] for _, t in pairs], memory), settings))
+        batch = training.collate([ids[text] for _, text in pairs], memory)
+        return training.mean_nats(model, batch.to(settings.device))
 
     groups = training.parameter_groups(model.adapters, optim.lr, gate_lr=optim.gate_lr, weight_decay=optim.weight_decay)
     model.train()
@@ -112,8 +119,8 @@ def train_adapter(
 
 def train_lora(
     lm: Any, parameters: int, data: Data, ids: Sequence[Sequence[int]], settings: Config, run: Any, measure: Measure
-) -> tuple[Row, training.Fitted]:
-    """The control: as many parameters, the same texts in the same order, no pictures."""
+) -> tuple[Row, list[float]]:
+    """The control: as many parameters, the same texts in the same order, no pictures. Its row and its losses."""
     torch.manual_seed(settings.seed)
     optim = settings.optim
     order = pair_order(data, settings)
@@ -121,7 +128,7 @@ def train_lora(
 
     def loss_at(step: int) -> torch.Tensor:
         batch = training.collate([ids[text] for _, text in order.pairs(step)])
-        return training.mean_nats(lora, on_device(batch, settings))
+        return training.mean_nats(lora, batch.to(settings.device))
 
     count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     print(f"LoRA, text only: {count:,} trained parameters beside {parameters:,} of the adapter")
@@ -137,24 +144,18 @@ def train_lora(
         progress=settings.progress,
     )
     lora.eval()
+    if fitted.interrupted:
+        raise KeyboardInterrupt  # a baseline that was stopped early would flatter the adapter
     row, _ = measure.row("LoRA, text only", lora)
     row.bits_saved, row.parameters, row.seconds = 0.0, count, fitted.seconds
     lora.unload()
-    return row, fitted
+    return row, fitted.losses
 
 
 def pair_order(data: Data, settings: Config) -> training.PairOrder:
     """Pictures and, if asked for, their mirror images behind them, each with one of its texts, once an epoch."""
     texts = [picture.texts for picture in data.train]
     return training.PairOrder(texts * (2 if settings.data.flip else 1), settings.optim.batch, settings.seed)
-
-
-def on_device(batch: training.TextBatch, settings: Config) -> training.TextBatch:
-    """The batch where the model is."""
-    if settings.device == "cpu":
-        return batch
-    tensors = (batch.input_ids, batch.attention_mask, batch.labels)
-    return training.TextBatch(*(tensor.to(settings.device) for tensor in tensors), batch.memory)
 
 
 def samples(data: Data, count: int = 8) -> list[int]:

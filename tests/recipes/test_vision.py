@@ -175,6 +175,9 @@ class TestMeasures:
             def __init__(self, share: float = 1.0) -> None:
                 self.share = share
 
+            def parameters(self) -> Any:
+                return iter(())
+
             def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
                 logits = torch.zeros(*input_ids.shape, size)
                 logits[:, :-1].scatter_(2, input_ids[:, 1:, None], math.log(self.share))

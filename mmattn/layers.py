@@ -107,6 +107,7 @@ class CrossAttention(FromWeights, nn.Module):
         self.score_scale = nn.Parameter(torch.ones((), **made)) if score_bias else None
         self.null_key = nn.Parameter(torch.randn(g, k, **made) * 0.02) if null_slot else None
         self.null_value = nn.Parameter(torch.zeros(g, k, **made)) if null_slot else None
+        self._plain = not (qk_norm or null_slot or score_bias or length_norm) and rotary is None
 
     def forward(
         self,
@@ -143,6 +144,10 @@ class CrossAttention(FromWeights, nn.Module):
         if not isinstance(memory, KeyValue):
             mask = self._check_memory(memory, values, mask, x.device)
             memory_rows, m = memory.shape[:2]
+            asked = causal or return_weights or m == 0 or rows != memory_rows or not self._plain
+            if not asked and mask is attention_mask is values is scores is head_scale is None:
+                if not self._absorbing_pays(l, memory, None):
+                    return self._look_plainly(x, memory)
         elif mask is not None or scores is not None or values is not None or memory_positions is not None:
             raise ShapeError("a projected memory holds its mask, scores, values and positions: give them to project")
         else:
@@ -209,6 +214,15 @@ class CrossAttention(FromWeights, nn.Module):
         """Whether keys are a plain matrix times the memory, so that it may be applied to the query instead."""
         plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
         return plain and self.k_norm is None and self.rotary is None and self.null_key is None
+
+    def _look_plainly(self, x: Tensor, memory: Tensor) -> Tensor:
+        """The common case, nothing special asked: as few steps as the operations themselves."""
+        memory = self._cast(memory)
+        q, k, v = self.q_proj(self._cast(x)), self.k_proj(memory), self.v_proj(memory)
+        out = self._attend(self._heads(q), self._heads(k), self._heads(v), None, None, False)
+        assert isinstance(out, Tensor)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        return out if out.dtype is x.dtype else out.to(x.dtype)
 
     def _check_memory(
         self, memory: Tensor, values: Tensor | None, mask: Tensor | None, device: torch.device | None

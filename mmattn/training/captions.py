@@ -35,8 +35,7 @@ class TextBatch:
     def to(self, device: torch.device | str) -> TextBatch:
         """The same batch on another device."""
         memory = None if self.memory is None else self.memory.to(device)
-        tensors = (self.input_ids, self.attention_mask, self.labels)
-        return TextBatch(*(tensor.to(device) for tensor in tensors), memory)
+        return TextBatch(self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device), memory)
 
     def kwargs(self) -> dict[str, Any]:
         """What a host with adapters is called with; a bare host takes the same where there is no memory."""

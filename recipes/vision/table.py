@@ -1,6 +1,6 @@
 """The table over several seeds: mean ± spread (half the distance from the lowest to the highest).
 
-python recipes/vision/table.py --seeds 0 1 2 recipes/vision/config.yaml [key=value …]
+python recipes/vision/table.py recipes/vision/config.yaml [key=value …] --seeds 0 1 2
 """
 
 from __future__ import annotations

@@ -144,10 +144,10 @@ class CrossAttention(FromWeights, nn.Module):
         if not isinstance(memory, KeyValue):
             mask = self._check_memory(memory, values, mask, x.device)
             memory_rows, m = memory.shape[:2]
-            asked = causal or return_weights or m == 0 or rows != memory_rows or not self._plain
-            if not asked and mask is attention_mask is values is scores is head_scale is None:
-                if not self._absorbing_pays(l, memory, None):
-                    return self._look_plainly(x, memory)
+            special = causal or return_weights or m == 0 or rows != memory_rows or not self._plain
+            special = special or not (mask is attention_mask is values is scores is head_scale is None)
+            if not (special or self._absorbing_pays(l, memory, None)):
+                return self._look_plainly(x, memory)
         elif mask is not None or scores is not None or values is not None or memory_positions is not None:
             raise ShapeError("a projected memory holds its mask, scores, values and positions: give them to project")
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmattn.training.captions import PairOrder, TextBatch, begin_and_end, collate, disturb, encode_texts
+from mmattn.training.captions import PairOrder, TextBatch, begin_and_end, check_prompt, collate, disturb, encode_texts
 from mmattn.training.controls import matched_lora, ranks_for
 from mmattn.training.loop import Fitted, fit, parameter_groups, tracked
 from mmattn.training.runs import RunFolder, markdown_table
@@ -14,6 +14,7 @@ __all__ = [
     "RunFolder",
     "TextBatch",
     "begin_and_end",
+    "check_prompt",
     "collate",
     "disturb",
     "encode_texts",

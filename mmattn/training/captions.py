@@ -79,6 +79,34 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int | None = 
     return [[begin, *row, end] for row in rows]
 
 
+def check_prompt(ids: Tensor, mask: Tensor, config: Any, new_tokens: int = 0) -> None:
+    """Refuse ids (b, l) with their mask (b, l) that a language model of this config cannot read.
+
+    Args:
+        new_tokens: how many more will be written behind them.
+
+    Raises:
+        TextError: no tokens, a row of padding only, an id without embedding, or more tokens than positions.
+    """
+    if not ids.shape[1]:
+        raise TextError("the prompt is empty: begin it with the begin token, at least")
+    blank = (~mask.bool().any(1)).nonzero()[:, 0].tolist()
+    if blank:
+        raise TextError(f"rows {blank[:5]} of the prompt are padding only: leave them out, or begin them with a token")
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise TextError(
+            f"the prompt has ids from {int(ids.min())} to {int(ids.max())} and the language model knows 0 to "
+            f"{vocabulary - 1}: tokenise with its own tokenizer"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and ids.shape[1] + new_tokens > positions:
+        raise TextError(
+            f"{ids.shape[1]} tokens and {new_tokens} to be written are more than the {positions} positions of the "
+            "language model: shorten the prompt or max_new_tokens"
+        )
+
+
 def collate(rows: Sequence[Sequence[int]], memory: Memory | None = None, pad: int = 0) -> TextBatch:
     """Pad rows of ids on the right to one batch.
 

@@ -166,6 +166,7 @@ def write_captions(
     for start in range(0, 1 if memory is None else memory.batch, 64):
         part = None if memory is None else memory[slice(start, start + 64)]
         ids = torch.full((1 if part is None else part.batch, 1), begin, device=device)
+        training.check_prompt(ids, torch.ones_like(ids), model.config, max_new_tokens)
         seen = {} if part is None else {"memory": part}
         made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **seen, **options)
         texts += [text.strip() for text in tokenizer.batch_decode(made[:, 1:], skip_special_tokens=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -135,3 +137,21 @@ class TestDisturb:
     def test_a_share(self, keep: float) -> None:
         with pytest.raises(ConfigError, match="keep"):
             training.disturb(Memory(torch.randn(2, 7, 5)), keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "new", "said"),
+    [
+        (torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, 0), 0, "empty"),
+        (torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 1], [0, 0, 0]]), 0, r"rows \[1\]"),
+        (torch.full((2, 3), 101), torch.ones(2, 3), 0, "knows 0 to 100"),
+        (torch.full((2, 3), -1), torch.ones(2, 3), 0, "from -1"),
+        (torch.ones(2, 13, dtype=torch.long), torch.ones(2, 13), 5, "17 positions"),
+    ],
+)
+def test_prompts_a_model_cannot_read_are_refused(ids: torch.Tensor, mask: torch.Tensor, new: int, said: str) -> None:
+    """FAULTS 41."""
+    config = SimpleNamespace(vocab_size=101, max_position_embeddings=17)
+    training.check_prompt(torch.ones(2, 12, dtype=torch.long), torch.ones(2, 12), config, 5)
+    with pytest.raises(TextError, match=said):
+        training.check_prompt(ids, mask, config, new)

@@ -45,16 +45,22 @@ def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[KeyValue]:
-    """Every layout that a call has chosen, as it was chosen."""
-    made: list[KeyValue] = []
-    prepare = CrossAttention._prepare
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every way that a call has taken, in turn: a layout, or the short way for what nothing special is asked of."""
+    made: list[str] = []
+    prepare, short = CrossAttention._prepare, CrossAttention._look_plainly
 
     def spy(self: CrossAttention, *arguments) -> KeyValue:
-        made.append(prepare(self, *arguments))
-        return made[-1]
+        kept = prepare(self, *arguments)
+        made.append(kind(kept))
+        return kept
+
+    def short_spy(self: CrossAttention, *arguments) -> Tensor:
+        made.append("short")
+        return short(self, *arguments)
 
     monkeypatch.setattr(CrossAttention, "_prepare", spy)
+    monkeypatch.setattr(CrossAttention, "_look_plainly", short_spy)
     return made
 
 
@@ -125,9 +131,13 @@ def test_numbers(dtype, size, h, g, layout, monkeypatch, taken):
     layer = CrossAttention(D, E, h, num_kv_heads=g, head_dim=8, bias=True).to(dtype)
     x, memory = data(l=17)
     for mask in MASKS.values():
+        taken.clear()
         out = compare(layer, size * x, size * memory, mask=mask)
-        assert kind(taken[0]) == layout
+        assert taken[0] == layout
         assert not out[1].any() and out[0].any(), "exactly 0, the output bias included"
+    taken.clear()
+    compare(layer, size * x, size * memory)
+    assert taken[0] == ("absorbed" if "absorbed" in layout else "short")
 
 
 @pytest.mark.parametrize("real", list(MASKS))
@@ -193,7 +203,7 @@ def test_the_cheap_layout_is_chosen_by_size(taken):
     layer(torch.randn(3, 1, 128), memory)
     layer(torch.randn(3, 256, 128), memory)
     layer(torch.randn(3, 256, 128), memory, mask=empty)
-    assert [kind(kept) for kept in taken] == ["absorbed", "padded", "packed"]
+    assert taken == ["absorbed", "short", "packed"]
 
 
 VARIANTS = {
@@ -527,13 +537,14 @@ def test_dropout(layout, backend, monkeypatch):
     force(monkeypatch, layout)
     layer = make(dropout=0.5, backend=backend)
     x, memory = data()
-    before = layer.eval()(x, memory, mask=MASK)
-    assert torch.equal(layer(x, memory, mask=MASK), before)
-    layer.train()
-    drawn = [layer(x, memory, mask=MASK) for _ in range(2)]
-    assert not torch.equal(*drawn) and not torch.equal(drawn[0], before)
-    assert not drawn[0][1].any()
-    assert torch.equal(layer.eval()(x, memory, mask=MASK), before)
+    for mask in (MASK, None):
+        before = layer.eval()(x, memory, mask=mask)
+        assert torch.equal(layer(x, memory, mask=mask), before)
+        layer.train()
+        drawn = [layer(x, memory, mask=mask) for _ in range(2)]
+        assert not torch.equal(*drawn) and not torch.equal(drawn[0], before)
+        assert bool(drawn[0][1].any()) == (mask is None)
+        assert torch.equal(layer.eval()(x, memory, mask=mask), before)
 
 
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "reentrant checkpoint"])

@@ -207,7 +207,7 @@ class LanguageModel(Handle):
             attention_mask = media(images, segments.repeat_interleave(rows // prepared.batch, 0)).tensor
         sizes = (rows, prepared.batch, 1, length, memory.length)
         allowed = combine_masks(memory.mask, attention_mask, sizes)
-        seen = visible_rows(allowed, rows, memory.length)
+        seen = visible_rows(allowed, rows, memory.length, device=x.device)
         projected = not isinstance(kept, Tensor)
         return adapter.block(index)(
             x,

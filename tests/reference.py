@@ -55,7 +55,7 @@ def assert_close(
         float(difference.norm() / (yardstick.norm() * typical)),
     )
     for error, limit, name in zip(errors, limits, ("max", "norm"), strict=True):
-        assert error <= limit, f"{kind} in {dtype}: {name} error {error:.2e} above {limit:.0e}"
+        assert error <= limit, f"{kind} in {dtype}: {name} error {error:.2e} above {limit:.1e}"
 
 
 def gradients(out: Tensor, inputs: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:

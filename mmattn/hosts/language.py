@@ -251,9 +251,21 @@ class AfterLayer:
         self.handle, self.index = handle, index
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if layer.training and getattr(layer, "gradient_checkpointing", False) and runs_hooks_again(layer):
+            raise ConditionError(
+                "gradient checkpointing of this transformers runs hooks a second time in the backward pass, when the "
+                "memory may be another: upgrade transformers, or call gradient_checkpointing_disable()"
+            )
         if isinstance(output, Tensor):
             return self.handle.adapt(self.index, output)
         return (self.handle.adapt(self.index, output[0]), *output[1:])
+
+
+def runs_hooks_again(layer: nn.Module) -> bool:
+    """Whether checkpointing wraps the call of a layer, hooks included, as in transformers 5.0, and not its forward."""
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and "__call__" in vars(base) for base in type(layer).__mro__
+    )
 
 
 def past_length(kwargs: dict[str, Any]) -> int | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import mmattn
 from mmattn.errors import AttachError, ConditionError, MmattnError
+from mmattn.hosts.language import AfterLayer
 from tests import tiny
 
 ROWS, LENGTH = 3, 7
@@ -254,3 +255,24 @@ def test_nothing_is_kept_alive(model, ids):
     assert handle() is None and adapter() is None
     with torch.no_grad():
         assert torch.equal(lm(ids).logits, own(ids))
+
+
+def test_checkpointing_that_would_run_hooks_again_is_refused():
+    """transformers 5.0 wraps the call of a layer, hooks included: the recomputation would see another call's memory."""
+
+    class GradientCheckpointingLayer(torch.nn.Module):
+        gradient_checkpointing = True
+
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs)
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x):
+            return x
+
+    model = tiny.attach(tiny.make("llama"))
+    hook = AfterLayer(model, 0)
+    x = torch.randn(2, 3, 5)
+    with pytest.raises(ConditionError, match="upgrade transformers"):
+        hook(Layer().train(), (x,), x)
+    assert hook(Layer().eval(), (x,), x) is x

@@ -59,7 +59,7 @@ def print_core(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, fl
             what = f"{str(dtype).removeprefix('torch.')}, {'forward and backward' if backward else 'forward'}"
             rows: dict[str, dict[str, float]] = {}
             for size in core.QUICK if quick else core.SIZES + core.RAGGED:
-                made = core.measure(size, dtype, backward, 0.2 if quick else 1.5)
+                made = core.measure(size, dtype, backward, 0.2 if quick else 1.0)
                 rows[str(size)] = {name: made[f"mmattn / {name}"] for name in made if f"mmattn / {name}" in made}
                 results[f"{what}: {size}"] = made
             print(f"### {what}\n\n{table('size', rows)}\n", flush=True)
@@ -74,7 +74,7 @@ def print_decoding(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str
         rows: dict[str, dict[str, float]] = {}
         for count in (1,) if quick else (1, 8):
             for slots in (64, 257) if quick else (64, 257, 1024, 4096):
-                made = decoding.measure(slots, count, dtype, 1.0 if quick else 8.0)
+                made = decoding.measure(slots, count, dtype, 1.0 if quick else 5.0)
                 rows[f"{slots} slots, {count} row{'s' if count > 1 else ''}"] = made
         print(f"### {str(dtype).removeprefix('torch.')}\n\n{table('memory', rows)}\n", flush=True)
         results |= {f"{dtype}: {name}": row for name, row in rows.items()}
@@ -84,7 +84,7 @@ def print_decoding(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str
 def print_beams(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
     """Four beams over one memory: shared, against a copy for each beam."""
     rows = {
-        f"{str(dtype).removeprefix('torch.')}, 1024 slots": decoding.measure_beams(1024, 4, dtype, 2.0 if quick else 20)
+        f"{str(dtype).removeprefix('torch.')}, 1024 slots": decoding.measure_beams(1024, 4, dtype, 2.0 if quick else 12)
         for dtype in dtypes
     }
     print(f"## Four beams: time of 16 tokens for each unit of the host alone\n\n{table('memory', rows)}\n", flush=True)

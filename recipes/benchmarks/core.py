@@ -46,7 +46,7 @@ SIZES = (
     Size(4, 1024, 77, 320, 768, 8),
 )
 # Retrieved passages: as many slots as the longest row needs, 30 % of them real.
-RAGGED = tuple(Size(8, l, m, 768, 768, 12, 0.3) for m in (1024, 4096) for l in (1, 16, 64, 256))
+RAGGED = (*(Size(8, l, 1024, 768, 768, 12, 0.3) for l in (1, 16, 64, 256)), Size(2, 16, 4096, 768, 768, 12, 0.3))
 QUICK = (SIZES[1], SIZES[3], RAGGED[2])
 
 

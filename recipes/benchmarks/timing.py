@@ -10,7 +10,7 @@ import torch
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, seconds: float = 0.6, least: int = 7, most: int = 400
+    candidates: Mapping[str, Callable[[], object]], *, seconds: float = 0.6, least: int = 5, most: int = 400
 ) -> dict[str, list[float]]:
     """Time each candidate once per round, in an order that rotates, for about `seconds`; milliseconds per call."""
     names = list(candidates)

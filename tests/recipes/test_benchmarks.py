@@ -1,0 +1,47 @@
+"""The benchmarks: what they time is the same computation, and their ratios are ratios."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipes.benchmarks import core
+from recipes.benchmarks.__main__ import table
+from recipes.benchmarks.timing import interleaved, ratio
+
+
+def test_ratios_are_taken_within_a_round():
+    times = {"slow": [2.0, 20.0, 200.0], "fast": [1.0, 10.0, 100.0]}
+    assert ratio(times, "slow", "fast") == 2.0
+    assert ratio(times, "fast", "slow") == 0.5
+
+
+def test_every_candidate_has_its_turn_in_every_round():
+    turns: list[str] = []
+    times = interleaved({name: lambda name=name: turns.append(name) for name in "abc"}, seconds=0, least=3)
+    assert {name: len(row) for name, row in times.items()} == {"a": 3, "b": 3, "c": 3}
+    assert turns[3:6] == ["a", "b", "c"] and turns[6:9] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("fill", [1.0, 0.3])
+@pytest.mark.parametrize("backward", [False, True])
+def test_all_layers_run_and_are_compared(fill, backward):
+    made = core.measure(core.Size(2, 3, 17, 26, 26, 2, fill), torch.float32, backward, 0.01)
+    assert made["bare operations"] == 1.0
+    names = {name for name in made if name.startswith("mmattn / ")}
+    assert {f"mmattn / {other}" for other in ("einsum", "nn.MultiheadAttention", "bare operations")} <= names
+    assert all(0 < value < float("inf") for value in made.values())
+
+
+def test_bare_operations_and_einsum_are_the_same_computation():
+    size = core.Size(2, 3, 17, 26, 22, 2, 0.5)
+    torch.manual_seed(0)
+    runs = dict(core.competitors(size, torch.float64))
+    x, memory = torch.randn(2, 3, 26, dtype=torch.float64), torch.randn(2, 17, 22, dtype=torch.float64)
+    mask = torch.arange(17) < torch.tensor([[7], [11]])
+    torch.testing.assert_close(runs["bare operations"](x, memory, mask), runs["einsum"](x, memory, mask))
+
+
+def test_tables_leave_missing_figures_empty():
+    text = table("size", {"one": {"a": 1.0}, "two": {"a": 2.0, "b": 0.5}})
+    assert text.splitlines()[2:] == ["| one | 1.00 |  |", "| two | 2.00 | 0.50 |"]

@@ -92,7 +92,7 @@ def print_beams(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, f
 
 
 def print_training() -> dict[str, dict[str, float]]:
-    """A training step of a GPT-2-small-shaped host, four rows of 256 tokens."""
+    """A training step of a GPT-2-small-shaped host, two rows of 128 tokens."""
     rows = training_memory.measure()
     print(f"## Training step\n\n{table('what is trained', rows)}\n", flush=True)
     return rows

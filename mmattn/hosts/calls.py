@@ -29,12 +29,12 @@ ABSORB_BELOW = 32
 
 @dataclass(frozen=True)
 class Kept:
-    """Something made of a memory by an adapter, and what it was made of."""
+    """What an adapter made of a memory, by host layer (None: the memory as it reads it), and what it was made of."""
 
     adapter: weakref.ref[GatedLayers]
     autocast: bool
     made_of: Snapshot
-    value: Any
+    made: dict[int | None, Any] = field(default_factory=dict)
 
 
 class Prepared:
@@ -46,35 +46,38 @@ class Prepared:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._kept: dict[tuple[str, int | None], Kept] = {}
+        self._kept: dict[str, Kept] = {}
 
     @property
     def batch(self) -> int:
         """Number of rows b."""
         return self.memory.batch
 
-    def read(self, name: str, adapter: GatedLayers) -> Memory:
-        """The memory as the blocks of an adapter see it."""
-        return self._keep((name, None), adapter, lambda: adapter.read(self.memory))
+    def look(self, name: str, adapter: GatedLayers, layer: int, queries: int) -> tuple[Memory, KeyValue | None]:
+        """The memory as an adapter reads it, and where they are kept its keys and values for the block at a host layer.
 
-    def key_value(self, name: str, adapter: GatedLayers, layer: int, queries: int) -> Tensor | KeyValue:
-        """What the block at a host layer looks at, for `queries` queries per memory row."""
-        memory = self.read(name, adapter)
+        Args:
+            queries: how many look at each row of the memory.
+        """
         if self._passing(adapter):
-            return memory.tokens
-        attention = adapter.block(layer).attention
-        size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
-        absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
-        if absorb and queries > ABSORB_BELOW:
-            return memory.tokens
-        # Absorbed, every layer reads the same tensor: made once, under the name of no layer.
-        key = (name, -1 if absorb and not adapter.config.score_bias else layer)
-        scores = memory.scores if adapter.config.score_bias else None
-        return self._keep(
-            key,
-            adapter,
-            lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),
-        )
+            return adapter.read(self.memory), None
+        made = self._kept_by(name, adapter)
+        # What is kept must serve calls outside inference mode, too.
+        with torch.inference_mode(False), torch.no_grad():
+            if None not in made:
+                made[None] = adapter.read(self.memory)
+            memory: Memory = made[None]
+            attention = adapter.block(layer).attention
+            size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
+            absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
+            if absorb and queries > ABSORB_BELOW:
+                return memory, None
+            # Absorbed, every layer reads the same tensor: made once.
+            key = -1 if absorb and not adapter.config.score_bias else layer
+            if key not in made:
+                scores = memory.scores if adapter.config.score_bias else None
+                made[key] = attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb)
+        return memory, made[key]
 
     def _passing(self, adapter: GatedLayers) -> bool:
         """Nothing is kept while gradients are needed, nor inside a graph being traced."""
@@ -84,28 +87,20 @@ class Prepared:
             self.memory.tokens.requires_grad or any(parameter.requires_grad for parameter in adapter.parameters())
         )
 
-    def _keep(self, key: tuple[str, int | None], adapter: GatedLayers, make: Any) -> Any:
-        if self._passing(adapter):
-            return make()
+    def _kept_by(self, name: str, adapter: GatedLayers) -> dict[int | None, Any]:
         sources = [*self.memory.tensors(), *adapter.parameters()]
         autocast = torch.is_autocast_enabled(self.memory.device.type)
-        kept = self._kept.get(key)
+        kept = self._kept.get(name)
         # Another host may have an adapter of this name.
-        if (
-            kept is None
-            or kept.adapter() is not adapter
-            or kept.autocast != autocast
-            or not kept.made_of.holds(sources)
-        ):
-            # What is kept must serve calls outside inference mode, too.
-            with torch.inference_mode(False), torch.no_grad():
-                kept = Kept(weakref.ref(adapter), autocast, Snapshot(sources), make())
-            self._kept[key] = kept
-        return kept.value
+        same = kept is not None and kept.adapter() is adapter and kept.autocast == autocast
+        if kept is None or not same or not kept.made_of.holds(sources):
+            kept = self._kept[name] = Kept(weakref.ref(adapter), autocast, Snapshot(sources))
+        return kept.made
 
     def nbytes(self) -> int:
         """Bytes of kept keys and values."""
-        return sum(kept.value.nbytes() for kept in self._kept.values() if isinstance(kept.value, KeyValue))
+        made = [value for kept in self._kept.values() for value in kept.made.values()]
+        return sum(value.nbytes() for value in made if isinstance(value, KeyValue))
 
 
 @dataclass

@@ -197,8 +197,7 @@ class LanguageModel(Handle):
         rows, length = x.shape[:2]
         calls.check_rows(rows, call, name, prepared)
         queries = rows // max(prepared.batch, 1) * length
-        kept = prepared.key_value(name, adapter, index, queries)
-        memory = prepared.read(name, adapter)
+        memory, kept = prepared.look(name, adapter, index, queries)
         attention_mask = None
         if adapter.config.look == "latest":
             images = calls.images_of_piece(call, adapter.config.media_token, rows, length).to(x.device)
@@ -208,12 +207,11 @@ class LanguageModel(Handle):
         sizes = (rows, prepared.batch, 1, length, memory.length)
         allowed = combine_masks(memory.mask, attention_mask, sizes)
         seen = visible_rows(allowed, rows, memory.length, device=x.device)
-        projected = not isinstance(kept, Tensor)
         return adapter.block(index)(
             x,
-            kept,
-            mask=None if projected else memory.mask,
-            scores=memory.scores if adapter.config.score_bias and not projected else None,
+            memory.tokens if kept is None else kept,
+            mask=memory.mask if kept is None else None,
+            scores=memory.scores if adapter.config.score_bias and kept is None else None,
             attention_mask=attention_mask,
             seen=seen,
             strength=call.strength,

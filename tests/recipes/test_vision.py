@@ -324,7 +324,7 @@ def test_tables_of_several_seeds(recipe: SimpleNamespace) -> None:
 
 @pytest.mark.slow
 def test_photographs(recipe: SimpleNamespace, shared_data: Path, tmp_path: Path) -> None:
-    """Three species, few steps: already the caption names what is on most photographs it never saw."""
+    """Three species, 120 steps: already the caption names what is on most photographs it never saw."""
     for name in ("sunflower", "bluebell", "windflower"):
         (tmp_path / "photographs").mkdir(exist_ok=True)
         (tmp_path / "photographs" / name).symlink_to(shared_data / "flowers12" / name)
@@ -334,7 +334,7 @@ def test_photographs(recipe: SimpleNamespace, shared_data: Path, tmp_path: Path)
         "encoder": f"torchvision:mobilenet_v2:{weights}",
         "progress": False,
         "data": {"kind": "folder", "path": str(tmp_path / "photographs"), "flip": False, "cache": str(tmp_path)},
-        "optim": {"steps": 40, "batch": 16, "lr": 4e-3},
+        "optim": {"steps": 120, "batch": 16, "lr": 4e-3},
         "controls": False,
     }
     config["data"]["descriptions"] = str(find_recipe("vision").folder / "flowers12_descriptions.json")

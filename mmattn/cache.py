@@ -51,14 +51,18 @@ class KeyValue:
     def rows(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Keys (1, g, m_i, k), values and bias (m_i,) of each row whose length is known, as views."""
         assert self.lengths is not None
-        packed = self.keys.shape[0] != len(self.lengths)
-        begin = 0
-        for index, length in enumerate(self.lengths):
-            row, first = (0, begin) if packed else (index, 0)
-            slots = slice(first, first + length)
-            bias = None if self.bias is None else self.bias[row, slots]
-            yield self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots], bias
-            begin += length
+        bias: Iterable[Tensor | None] = [None] * len(self.lengths)
+        if self.keys.shape[0] != len(self.lengths):
+            # Split, not sliced: the gradient of a slice is as large as all rows together.
+            keys, values = self.keys.split(self.lengths, 2), self.values.split(self.lengths, 2)
+            if self.bias is not None:
+                bias = self.bias[0].split(self.lengths)
+            yield from zip(keys, values, bias, strict=True)
+            return
+        if self.bias is not None:
+            bias = self.bias.unbind()
+        for length, key, value, own in zip(self.lengths, self.keys.unbind(), self.values.unbind(), bias, strict=True):
+            yield key[None, :, :length], value[None, :, :length], None if own is None else own[:length]
 
     def nbytes(self) -> int:
         """Bytes held, counting storage shared by keys and values once."""

@@ -14,6 +14,7 @@ TIERS = (
     ("files",),
     ("memory", "cache", "weights"),
     ("attention",),
+    ("projection",),
     ("layers",),
     ("adapters",),
     ("hosts",),
@@ -24,9 +25,9 @@ TIERS = (
 )
 #: Beside the tower: what they may know, and who may know them.
 BESIDE = {
-    "encoders": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 8),
-    "retrieval": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 8),
-    "inspect": (tuple(name for tier in TIERS[:9] for name in tier), 10),
+    "encoders": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 9),
+    "retrieval": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 9),
+    "inspect": (tuple(name for tier in TIERS[:10] for name in tier), 11),
 }
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {

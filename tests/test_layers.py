@@ -39,9 +39,10 @@ def make(dtype: torch.dtype = torch.float32, **settings_) -> CrossAttention:
 
 
 def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(mmattn.layers, "_PACK_SAVES", -1 if "packed" in layout else float("inf"))
+    monkeypatch.setattr(mmattn.projection, "_PACK_SAVES", -1 if "packed" in layout else float("inf"))
     for margin in ("_ABSORB_MARGIN", "_ABSORB_MARGIN_HALF"):
-        monkeypatch.setattr(mmattn.layers, margin, float("inf") if "absorbed" in layout else 0)
+        monkeypatch.setattr(mmattn.projection, margin, float("inf") if "absorbed" in layout else 0)
+    monkeypatch.setattr(mmattn.projection, "_ABSORB_LEAST_HALF", 0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ that may look at nothing passes through bit for bit, feed-forward included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +180,7 @@ class GatedBlock(nn.Module):
         """
         wide = x.to(self.norm.weight.dtype)
         gate = self.gate()
-        added = self.attention(
+        found = self.attention(
             self.norm(wide),
             memory,
             mask=mask,
@@ -188,13 +188,12 @@ class GatedBlock(nn.Module):
             attention_mask=attention_mask,
             head_scale=gate if self.per_head else None,
         )
-        if not self.per_head:
-            added = gate * added
+        out = wide + found if self.per_head else torch.addcmul(wide, gate, found)
         if self.feed_forward is not None and self.feed_forward_gate is not None:
-            added = added + self.feed_forward_gate() * self.feed_forward(wide + added)
+            out = torch.addcmul(out, self.feed_forward_gate(), self.feed_forward(out))
         if strength != 1.0:
-            added = strength * added
-        out = x + added.to(x.dtype)
+            out = wide + strength * (out - wide)
+        out = out.to(x.dtype)
         return out if seen is None else torch.where(seen, out, x)
 
 
@@ -238,6 +237,12 @@ class GatedLayers(nn.Module):
         block = self.blocks[self._names[layer]]
         assert isinstance(block, GatedBlock)
         return block
+
+    def reading_parameters(self) -> Iterator[nn.Parameter]:
+        """The weights that `read` uses."""
+        yield from self.memory_norm.parameters()
+        if self.resampler is not None:
+            yield from self.resampler.parameters()
 
     def read(self, memory: Memory) -> Memory:
         """The memory as every block sees it: normalised, and resampled where the adapter has a resampler."""

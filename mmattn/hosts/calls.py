@@ -6,7 +6,7 @@ The call lives in a context variable, not on a module: threads, nested blocks an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,12 +29,20 @@ ABSORB_BELOW = 32
 
 @dataclass(frozen=True)
 class Kept:
-    """What an adapter made of a memory, by host layer (None: the memory as it reads it), and what it was made of."""
+    """What an adapter made of a memory, by host layer (None: the memory as it reads it), and of which tensors."""
 
     adapter: weakref.ref[GatedLayers]
     autocast: bool
-    made_of: Snapshot
-    made: dict[int | None, Any] = field(default_factory=dict)
+    made: dict[int | None, tuple[Snapshot, Any]] = field(default_factory=dict)
+
+    def once(self, key: int | None, sources: list[Tensor], make: Callable[[], Any]) -> Any:
+        """What was made of these tensors under this key; made again if one of them changed."""
+        found = self.made.get(key)
+        if found is None or not found[0].holds(sources):
+            # What is kept must serve calls outside inference mode, too.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self.made[key] = (Snapshot(sources), make())
+        return found[1]
 
 
 class Prepared:
@@ -61,23 +69,24 @@ class Prepared:
         """
         if self._passing(adapter):
             return adapter.read(self.memory), None
-        made = self._kept_by(name, adapter)
-        # What is kept must serve calls outside inference mode, too.
-        with torch.inference_mode(False), torch.no_grad():
-            if None not in made:
-                made[None] = adapter.read(self.memory)
-            memory: Memory = made[None]
-            attention = adapter.block(layer).attention
-            size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
-            absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
-            if absorb and queries > ABSORB_BELOW:
-                return memory, None
-            # Absorbed, every layer reads the same tensor: made once.
-            key = -1 if absorb and not adapter.config.score_bias else layer
-            if key not in made:
-                scores = memory.scores if adapter.config.score_bias else None
-                made[key] = attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb)
-        return memory, made[key]
+        kept = self._kept_by(name, adapter)
+        memory: Memory = kept.once(
+            None, [*self.memory.tensors(), *adapter.reading_parameters()], lambda: adapter.read(self.memory)
+        )
+        attention = adapter.block(layer).attention
+        size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
+        absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
+        if absorb and queries > ABSORB_BELOW:
+            return memory, None
+        scores = memory.scores if adapter.config.score_bias else None
+        # Absorbed, every layer reads the same tensor: made once.
+        shared = absorb and scores is None
+        made: KeyValue = kept.once(
+            -1 if shared else layer,
+            [memory.tokens, *(() if shared else attention.projecting_parameters())],
+            lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),
+        )
+        return memory, made
 
     def _passing(self, adapter: GatedLayers) -> bool:
         """Nothing is kept while gradients are needed, nor inside a graph being traced."""
@@ -87,19 +96,17 @@ class Prepared:
             self.memory.tokens.requires_grad or any(parameter.requires_grad for parameter in adapter.parameters())
         )
 
-    def _kept_by(self, name: str, adapter: GatedLayers) -> dict[int | None, Any]:
-        sources = [*self.memory.tensors(), *adapter.parameters()]
+    def _kept_by(self, name: str, adapter: GatedLayers) -> Kept:
         autocast = torch.is_autocast_enabled(self.memory.device.type)
         kept = self._kept.get(name)
         # Another host may have an adapter of this name.
-        same = kept is not None and kept.adapter() is adapter and kept.autocast == autocast
-        if kept is None or not same or not kept.made_of.holds(sources):
-            kept = self._kept[name] = Kept(weakref.ref(adapter), autocast, Snapshot(sources))
-        return kept.made
+        if kept is None or kept.adapter() is not adapter or kept.autocast != autocast:
+            kept = self._kept[name] = Kept(weakref.ref(adapter), autocast)
+        return kept
 
     def nbytes(self) -> int:
         """Bytes of kept keys and values."""
-        made = [value for kept in self._kept.values() for value in kept.made.values()]
+        made = [value for kept in self._kept.values() for _, value in kept.made.values()]
         return sum(value.nbytes() for value in made if isinstance(value, KeyValue))
 
 

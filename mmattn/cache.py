@@ -84,7 +84,11 @@ class Snapshot:
         """Whether these are the same tensors with the same contents."""
         now = list(tensors)
         return len(now) == len(self._seen) and all(
-            tensor._version == version and tensor.data_ptr() == data.data_ptr() and tensor.dtype is data.dtype
+            tensor._version == version
+            and tensor.data_ptr() == data.data_ptr()
+            and tensor.dtype is data.dtype
+            and tensor.shape == data.shape
+            and tensor.stride() == data.stride()
             for tensor, (data, version) in zip(now, self._seen, strict=True)
         )
 

@@ -2,23 +2,20 @@
 
 True means may look, everywhere. A rule is a `Mask` around a tensor that broadcasts to (b, h, l, m): rules over tokens
 and slots are (l, m), rules that differ from row to row are (b, 1, l, m) or (b, 1, 1, m), so any two of them combine.
-The `from_…` functions turn the masks of other libraries into boolean tensors; each is named after what it reads,
-because a mask cannot tell which convention it follows.
+The `from_…` functions, of `mmattn.conventions`, turn the masks of other libraries into boolean tensors.
 
->>> print((causal(5) & padding([5, 3], 5)).draw())
-2 rows, 5 queries × 5 slots
+>>> print((causal(4) & padding([4, 2], 4)).draw())
+2 rows, 4 queries × 4 slots
 row 0
-█····
-██···
-███··
-████·
-█████
+█···
+██··
+███·
+████
 row 1
-█····
-██···
-███··
-███··
-███··
+█···
+██··
+██··
+██··
 """
 
 from __future__ import annotations
@@ -30,12 +27,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, MaskError, ShapeError, check_bool_mask, check_choice, check_int
+from mmattn.conventions import from_additive, from_huggingface, from_key_padding  # noqa: F401
+from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_choice, check_int
 
 Device = torch.device | str | None
-
-# diffusers writes -10000 for "drop", which bfloat16 rounds to -9984.
-_DROPPED = -9000.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -227,13 +222,12 @@ def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device 
     Raises:
         ConfigError: sizes that are not ints of at least 0, a window below 1.
 
-    >>> print(window(5, 5, size=2).draw())
-    5 queries × 5 slots
-    █····
-    ██···
-    ·██··
-    ··██·
-    ···██
+    >>> print(window(4, 4, size=2).draw())
+    4 queries × 4 slots
+    █···
+    ██··
+    ·██·
+    ··██
     """
     check_int("size", size)
     distance = _distance(l, m, offset, device)
@@ -339,83 +333,11 @@ def media(images: Tensor, segments: Tensor, look: str = "latest") -> Mask:
     return Mask((seen & (owner >= 0))[:, None])
 
 
-def from_huggingface(mask: Tensor) -> Tensor:
-    """A transformers `attention_mask` (1 = keep, 0 = drop; int, float or bool) as bool, True = may look.
-
-    Raises:
-        MaskError: values other than 0 and 1, or not a tensor.
-
-    >>> from_huggingface(torch.tensor([[0, 1, 1]]))
-    tensor([[False,  True,  True]])
-    """
-    _check_tensor("from_huggingface", mask)
-    if mask.dtype == torch.bool:
-        return mask
-    keep = mask == 1
-    if not bool((keep | (mask == 0)).all()):
-        raise MaskError(
-            "from_huggingface reads 1 = keep and 0 = drop, got other values; "
-            "a mask that is added to the scores (0 = keep, -inf = drop) goes through from_additive"
-        )
-    return keep
-
-
-def from_additive(mask: Tensor) -> Tensor:
-    """A mask that is added to the scores (0 = keep, -10000 or less = drop) as bool, True = may look.
-
-    Raises:
-        MaskError: not a float tensor, or values that are neither: those are a bias, not a mask.
-
-    >>> from_additive(torch.tensor([[0.0, float("-inf"), -10000.0]]))
-    tensor([[ True, False, False]])
-    """
-    _check_tensor("from_additive", mask)
-    if not mask.is_floating_point():
-        raise MaskError(
-            f"from_additive reads floats, 0 = keep and -inf = drop; got {_dtype(mask)}. "
-            "For 1 = keep use from_huggingface, for a bool with True = drop from_key_padding"
-        )
-    keep = mask == 0
-    if not bool((keep | (mask <= _DROPPED)).all()):
-        raise MaskError(
-            "from_additive reads 0 = keep and -10000 or less = drop, got other values; "
-            "for 1 = keep use from_huggingface, and pass a bias on the scores as bias="
-        )
-    return keep
-
-
-def from_key_padding(mask: Tensor) -> Tensor:
-    """A `key_padding_mask` or bool `attn_mask` of nn.MultiheadAttention (True = drop) as bool, True = may look.
-
-    Raises:
-        MaskError: not boolean.
-
-    >>> from_key_padding(torch.tensor([[True, False, False]]))
-    tensor([[False,  True,  True]])
-    """
-    _check_tensor("from_key_padding", mask)
-    if mask.dtype != torch.bool:
-        raise MaskError(
-            f"from_key_padding reads a bool tensor, True = drop; got {_dtype(mask)}. "
-            "For floats added to the scores use from_additive, for 1 = keep from_huggingface"
-        )
-    return ~mask
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _check_tensor(name: str, mask: object) -> None:
-    if not isinstance(mask, Tensor):
-        raise MaskError(f"{name} takes a tensor, got {type(mask).__name__}")
-
-
 def _check_ints(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name} must be a tensor of ints, got {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise ConfigError(f"{name} must be ints, got {_dtype(tensor)}")
+        raise ConfigError(f"{name} must be ints, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
 def _check_pair(query_name: str, queries: Tensor, memory_name: str, slots: Tensor) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 #: From the bottom up; a module imports from tiers below its own, and a sub-package from within itself.
 TIERS = (
     ("errors",),
+    ("conventions",),
     ("masks", "positions", "atomic", "formats", "fingerprints"),
     ("files",),
     ("memory", "cache", "weights"),
@@ -25,9 +26,9 @@ TIERS = (
 )
 #: Beside the tower: what they may know, and who may know them.
 BESIDE = {
-    "encoders": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 9),
-    "retrieval": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 9),
-    "inspect": (tuple(name for tier in TIERS[:10] for name in tier), 11),
+    "encoders": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 10),
+    "retrieval": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 10),
+    "inspect": (tuple(name for tier in TIERS[:11] for name in tier), 12),
 }
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {

@@ -1,78 +1,20 @@
-"""`attend` against the slow definition: values, gradients, masks, layouts, and what it refuses."""
+"""`attend` against the slow definition: values, gradients, masks, biases, dropout, and what it refuses."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmattn import ConfigError, MaskError, ShapeError, attend, masks
+from tests.core import BACKENDS, DTYPES, MASK, RULE, B, K, L, M, close, compare_attend as compare, make_heads as make
 from tests.reference import assert_close, attend_reference, gradients
 
-B, L, M, K, V = 2, 5, 7, 11, 13
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 HEADS = [(5, 5), (6, 2), (3, 1)]
-BACKENDS = ["sdpa", "eager"]
-# Not bitwise: batch split, query split, permutation, duplication, added masked slots.
-REORDERED = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-# The second row sees nothing.
-MASK = torch.tensor([[True, False, True, True, True, False, True], [False] * M])
-RULE = torch.rand(L, M, generator=torch.Generator().manual_seed(3)) < 0.5
-RULE[3], RULE[:, 2] = False, False
-assert not MASK[1].any() and not RULE[3].any() and RULE.any()
-
-
-def make(
-    dtype: torch.dtype = torch.float64,
-    h: int = 5,
-    g: int = 5,
-    size: float = 1.0,
-    *,
-    b: int = B,
-    l: int = L,
-    m: int = M,
-    k: int = K,
-    v: int = V,
-    beams: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q (b · beams, h, l, k), k (b, g, m, k), v (b, g, m, v), rounded to `dtype`; `size` is that of the scores."""
-    shapes = ((b * beams, h, l, k), (b, g, m, k), (b, g, m, v))
-    sizes = (math.sqrt(size), math.sqrt(size), 1.0)
-    return tuple((s * torch.randn(shape)).to(dtype).requires_grad_() for s, shape in zip(sizes, shapes, strict=True))
-
-
-def compare(inputs: tuple[Tensor, ...], beams: int = 1, causal: bool = False, **rules) -> list[Tensor]:
-    """Both backends against the definition, values and gradients; returns what `sdpa` gave."""
-    dtype = inputs[0].dtype
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    q, k, v = wide[:3]
-    k, v = k.repeat_interleave(beams, 0), v.repeat_interleave(beams, 0)
-    slow = dict(rules)
-    if slow.get("mask") is not None:
-        slow["mask"] = slow["mask"].repeat_interleave(beams, 0)
-    if len(inputs) == 4:
-        slow["bias"] = wide[3]
-    expected, _ = attend_reference(q, k, v, causal=causal, **slow)
-    upstream = torch.randn(expected.shape).to(dtype)
-    expected_grads = gradients(expected, wide, upstream.double())
-    found = []
-    for backend in BACKENDS:
-        fast = dict(rules, bias=inputs[3]) if len(inputs) == 4 else rules
-        out = attend(*inputs[:3], causal=causal, backend=backend, **fast)
-        assert out.dtype == dtype
-        assert_close(out, expected, dtype)
-        grads = gradients(out, inputs, upstream)
-        for name, grad, expected_grad in zip("qkvb", grads, expected_grads, strict=False):
-            assert_close(grad, expected_grad, dtype, "grad")
-            assert torch.isfinite(grad).all(), name
-        found.append([out, *grads])
-    return found[0]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
@@ -252,128 +194,6 @@ def test_no_more_than_twice_the_error_of_torch(dtype, backend, size, masked):
             assert error <= max(2 * plain_error, torch.finfo(dtype).eps), f"{name}: {error:.2e}, {plain_error:.2e}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("m", [M, 257])
-def test_bitwise(dtype, backend, m):
-    """FAULTS 6: the same call twice, and masks that are True everywhere against none, are equal bit for bit."""
-    q, k, v = make(dtype, 6, 2, m=m)
-    out = attend(q, k, v, backend=backend)
-    assert torch.isfinite(out).all()
-    assert torch.equal(attend(q, k, v, backend=backend), out)
-    yes = torch.ones(B, 6, L, m, dtype=torch.bool)
-    for rules in ({"mask": yes[:, 0, 0]}, {"attention_mask": yes[0, 0]}, {"attention_mask": yes}):
-        assert torch.equal(attend(q, k, v, backend=backend, **rules), out), list(rules)
-
-
-def close(left: Tensor, right: Tensor) -> None:
-    assert torch.isfinite(left).all() and torch.isfinite(right).all() and right.any()
-    error = (left.double() - right.double()).abs().max() / right.double().abs().max()
-    assert error <= REORDERED[left.dtype], f"{error:.1e}"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rearranged(dtype, backend):
-    """FAULTS 8, 9, 10: slots permuted, doubled, or joined by masked ones; rows and queries one at a time."""
-    mask = torch.rand(B, M) < 0.7
-    mask[:, 2] = True
-    q, k, v = (tensor.detach() for tensor in make(dtype, 6, 2))
-    out = attend(q, k, v, mask=mask, backend=backend)
-    order = torch.randperm(M)
-    close(attend(q, k[:, :, order], v[:, :, order], mask=mask[:, order], backend=backend), out)
-    twice = [torch.cat([tensor, tensor], 2) for tensor in (k, v)]
-    close(attend(q, *twice, mask=torch.cat([mask, mask], 1), backend=backend), out)
-    junk = [torch.cat([tensor, 50 * torch.randn(B, 2, 7, tensor.shape[3]).to(dtype)], 2) for tensor in (k, v)]
-    close(attend(q, *junk, mask=F.pad(mask, (0, 7)), backend=backend), out)
-    rows = [attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask=mask[i : i + 1], backend=backend) for i in range(B)]
-    close(torch.cat(rows), out)
-    queries = [attend(q[:, :, i : i + 1], k, v, mask=mask, backend=backend) for i in range(L)]
-    close(torch.cat(queries, 2), out)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 6e4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_garbage_behind_the_mask(dtype, garbage, backend):
-    """What lies in masked slots changes nothing, forward or backward, bit for bit."""
-    clean = make(dtype, 6, 2)
-    dirty = [tensor.detach().clone() for tensor in clean]
-    for tensor in dirty[1:]:
-        tensor.masked_fill_(~MASK[:, None, :, None], garbage)
-    upstream = torch.randn(B, 6, L, V).to(dtype)
-    results = []
-    for inputs in (clean, dirty):
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = attend(*leaves, mask=MASK, attention_mask=RULE, backend=backend)
-        results.append([out, *gradients(out, leaves, upstream)])
-    for mine, other in zip(*results, strict=True):
-        assert torch.isfinite(other).all() and torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("b,l,m", [(B, L, 0), (B, 0, M), (0, L, M), (0, 0, 0)])
-def test_empty(b, l, m, dtype, backend):
-    """FAULTS 3, 18: nothing to look at gives exactly 0, nothing to ask gives nothing; large values included."""
-    inputs = make(dtype, 6, 2, b=b, l=l, m=m, k=64)
-    with torch.no_grad():
-        inputs[0].fill_(6e4)
-    out = attend(*inputs, mask=torch.ones(b, m, dtype=torch.bool), backend=backend)
-    assert out.shape == (b, 6, l, V) and out.dtype == dtype and not out.any()
-    for grad, tensor in zip(torch.autograd.grad(out.sum(), inputs), inputs, strict=True):
-        assert grad.shape == tensor.shape and not grad.any()
-    assert attend(*inputs, return_weights=True)[1].shape == (b, 6, l, m)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_large_values(dtype, backend):
-    """FAULTS 13: queries and keys of 300 do not overflow, forward or backward."""
-    q, k, v = make(dtype, 6, 2, k=64)
-    with torch.no_grad():
-        q.copy_(300 * q.sign())
-        k.copy_(300 * k.sign())
-    out = attend(q, k, v, mask=MASK, backend=backend)
-    assert torch.isfinite(out).all() and out[0].any()
-    for grad in torch.autograd.grad(out.sum(), (q, k, v)):
-        assert torch.isfinite(grad).all()
-
-
-LAYOUTS = {
-    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "strided": lambda x: torch.stack([x, x + 1], -1).flatten(-2)[..., ::2],
-    "sliced": lambda x: torch.cat([x, x], 2)[:, :, : x.shape[2]],
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "expanded heads": lambda x: x[:, :1].expand(x.shape),
-}
-
-
-@pytest.mark.parametrize("m", [31, 32, 33, 65, 577])
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_layouts(layout, m, device="cpu"):
-    """FAULTS 14: keys and values that are not contiguous, or share storage, count as their contiguous copies do."""
-    mask = torch.rand(B, m, device=device) < 0.6
-    mask[1] = False
-    for dtype, masked in itertools.product((torch.bfloat16, torch.float32), (False, True)):
-        q, k, v = (tensor.detach().to(device) for tensor in make(dtype, 6, 2, m=m, k=16, v=16))
-        k, v = LAYOUTS[layout](k), LAYOUTS[layout](v)
-        assert not (k.is_contiguous() and v.is_contiguous())
-        rule = mask if masked else None
-        found = attend(q, k, v, mask=rule)
-        close(found, attend(q, k.contiguous(), v.contiguous(), mask=rule))
-        if masked:
-            assert not found[1].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_layouts_on_cuda():
-    """FAULTS 14: the sizes at which CUDA kernels have been wrong."""
-    for layout, m in itertools.product(LAYOUTS, (31, 32, 33, 65, 577)):
-        test_layouts(layout, m, "cuda")
-
-
 def test_dropout():
     """FAULTS 17: drops weights at random; the weights one asked for are those before dropping; 0 drops nothing."""
     q, k, v = (tensor.detach() for tensor in make(torch.float32))
@@ -446,34 +266,3 @@ def test_other_bad_input():
     for shape in ((L, M + 1), (3, L, M), (3, 1, L, M), (1, 1, 1, L, M)):
         with pytest.raises(ShapeError, match=r"broadcastable to \(b, h, l, m\) = \(2, 5, 5, 7\)"):
             attend(q, k, v, bias=torch.zeros(shape))
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_any_shape(data):
-    """FAULTS 8–10 and the numeric targets over random sizes, dtypes, layouts and masks, both backends."""
-    draw = data.draw
-    number = lambda low, high: draw(st.integers(low, high))  # noqa: E731
-    torch.manual_seed(number(0, 10**6))
-    dtype, beams, g = draw(st.sampled_from(DTYPES)), number(1, 3), number(1, 3)
-    b, l, m, h = number(1, 3), number(1, 6), number(0, 9), g * number(1, 3)
-    widths = {"k": number(1, 9), "v": number(1, 9)}
-    inputs = make(dtype, h, g, draw(st.sampled_from([1.0, 4.0])), b=b, l=l, m=m, beams=beams, **widths)
-    if draw(st.booleans()):
-        inputs = (inputs[0], *(tensor.detach().mT.contiguous().mT.requires_grad_() for tensor in inputs[1:]))
-    given_rules: dict = {"causal": draw(st.booleans())}
-    if draw(st.booleans()):
-        given_rules["mask"] = torch.rand(b, m) < 0.6
-    if draw(st.booleans()):
-        shape = draw(st.sampled_from([(l, m), (b * beams, l, m), (b * beams, h, l, m)]))
-        given_rules["attention_mask"] = torch.rand(shape) < 0.6
-    bias = (torch.randn(draw(st.sampled_from([(h, l, m), (b * beams, 1, 1, m)]))).to(dtype).requires_grad_(),)
-    out, *_ = compare((*inputs, *(bias if draw(st.booleans()) else ())), beams, **given_rules)
-    if not given_rules["causal"] and "attention_mask" not in given_rules and out.any():
-        mask = given_rules.get("mask", torch.ones(b, m, dtype=torch.bool))
-        q, k, v = (tensor.detach() for tensor in inputs)
-        order, plain = torch.randperm(m), attend(q, k, v, mask=mask)
-        close(attend(q, k[:, :, order], v[:, :, order], mask=mask[:, order]), plain)
-        close(attend(q, torch.cat([k, k], 2), torch.cat([v, v], 2), mask=torch.cat([mask, mask], 1)), plain)
-        more = [torch.cat([tensor, tensor.flip(2)], 2) for tensor in (k, v)]
-        close(attend(q, *more, mask=F.pad(mask, (0, m))), plain)

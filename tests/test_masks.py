@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
+import mmattn.conventions
 import mmattn.masks
 from mmattn import masks
 from mmattn.errors import ConfigError, MaskError, ShapeError
@@ -22,9 +23,10 @@ def rule(l: int, m: int, sees: Callable[[int, int], bool]) -> Tensor:
 
 
 def test_docstring_examples_run() -> None:
-    result = doctest.testmod(mmattn.masks, extraglobs={"torch": torch})
-    assert result.attempted >= 12
-    assert result.failed == 0
+    for module, least in ((mmattn.masks, 12), (mmattn.conventions, 3)):
+        result = doctest.testmod(module, extraglobs={"torch": torch})
+        assert result.attempted >= least
+        assert result.failed == 0
 
 
 class TestRules:

@@ -146,6 +146,12 @@ def attach(lm: nn.Module, *, opened: bool = True, name: str = "default", **setti
     return open_gates(model) if opened else model
 
 
+def own(ids: Tensor, family: str = "llama") -> Tensor:
+    """Logits of the untouched host."""
+    with torch.no_grad():
+        return make(family)(ids).logits
+
+
 def decoder_layers(lm: nn.Module) -> nn.ModuleList:
     """The decoder layers of a tiny host: the only list of modules as long as the host is deep."""
     lists = [part for part in lm.modules() if isinstance(part, nn.ModuleList) and len(part) >= LAYERS]

@@ -20,16 +20,6 @@ IMAGE = 1  # tiny.text never draws it
 families = pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
 
 
-@pytest.fixture
-def model():
-    return tiny.attach(tiny.make("llama"))
-
-
-@pytest.fixture
-def ids():
-    return tiny.text(ROWS, LENGTH)
-
-
 @torch.no_grad()
 def generate(model, ids, **kwargs):
     """New tokens only (b, NEW); none of them is the token of an image."""

@@ -12,25 +12,9 @@ from torch import nn
 import mmattn
 from mmattn.errors import ConditionError, MmattnError, NonFiniteError, ShapeError
 from tests import tiny
-from tests.tiny import assert_close, differs
+from tests.tiny import assert_close, differs, own
 
 ROWS, LENGTH = 3, 7
-
-
-@pytest.fixture
-def model():
-    return tiny.attach(tiny.make("llama"))
-
-
-@pytest.fixture
-def ids():
-    return tiny.text(ROWS, LENGTH)
-
-
-def own(ids, family="llama"):
-    """Logits of the untouched host."""
-    with torch.no_grad():
-        return tiny.make(family)(ids).logits
 
 
 def assert_without_memory(model, ids):

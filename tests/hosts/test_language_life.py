@@ -15,24 +15,9 @@ import mmattn
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.language import AfterLayer
 from tests import tiny
+from tests.tiny import own
 
 ROWS, LENGTH = 3, 7
-
-
-@pytest.fixture
-def model():
-    return tiny.attach(tiny.make("llama"))
-
-
-@pytest.fixture
-def ids():
-    return tiny.text(ROWS, LENGTH)
-
-
-def own(ids):
-    """Logits of the untouched host."""
-    with torch.no_grad():
-        return tiny.make("llama")(ids).logits
 
 
 def test_22_a_second_adapter_of_the_same_name(model, ids):

@@ -14,24 +14,13 @@ import torch._dynamo.testing
 import mmattn
 from mmattn.errors import MmattnError
 from tests import tiny
-from tests.tiny import assert_close, differs
+from tests.tiny import assert_close, differs, own
 
 ROWS, LENGTH = 3, 7
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(1,), num_heads=2, head_dim=8)
-
-
-@pytest.fixture
-def ids():
-    return tiny.text(ROWS, LENGTH)
-
-
-def own(ids):
-    """Logits of the untouched host."""
-    with torch.no_grad():
-        return tiny.make("llama")(ids).logits
 
 
 # Named adapters

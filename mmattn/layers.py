@@ -3,7 +3,7 @@
 With d host width, e memory width and h heads of width k (arXiv 1706.03762, section 3.2.2):
 Q = x Wq, K = M Wk, V = M Wv, out = attend(Q, K, V) Wo.
 
-How the keys and values are laid out is chosen in `projection.py`.
+How the keys and values are laid out is chosen in `heads.py`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.attention import BACKENDS, attend_checked, combine_masks, visible_rows, visible_slots
+from mmattn.attention import BACKENDS, visible_rows
 from mmattn.cache import KeyValue
 from mmattn.errors import ShapeError, check_choice, check_float, check_int
+from mmattn.heads import MemoryHeads
 from mmattn.masks import Mask, causal as causal_mask
 from mmattn.positions import Rotary
-from mmattn.projection import MemoryProjection
 from mmattn.weights import FromWeights
 
 
-class CrossAttention(FromWeights, MemoryProjection):
+class CrossAttention(FromWeights, MemoryHeads, nn.Module):
     """Multi-head cross-attention from x (b, l, d) to a memory (b, m, e).
 
     Args:
@@ -132,37 +131,33 @@ class CrossAttention(FromWeights, MemoryProjection):
         if x.dim() != 3 or x.shape[2] != self.query_dim:
             raise ShapeError(f"x must be (b, l, {self.query_dim}), got {tuple(x.shape)}")
         rows, l = x.shape[:2]
-        if not isinstance(memory, KeyValue):
+        if isinstance(memory, KeyValue):
+            m = memory.slots
+        else:
             mask = self._check_memory(memory, values, mask, x.device)
-            memory_rows, m = memory.shape[:2]
-            special = causal or return_weights or m == 0 or rows != memory_rows or not self._plain
+            m = memory.shape[1]
+            special = causal or return_weights or m == 0 or rows != memory.shape[0] or not self._plain
             special = special or not (mask is attention_mask is values is scores is head_scale is None)
             if not (special or self._absorbing_pays(l, memory, None)):
                 return self._look_plainly(x, memory)
-        elif mask is not None or scores is not None or values is not None or memory_positions is not None:
-            raise ShapeError("a projected memory holds its mask, scores, values and positions: give them to project")
-        else:
-            mask, memory_rows, m = memory.mask, memory.batch, memory.slots
-        if rows != memory_rows and (memory_rows == 0 or rows % memory_rows):
-            raise ShapeError(
-                f"rows of x must be those of the memory or a multiple of them (beams), got {rows} and {memory_rows}"
-            )
         if causal:
             rule = causal_mask(l, m, offset=m - l, device=x.device)
             attention_mask = rule if attention_mask is None else rule & attention_mask
-        allowed = None
-        if mask is not None or attention_mask is not None:
-            allowed = combine_masks(mask, attention_mask, (rows, memory_rows, self.num_heads, l, m))
-        if isinstance(memory, KeyValue):
-            kept = memory
-        else:
-            queries = rows * l // max(memory_rows, 1)
-            if attention_mask is not None and allowed is not None:
-                mask = visible_slots(allowed, memory_rows, m)
-            packable = attention_mask is None and not return_weights
-            kept = self._prepare(memory, values, mask, scores, memory_positions, queries, packable)
-        out = self._look(x, kept, allowed, attention_mask is not None, query_positions, return_weights)
-        out, weights = out if isinstance(out, tuple) else (out, None)
+        q = self._heads(self.q_proj(self._cast(x)))
+        if self.q_norm is not None:
+            q = self._norm(self.q_norm, q)
+        if self.rotary is not None:
+            q = self.rotary(q, torch.arange(l, device=x.device) if query_positions is None else query_positions)
+        out, weights, allowed = self.look_at(
+            q,
+            memory,
+            values=values,
+            mask=mask,
+            attention_mask=attention_mask,
+            scores=scores,
+            memory_positions=memory_positions,
+            return_weights=return_weights,
+        )
         if head_scale is not None:
             out = out * head_scale.to(out.dtype)[:, None, None]
         out = self.out_proj(out.transpose(1, 2).flatten(2))
@@ -180,106 +175,6 @@ class CrossAttention(FromWeights, MemoryProjection):
         assert isinstance(out, Tensor)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return out if out.dtype is x.dtype else out.to(x.dtype)
-
-    def _look(
-        self,
-        x: Tensor,
-        kept: KeyValue,
-        allowed: Tensor | None,
-        per_query: bool,
-        positions: Tensor | None,
-        return_weights: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of x (rows, l, d) over kept keys and values: (rows, h, l, k), and the weights where asked.
-
-        Args:
-            allowed: all rules together. per_query: they say more than the padding of `kept` does.
-        """
-        rows, l = x.shape[:2]
-        q = self._heads(self.q_proj(self._cast(x)))
-        if self.q_norm is not None:
-            q = self._norm(self.q_norm, q)
-        if self.rotary is not None:
-            q = self.rotary(q, torch.arange(l, device=x.device) if positions is None else positions)
-        g, n = self.num_kv_heads, self.num_heads // self.num_kv_heads
-        if kept.absorbed:
-            q = self._per_head(q, self.k_proj.weight.view(g, self.head_dim, -1))
-        seen = None
-        if kept.null or kept.absorbed:
-            seen = visible_rows(allowed, rows, kept.slots, per_head=True, device=x.device)
-        if kept.lengths is None:
-            bias = None if kept.bias is None else kept.bias[:, None, None]
-            if kept.null:
-                bias = self._normalised(bias, allowed, kept)
-                allowed = None if allowed is None else F.pad(allowed, (1, 0), value=True)
-            out = self._attend(q, kept.keys, kept.values, allowed, bias, return_weights)
-        else:
-            out = self._attend_rows(q, kept, allowed if per_query else None, return_weights)
-        out, weights = out if isinstance(out, tuple) else (out, None)
-        if kept.absorbed:
-            out = self._per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
-            if self.v_proj.bias is not None:
-                out = out + self.v_proj.bias.view(g, 1, -1).repeat_interleave(n, 0)
-        if seen is not None:
-            out = out.masked_fill(~seen, 0)
-            weights = None if weights is None else weights.masked_fill(~seen, 0)
-        if weights is not None:
-            return out, weights[..., 1:] if kept.null else weights
-        return out
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        allowed: Tensor | None,
-        bias: Tensor | None,
-        return_weights: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        dropout = self.dropout if self.training else 0.0
-        return attend_checked(q, k, v, allowed, bias, False, self.scale, dropout, self.backend, return_weights)
-
-    def _attend_rows(
-        self, q: Tensor, kept: KeyValue, allowed: Tensor | None, return_weights: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Each row over its own real slots; nothing is computed on padding."""
-        assert kept.mask is not None
-        rows = q.shape[0]
-        if allowed is not None:
-            allowed = allowed.repeat_interleave(rows // allowed.shape[0], 0)
-        parts, weights = [], []
-        step = rows // kept.batch
-        for row, (own, (keys, values, bias)) in enumerate(zip(q.split(step), kept.rows(), strict=True)):
-            rule = None if allowed is None else allowed[row * step : (row + 1) * step][..., kept.mask[row]]
-            out = self._attend(own, keys, values, rule, bias, return_weights)
-            if isinstance(out, tuple):
-                out, real = out
-                full = real.new_zeros(*real.shape[:3], kept.slots)
-                full[..., kept.mask[row]] = real
-                weights.append(full)
-            parts.append(out)
-        return (torch.cat(parts), torch.cat(weights)) if weights else torch.cat(parts)
-
-    def _per_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (b, h, l, i) times the weight (g, i, o) of each head: (b, h, l, o), reading a weight once for all rows."""
-        b, h, l, _ = x.shape
-        g, i, o = weight.shape
-        n = h // g * l
-        grouped = x.reshape(b, g, n, i).transpose(0, 1).reshape(g, b * n, i)
-        return (grouped @ weight).view(g, b, n, o).transpose(0, 1).reshape(b, h, l, o)
-
-    def _normalised(self, bias: Tensor | None, allowed: Tensor | None, kept: KeyValue) -> Tensor | None:
-        """`bias` (b, 1, 1, 1 + m) with log C − log M on the M slots each query sees, and nothing on the null slot."""
-        if self.length_norm is None:
-            return bias
-        if allowed is None:
-            allowed = torch.ones(1, 1, 1, kept.slots, dtype=torch.bool, device=kept.keys.device)
-        seen = allowed.expand(*allowed.shape[:3], kept.slots).sum(-1, keepdim=True).clamp(min=1)
-        size = math.log(self.length_norm) - seen.to(kept.keys.dtype).log()
-        size = F.pad(size.expand(*size.shape[:3], kept.slots), (1, 0))
-        if bias is None:
-            return size
-        return size + (bias if size.shape[0] == 1 else bias.repeat_interleave(size.shape[0] // bias.shape[0], 0))
 
 
 class SelfAttention(CrossAttention):
@@ -320,3 +215,24 @@ class SelfAttention(CrossAttention):
             memory_positions=positions,
             return_weights=return_weights,
         )
+
+
+class PlainHeads(MemoryHeads, nn.Module):
+    """Heads with keys and values that are plain matrices times the memory, for queries that someone else makes."""
+
+    k_norm = rotary = null_key = null_value = score_scale = length_norm = backend = None
+    dropout = 0.0
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, memory_dim: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.memory_dim = self.value_dim = memory_dim
+        self.scale = 1 / math.sqrt(head_dim)
+
+    def forward(
+        self, q: Tensor, memory: Tensor | KeyValue, *, mask: Tensor | None = None, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What queries (b, h, l, k) find: (b, h, l, k) in their dtype, exactly 0 where a row sees nothing."""
+        found, weights, _ = self.look_at(self._cast(q), memory, mask=mask, return_weights=return_weights)
+        found = found.to(q.dtype)
+        return found if weights is None else (found, weights)

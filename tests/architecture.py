@@ -15,7 +15,7 @@ TIERS = (
     ("files",),
     ("memory", "cache", "weights"),
     ("attention",),
-    ("projection",),
+    ("heads",),
     ("layers",),
     ("adapters",),
     ("hosts",),

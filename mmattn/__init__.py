@@ -18,6 +18,7 @@ _HOME = {
     "KeyValue": "mmattn.cache",
     "Memory": "mmattn.memory",
     "GatedAdapter": "mmattn.adapters.gated",
+    "DecoupledAdapter": "mmattn.adapters.decoupled",
     "Resampler": "mmattn.adapters.resampler",
     "attach": "mmattn.hosts",
     "load": "mmattn.hosts",
@@ -42,6 +43,7 @@ __all__ = [*_HOME, *_PARTS]
 
 if TYPE_CHECKING:
     from mmattn import errors, masks, positions
+    from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.resampler import Resampler
     from mmattn.attention import attend

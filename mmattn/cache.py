@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,26 @@ class Snapshot:
             and tensor.stride() == data.stride()
             for tensor, (data, version) in zip(now, self._seen, strict=True)
         )
+
+
+class Made:
+    """What was made of tensors, by key; made again once one of them has changed."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, tuple[Snapshot, Any]] = {}
+
+    def once(self, key: Hashable, sources: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+        """What `make` gave for these sources under this key; made without gradients."""
+        found = self._made.get(key)
+        if found is None or not found[0].holds(sources):
+            # What is kept must serve calls outside inference mode, too.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._made[key] = (Snapshot(sources), make())
+        return found[1]
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values held."""
+        return sum(made.nbytes() for _, made in self._made.values() if isinstance(made, KeyValue))
 
 
 def real_slots_first(mask: Tensor, lengths: tuple[int, ...]) -> bool:

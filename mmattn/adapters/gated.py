@@ -12,7 +12,7 @@ that may look at nothing passes through bit for bit, feed-forward included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.resampler import PerceiverResampler, Resampler
+from mmattn.adapters.layers import AdapterLayers
+from mmattn.adapters.resampler import Resampler
 from mmattn.cache import KeyValue
-from mmattn.errors import ConfigError, check_choice, check_float, check_int
+from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 from mmattn.layers import CrossAttention
 from mmattn.memory import Memory
 
@@ -211,46 +212,46 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x.to(self.norm.weight.dtype)))))
 
 
-class GatedLayers(nn.Module):
-    """The trainable part of one adapter on one host: how it reads a memory, and a block per chosen host layer.
+class GatedLayers(AdapterLayers):
+    """The trainable part of one gated adapter on one host.
 
     Args:
         config: the settings. host_dim: d. layers: the host layers that get a block.
     """
 
     def __init__(self, config: GatedAdapter, host_dim: int, layers: Sequence[int]) -> None:
-        super().__init__()
-        self.config = config
-        self.host_dim = host_dim
-        self.layers = tuple(layers)
+        super().__init__(config, host_dim, layers)
+        self.score_bias = config.score_bias
         self.memory_norm = nn.LayerNorm(config.memory_dim)
-        self.resampler = None
-        if config.resampler is not None:
-            self.resampler = PerceiverResampler(config.resampler, config.memory_dim)
-        self._names = {layer: str(layer) for layer in self.layers}
+        self._add_resampler(config.resampler)
         self.blocks = nn.ModuleDict(
-            {name: GatedBlock(config, host_dim, config.memory_dim) for name in self._names.values()}
+            {name: GatedBlock(config, host_dim, config.memory_dim) for name in self.names.values()}
         )
 
     def block(self, layer: int) -> GatedBlock:
         """The block behind host layer `layer`."""
-        block = self.blocks[self._names[layer]]
+        block = self.blocks[self.names[layer]]
         assert isinstance(block, GatedBlock)
         return block
 
-    def reading_parameters(self) -> Iterator[nn.Parameter]:
-        """The weights that `read` uses."""
-        yield from self.memory_norm.parameters()
-        if self.resampler is not None:
-            yield from self.resampler.parameters()
+    def attention(self, layer: int) -> CrossAttention:
+        """The cross-attention of the block behind host layer `layer`."""
+        return self.block(layer).attention
+
+    def check_memory(self, name: str, memory: Memory) -> None:
+        """Refuse a memory that this adapter, attached as `name`, cannot read.
+
+        Raises:
+            ShapeError: another width, or scores or segments are missing.
+        """
+        super().check_memory(name, memory)
+        if self.config.score_bias and memory.scores is None:
+            raise ShapeError(f"adapter {name!r} was made with score_bias=True and the memory has no scores")
+        if self.config.look == "latest" and memory.segments is None:
+            raise ShapeError(f"adapter {name!r} looks at the latest image and the memory has no segments")
 
     def read(self, memory: Memory) -> Memory:
         """The memory as every block sees it: normalised, and resampled where the adapter has a resampler."""
-        weight = self.memory_norm.weight
-        tokens = memory.tokens.to(weight.device)
-        if not torch.is_autocast_enabled(tokens.device.type):
-            tokens = tokens.to(weight.dtype)
-        if memory.mask is not None:
-            tokens = tokens.masked_fill(~memory.mask.to(tokens.device)[..., None], 0)
-        made = memory.replace(self.memory_norm(tokens))
+        memory = self._taken_in(memory)
+        made = memory.replace(self.memory_norm(memory.tokens))
         return made if self.resampler is None else self.resampler(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -10,28 +11,60 @@ import torch
 from torch import nn
 
 from mmattn import __version__
+from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.files import adapter_settings, check_tensors, load_folder, parse_config, save_folder
 from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.layers import AdapterLayers
 from mmattn.adapters.settings import FORMAT, FORMAT_VERSION
 from mmattn.errors import AdapterFileError, AttachError
 from mmattn.files import fingerprint
+from mmattn.hosts.attention_layers import find_places, head_size, text_width
 from mmattn.hosts.families import host_depth, host_width, text_config
 
 if TYPE_CHECKING:
+    from mmattn.hosts.handle import Handle
     from mmattn.hosts.language import LanguageModel
+    from mmattn.hosts.unet import UNet
 
-KINDS = {GatedAdapter.kind: GatedAdapter}
+KINDS: dict[str, type[GatedAdapter] | type[DecoupledAdapter]] = {
+    GatedAdapter.kind: GatedAdapter,
+    DecoupledAdapter.kind: DecoupledAdapter,
+}
+
+CALLS = {
+    GatedAdapter.kind: "model.generate(input_ids, memory=memory)",
+    DecoupledAdapter.kind: "model(sample, timestep, text, memory=memory)",
+}
 
 
-def describe_host(host: nn.Module) -> dict[str, Any]:
+def host_sizes(host: nn.Module, kind: str) -> dict[str, int | None]:
+    """The sizes of a host that an adapter of this kind must fit: of a UNet, its text's width and attention layers.
+
+    Raises:
+        AttachError: no host for this kind of adapter.
+    """
+    if kind == DecoupledAdapter.kind:
+        return {"hidden_size": text_width(host), "num_layers": len(find_places(host))}
+    return {"hidden_size": host_width(host), "num_layers": host_depth(host)}
+
+
+def build(host: nn.Module, settings: GatedAdapter | DecoupledAdapter, layers: list[int]) -> AdapterLayers:
+    """The trainable part that these settings give on this host."""
+    if isinstance(settings, DecoupledAdapter):
+        places = find_places(host)
+        sizes = [head_size(host.get_submodule(places[layer])) for layer in layers]
+        return settings.build(text_width(host), layers, sizes)
+    return settings.build(host_width(host), layers)
+
+
+def describe_host(host: nn.Module, kind: str) -> dict[str, Any]:
     """What an adapter remembers of its host: class, family, sizes, and a fingerprint of the weights."""
     get_base: Any = getattr(host, "get_base_model", None)
     inner: nn.Module = host if get_base is None else get_base()
     return {
         "class": type(inner).__name__,
         "model_type": getattr(text_config(inner), "model_type", None),
-        "hidden_size": host_width(inner),
-        "num_layers": host_depth(inner),
+        **host_sizes(inner, kind),
         "fingerprint": None if offloaded(inner) else fingerprint(inner.state_dict()),
     }
 
@@ -41,7 +74,7 @@ def offloaded(host: nn.Module) -> bool:
     return any(parameter.device.type == "meta" for parameter in host.parameters())
 
 
-def save(model: LanguageModel, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
+def save(model: Handle, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
     """Write the adapter `name` of a host as a folder."""
     adapter = model._adapter(name)
     config = {
@@ -51,7 +84,7 @@ def save(model: LanguageModel, folder: str | PathLike[str], name: str, encoder: 
         "kind": adapter.config.kind,
         "adapter": adapter_settings(adapter.config),
         "layers": list(adapter.layers),
-        "host": describe_host(model.host),
+        "host": describe_host(model.host, adapter.config.kind),
         "encoder": encoder,
         "name": name,
     }
@@ -69,7 +102,7 @@ tags: [mmattn, cross-attention, adapter]
 
 # A {config["kind"]} cross-attention adapter for {host["class"]}
 
-{count:,} parameters behind layers {config["layers"]} of a host with {host["num_layers"]} layers of width
+{count:,} parameters at layers {config["layers"]} of a host with {host["num_layers"]} such layers, width
 {host["hidden_size"]} (weights {(host["fingerprint"] or "unknown")[:12]}). It reads memories of width
 {config["adapter"]["memory_dim"]}{f" from the encoder {config['encoder'][:24]}" if config["encoder"] else ""}.
 
@@ -77,23 +110,27 @@ tags: [mmattn, cross-attention, adapter]
 import mmattn
 
 model = mmattn.load(host, "this folder")
-model.generate(input_ids, memory=memory)
+{CALLS[config["kind"]]}
 ```
 
 Written by mmattn {config["mmattn_version"]}.
 """
 
 
-def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | None) -> LanguageModel:
+def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | None) -> LanguageModel | UNet:
     """Put the adapter in a folder on a host, checking everything before the host is touched."""
     from mmattn.hosts import attach
     from mmattn.hosts.handle import Handle, find_handle
 
     if isinstance(host, Handle):
         host = host.host
+    if os.path.isfile(folder):
+        return load_ip_adapter(host, folder, name)
 
     def check(config: dict[str, Any], shapes: Any) -> None:
-        wanted, here = config["host"], {"hidden_size": host_width(host), "num_layers": host_depth(host)}
+        if config["kind"] not in KINDS:
+            parse_config(config, KINDS)
+        wanted, here = config["host"], host_sizes(host, config["kind"])
         if any(wanted[size] != here[size] for size in here):
             raise AdapterFileError(
                 f"this adapter was made for a {wanted['class']} with {wanted['num_layers']} layers of width "
@@ -101,7 +138,7 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
                 f"width {here['hidden_size']}: load that host"
             )
         with torch.device("meta"):
-            expected = parse_config(config, KINDS).build(wanted["hidden_size"], config["layers"]).state_dict()
+            expected = build(host, parse_config(config, KINDS), config["layers"]).state_dict()
         check_tensors({key: (tuple(value.shape), value.dtype) for key, value in expected.items()}, shapes)
 
     try:
@@ -109,7 +146,7 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
     except AttachError as error:
         raise AdapterFileError(f"cannot load an adapter onto {type(host).__name__}: {error}") from error
     settings = parse_config(config, KINDS)
-    here, there = describe_host(host)["fingerprint"], config["host"]["fingerprint"]
+    here, there = describe_host(host, settings.kind)["fingerprint"], config["host"]["fingerprint"]
     if here is not None and there is not None and here != there:
         warnings.warn(
             f"the weights of this {type(host).__name__} are not those the adapter in {str(folder)!r} was trained on: "
@@ -129,7 +166,21 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
     return model
 
 
-def _withdraw(model: LanguageModel, name: str, before: list[str]) -> None:
+def load_ip_adapter(host: nn.Module, path: str | PathLike[str], name: str) -> UNet:
+    """Put an IP-Adapter's single file on a host."""
+    from mmattn.hosts import attach
+    from mmattn.hosts.ip_adapter import read_ip_adapter
+
+    try:
+        settings, tensors = read_ip_adapter(host, path)
+    except AttachError as error:
+        raise AdapterFileError(f"cannot load an IP-Adapter onto {type(host).__name__}: {error}") from error
+    model = attach(host, settings, name)
+    model._adapter(name).load_state_dict(tensors)
+    return model
+
+
+def _withdraw(model: Handle, name: str, before: list[str]) -> None:
     if len(model.adapters) == 1:
         model.detach()
     else:

@@ -6,17 +6,16 @@ The call lives in a context variable, not on a module: threads, nested blocks an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.adapters.gated import GatedLayers
-from mmattn.cache import KeyValue, Snapshot
+from mmattn.adapters.layers import AdapterLayers
+from mmattn.cache import KeyValue, Made
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
@@ -29,20 +28,11 @@ ABSORB_BELOW = 32
 
 @dataclass(frozen=True)
 class Kept:
-    """What an adapter made of a memory, by host layer (None: the memory as it reads it), and of which tensors."""
+    """What an adapter made of a memory: by host layer, and under None the memory as it reads it."""
 
-    adapter: weakref.ref[GatedLayers]
+    adapter: weakref.ref[AdapterLayers]
     autocast: bool
-    made: dict[int | None, tuple[Snapshot, Any]] = field(default_factory=dict)
-
-    def once(self, key: int | None, sources: list[Tensor], make: Callable[[], Any]) -> Any:
-        """What was made of these tensors under this key; made again if one of them changed."""
-        found = self.made.get(key)
-        if found is None or not found[0].holds(sources):
-            # What is kept must serve calls outside inference mode, too.
-            with torch.inference_mode(False), torch.no_grad():
-                found = self.made[key] = (Snapshot(sources), make())
-        return found[1]
+    made: Made = field(default_factory=Made)
 
 
 class Prepared:
@@ -61,7 +51,7 @@ class Prepared:
         """Number of rows b."""
         return self.memory.batch
 
-    def look(self, name: str, adapter: GatedLayers, layer: int, queries: int) -> tuple[Memory, KeyValue | None]:
+    def look(self, name: str, adapter: AdapterLayers, layer: int, queries: int) -> tuple[Memory, KeyValue | None]:
         """The memory as an adapter reads it, and where they are kept its keys and values for the block at a host layer.
 
         Args:
@@ -69,16 +59,16 @@ class Prepared:
         """
         if self._passing(adapter):
             return adapter.read(self.memory), None
-        kept = self._kept_by(name, adapter)
+        kept = self._kept_by(name, adapter).made
         memory: Memory = kept.once(
             None, [*self.memory.tensors(), *adapter.reading_parameters()], lambda: adapter.read(self.memory)
         )
-        attention = adapter.block(layer).attention
+        attention = adapter.attention(layer)
         size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
         absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
         if absorb and queries > ABSORB_BELOW:
             return memory, None
-        scores = memory.scores if adapter.config.score_bias else None
+        scores = memory.scores if adapter.score_bias else None
         # Absorbed, every layer reads the same tensor: made once.
         shared = absorb and scores is None
         made: KeyValue = kept.once(
@@ -88,7 +78,7 @@ class Prepared:
         )
         return memory, made
 
-    def _passing(self, adapter: GatedLayers) -> bool:
+    def _passing(self, adapter: AdapterLayers) -> bool:
         """Nothing is kept while gradients are needed, nor inside a graph being traced."""
         if torch.compiler.is_compiling():
             return True
@@ -96,7 +86,7 @@ class Prepared:
             self.memory.tokens.requires_grad or any(parameter.requires_grad for parameter in adapter.parameters())
         )
 
-    def _kept_by(self, name: str, adapter: GatedLayers) -> Kept:
+    def _kept_by(self, name: str, adapter: AdapterLayers) -> Kept:
         autocast = torch.is_autocast_enabled(self.memory.device.type)
         kept = self._kept.get(name)
         # Another host may have an adapter of this name.
@@ -106,8 +96,7 @@ class Prepared:
 
     def nbytes(self) -> int:
         """Bytes of kept keys and values."""
-        made = [value for kept in self._kept.values() for _, value in kept.made.values()]
-        return sum(value.nbytes() for value in made if isinstance(value, KeyValue))
+        return sum(kept.made.nbytes() for kept in self._kept.values())
 
 
 @dataclass

@@ -7,13 +7,14 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.gated import GatedLayers
-from mmattn.errors import AttachError, ConditionError, ShapeError, check_float
+from mmattn.adapters.layers import AdapterLayers
+from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.hosts import calls
 from mmattn.hosts.calls import Call, Prepared
 from mmattn.memory import Memory
@@ -61,11 +62,17 @@ class Handle(nn.Module, ABC):
         self.active = [other for other in self.active if other != name]
         self._refresh_hooks()
 
-    def _adapter(self, name: str) -> GatedLayers:
+    def _check_new(self, name: str) -> None:
+        if name in self.adapters:
+            raise AttachError(f"an adapter {name!r} is already attached; pick another name or delete_adapter({name!r})")
+        if not isinstance(name, str) or not name or "." in name:
+            raise AttachError(f"an adapter's name must be a string without dots, got {name!r}")
+
+    def _adapter(self, name: str) -> AdapterLayers:
         if name not in self.adapters:
             raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
         adapter = self.adapters[name]
-        assert isinstance(adapter, GatedLayers)
+        assert isinstance(adapter, AdapterLayers)
         return adapter
 
     def trainable_parameters(self) -> tuple[int, int]:
@@ -86,23 +93,6 @@ class Handle(nn.Module, ABC):
         return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
 
     @contextlib.contextmanager
-    def condition(
-        self, memory: Memories | None, *, images: Tensor | None = None, strength: float = 1.0
-    ) -> Iterator[Handle]:
-        """Every call of the host inside the block, in this thread, sees this memory; None is no memory.
-
-        Args:
-            memory: one for all active adapters, or one by adapter name.
-            images: (b, l) how many images began at or before each token, for look="latest".
-            strength: multiplies what the adapters add; 0 is exactly nothing.
-
-        Raises:
-            ShapeError, NonFiniteError: a memory that does not fit.
-        """
-        with calls.entered(self._key, self._call(memory, images, strength)):
-            yield self
-
-    @contextlib.contextmanager
     def disabled(self, names: str | Sequence[str] | None = None) -> Iterator[Handle]:
         """Inside the block, in this thread, these adapters (all by default) do not exist."""
         off = set(self.adapters) if names is None else {names} if isinstance(names, str) else set(names)
@@ -112,16 +102,13 @@ class Handle(nn.Module, ABC):
         with calls.entered(self._key, call), calls.without(self._key, off):
             yield self
 
-    def _call(self, memory: Memories | None, images: Tensor | None, strength: float) -> Call | None:
+    def _check_reachable(self) -> None:
         if find_handle(self.host) is not self:
             raise ConditionError("this handle was detached from its host and reaches it no longer: attach again")
-        strength = check_float("strength", strength)
-        if memory is None:
-            if self.require_memory:
-                raise ConditionError("this host was attached with require_memory=True and no memory was given")
-            return None
-        prepared = self._prepare(memory)
-        return None if strength == 0 else Call(prepared, images, strength)
+
+    def _check_not_needed(self) -> None:
+        if self.require_memory:
+            raise ConditionError("this host was attached with require_memory=True and no memory was given")
 
     def _current(self) -> Call | None:
         found, call = calls.current(self._key)
@@ -143,19 +130,23 @@ class Handle(nn.Module, ABC):
             if not isinstance(one, (Memory, Prepared)):
                 raise ShapeError(f"memory must be a Memory or a tensor (b, m, e), got {type(one).__name__}")
             inner = one.memory if isinstance(one, Prepared) else one
-            if inner.dim != adapter.config.memory_dim:
-                raise ShapeError(
-                    f"adapter {name!r} was made for memory_dim={adapter.config.memory_dim}, got a memory of width "
-                    f"{inner.dim}: use the encoder it was trained with"
-                )
-            if adapter.config.score_bias and inner.scores is None:
-                raise ShapeError(f"adapter {name!r} was made with score_bias=True and the memory has no scores")
-            if adapter.config.look == "latest" and inner.segments is None:
-                raise ShapeError(f"adapter {name!r} looks at the latest image and the memory has no segments")
+            adapter.check_memory(name, inner)
             if isinstance(one, Memory) and one.finite_checked and not torch.compiler.is_compiling():
                 one.check_finite()
             out[name] = one if isinstance(one, Prepared) else shared.setdefault(id(one), Prepared(one))
         return out
+
+    # Files -------------------------------------------------------------------------------------------------------
+
+    def save_adapter(self, path: str | PathLike[str], name: str = "default", *, encoder: str | None = None) -> None:
+        """Write one adapter as a folder: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
+
+        Args:
+            encoder: fingerprint of the encoder whose memories it was trained on, kept in the file.
+        """
+        from mmattn.hosts.adapter_files import save
+
+        save(self, path, name, encoder)
 
     # Being together ------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from os import PathLike
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.gated import GatedAdapter, GatedLayers
 from mmattn.attention import combine_masks, visible_rows
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import AttachError, ConditionError, check_float
 from mmattn.hosts import calls
 from mmattn.hosts.calls import Call, Piece
 from mmattn.hosts.families import find_layers, host_width
@@ -51,10 +51,7 @@ class LanguageModel(Handle):
         Raises:
             AttachError: the name is taken, or the host has no such layers. ConditionError: memory cannot reach them.
         """
-        if name in self.adapters:
-            raise AttachError(f"an adapter {name!r} is already attached; pick another name or delete_adapter({name!r})")
-        if not isinstance(name, str) or not name or "." in name:
-            raise AttachError(f"an adapter's name must be a string without dots, got {name!r}")
+        self._check_new(name)
         if not isinstance(adapter, GatedAdapter):
             raise AttachError(f"a language model takes a GatedAdapter, got {type(adapter).__name__}")
         picked = pick_layers(adapter, len(self.layers))
@@ -112,6 +109,32 @@ class LanguageModel(Handle):
         with calls.entered(self._key, self._call(memory, images, strength)):
             return self.host(**kwargs)
 
+    @contextlib.contextmanager
+    def condition(
+        self, memory: Memories | None, *, images: Tensor | None = None, strength: float = 1.0
+    ) -> Iterator[LanguageModel]:
+        """Every call of the host inside the block, in this thread, sees this memory; None is no memory.
+
+        Args:
+            memory: one for all active adapters, or one by adapter name.
+            images: (b, l) how many images began at or before each token, for look="latest".
+            strength: multiplies what the adapters add; 0 is exactly nothing.
+
+        Raises:
+            ShapeError, NonFiniteError: a memory that does not fit.
+        """
+        with calls.entered(self._key, self._call(memory, images, strength)):
+            yield self
+
+    def _call(self, memory: Memories | None, images: Tensor | None, strength: float) -> Call | None:
+        self._check_reachable()
+        strength = check_float("strength", strength)
+        if memory is None:
+            self._check_not_needed()
+            return None
+        prepared = self._prepare(memory)
+        return None if strength == 0 else Call(prepared, images, strength)
+
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -165,16 +188,6 @@ class LanguageModel(Handle):
         if hasattr(type(self.host), "generate"):
             self.host.__dict__["generate"] = self._host_generate
 
-    def save_adapter(self, path: str | PathLike[str], name: str = "default", *, encoder: str | None = None) -> None:
-        """Write one adapter as a folder: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
-
-        Args:
-            encoder: fingerprint of the encoder whose memories it was trained on, kept in the file.
-        """
-        from mmattn.hosts.adapter_files import save
-
-        save(self, path, name, encoder)
-
     def adapt(self, index: int, x: Tensor) -> Tensor:
         """What the hidden states x (b, l, d) behind layer `index` become in the current call."""
         call = self._current()
@@ -192,7 +205,8 @@ class LanguageModel(Handle):
                 x = self._look(x, call, name, adapter, index)
         return x
 
-    def _look(self, x: Tensor, call: Call, name: str, adapter: GatedLayers, index: int) -> Tensor:
+    def _look(self, x: Tensor, call: Call, name: str, adapter: nn.Module, index: int) -> Tensor:
+        assert isinstance(adapter, GatedLayers)
         prepared = call.memories[name]
         rows, length = x.shape[:2]
         calls.check_rows(rows, call, name, prepared)

@@ -1,0 +1,139 @@
+"""A UNet's own cross-attention through our core, as a processor of diffusers.
+
+What changes against diffusers' processors: padding of the text is hidden instead of attended to, keys and values of the
+text are made once per block of calls, and weights can be recorded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.cache import KeyValue
+from mmattn.errors import ConditionError, ShapeError, check_bool_mask
+from mmattn.hosts.attention_layers import query_heads
+from mmattn.layers import PlainHeads
+
+if TYPE_CHECKING:
+    from mmattn.hosts.denoising import Denoising
+    from mmattn.hosts.unet import UNet
+
+
+class OwnHeads(PlainHeads):
+    """The host's own key and value projections, looked up at every use: LoRA may have replaced them."""
+
+    def __init__(self, attn: Any) -> None:
+        head_dim = attn.inner_dim // attn.heads
+        super().__init__(attn.heads, attn.inner_kv_dim // head_dim, head_dim, attn.cross_attention_dim)
+        # Not a module of ours: it stays where it is in the host.
+        self.__dict__["attn"] = attn
+
+    @property
+    def k_proj(self) -> nn.Linear:  # type: ignore[override]
+        """The host's `to_k`."""
+        return self.__dict__["attn"].to_k
+
+    @property
+    def v_proj(self) -> nn.Linear:  # type: ignore[override]
+        """The host's `to_v`."""
+        return self.__dict__["attn"].to_v
+
+
+class OwnAttention:
+    """The processor of one cross-attention layer while `use_core` holds."""
+
+    def __init__(self, handle: UNet, index: int) -> None:
+        self.handle, self.index = handle, index
+        self.heads = OwnHeads(handle.place(index))
+
+    def check(self, attn: Any) -> None:
+        """Refuse layers that the core cannot stand in for.
+
+        Raises:
+            ConditionError: the softmax spans text and pixels, queries are normalised, or the processor is not one of
+                diffusers' default ones.
+        """
+        name = self.handle.places[self.index]
+        processor = type(attn.processor).__name__
+        if attn.added_kv_proj_dim is not None:
+            raise ConditionError(f"use_core: {name} has one softmax over text and pixels together; adapters work there")
+        if attn.norm_q is not None or attn.norm_k is not None:
+            raise ConditionError(f"use_core: {name} normalises its queries or keys, which no UNet known here does")
+        if processor not in ("AttnProcessor", "AttnProcessor2_0"):
+            raise ConditionError(
+                f"use_core: {name} has the processor {processor}; unload it first, or set_default_attn_processor()"
+            )
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        """The attention layer's output (b, l, d), as diffusers' processors give it."""
+        q = query_heads(attn, hidden_states, temb)
+        found, seen = self.look(attn, q, encoder_hidden_states, attention_mask)
+        out = found.transpose(1, 2).flatten(2)
+        added = self.handle.added(self.index, q)
+        out = attn.to_out[0](out if added is None else out + added)
+        bias = getattr(attn.to_out[0], "bias", None)
+        if seen is not None and bias is not None:
+            out = torch.where(seen, out, out - bias)
+        out = attn.to_out[1](out)
+        if hidden_states.dim() == 4:
+            out = out.transpose(1, 2).reshape(hidden_states.shape)
+        if attn.residual_connection:
+            out = out + hidden_states
+        return out / attn.rescale_output_factor if attn.rescale_output_factor != 1 else out
+
+    def look(self, attn: Any, q: Tensor, text: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the queries find in the text (b, h, l, k), and which rows (b, 1, 1) see any of it, None for all."""
+        if isinstance(text, tuple):
+            raise ConditionError("the host was given image embeddings of an IP-Adapter: call use_core(False) first")
+        if text is None:
+            raise ConditionError(f"{self.handle.places[self.index]} was given no text (encoder_hidden_states)")
+        if attn.norm_cross:
+            text = attn.norm_encoder_hidden_states(text)
+        call = self.handle.denoising()
+        mask = self.mask(call, text, bias)
+        seen = None if mask is None else mask.any(1)[:, None, None]
+        made: Tensor | KeyValue = text
+        if call is not None and not (self.needs_gradient(text) or text.is_inference()):
+            sources = [text, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
+            key = (self.index, torch.is_autocast_enabled(text.device.type))
+            made = call.text.once(key, sources, lambda: self.heads.project(text, mask=mask))
+        out = self.heads(q, made, mask=None if isinstance(made, KeyValue) else mask)
+        return out, seen
+
+    def mask(self, call: Denoising | None, text: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Which tokens of the text are real (b, m): by the call, or by the bias that diffusers makes of its masks."""
+        given = None if call is None else call.text_mask
+        if given is not None:
+            if check_bool_mask("text_mask", given).shape != text.shape[:2]:
+                raise ShapeError(f"text_mask must be (b, m) = {tuple(text.shape[:2])}, got {tuple(given.shape)}")
+            return given.to(text.device)
+        if bias is None:
+            return None
+        if bias.shape[-2] != 1:
+            raise ConditionError("use_core hides padding of the text; a mask over pixels (attention_mask) is not taken")
+        known = None if call is None else call.padding
+        if known is not None and known[0] is bias:
+            return known[1]
+        # diffusers has turned (b, m) into 0 or -10000, anew in every forward.
+        mask = bias[:, 0] == 0
+        if known is not None and known[1].shape == mask.shape and torch.equal(known[1], mask):
+            mask = known[1]
+        if call is not None:
+            call.padding = (bias, mask)
+        return mask
+
+    def needs_gradient(self, text: Tensor) -> bool:
+        """Whether K and V of this text belong to a graph, or are being traced."""
+        if torch.compiler.is_compiling():
+            return True
+        parameters = self.heads.projecting_parameters()
+        return torch.is_grad_enabled() and (text.requires_grad or any(one.requires_grad for one in parameters))

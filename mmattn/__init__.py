@@ -20,6 +20,7 @@ _HOME = {
     "GatedAdapter": "mmattn.adapters.gated",
     "DecoupledAdapter": "mmattn.adapters.decoupled",
     "Resampler": "mmattn.adapters.resampler",
+    "Guidance": "mmattn.hosts.guidance",
     "attach": "mmattn.hosts",
     "load": "mmattn.hosts",
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         TextError,
     )
     from mmattn.hosts import attach, load
+    from mmattn.hosts.guidance import Guidance
     from mmattn.inspect.record import record
     from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory

@@ -75,6 +75,29 @@ def caption(
 
 
 @app.command()
+def draw(
+    sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help='What to write: "a thick seven".')],
+    like: Annotated[Path | None, typer.Option(help="A picture of a character whose style to follow.")] = None,
+    strength: Annotated[float, typer.Option(help="How closely to follow it; 0 is not at all.")] = 1.0,
+    w: Annotated[float, typer.Option(help="Guidance; diffusers' guidance_scale is 1 + w.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 30,
+    seed: Annotated[int, typer.Option(help="Of the noise it starts from.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The PNG file to write.")] = Path("drawing.png"),
+) -> None:
+    """Write a digit by hand, as a sentence asks and in the style of an example."""
+    from mmattn.errors import ImageError, check_float, check_int
+    from mmattn.recipes import find_recipe, load_recipe
+
+    check_int("steps", steps)
+    check_float("strength", strength)
+    if like is not None and not like.is_file():
+        raise ImageError(f"cannot follow {like}: there is no such file")
+    recipe = load_recipe(find_recipe("diffusion").folder, "drawing")
+    written = recipe.draw(sentence, out, like=like, strength=strength, w=w, steps=steps, seed=seed)
+    typer.echo(str(written))
+
+
+@app.command()
 def doctor(folder: Annotated[Path, typer.Argument(metavar="DIR", help="An adapter's folder.")]) -> None:
     """Examine an adapter folder.
 

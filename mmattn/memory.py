@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.errors import MaskError, NonFiniteError, ShapeError, check_bool_mask, check_int
+from mmattn.errors import MaskError, NonFiniteError, ShapeError, check_bool_mask, check_float, check_int
 from mmattn.files import read_tensors, write_tensors
 
 FORMAT = "mmattn-memory"
@@ -250,6 +250,14 @@ class Memory:
     def tensors(self) -> list[Tensor]:
         """Tokens, and mask, segments and scores where there are any."""
         return [value for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None]
+
+    def drop(self, chance: float, generator: torch.Generator | None = None) -> Memory:
+        """The memory with each row left out, with this chance, altogether: conditioning dropout for guidance."""
+        check_float("chance", chance, at_least=0)
+        kept = torch.rand(self.batch, 1, generator=generator).to(self.device) >= chance
+        return Memory(
+            self.tokens, self._filled("mask") & kept, self.segments, self.scores, self.sources, check_finite=False
+        )
 
     def detach(self) -> Memory:
         """The same memory outside the autograd graph."""

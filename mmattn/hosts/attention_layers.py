@@ -20,13 +20,18 @@ def find_places(host: nn.Module) -> tuple[str, ...]:
     processors: Any = getattr(host, "attn_processors", None)
     names = [name.removesuffix(".processor") for name in processors] if isinstance(processors, dict) else []
     modules = [(name, host.get_submodule(name)) for name in names]
-    found = tuple(name for name, module in modules if module.is_cross_attention or module.added_kv_proj_dim is not None)
+    found = tuple(name for name, module in modules if reads_text(module))
     if not found:
         raise AttachError(
             f"{type(host).__name__} has no cross-attention layers beside which an adapter could read a memory; a "
             "UNet2DConditionModel with cross-attention blocks has"
         )
     return found
+
+
+def reads_text(attn: Any) -> bool:
+    """Whether this is an `Attention` of diffusers that looks at the text."""
+    return bool(getattr(attn, "is_cross_attention", False)) or getattr(attn, "added_kv_proj_dim", None) is not None
 
 
 def pick_places(adapter: DecoupledAdapter, places: Sequence[str]) -> list[int]:

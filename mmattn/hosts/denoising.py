@@ -80,7 +80,7 @@ class BeforeHost:
             unseen_rows(rows, call, name, prepared)
             strength = call.strengths[name]
             if not isinstance(strength, float):
-                strength = at_step(strength, first_time(timestep), handle.places, prepared.batch)
+                strength = at_step(strength, timestep, handle.places, prepared.batch)
                 check_aspect(strength, *size)
             strengths[name] = strength
         current_step.set(Step(size, strengths))
@@ -151,11 +151,11 @@ class BesidePlace:
         if found is None:
             return None
         projection = attn.to_out[0]
-        if type(projection) is nn.Linear:
+        if type(projection) is nn.Linear and not projection.weight.is_meta:
             out = F.linear(found, projection.weight)
         else:
-            bias = getattr(projection, "bias", None)
-            out = projection(found) if bias is None else projection(found) - bias
+            # LoRA may add biases of its own, and offloaded weights have values only inside the layer's forward.
+            out = projection(found) - projection(torch.zeros_like(found[:1, :1]))
         out = attn.to_out[1](out)
         if output.dim() == 4:
             out = out.transpose(1, 2).reshape(output.shape)
@@ -182,19 +182,6 @@ def unseen_rows(rows: int, call: Denoising, name: str, prepared: Prepared) -> in
         f"the sample has {rows} rows and the memory of adapter {name!r} has {prepared.batch}: give one row of memory "
         f"for each row of the sample{hint}"
     )
-
-
-def first_time(timestep: Tensor | float | int) -> float:
-    """The time step as a number; rows of a batch that stand at different times have no schedule.
-
-    Raises:
-        ConditionError: they differ.
-    """
-    if not isinstance(timestep, Tensor):
-        return float(timestep)
-    if timestep.numel() > 1 and not bool((timestep == timestep.flatten()[0]).all()):
-        raise ConditionError("a strength that follows the time step needs one time step for all rows, as in sampling")
-    return float(timestep.flatten()[0])
 
 
 def is_nothing(strength: Any) -> bool:

@@ -8,19 +8,17 @@ projections and are refused.
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.atomic import replacing
-from mmattn.errors import AdapterFileError, ConditionError
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError
 from mmattn.files import check_values
 from mmattn.hosts.attention_layers import find_places, head_size, text_width
 
@@ -61,26 +59,36 @@ def read_ip_adapter(host: nn.Module, path: str | PathLike[str]) -> tuple[Decoupl
             state[f"blocks.{index}.{letter}_proj.weight"] = found.get(name, torch.empty(0))
     given = {name: tuple(value.shape) for name, value in found.items() if name not in PROJECTION}
     if given != expected:
-        widths = sorted({shape[-1] for shape in given.values()})
+        widths = sorted({shape[-1] for shape in given.values() if shape})
         raise AdapterFileError(
             f"{str(path)!r} was made for another base model: it has {len(given) // 2} layers for text {widths} wide, "
             f"and this {type(host).__name__} has {len(places)} for text {width} wide; load it onto that base"
         )
-    rows, memory_dim = found["image_proj.proj.weight"].shape
-    if rows % width or tuple(found["image_proj.norm.weight"].shape) != (width,):
-        raise AdapterFileError(f"{str(path)!r}: the image projection gives {rows} numbers, no multiple of {width}")
-    for name, value in state.items():
+    shapes = [tuple(found[name].shape) for name in PROJECTION]
+    rows, memory_dim = shapes[0] if len(shapes[0]) == 2 else (0, 0)
+    if rows % width or shapes != [(rows, memory_dim), (rows,), (width,), (width,)]:
+        raise AdapterFileError(f"{str(path)!r}: an image projection of {shapes} gives no slots {width} wide")
+    for name, value in found.items():
+        if not value.is_floating_point():
+            raise AdapterFileError(f"{str(path)!r}: the tensor {name!r} is {value.dtype}, no floating point")
         check_values(name, value)
-    return DecoupledAdapter(memory_dim=memory_dim, tokens=rows // width), state
+    try:
+        return DecoupledAdapter(memory_dim=memory_dim, tokens=rows // width), state
+    except ConfigError as error:
+        raise AdapterFileError(f"{str(path)!r}: {error}") from error
 
 
 def read_file(path: str | PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by dotted name; a `.bin` is unpickled with `weights_only`."""
+    """The tensors of a checkpoint by dotted name; a `.bin` is unpickled with `weights_only`.
+
+    Raises:
+        AdapterFileError: it cannot be read, or holds no tensors by name.
+    """
     try:
         if not os.fspath(path).endswith((".bin", ".pt", ".pth")):
             return load_file(path)
         given = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # torn pickles raise all there is
         raise AdapterFileError(f"{str(path)!r} cannot be read as an IP-Adapter: {error}; fetch it again") from error
     flat = {}
     for part, tensors in given.items() if isinstance(given, dict) else ():

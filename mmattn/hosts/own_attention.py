@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.cache import KeyValue
-from mmattn.errors import ConditionError, ShapeError, check_bool_mask
+from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.attention_layers import query_heads
 from mmattn.layers import PlainHeads
 
@@ -63,7 +63,8 @@ class OwnAttention:
             raise ConditionError(f"use_core: {name} normalises its queries or keys, which no UNet known here does")
         if processor not in ("AttnProcessor", "AttnProcessor2_0"):
             raise ConditionError(
-                f"use_core: {name} has the processor {processor}; unload it first, or set_default_attn_processor()"
+                f"use_core: {name} has the processor {processor}: put diffusers' default one back first, with "
+                "unfuse_qkv_projections(), unload_ip_adapter() or set_default_attn_processor()"
             )
 
     def __call__(
@@ -102,7 +103,7 @@ class OwnAttention:
         mask = self.mask(call, text, bias)
         seen = None if mask is None else mask.any(1)[:, None, None]
         made: Tensor | KeyValue = text
-        if call is not None and not (self.needs_gradient(text) or text.is_inference()):
+        if call is not None and self.may_keep(text):
             sources = [text, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, torch.is_autocast_enabled(text.device.type))
             made = call.text.once(key, sources, lambda: self.heads.project(text, mask=mask))
@@ -113,7 +114,7 @@ class OwnAttention:
         """Which tokens of the text are real (b, m): by the call, or by the bias that diffusers makes of its masks."""
         given = None if call is None else call.text_mask
         if given is not None:
-            if check_bool_mask("text_mask", given).shape != text.shape[:2]:
+            if given.shape != text.shape[:2]:
                 raise ShapeError(f"text_mask must be (b, m) = {tuple(text.shape[:2])}, got {tuple(given.shape)}")
             return given.to(text.device)
         if bias is None:
@@ -123,17 +124,23 @@ class OwnAttention:
         known = None if call is None else call.padding
         if known is not None and known[0] is bias:
             return known[1]
-        # diffusers has turned (b, m) into 0 or -10000, anew in every forward.
-        mask = bias[:, 0] == 0
+        # diffusers has turned (b, m) into 0 or -10000, anew in every forward. What is kept must count its edits.
+        with torch.inference_mode(False):
+            mask = bias[:, 0] == 0
         if known is not None and known[1].shape == mask.shape and torch.equal(known[1], mask):
             mask = known[1]
         if call is not None:
             call.padding = (bias, mask)
         return mask
 
-    def needs_gradient(self, text: Tensor) -> bool:
-        """Whether K and V of this text belong to a graph, or are being traced."""
-        if torch.compiler.is_compiling():
-            return True
+    def may_keep(self, text: Tensor) -> bool:
+        """Whether K and V of this text can serve later calls: no gradients, and every change would be noticed.
+
+        LoRA is switched, scaled and merged without a trace in its weights.
+        """
+        if torch.compiler.is_compiling() or text.is_inference():
+            return False
+        if any(hasattr(layer, "base_layer") for layer in (self.heads.k_proj, self.heads.v_proj)):
+            return False
         parameters = self.heads.projecting_parameters()
-        return torch.is_grad_enabled() and (text.requires_grad or any(one.requires_grad for one in parameters))
+        return not (torch.is_grad_enabled() and (text.requires_grad or any(one.requires_grad for one in parameters)))

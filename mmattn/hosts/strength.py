@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmattn.errors import ConfigError, NonFiniteError, ShapeError, check_float
+from mmattn.errors import ConditionError, ConfigError, NonFiniteError, ShapeError, check_float
 
 Strength = float | Tensor | Mapping[str, Any] | Callable[[float], Any]
 Fixed = float | Tensor | Mapping[str, Any]
@@ -48,7 +48,7 @@ def check_strength(given: Any, places: Sequence[str], rows: int) -> Strength:
         raise ConfigError(f"strength must be floating point, got {given.dtype}")
     if given.dim() == 0:
         return check_float("strength", given.item())
-    if given.dim() not in (1, 3) or given.shape[0] != rows:
+    if given.dim() not in (1, 3) or given.shape[0] != rows or 0 in given.shape[1:]:
         raise ShapeError(
             f"strength must be a number, (b,) or (b, height, width) with b = {rows} rows of memory; got "
             f"{tuple(given.shape)}"
@@ -58,15 +58,26 @@ def check_strength(given: Any, places: Sequence[str], rows: int) -> Strength:
     return given
 
 
-def at_step(
-    strength: Strength, timestep: float, places: Sequence[str], rows: int
-) -> float | Tensor | Mapping[str, Any]:
+def at_step(strength: Strength, timestep: Tensor | float, places: Sequence[str], rows: int) -> Fixed:
     """The strength at one time step: schedules called, what they give checked."""
     if isinstance(strength, Mapping):
         return {prefix: at_step(inner, timestep, places, rows) for prefix, inner in strength.items()}
     if callable(strength) and not isinstance(strength, Tensor):
-        return at_step(check_strength(strength(timestep), places, rows), timestep, places, rows)
+        return at_step(check_strength(strength(first_time(timestep)), places, rows), timestep, places, rows)
     return strength
+
+
+def first_time(timestep: Tensor | float) -> float:
+    """The time step as a number; rows of a batch that stand at different times have no schedule.
+
+    Raises:
+        ConditionError: they differ.
+    """
+    if not isinstance(timestep, Tensor):
+        return float(timestep)
+    if timestep.numel() > 1 and not bool((timestep == timestep.flatten()[0]).all()):
+        raise ConditionError("a strength that follows the time step needs one time step for all rows, as in sampling")
+    return float(timestep.flatten()[0])
 
 
 def at_place(strength: Fixed, place: str) -> float | Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayers
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import AttachError, ConditionError, check_bool_mask
 from mmattn.hosts import calls
 from mmattn.hosts.attention_layers import find_places, head_size, pick_places, text_width
 from mmattn.hosts.denoising import (
@@ -57,6 +58,11 @@ class UNet(Handle):
         self.own = {place: OwnAttention(self, index) for index, place in enumerate(self.places)}
         self._processors: dict[str, Any] = {}
 
+    @property
+    def through_core(self) -> bool:
+        """Whether the host's own cross-attention runs through the core."""
+        return bool(self._processors)
+
     def place(self, index: int) -> Any:
         """The host's cross-attention layer of this number."""
         return self.host.get_submodule(self.places[index])
@@ -65,9 +71,11 @@ class UNet(Handle):
         """Put another adapter on the host, active beside those that are.
 
         Raises:
-            AttachError: the name is taken, or the host has no such blocks.
+            AttachError: the name is taken, or the host has no such blocks. ConditionError: this handle was detached.
         """
         self._check_new(name)
+        if self.adapters:
+            self._check_reachable()
         if not isinstance(adapter, DecoupledAdapter):
             raise AttachError(f"a UNet takes a DecoupledAdapter, got {type(adapter).__name__}")
         picked = pick_places(adapter, self.places)
@@ -122,7 +130,12 @@ class UNet(Handle):
         given = (sample, timestep, encoder_hidden_states)
         if memory is None and text_mask is None:
             return self.host(*given, **kwargs)
-        with calls.entered(self._key, self._call(memory, strength, text_mask)):
+        around = self.denoising() if memory is None else None
+        if around is None:
+            call = self._call(memory, strength, text_mask)
+        else:
+            call = replace(around, text_mask=self._check_text_mask(text_mask))
+        with calls.entered(self._key, call):
             return self.host(*given, **kwargs)
 
     @contextlib.contextmanager
@@ -156,8 +169,7 @@ class UNet(Handle):
         self, memory: Memories | None, strength: Any, text_mask: Tensor | None = None, guided: bool = False
     ) -> Denoising | None:
         self._check_reachable()
-        if text_mask is not None and not self._processors:
-            raise ConditionError("text_mask needs the host's own attention to go through the core: call use_core()")
+        text_mask = self._check_text_mask(text_mask)
         if memory is None:
             self._check_not_needed()
             return Denoising({}, text_mask=text_mask) if self._processors else None
@@ -169,6 +181,14 @@ class UNet(Handle):
         }
         seen = {name: one for name, one in prepared.items() if not is_nothing(strengths[name])}
         return Denoising(seen, strengths=strengths, guided=guided, text_mask=text_mask)
+
+    def _check_text_mask(self, text_mask: Tensor | None) -> Tensor | None:
+        if text_mask is not None and not self._processors:
+            raise ConditionError("text_mask needs the host's own attention to go through the core: call use_core()")
+        if text_mask is None or not check_bool_mask("text_mask", text_mask).is_inference():
+            return text_mask
+        with torch.inference_mode(False):
+            return text_mask.clone()
 
     # Inside a call -------------------------------------------------------------------------------------------------
 
@@ -232,8 +252,11 @@ class UNet(Handle):
         altogether see no text: the layer adds nothing to them.
 
         Raises:
-            ConditionError: layers whose softmax spans text and pixels, or another processor than diffusers' default.
+            ConditionError: layers whose softmax spans text and pixels, another processor than diffusers' default, or a
+                handle that was detached.
         """
+        if on:
+            self._check_reachable()
         if on and not self._processors:
             for index, place in enumerate(self.places):
                 self.own[place].check(self.place(index))

@@ -1,4 +1,4 @@
-"""python -m recipes.benchmarks [core] [decoding] [beams] [training] [--quick] [--json FILE]: print the ratios."""
+"""python -m recipes.benchmarks [core] [decoding] [beams] [denoising] [training] [--quick] [--json FILE]: ratios."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from recipes.benchmarks import core, decoding, training_memory
+from recipes.benchmarks import core, decoding, denoising, training_memory
 
-PARTS = ("core", "decoding", "beams", "training")
+PARTS = ("core", "decoding", "beams", "denoising", "training")
 
 
 def main() -> None:
@@ -36,6 +36,7 @@ def main() -> None:
         "core": lambda: print_core(dtypes, asked.quick),
         "decoding": lambda: print_decoding(dtypes, asked.quick),
         "beams": lambda: print_beams(dtypes, asked.quick),
+        "denoising": lambda: print_denoising(dtypes, asked.quick),
         "training": print_training,
     }
     results = {part: runs[part]() for part in asked.parts or PARTS}
@@ -89,6 +90,22 @@ def print_beams(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, f
     }
     print(f"## Four beams: time of 16 tokens for each unit of the host alone\n\n{table('memory', rows)}\n", flush=True)
     return rows
+
+
+def print_denoising(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """A denoising step with kept keys and values, for each unit of diffusers' as it ships."""
+    results = {}
+    print("## Denoising: time of a step for each unit of diffusers as it ships\n")
+    for dtype in dtypes:
+        rows: dict[str, dict[str, float]] = {}
+        for slots, count, fill, guided in denoising.QUICK if quick else denoising.SIZES:
+            name = (
+                f"{slots} slots, {count} row{'s' if count > 1 else ''}, {'guided, ' if guided else ''}{fill:.0%} full"
+            )
+            rows[name] = denoising.measure(slots, count, fill, dtype, guided, 1.0 if quick else 4.0)
+        print(f"### {str(dtype).removeprefix('torch.')}\n\n{table('memory', rows)}\n", flush=True)
+        results |= {f"{dtype}: {name}": row for name, row in rows.items()}
+    return results
 
 
 def print_training() -> dict[str, dict[str, float]]:

@@ -1,0 +1,79 @@
+"""Draw with the shipped models: what `mmattn draw` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import load_models
+from sampling import draw as sample
+from style import load_encoder
+from torch import Tensor
+
+import mmattn
+from mmattn.errors import ImageError
+from mmattn.recipes import assets_folder
+
+SCALE = 16  # pixels of the file for each pixel drawn
+
+
+def draw(
+    sentence: str,
+    out: str | Path,
+    *,
+    like: Any = None,
+    strength: float = 1.0,
+    steps: int = 30,
+    w: float = 1.0,
+    seed: int = 0,
+    folder: Path | None = None,
+    progress: bool = True,
+) -> Path:
+    """Write a digit as the sentence asks, in the hand of an example where there is one, to a PNG file.
+
+    Raises:
+        TextError: words the model never saw. ImageError: an example that cannot be read or shows nothing.
+        ConfigError: no steps.
+    """
+    from PIL import Image
+
+    folder = assets_folder() / "diffusion" if folder is None else folder
+    unet, words = load_models(folder)
+    memory = None
+    if like is None:
+        model = mmattn.attach(unet)
+    else:
+        model = mmattn.load(unet, folder / "adapter")
+        memory = load_encoder(folder / "style.safetensors").encode(example(like, unet.config.sample_size))
+    model.use_core()
+    made = sample(model, words, [sentence], steps, w, seed=seed, memory=memory, strength=strength, progress=progress)
+    pixels = ((1 - made[0, 0]) * 127.5).round().to(torch.uint8).numpy()
+    size = SCALE * pixels.shape[0]
+    Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC).save(out)
+    return Path(out)
+
+
+def example(source: Any, size: int) -> Tensor:
+    """A picture of one character as the models know them: (1, 1, size, size), ink 1 on paper -1, filling the frame.
+
+    Raises:
+        ImageError: there is nothing on it.
+    """
+    import numpy as np
+
+    grey = torch.tensor(np.asarray(mmattn.load_image(source).convert("L")), dtype=torch.float32) / 255
+    edge = torch.cat([grey[0], grey[-1], grey[:, 0], grey[:, -1]]).median()
+    ink = (grey - edge).abs()
+    if ink.max() < 0.1:
+        raise ImageError(f"{source} shows nothing: its brightness hardly changes; give dark ink on light paper")
+    ink = ink / ink.max()
+    rows, columns = (ink > 0.3).any(1).nonzero()[:, 0], (ink > 0.3).any(0).nonzero()[:, 0]
+    ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    # scikit-learn's digits fill the height of their frame and stand in the middle of its width.
+    side = max(ink.shape)
+    before = (side - ink.shape[1]) // 2, (side - ink.shape[0]) // 2
+    after = side - ink.shape[1] - before[0], side - ink.shape[0] - before[1]
+    square = F.pad(ink, (before[0], after[0], before[1], after[1]))[None, None]
+    return 2 * F.interpolate(square, size=(size, size), mode="area") - 1

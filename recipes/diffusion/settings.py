@@ -1,0 +1,52 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ModelSettings(Strict):
+    size: int = Field(16, ge=8)  # pixels a side
+    channels: tuple[int, ...] = (32, 64, 64)
+
+
+class OptimSettings(Strict):
+    steps: int = Field(5000, ge=1)
+    batch: int = Field(64, ge=1)
+    lr: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    warmup: int = Field(100, ge=0)
+    clip: float = Field(1.0, gt=0)
+    min_snr: float = Field(5.0, gt=0)  # arXiv 2303.09556
+    ema: float = Field(0.999, ge=0, lt=1)
+
+
+class SampleSettings(Strict):
+    steps: int = Field(30, ge=1)
+    w: float = 1.0  # diffusers' guidance_scale is 1 + w
+    every: int = Field(1000, ge=1)  # a grid of samples every so many training steps
+
+
+class StyleSettings(Strict):
+    encoder_steps: int = Field(800, ge=1)
+    control: bool = True  # also train the concatenated way
+
+
+class Config(Strict):
+    out: str = "runs/diffusion"
+    stage: Literal["text", "style"] = "text"
+    base: str = "assets/diffusion"  # style: the folder with the UNet and text encoder that stay frozen
+    seed: int = Field(0, ge=0)
+    held_out: float = Field(0.2, gt=0, lt=1)
+    drop: float = Field(0.1, ge=0, lt=1)  # chance of leaving a condition out in training, for guidance
+    progress: bool = True
+    model: ModelSettings = ModelSettings()
+    optim: OptimSettings = OptimSettings()
+    sample: SampleSettings = SampleSettings()
+    style: StyleSettings = StyleSettings()

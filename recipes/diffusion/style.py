@@ -1,0 +1,66 @@
+"""A small encoder of handwriting style, trained here: a picture to a memory of 16 patches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from digits import MEASURES, Digits
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import mmattn
+from mmattn import training
+
+WIDTH = 64
+
+
+class StyleEncoder(nn.Module):
+    """Pictures (b, 1, size, size) to 4 × 4 patches that know stroke, slant and width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (1, 32, 64, WIDTH)
+        layers: list[nn.Module] = []
+        for before, after in zip(widths, widths[1:], strict=False):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.GELU(), nn.AvgPool2d(2)]
+        self.body = nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(4))
+        self.head = nn.Linear(WIDTH, len(MEASURES))
+
+    @torch.no_grad()
+    def encode(self, pictures: Tensor) -> mmattn.Memory:
+        """A memory (b, 16, 64)."""
+        return mmattn.Memory(self.body(pictures).flatten(2).transpose(1, 2))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """The measures (b, 3) that the patches tell of together."""
+        return self.head(self.body(pictures).mean((2, 3)))
+
+
+def train_encoder(data: Digits, steps: int, seed: int, progress: bool) -> StyleEncoder:
+    """Teach it the measures of the training pictures, moved by up to a pixel."""
+    torch.manual_seed(seed)
+    encoder = StyleEncoder().train()
+
+    def loss_at(step: int) -> Tensor:
+        rows = torch.randint(0, len(data), (128,))
+        down, right = torch.randint(-1, 2, (2,)).tolist()
+        pictures = torch.roll(data.pictures[rows], (down, right), (2, 3))
+        return F.mse_loss(encoder(pictures), data.measures[rows])
+
+    groups = training.parameter_groups(encoder, 2e-3, weight_decay=0.05)
+    training.fit(groups, loss_at, steps, warmup=50, label="style encoder", progress=progress)
+    return encoder.eval().requires_grad_(False)
+
+
+def save_encoder(encoder: StyleEncoder, path: Path) -> None:
+    """Write it in half precision."""
+    save_file({name: value.half().contiguous() for name, value in encoder.state_dict().items()}, path)
+
+
+def load_encoder(path: Path) -> StyleEncoder:
+    """Read what `save_encoder` wrote."""
+    encoder = StyleEncoder()
+    encoder.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    return encoder.eval().requires_grad_(False)

@@ -31,13 +31,15 @@ def options(
 
 @app.command()
 def demo() -> None:
-    """Train on drawn flowers, caption pictures, print the table.
+    """Train on drawn flowers, caption pictures, print the table; then write digits in the hand of examples.
 
     The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
     """
     from mmattn.recipes import find_recipe, load_recipe
 
-    load_recipe(find_recipe("vision").folder, "demo").main()
+    run = load_recipe(find_recipe("vision").folder, "demo").main()
+    drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
+    typer.echo(f"digits in the hand of examples {drawn}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
+from peft import LoraConfig
 from torch import Tensor
 
 import mmattn
@@ -159,6 +160,17 @@ def traces(unet: Any) -> list[tuple[str, list[str], int]]:
     ]
 
 
+def lora(unet: Any, seed: int = 5, **settings: Any) -> None:
+    """Put a LoRA on the attention of a UNet, its weights random."""
+    targets = ["to_out.0"] if settings.get("lora_bias") else ["to_q", "to_k", "to_v", "to_out.0"]
+    unet.add_adapter(LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, **settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in unet.named_parameters():
+            if "lora" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+
+
 @contextmanager
 def counting(*modules: Any) -> Iterator[list[Any]]:
     """A list that grows by a module each time that one of these runs."""
@@ -187,12 +199,16 @@ def listening(model: Any, place: int) -> Iterator[dict[str, Tensor]]:
 
 
 def share(model: Any, place: int, x: Tensor, memory: mmattn.Memory, name: str = "default") -> Tensor:
-    """By hand, what an adapter adds to the output of a layer that was given x (b, l, d): no row of it is padded."""
+    """By hand, what an adapter adds to the output of a layer that was given x: no row of the memory is padded."""
     attn, adapter = model.place(place), model.adapters[name]
-    block = adapter.attention(place)
-    heads = (attn.heads, -1)
+    block, size = adapter.attention(place), x.shape
+    x = x if attn.group_norm is None else attn.group_norm(x)
+    x = x.flatten(2).transpose(1, 2) if x.dim() == 4 else x
     slots = adapter.read(memory).tokens
-    q, k, v = (made.unflatten(2, heads).transpose(1, 2) for made in (attn.to_q(x), block.k_proj(slots), block.v_proj(slots)))
+    made = attn.to_q(x), block.k_proj(slots), block.v_proj(slots)
+    q, k, v = (one.unflatten(2, (attn.heads, -1)).transpose(1, 2) for one in made)
     weights = (q @ k.transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)
     found = (weights @ v).transpose(1, 2).flatten(2)
-    return attn.to_out[0](found) - attn.to_out[0](torch.zeros_like(found))
+    out = attn.to_out[0](found) - attn.to_out[0](torch.zeros_like(found))
+    out = out.transpose(1, 2).reshape(size) if len(size) == 4 else out
+    return out / attn.rescale_output_factor

@@ -148,6 +148,11 @@ class Handle(nn.Module, ABC):
 
         save(self, path, name, encoder)
 
+    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+        """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
+        named = ((name, self._adapter(name)) for name in self.adapters)
+        return {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+
     # Being together ------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Handle:

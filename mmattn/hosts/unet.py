@@ -272,6 +272,11 @@ class UNet(Handle):
         forget_compiled()
         return self
 
+    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+        """Everything that attends: the adapters, and under "text" the host's own layers that go through the core."""
+        own = {("text", index): self.own[place].heads for index, place in enumerate(self.places)}
+        return super().attentions() | (own if self.through_core else {})
+
     def detach(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         self.use_core(False)

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from mmattn.hosts.language import LanguageModel
+    from mmattn.hosts.handle import Handle
 
 
 class Weights(dict[tuple[str, int], list[Tensor]]):
-    """What `record` gathers: (adapter, host layer) to a list with the weights (b, h, l, m) of each call."""
+    """What `record` gathers: (adapter, host layer) to a list with the weights (b, h, l, m) of each call.
+
+    The host's own text stands under ("text", number of the attention layer), where it goes through the core.
+    """
 
     def mean(self) -> list[Tensor]:
         """For each call (b, l, m): the mean over blocks and heads."""
@@ -23,7 +26,7 @@ class Weights(dict[tuple[str, int], list[Tensor]]):
 
 
 @contextmanager
-def record(model: LanguageModel) -> Iterator[Weights]:
+def record(model: Handle) -> Iterator[Weights]:
     """Inside the block, keep the attention weights of each call of the model; results stay bit for bit what they are.
 
     The weights are computed a second time beside the ordinary way, without gradients, and kept on the CPU.
@@ -39,10 +42,8 @@ def record(model: LanguageModel) -> Iterator[Weights]:
     {('default', 1): [torch.Size([1, 3, 3, 11])], ('default', 3): [torch.Size([1, 3, 3, 11])]}
     """
     weights, hooks = Weights(), []
-    for name, adapter in model.adapters.items():
-        for layer, block in adapter.blocks.items():  # type: ignore[union-attr, operator]
-            listener = _Listener(weights, (name, int(layer)))
-            hooks.append(block.attention.register_forward_hook(listener, with_kwargs=True))
+    for (name, layer), attention in model.attentions().items():
+        hooks.append(attention.register_forward_hook(_Listener(weights, (name, layer)), with_kwargs=True))
     try:
         yield weights
     finally:

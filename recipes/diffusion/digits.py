@@ -49,6 +49,10 @@ class Digits:
     def __len__(self) -> int:
         return len(self.digits)
 
+    def __getitem__(self, rows: slice | Tensor) -> Digits:
+        """The same of these rows."""
+        return Digits(self.pictures[rows], self.digits[rows], self.measures[rows])
+
 
 @dataclass
 class Scale:
@@ -79,11 +83,7 @@ def load_digits(size: int = 16, held_out: float = 0.2) -> tuple[Digits, Digits, 
         torch.stack([known[own == digit].std(0) for digit in range(10)]),
     )
     whole = Digits(2 * pictures - 1, digits, scale(measured, digits))
-
-    def part(rows: Tensor) -> Digits:
-        return Digits(whole.pictures[rows], whole.digits[rows], whole.measures[rows])
-
-    return part(~away), part(away), scale
+    return whole[~away], whole[away], scale
 
 
 def measure(ink: Tensor) -> Tensor:

@@ -55,6 +55,25 @@ def draw(
     return Path(out)
 
 
+def demo(out: Path, steps: int = 20) -> Path:
+    """A grid of the ten digits: without an example, and in the hand of each shipped one."""
+    from pictures import grid
+
+    unet, words = load_models(assets_folder() / "diffusion")
+    model = mmattn.load(unet, assets_folder() / "diffusion" / "adapter").use_core()
+    encoder = load_encoder(assets_folder() / "diffusion" / "style.safetensors")
+    sentences, labels, rows = [f"a {digit}" for digit in range(10)], ["no example"], []
+    size = unet.config.sample_size
+    rows.append(torch.cat([-torch.ones(1, 1, size, size), sample(model, words, sentences, steps, 1.0, seed=0)]))
+    for path in sorted((assets_folder() / "digits").glob("*.png")):
+        shown = example(str(path), size)
+        memory = encoder.encode(shown).expand(len(sentences))
+        rows.append(torch.cat([shown, sample(model, words, sentences, steps, 1.0, seed=0, memory=memory)]))
+        labels.append(f"like {path.stem}.png")
+    grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels)
+    return out / "digits.png"
+
+
 def example(source: Any, size: int) -> Tensor:
     """A picture of one character as the models know them: (1, 1, size, size), ink 1 on paper -1, filling the frame.
 
@@ -69,7 +88,7 @@ def example(source: Any, size: int) -> Tensor:
     if ink.max() < 0.1:
         raise ImageError(f"{source} shows nothing: its brightness hardly changes; give dark ink on light paper")
     ink = ink / ink.max()
-    rows, columns = (ink > 0.3).any(1).nonzero()[:, 0], (ink > 0.3).any(0).nonzero()[:, 0]
+    rows, columns = (ink > 0.15).any(1).nonzero()[:, 0], (ink > 0.15).any(0).nonzero()[:, 0]
     ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     # scikit-learn's digits fill the height of their frame and stand in the middle of its width.
     side = max(ink.shape)

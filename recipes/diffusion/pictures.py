@@ -21,7 +21,7 @@ def grid(pictures: Tensor, columns: int, path: Path, labels: Sequence[str] = ())
     for axis in axes.flat:
         axis.axis("off")
     for index, picture in enumerate(pictures):
-        axes[index // columns][index % columns].imshow(-picture[0], cmap="gray", vmin=-1, vmax=1)
+        axes[index // columns][index % columns].imshow(-picture[0].numpy(), cmap="gray", vmin=-1, vmax=1)
     for row, label in enumerate(labels):
         axes[row][0].text(-0.3, 0.5, label, transform=axes[row][0].transAxes, ha="right", va="center", fontsize=8)
     figure.subplots_adjust(left=0.28 if labels else 0.01, right=0.99, top=0.99, bottom=0.01, wspace=0.08, hspace=0.08)

@@ -44,5 +44,6 @@ def draw(
     with guidance.run(model, text, text_mask=mask, memory=memory, strength=strength) as predict:
         for index in training.tracked(len(scheduler.timesteps), "drawing", progress):
             time = scheduler.timesteps[index]
-            x = scheduler.step(predict(x, time), time, x).prev_sample
+            # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.
+            x = scheduler.step(predict(x, time), time, x, use_clipped_model_output=True).prev_sample
     return x.clamp(-1, 1)

@@ -37,7 +37,7 @@ def stage_text(config: Config, data: Digits, held_out: Digits, scale: Scale, run
     save_text(model, words, run.path)
     unet, words = load_models(run.path)
     model = mmattn.attach(unet).use_core()
-    rows = text_rows(model, words, Judge(data, scale), data, config.sample.steps, config.seed)
+    rows = text_rows(model, words, Judge(data, scale), data, config.sample.steps, config.seed, config.sample.each)
     finish(run, config, rows, text_table(rows), {"UNet and text encoder": fitted})
 
 
@@ -60,9 +60,9 @@ def stage_style(config: Config, data: Digits, held_out: Digits, scale: Scale, ru
         concatenated = Concatenated(sum(weight.numel() for weight in model.adapters.parameters()))
         fitted["concatenated"] = train_style(config, data, model, words, encoder, concatenated, "concatenated")
     plot_losses(fitted["decoupled"].losses, run.path / "loss.png")
-    judge = Judge(data, scale)
+    judge, shown = Judge(data, scale), held_out[: config.sample.examples]
     rows = style_rows(
-        model, words, judge, encoder, held_out, concatenated, config.sample.steps, config.sample.w, config.seed
+        model, words, judge, encoder, shown, concatenated, config.sample.steps, config.sample.w, config.seed
     )
     show(model, words, encoder, held_out, config, run)
     finish(run, config, rows, style_table(rows), fitted)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 import mmattn
-from tests import tiny
+from tests import tiny, tiny_unets
+from tests.tiny import assert_close
 
 
 def test_weights_of_every_block_and_the_same_logits() -> None:
@@ -43,3 +44,24 @@ def test_each_step_of_generate_is_a_call() -> None:
     with mmattn.record(model) as weights:
         model.generate(tiny.text(2, 3), memory=tiny.memory(2, 5), max_new_tokens=4, do_sample=False)
     assert [seen.shape[2] for seen in weights["default", 0]] == [3, 1, 1, 1]
+
+
+@torch.no_grad()
+def test_a_unet_tells_of_its_text_and_of_each_adapter():
+    model = tiny_unets.attach(tiny_unets.make())
+    memory = tiny.memory(tiny_unets.ROWS, lengths=[5, 2, 3])
+    mask = torch.arange(tiny_unets.TEXT_LENGTH) < torch.tensor([7, 3, 5])[:, None]
+    with mmattn.record(model) as weights:
+        tiny_unets.run(model, memory)
+    assert {name for name, _ in weights} == {"default"}, "the host's own attention is diffusers' then"
+    model.use_core()
+    want = tiny_unets.run(model, memory, text_mask=mask)
+    with mmattn.record(model) as weights:
+        assert torch.equal(tiny_unets.run(model, memory, text_mask=mask), want)
+    assert set(weights) == {(name, index) for name in ("default", "text") for index in range(len(model.places))}
+    for (name, _), calls in weights.items():
+        (seen,) = calls
+        real = mask if name == "text" else memory.mask
+        assert seen.isfinite().all() and seen.shape[-1] == real.shape[1]
+        assert not seen.masked_select(~real[:, None, None]).any()
+        assert_close(seen.sum(-1), torch.ones(seen.shape[:-1]))

@@ -1,0 +1,236 @@
+"""Blocks of calls of a UNet: each sees its memory, made into keys and values once; threads, failures and guidance."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.errors import ConditionError, ShapeError
+from tests import tiny, tiny_unets
+from tests.tiny import assert_close, differs
+from tests.tiny_unets import ROWS, run
+
+
+@pytest.fixture
+def model():
+    """A tiny UNet with an open adapter."""
+    return tiny_unets.attach(tiny_unets.make())
+
+
+def k_projections(model, name="default"):
+    return [block.k_proj for block in model.adapters[name].blocks.values()]
+
+
+# Blocks and threads
+
+
+@torch.no_grad()
+def test_blocks_nest_and_end(model):
+    one, two = tiny.memory(ROWS), tiny.memory(ROWS, m=3, seed=1)
+    own, first, second = run(model), run(model, one), run(model, two)
+    with model.condition(one):
+        with model.condition(two):
+            assert torch.equal(run(model), second)
+            with model.condition(None):
+                assert torch.equal(run(model), own)
+        assert torch.equal(run(model), first)
+        assert torch.equal(run(model, two), second)
+        with model.disabled():
+            assert torch.equal(run(model, two), own)
+            assert torch.equal(run(model), own)
+        assert torch.equal(run(model), first)
+    assert torch.equal(run(model), own)
+
+
+@torch.no_grad()
+def test_nothing_stays_behind_after_an_exception_in_the_middle(model):
+    memory, before = tiny.memory(ROWS), tiny_unets.traces(model.host)
+    own, want = run(model), run(model, memory)
+
+    def fail(*_):
+        raise RuntimeError("in the middle")
+
+    for place in (model.host.mid_block, model.place(1), model.host.conv_out):
+        hook = place.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            run(model, memory, strength=torch.ones(ROWS))
+        with pytest.raises(RuntimeError, match="in the middle"), model.condition(memory):
+            run(model)
+        hook.remove()
+        assert torch.equal(run(model), own)
+        assert torch.equal(model.place(1)(torch.ones(1, 5, 14), torch.ones(1, 3, 17)), alone(model))
+    assert torch.equal(run(model, memory), want)
+    assert tiny_unets.traces(model.host) == before
+
+
+def alone(model):
+    """The answer of one attention layer of an untouched host."""
+    return tiny_unets.make().get_submodule(model.places[1])(torch.ones(1, 5, 14), torch.ones(1, 3, 17))
+
+
+@torch.no_grad()
+def test_a_layer_called_by_itself_knows_no_picture_and_no_time(model):
+    """As before the call of the whole UNet, so after it, and after one that failed."""
+    memory, x, words = tiny.memory(ROWS), torch.randn(ROWS, 96, 14), tiny_unets.text()
+    own = tiny_unets.make().get_submodule(model.places[1])(x, words)
+    for strength in (torch.ones(ROWS, 8, 12), lambda time: 1.0):
+        with model.condition(memory, strength=strength):
+            for whole in (
+                lambda: None,
+                lambda: run(model),
+                lambda: model.host(tiny_unets.picture(), 3, words[:, :, 1:]),
+            ):
+                with contextlib.suppress(RuntimeError):  # the last text is of another width
+                    whole()
+                with pytest.raises(ConditionError, match="the whole UNet"):
+                    model.place(1)(x, words)
+    with model.condition(memory, strength=0.5):
+        assert differs(model.place(1)(x, words), own)
+    assert torch.equal(model.place(1)(x, words), own)
+
+
+@torch.no_grad()
+def test_threads_see_their_own_memory(model):
+    memories = [tiny.memory(ROWS, m=m, seed=m) for m in (1, 2, 3, 5)]
+    want = [run(model, memory) for memory in memories]
+    wrong, start = [], threading.Barrier(len(memories))
+
+    def work(i):
+        try:
+            start.wait()
+            with torch.no_grad():
+                for _ in range(5):
+                    assert torch.equal(run(model, memories[i]), want[i])
+                    with model.condition(memories[i], strength=lambda time: 1.0):
+                        assert torch.equal(run(model), want[i])
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(memories))]
+    with model.condition(tiny.memory(ROWS, m=11, seed=11)):  # a thread does not inherit it
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+@torch.no_grad()
+def test_a_memory_stays_with_its_host():
+    left, right = (tiny_unets.attach(tiny_unets.make(seed=seed)) for seed in (0, 1))
+    one, two = tiny.memory(ROWS), tiny.memory(ROWS, m=3, seed=1)
+    want, own = (run(left, one), run(right, two)), run(right)
+    with left.condition(one):
+        assert torch.equal(run(right), own)
+        with right.condition(two):
+            assert torch.equal(run(left), want[0]) and torch.equal(run(right), want[1])
+
+
+# Keys and values are made once, and never stale
+
+
+@torch.no_grad()
+def test_keys_and_values_are_made_once_for_all_steps(model):
+    memory, sample = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.cat([tiny_unets.picture(), tiny_unets.picture()])
+    words = tiny_unets.text(2 * ROWS)
+    steps = (31, 21, 11, 1)
+    want = [model(tiny_unets.picture(), time, tiny_unets.text(), memory=memory).sample for time in steps]
+    count = len(model.places)
+    with tiny_unets.counting(*k_projections(model)) as ran:
+        with model.condition(memory, strength=lambda time: time / 31):
+            for time in steps:
+                model.host(tiny_unets.picture(), time, tiny_unets.text())
+        assert len(ran) == count
+        with model.condition(memory, guided=True):
+            for time in steps:
+                model.host(sample, time, words)
+        assert len(ran) == 2 * count
+        prepared = model.prepare(memory)
+        for time, wanted in zip(steps, want, strict=True):
+            out = model(tiny_unets.picture(), time, tiny_unets.text(), memory=prepared).sample
+            assert torch.equal(out, wanted)
+        with model.condition(prepared):
+            run(model)
+        assert len(ran) == 3 * count
+        run(model, memory)
+        assert len(ran) == 4 * count
+
+
+def test_kept_keys_and_values_are_never_stale(model):
+    memory = tiny.memory(ROWS, lengths=[5, 2, 3])
+    prepared = model.prepare(memory)
+
+    def check():
+        with torch.no_grad():
+            got = run(model, prepared)
+            assert torch.equal(got, run(model))
+            assert torch.equal(got, run(model, mmattn.Memory(memory.tokens.clone(), memory.mask.clone())))
+        return got
+
+    with model.condition(memory):
+        seen = [check(), check()]
+        assert torch.equal(*seen)
+        memory.tokens.mul_(-1.5)
+        seen.append(check())
+        memory.mask[0, 3:] = False
+        seen.append(check())
+        run(model, memory).square().mean().backward()
+        torch.optim.AdamW(model.adapters.parameters(), lr=0.1).step()
+        seen.append(check())
+        model.adapters.load_state_dict({name: value * 0.5 for name, value in model.adapters.state_dict().items()})
+        seen.append(check())
+        model.double()
+        with torch.no_grad():
+            args, _ = tiny_unets.given()
+            wide = model(args[0].double(), args[1], args[2].double()).sample
+        assert_close(wide.float(), seen[-1], 1e-4)
+        model.float()
+        check()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            rough = run(model)
+        assert_close(rough.float(), check(), 0.15)
+    for before, after in zip(seen[1:], seen[2:], strict=False):
+        assert not torch.equal(before, after)
+
+
+@torch.inference_mode()
+def test_inference_mode_is_the_same(model):
+    memory = tiny.memory(ROWS, lengths=[5, 0, 3])
+    with torch.inference_mode(False), torch.no_grad():
+        plain = mmattn.Memory(memory.tokens.clone(), memory.mask.clone())
+        want = run(model, plain)
+    for one in (memory, plain):
+        with model.condition(one):
+            assert torch.equal(run(model), want) and torch.equal(run(model), want)
+
+
+# Guidance
+
+
+@torch.no_grad()
+def test_guidance_hides_the_memory_from_the_first_half(model):
+    memory, strength = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.tensor([0.5, 1.0, 2.0])
+    args = tuple(torch.cat([one, one]) if isinstance(one, torch.Tensor) else one for one in tiny_unets.given()[0])
+    own = tiny_unets.make()(*args).sample
+    for given in (1.0, strength, strength[:, None, None].expand(-1, 16, 24), lambda time: strength):
+        with model.condition(memory, strength=given, guided=True):
+            out = model.host(*args).sample
+            assert torch.equal(out[:ROWS], own[:ROWS])
+            assert_close(out[ROWS:], run(model, memory, strength=given))
+            # Without guidance the same block serves rows one by one.
+            assert torch.equal(run(model), run(model, memory, strength=given))
+    # A memory for both halves needs no word.
+    both = mmattn.Memory.stack([tiny.memory(ROWS, seed=1), memory])
+    assert_close(model(*args, memory=both).sample[ROWS:], run(model, memory))
+
+
+def test_a_guided_call_without_the_word(model):
+    args = tuple(torch.cat([one, one]) if isinstance(one, torch.Tensor) else one for one in tiny_unets.given()[0])
+    with pytest.raises(ShapeError, match="guided=True"), model.condition(tiny.memory(ROWS)):
+        model.host(*args)
+    with pytest.raises(ShapeError, match=r"expand\(6\)"):
+        model(*args, memory=tiny.memory(1))

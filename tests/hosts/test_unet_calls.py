@@ -1,0 +1,218 @@
+"""What a UNet answers with a memory: rows, padding, ways to call it, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import UNet2DModel
+from torch import nn
+
+import mmattn
+from mmattn.errors import AttachError, ConditionError, MaskError, NonFiniteError, ShapeError
+from tests import tiny, tiny_unets
+from tests.tiny import assert_close, differs
+from tests.tiny_unets import ROWS, run
+
+kinds = pytest.mark.parametrize("kind", tiny_unets.KINDS)
+
+
+@pytest.fixture
+def model():
+    """A tiny UNet with an open adapter."""
+    return tiny_unets.attach(tiny_unets.make())
+
+
+# Nothing added is nothing changed
+
+
+@kinds
+@torch.no_grad()
+def test_a_fresh_adapter_is_exactly_nothing(kind):
+    model = tiny_unets.attach(tiny_unets.make(kind), opened=False)
+    assert torch.equal(run(model, tiny.memory(ROWS), kind), tiny_unets.own(kind))
+
+
+@kinds
+@torch.no_grad()
+def test_disabled_detached_strength_0_and_no_memory_are_the_host(kind):
+    model, memory, own = tiny_unets.attach(tiny_unets.make(kind)), tiny.memory(ROWS), tiny_unets.own(kind)
+    args, kwargs = tiny_unets.given(kind)
+    assert differs(run(model, memory, kind), own)
+    assert torch.equal(run(model, None, kind), own)
+    for strength in (0, 0.0, torch.tensor(0.0), {"": 0.0}, torch.zeros(ROWS), lambda time: 0):
+        assert torch.equal(run(model, memory, kind, strength=strength), own), strength
+    for names in (None, "default", ["default"]):
+        with model.disabled(names):
+            assert torch.equal(run(model, memory, kind), own)
+    with model.condition(memory), model.disabled():
+        assert torch.equal(model.host(*args, **kwargs).sample, own)
+    model.set_adapter([])
+    assert torch.equal(run(model, {"default": memory}, kind), own)
+    assert torch.equal(model.detach()(*args, **kwargs).sample, own)
+
+
+@kinds
+@torch.no_grad()
+def test_a_row_without_memory_is_the_hosts_bit_for_bit(kind):
+    model, own = tiny_unets.attach(tiny_unets.make(kind)), tiny_unets.own(kind)
+    out = run(model, tiny.memory(ROWS, lengths=[5, 0, 3]), kind)
+    assert torch.equal(out[1], own[1])
+    assert differs(out[[0, 2]], own[[0, 2]])
+    assert torch.equal(run(model, tiny.memory(ROWS, lengths=[0, 0, 0]), kind), own)
+    assert torch.equal(run(model, tiny.memory(ROWS, m=0), kind), own)
+
+
+@kinds
+@torch.no_grad()
+def test_rows_do_not_mix(kind):
+    model, memory = tiny_unets.attach(tiny_unets.make(kind)), tiny.memory(ROWS, lengths=[5, 2, 3])
+    args, kwargs = tiny_unets.given(kind)
+    out = run(model, memory, kind)
+    for i in range(ROWS):
+        alone = model(*tiny_unets.row_of(args, i), memory=memory[i], **tiny_unets.row_of(kwargs, i)).sample
+        assert_close(alone, out[i : i + 1])
+    other = memory.replace(torch.cat([memory.tokens[:2], -memory.tokens[2:]]))
+    changed = run(model, other, kind)
+    assert torch.equal(changed[:2], out[:2])
+    assert differs(changed[2:], out[2:])
+    # Another order of the slots is the same memory.
+    turned = mmattn.Memory(memory.tokens.flip(1), memory.mask.flip(1))
+    assert_close(run(model, turned, kind), out)
+
+
+@kinds
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -7e3])
+def test_padding_changes_nothing_forward_or_backward(kind, garbage):
+    clean = tiny.memory(ROWS, lengths=[5, 0, 3])
+    seen = []
+    for filling in (0.0, garbage):
+        model = tiny_unets.attach(tiny_unets.make(kind), tokens=2)
+        tokens = clean.tokens.masked_fill(~clean.mask[..., None], filling).requires_grad_()
+        out = run(model, mmattn.Memory(tokens, clean.mask), kind)
+        out.square().mean().backward()
+        assert all(torch.isfinite(one.grad).all() for one in (tokens, *model.adapters.parameters()))
+        assert not tokens.grad[~clean.mask].any()
+        seen.append([out, tokens.grad, *(one.grad for one in model.adapters.parameters())])
+    for got, want in zip(*seen, strict=True):
+        assert torch.equal(got, want)
+        assert want.abs().max() > 0
+    assert torch.equal(seen[0][0][1], run(model, None, kind)[1])
+    args, kwargs = tiny_unets.row_of(tiny_unets.given(kind), 2)
+    assert_close(model(*args, memory=clean.tokens[2:, :3], **kwargs).sample.detach(), seen[0][0][2:].detach())
+
+
+@torch.no_grad()
+def test_the_ways_to_say_memory(model):
+    memory = tiny.memory(ROWS)
+    args, _ = tiny_unets.given()
+    want = run(model, memory)
+    assert torch.equal(run(model, memory.tokens), want)
+    assert torch.equal(run(model, {"default": memory}), want)
+    assert torch.equal(run(model, model.prepare(memory)), want)
+    assert torch.equal(model(*args, memory=memory, return_dict=False)[0], want)
+    assert torch.equal(model(*args, memory).sample, want)
+    assert torch.equal(
+        model(sample=args[0], timestep=torch.tensor(args[1]), encoder_hidden_states=args[2], memory=memory).sample, want
+    )
+    with model.condition(memory) as same:
+        assert same is model
+        assert torch.equal(model.host(*args).sample, want)
+        assert torch.equal(model.host(sample=args[0], timestep=args[1], encoder_hidden_states=args[2]).sample, want)
+        assert torch.equal(model(*args).sample, want)
+    one = tiny.memory(1)
+    assert_close(run(model, one.expand(ROWS)), run(model, one.tokens.repeat(ROWS, 1, 1)))
+
+
+@torch.no_grad()
+def test_sizes_that_no_halving_divides(model):
+    """A picture of 7 x 9 in a UNet that halves it: the up path is told the sizes."""
+    sample, memory = torch.randn(ROWS, tiny_unets.CHANNELS, 7, 9), tiny.memory(ROWS, lengths=[5, 0, 3])
+    own = tiny_unets.make()(sample, 3, tiny_unets.text()).sample
+    strength = torch.ones(ROWS, 7, 9)
+    out = model(sample, 3, tiny_unets.text(), memory=memory).sample
+    assert torch.equal(model(sample, 3, tiny_unets.text(), memory=memory, strength=strength).sample, out)
+    assert torch.equal(out[1], own[1]) and differs(out[[0, 2]], own[[0, 2]])
+
+
+# What is refused
+
+
+def test_a_memory_can_be_demanded():
+    model = mmattn.attach(tiny_unets.make(), tiny_unets.adapter(), require_memory=True)
+    args, _ = tiny_unets.given()
+    for call in (lambda: run(model), lambda: model.host(*args), lambda: model.condition(None).__enter__()):
+        with pytest.raises(ConditionError, match="require_memory"):
+            call()
+    assert torch.equal(run(model, tiny.memory(ROWS)), tiny_unets.own())
+    with model.disabled():
+        assert torch.equal(run(model), tiny_unets.own())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: tiny.memory(2), ShapeError, "3 rows .* has 2"),
+        (lambda: tiny.memory(2 * ROWS), ShapeError, "3 rows .* has 6"),
+        (lambda: tiny.memory(1), ShapeError, r"expand\(3\)"),
+        (lambda: tiny.memory(ROWS, e=11), ShapeError, "memory_dim=13.*width 11"),
+        (lambda: torch.full((ROWS, 5, 13), float("nan")), NonFiniteError, "row 0"),
+        (lambda: mmattn.Memory(torch.ones(ROWS, 5, 13), torch.ones(ROWS, 5)), MaskError, "from_huggingface"),
+        (lambda: torch.ones(ROWS, 13), ShapeError, "b, m, e"),
+        (lambda: "a picture", ShapeError, "str"),
+        (lambda: {"other": tiny.memory(ROWS)}, AttachError, "other"),
+    ],
+)
+@pytest.mark.parametrize("core", [False, True])
+@torch.no_grad()
+def test_a_memory_that_does_not_fit(model, make, error, match, core):
+    model.use_core(core)
+    before, want = tiny_unets.traces(model.host), run(model, tiny.memory(ROWS))
+    with pytest.raises(error, match=match):
+        run(model, make())
+    with pytest.raises(error, match=match), model.condition(make()):
+        run(model)
+    assert tiny_unets.traces(model.host) == before
+    assert torch.equal(run(model, tiny.memory(ROWS)), want)
+
+
+def test_hosts_and_adapters_that_do_not_belong_together():
+    unet, lm = tiny_unets.make(), tiny.make("llama")
+    plain = UNet2DModel(
+        sample_size=8,
+        block_out_channels=(14, 22),
+        norm_num_groups=2,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        attention_head_dim=2,
+    )
+    gated = mmattn.GatedAdapter(memory_dim=13, layers=(0,))
+    hosts = (unet, lm, plain)
+    before = [tiny_unets.traces(host) for host in hosts]
+    for host, adapter, match in (
+        (unet, gated, "UNet2DConditionModel"),
+        (lm, tiny_unets.adapter(), "LlamaForCausalLM.*cross-attention"),
+        (plain, tiny_unets.adapter(), "UNet2DModel.*cross-attention"),
+        (nn.Linear(3, 5), tiny_unets.adapter(), "Linear"),
+        ("unet", tiny_unets.adapter(), "str"),
+        (unet, tiny_unets.adapter(blocks=("down", "middle")), "middle.*down_blocks.0"),
+        (unet, tiny_unets.adapter(start="host"), "start='host'.*17 wide.*13 wide"),
+    ):
+        with pytest.raises(AttachError, match=match):
+            mmattn.attach(host, adapter)
+    assert [tiny_unets.traces(host) for host in hosts] == before
+    assert all(one.requires_grad for host in hosts for one in host.parameters())
+    model = tiny_unets.attach(unet)
+    want, before = run(model, tiny.memory(ROWS)), tiny_unets.traces(unet)
+    for attempt in (
+        lambda: model.add_adapter("default", tiny_unets.adapter()),
+        lambda: mmattn.attach(unet, tiny_unets.adapter()),
+        lambda: model.add_adapter("other", gated),
+        lambda: model.add_adapter("other", tiny_unets.adapter(blocks=("nowhere",))),
+        lambda: model.add_adapter("a.b", tiny_unets.adapter()),
+        lambda: model.set_adapter("other"),
+    ):
+        with pytest.raises(AttachError):
+            attempt()
+    assert tiny_unets.traces(unet) == before and list(model.adapters) == ["default"]
+    assert torch.equal(run(model, tiny.memory(ROWS)), want)

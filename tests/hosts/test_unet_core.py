@@ -1,0 +1,315 @@
+"""The host's own text through the core: the same numbers, padding that is padding, keys and values made once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+import mmattn
+from mmattn.errors import ConditionError, MaskError, ShapeError
+from tests import tiny, tiny_unets
+from tests.tiny import assert_close, differs
+from tests.tiny_unets import ROWS, run
+
+kinds = pytest.mark.parametrize("kind", tiny_unets.CORE_KINDS)
+LENGTHS = [7, 3, 5]
+MASK = torch.arange(tiny_unets.TEXT_LENGTH) < torch.tensor(LENGTHS)[:, None]
+
+
+@pytest.fixture
+def model():
+    """A tiny UNet with an open adapter, its text through the core."""
+    return tiny_unets.attach(tiny_unets.make()).use_core()
+
+
+def text_projections(model):
+    return [model.place(index).to_k for index in range(len(model.places))]
+
+
+# The same numbers
+
+
+@kinds
+@torch.no_grad()
+def test_unmasked_it_is_what_diffusers_gives(kind):
+    unet = tiny_unets.make(kind)
+    assert_close(run(mmattn.attach(unet).use_core(), None, kind), tiny_unets.own(kind))
+    model, memory = tiny_unets.attach(unet), tiny.memory(ROWS, lengths=[5, 0, 3])
+    want = run(model.use_core(False), memory, kind)
+    model.use_core()
+    out = run(model, memory, kind)
+    assert_close(out, want)
+    assert torch.equal(out[1], run(model, None, kind)[1])
+    ones = torch.ones(ROWS, tiny_unets.TEXT_LENGTH)
+    assert_close(run(model, memory, kind, text_mask=ones.bool()), want)
+    assert_close(run(model, memory, kind, encoder_attention_mask=ones), want)
+
+
+@torch.no_grad()
+def test_biases_of_the_hosts_own_projections():
+    unet = tiny_unets.make()
+    for part in unet.modules():
+        if type(part).__name__ == "Attention" and part.is_cross_attention:
+            for name in ("to_q", "to_k", "to_v"):
+                layer = getattr(part, name)
+                layer.bias = torch.nn.Parameter(torch.randn(layer.out_features))
+    args, _ = tiny_unets.given()
+    own = unet(*args).sample
+    model = mmattn.attach(unet).use_core()
+    assert_close(model(*args).sample, own)
+    with model.condition(None):
+        assert_close(model(*args).sample, own)
+
+
+@kinds
+@torch.no_grad()
+def test_masked_text_is_the_shorter_text(kind):
+    unet = tiny_unets.make(kind)
+    model, memory = tiny_unets.attach(unet).use_core(), tiny.memory(ROWS)
+    (sample, time, words), kwargs = tiny_unets.given(kind)
+    filled = words.masked_fill(~MASK[..., None], 1e4)
+    out = model(sample, time, filled, memory=memory, text_mask=MASK, **kwargs).sample
+    with model.condition(memory, text_mask=MASK):
+        assert torch.equal(model.host(sample, time, filled, **kwargs).sample, out)
+    if kind != "only_cross":  # diffusers does not tell its first attention of the padding, only text_mask reaches it
+        by_host = model(sample, time, filled, memory=memory, encoder_attention_mask=MASK.long(), **kwargs).sample
+        assert torch.equal(by_host, out)
+    for i, length in enumerate(LENGTHS):
+        row = tiny_unets.row_of(((sample, time, words[:, :length]), kwargs), i)
+        alone = model(*row[0], memory=memory[i], **row[1]).sample
+        assert_close(alone, out[i : i + 1])
+        model.use_core(False)
+        assert_close(model(*row[0], memory=memory[i], **row[1]).sample, out[i : i + 1])
+        model.use_core()
+    poisoned = words.masked_fill(~MASK[..., None], float("nan"))
+    assert_close(model(sample, time, poisoned, memory=memory, text_mask=MASK, **kwargs).sample, out)
+
+
+@kinds
+@torch.no_grad()
+def test_rows_whose_text_is_masked_out_get_nothing_from_it(kind):
+    model = tiny_unets.attach(tiny_unets.make(kind)).use_core()
+    args, kwargs = tiny_unets.given(kind)
+    mask = torch.tensor([[True], [False], [True]]).expand(-1, tiny_unets.TEXT_LENGTH)
+    last = len(model.places) - 1
+    with tiny_unets.listening(model, last) as heard:
+        out = run(model, None, kind, text_mask=mask)
+        assert not heard["out"][1].any() and heard["out"][0].any()
+    assert differs(out[1:2], tiny_unets.own(kind)[1:2])
+    assert_close(out[::2], tiny_unets.own(kind)[::2])
+    if kind != "only_cross":
+        assert torch.equal(model(*args, encoder_attention_mask=mask.float(), **kwargs).sample, out)
+    memory = tiny.memory(ROWS)
+    with tiny_unets.listening(model, last) as heard:
+        run(model, memory, kind, text_mask=mask)
+        added = heard["out"][1:2]
+        want = tiny_unets.share(model, last, heard["x"], memory)[1:2]
+    assert_close(added, want, 1e-4)
+
+
+def test_gradients_go_around_padding():
+    model = tiny_unets.attach(tiny_unets.make()).use_core()
+    (sample, time, words), _ = tiny_unets.given()
+    mask = MASK.clone()
+    mask[1] = False
+    words = words.masked_fill(~mask[..., None], float("nan")).requires_grad_()
+    model(sample, time, words, text_mask=mask).sample.square().mean().backward()
+    assert torch.isfinite(words.grad).all()
+    assert not words.grad[~mask].any() and words.grad[mask].any()
+
+
+# Made once
+
+
+@torch.no_grad()
+def test_the_texts_keys_and_values_are_made_once_per_block(model):
+    (sample, time, words), _ = tiny_unets.given()
+    count = len(model.places)
+    for memory, more in ((tiny.memory(ROWS), {}), (None, {}), (None, {"encoder_attention_mask": MASK.long()})):
+        with tiny_unets.counting(*text_projections(model)) as ran:
+            with model.condition(memory):
+                for _ in range(4):
+                    model.host(sample, time, words, **more)
+            assert len(ran) == count
+            model(sample, time, words, **more)
+            model(sample, time, words, **more)
+            assert len(ran) == 3 * count
+
+
+@torch.no_grad()
+def test_the_texts_keys_and_values_are_never_stale(model):
+    (sample, time, words), _ = tiny_unets.given()
+    count, plain = len(model.places), mmattn.attach(tiny_unets.make())
+    memory = tiny.memory(ROWS)
+
+    def check(made, host=None, words=words, dtype=torch.float32, **more):
+        with tiny_unets.counting(*text_projections(model)) as ran:
+            got = model.host(sample.to(dtype), time, words, **more).sample
+        assert len(ran) == made * count
+        host = plain.host if host is None else host
+        with model.disabled():
+            assert_close(got, model.host(sample.to(dtype), time, words, **more).sample)
+        if not more:
+            assert_close(got, host(sample.to(dtype), time, words).sample)
+        return got
+
+    model.set_adapter([])
+    with model.condition(memory):
+        check(1)
+        check(0)
+        check(1, words=words.clone())
+        check(1)
+        words.mul_(-1.5)
+        check(1)
+        check(0)
+        # Another padding is another text, and the same padding is the same.
+        first = check(1, encoder_attention_mask=MASK.long())
+        assert torch.equal(check(0, encoder_attention_mask=MASK.long()), first)
+        assert differs(check(1, encoder_attention_mask=MASK.flip(0).long())[::2], first[::2])
+        check(1)
+        model.double(), plain.double()
+        check(1, words=words.double(), dtype=torch.float64)
+        model.float(), plain.float()
+        check(1)
+        with torch.no_grad():
+            for one in (model, plain):
+                one.place(0).to_k.weight.mul_(1.5)
+        with tiny_unets.counting(*text_projections(model)) as ran:
+            model.host(sample, time, words)
+        assert len(ran) == 1
+        check(0)
+
+
+@torch.no_grad()
+def test_lora_on_the_hosts_projections_is_never_stale(model):
+    args, _ = tiny_unets.given()
+    other = tiny_unets.make()
+    tiny_unets.lora(other)
+    model.set_adapter([])
+    with model.condition(None):
+        assert_close(model.host(*args).sample, tiny_unets.own())
+        tiny_unets.lora(model.host)
+        assert_close(model.host(*args).sample, other(*args).sample)
+        for change in (
+            lambda unet: unet.disable_lora(),
+            lambda unet: unet.enable_lora(),
+            lambda unet: unet.set_adapters("default", 0.3),
+            lambda unet: unet.fuse_lora(),
+            lambda unet: unet.unfuse_lora(),
+        ):
+            change(model.host), change(other)
+            assert_close(model.host(*args).sample, other(*args).sample)
+        for scale in (0.2, 2.0):
+            given = {"cross_attention_kwargs": {"scale": scale}}
+            assert_close(model.host(*args, **given).sample, other(*args, **given).sample)
+
+
+@pytest.mark.parametrize("padding", ["encoder_attention_mask", "text_mask", None])
+def test_inference_mode(model, padding):
+    (sample, time, words), _ = tiny_unets.given()
+    more = {} if padding is None else {padding: MASK if padding == "text_mask" else MASK.long()}
+    with torch.no_grad():
+        want = model(sample, time, words, **more).sample
+    with torch.inference_mode():
+        inside = {name: value.clone() for name, value in more.items()}
+        for given, text in ((more, words), (inside, words), (inside, words.clone())):
+            with model.condition(None):
+                assert torch.equal(model(sample, time, text, **given).sample, want)
+                assert torch.equal(model(sample, time, text, **given).sample, want)
+
+
+@torch.no_grad()
+def test_a_mask_of_the_text_inside_a_block_keeps_the_memory(model):
+    memory = tiny.memory(ROWS)
+    want = run(model, memory, text_mask=MASK, strength=0.5)
+    with model.condition(memory, strength=0.5):
+        assert torch.equal(run(model, text_mask=MASK), want)
+        assert differs(run(model)[1:], want[1:], 1e-4)
+    with model.condition(memory, strength=0.5, text_mask=MASK):
+        assert torch.equal(run(model), want)
+
+
+# Processors that come and go
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        lambda unet: unet.set_attention_slice("max"),
+        lambda unet: unet.fuse_qkv_projections(),
+        lambda unet: unet.set_attn_processor(AttnProcessor()),
+        lambda unet: unet.mid_block.attentions[0].transformer_blocks[0].attn2.set_processor(AttnProcessor2_0()),
+    ],
+)
+@torch.no_grad()
+def test_processors_replaced_under_the_core_are_noticed(model, swap):
+    memory = tiny.memory(ROWS)
+    want = run(model, memory)
+    swap(model.host)
+    for call in (lambda: run(model, memory), lambda: run(model), lambda: model.host(*tiny_unets.given()[0])):
+        with pytest.raises(ConditionError, match=r"use_core\(False\)"):
+            call()
+    model.use_core(False)
+    assert_close(run(model, memory), want)
+    model.host.set_attn_processor(AttnProcessor2_0())
+    assert_close(run(model.use_core(), memory), want)
+
+
+@torch.no_grad()
+def test_fused_and_unfused_under_the_core(model):
+    want = run(model)
+    model.host.fuse_qkv_projections()
+    model.host.unfuse_qkv_projections()
+    assert torch.equal(run(model), want)
+
+
+def test_the_very_same_processors_come_back():
+    unet = tiny_unets.make()
+    unet.set_attn_processor({name: AttnProcessor() for name in unet.attn_processors})
+    before = unet.attn_processors
+    for leave in (lambda model: model.use_core(False), lambda model: model.detach()):
+        model = mmattn.attach(unet).use_core()
+        assert model.use_core() is model
+        assert all(unet.attn_processors[f"{place}.processor"] is model.own[place] for place in model.places)
+        assert list(unet.state_dict()) == list(tiny_unets.make().state_dict())
+        leave(model)
+        assert all(got is want for got, want in zip(unet.attn_processors.values(), before.values(), strict=True))
+        assert unet.attn_processors.keys() == before.keys()
+
+
+@torch.no_grad()
+def test_what_the_core_cannot_stand_in_for():
+    fused, sliced = tiny_unets.make(), tiny_unets.make()
+    fused.fuse_qkv_projections()
+    sliced.set_attention_slice("max")
+    for unet, match in (
+        (tiny_unets.make("simple"), "text and pixels together"),
+        (fused, "FusedAttnProcessor2_0"),
+        (sliced, "SlicedAttnProcessor"),
+    ):
+        model, before = mmattn.attach(unet), unet.attn_processors
+        with pytest.raises(ConditionError, match=match):
+            model.use_core()
+        assert all(got is want for got, want in zip(unet.attn_processors.values(), before.values(), strict=True))
+    with pytest.raises(ConditionError, match="no text"):
+        mmattn.attach(tiny_unets.make()).use_core()(tiny_unets.picture(), 3)
+
+
+@torch.no_grad()
+def test_masks_of_the_text_that_do_not_fit(model):
+    plain = tiny_unets.attach(tiny_unets.make())
+    with pytest.raises(ConditionError, match=r"use_core\(\)"):
+        run(plain, tiny.memory(ROWS), text_mask=MASK)
+    with pytest.raises(ConditionError, match=r"use_core\(\)"), plain.condition(tiny.memory(ROWS)):
+        run(plain, text_mask=MASK)
+    for mask, error, match in (
+        (MASK.float(), MaskError, "from_huggingface"),
+        (MASK.tolist(), MaskError, "list"),
+        (MASK[:, :5], ShapeError, r"\(3, 7\).*\(3, 5\)"),
+        (MASK[:2], ShapeError, r"\(3, 7\).*\(2, 7\)"),
+    ):
+        with pytest.raises(error, match=match):
+            run(model, text_mask=mask)
+        with pytest.raises(error, match=match), model.condition(None, text_mask=mask):
+            run(model)

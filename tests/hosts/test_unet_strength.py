@@ -1,0 +1,247 @@
+"""How strongly an adapter speaks: numbers, rows, maps, blocks, schedules, and several adapters at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmattn.errors import ConfigError, MmattnError, NonFiniteError, ShapeError
+from tests import tiny, tiny_unets
+from tests.tiny import assert_close, differs
+from tests.tiny_unets import HEIGHT, ROWS, WIDTH, run
+
+MID = 3  # the number of the attention layer in the middle, the host's last
+PLACES = ("down_blocks.0", "up_blocks.1.attentions.0", "up_blocks.1.attentions.1", "mid_block")
+
+
+@pytest.fixture
+def model():
+    """A tiny UNet with an open adapter."""
+    return tiny_unets.attach(tiny_unets.make())
+
+
+@pytest.fixture
+def middle():
+    """A tiny UNet with an open adapter beside its middle only: what goes in there is the same for every memory."""
+    return tiny_unets.attach(tiny_unets.make(), blocks=("mid",))
+
+
+def added(model, memory, **more):
+    """What the adapters add to the output of the layer in the middle, (b, l, d), and what went in."""
+    with torch.no_grad(), tiny_unets.listening(model, MID) as heard:
+        run(model)
+        own = heard["out"]
+        run(model, memory, **more)
+    return heard["out"] - own, heard["x"]
+
+
+# Numbers and rows
+
+
+@pytest.mark.parametrize("core", [False, True])
+def test_what_is_added_is_the_formulas_times_the_strength(middle, core):
+    memory = tiny.memory(ROWS)
+    middle.use_core(core)
+    once, x = added(middle, memory)
+    with torch.no_grad():
+        want = tiny_unets.share(middle, MID, x, memory)
+    assert_close(once, want, 1e-4)
+    for strength in (0.3, -2.0, 1, torch.tensor(0.7), torch.tensor(0.5, dtype=torch.float64)):
+        assert_close(added(middle, memory, strength=strength)[0], want * float(strength), 1e-4)
+    rows = torch.tensor([0.5, 0.0, -3.0])
+    got, _ = added(middle, memory, strength=rows)
+    assert_close(got, want * rows[:, None, None], 1e-4)
+    assert not got[1].any()
+
+
+@pytest.mark.parametrize("kind", tiny_unets.KINDS)
+@torch.no_grad()
+def test_what_is_added_in_every_kind_of_block(kind):
+    scaled = {"mid_block_scale_factor": 1.3} if kind == "simple" else {}
+    model, memory = tiny_unets.attach(tiny_unets.make(kind, **scaled)), tiny.memory(ROWS)
+    last = len(model.places) - 1
+    model = tiny_unets.attach(model.detach(), blocks=(model.places[last],))
+    with tiny_unets.listening(model, last) as heard:
+        run(model, None, kind)
+        own = heard["out"]
+        run(model, memory, kind)
+    assert_close(heard["out"] - own, tiny_unets.share(model, last, heard["x"], memory), 1e-4)
+
+
+@torch.no_grad()
+def test_rows_of_a_strength_are_rows_of_the_memory(model):
+    memory = tiny.memory(ROWS)
+    out = run(model, memory, strength=torch.tensor([0.3, 0.0, 1.0]))
+    assert_close(out[:1], run(model, memory, strength=0.3)[:1])
+    assert torch.equal(out[1], run(model)[1])
+    assert_close(out[2:], run(model, memory)[2:])
+    assert torch.equal(run(model, memory, strength=torch.ones(ROWS)), run(model, memory))
+
+
+# Maps
+
+
+@pytest.mark.parametrize("kind", tiny_unets.KINDS)
+@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (8 * HEIGHT, 8 * WIDTH), (2, 3)])
+@torch.no_grad()
+def test_a_map_of_ones_is_the_number_and_of_zeros_the_host(kind, size):
+    model, memory, own = tiny_unets.attach(tiny_unets.make(kind)), tiny.memory(ROWS), tiny_unets.own(kind)
+    want = run(model, memory, kind)
+    assert torch.equal(run(model, memory, kind, strength=torch.ones(ROWS, *size)), want)
+    assert torch.equal(run(model, memory, kind, strength=torch.zeros(ROWS, *size)), own)
+    half = torch.zeros(ROWS, *size)
+    half[1] = 1
+    out = run(model, memory, kind, strength=half)
+    assert torch.equal(out[::2], own[::2])
+    assert_close(out[1:2], want[1:2])
+
+
+def test_a_map_is_over_the_picture(middle):
+    """The layer in the middle sees the picture at half its size, row by row."""
+    memory, strength = tiny.memory(ROWS), torch.rand(ROWS, HEIGHT, WIDTH)
+    once, _ = added(middle, memory)
+    level = torch.nn.functional.avg_pool2d(strength[:, None], 2).flatten(2).transpose(1, 2)
+    assert_close(added(middle, memory, strength=strength)[0], once * level, 1e-4)
+    left = torch.zeros(ROWS, HEIGHT, WIDTH)
+    left[:, :, : WIDTH // 2] = 1
+    got = added(middle, memory, strength=left)[0].unflatten(1, (HEIGHT // 2, WIDTH // 2))
+    assert not got[:, :, WIDTH // 4 :].any()
+    assert_close(got[:, :, : WIDTH // 4], once.unflatten(1, (HEIGHT // 2, WIDTH // 2))[:, :, : WIDTH // 4], 1e-4)
+
+
+@torch.no_grad()
+def test_a_map_of_another_aspect_ratio(model):
+    memory, want = tiny.memory(ROWS), run(model)
+    for size in ((WIDTH, HEIGHT), (HEIGHT, HEIGHT), (1, 1)):
+        with pytest.raises(ShapeError, match="aspect ratio"):
+            run(model, memory, strength=torch.ones(ROWS, *size))
+        with pytest.raises(ShapeError, match="aspect ratio"):
+            run(model, memory, strength={"mid": torch.ones(ROWS, *size)})
+    # As far off as rounding pixels to latents goes.
+    assert torch.isfinite(run(model, memory, strength=torch.ones(ROWS, 8 * HEIGHT + 1, 8 * WIDTH))).all()
+    assert torch.equal(run(model), want)
+
+
+# Blocks and schedules
+
+
+@torch.no_grad()
+def test_by_block_the_longest_beginning_counts(model):
+    memory = tiny.memory(ROWS)
+    every = {place: float(i + 1) / 4 for i, place in enumerate(PLACES)}
+    want = run(model, memory, strength=every)
+    assert differs(want, run(model, memory), 1e-3)
+    for strength in (
+        {"": 0.25, "up": 9.0, "up_blocks.1.attentions.0": 0.5, "up_blocks.1.attentions.1": 0.75, "mid": 1.0},
+        {"up_blocks": every, "down": 0.25, "up_blocks.1.attentions.1": 0.75, "mid_block.attentions.0": 1},
+        {"down": lambda time: 0.25, "up": {"up_blocks.1.attentions.1": 0.75, "up": torch.full((ROWS,), 0.5)}, "mid": 1},
+        lambda time: every,
+    ):
+        assert_close(run(model, memory, strength=strength), want)
+    alone = tiny_unets.attach(tiny_unets.make(), opened=False, blocks=("mid",))
+    state = {
+        name: value for name, value in model.adapters.state_dict().items() if ".blocks." not in name or ".3." in name
+    }
+    alone.adapters.load_state_dict(state)
+    assert_close(run(model, memory, strength={"mid": 1.0}), run(alone, memory))
+    assert torch.equal(run(model, memory, strength={}), run(model))
+
+
+@torch.no_grad()
+def test_a_schedule_is_asked_once_per_step(model):
+    memory, (sample, _, words) = tiny.memory(ROWS), tiny_unets.given()[0]
+    asked = []
+
+    def schedule(time):
+        asked.append(time)
+        return 0.0 if time > 500 else torch.tensor([0.5, 1.0, 2.0])
+
+    own = tiny_unets.make()
+    with model.condition(memory, strength=schedule):
+        for time in (900, torch.tensor(300), torch.full((ROWS,), 7.0)):
+            out = model.host(sample, time, words).sample
+            if asked[-1] > 500:
+                assert torch.equal(out, own(sample, time, words).sample)
+            else:
+                assert differs(out, own(sample, time, words).sample)
+    assert asked == [900.0, 300.0, 7.0] and all(type(time) is float for time in asked)
+
+
+# Several adapters
+
+
+@pytest.mark.parametrize("core", [False, True])
+def test_adapters_add_up_each_with_its_memory_and_strength(middle, core):
+    middle.use_core(core)
+    middle.add_adapter("second", tiny_unets.adapter(memory_dim=11, tokens=2, blocks=("mid",)))
+    tiny_unets.open_values(middle, "second", seed=5)
+    one, two = tiny.memory(ROWS, lengths=[5, 0, 3]), tiny.memory(ROWS, m=2, e=11, lengths=[2, 1, 0])
+    first, second = added(middle, {"default": one})[0], added(middle, {"second": two})[0]
+    both = {"default": one, "second": two}
+    assert_close(added(middle, both)[0], first + second, 1e-4)
+    assert_close(added(middle, both, strength=0.5)[0], 0.5 * (first + second), 1e-4)
+    rows = torch.tensor([1.0, 2.0, 3.0])
+    got, _ = added(middle, both, strength={"default": rows, "second": {"mid": lambda time: -0.5}})
+    assert_close(got, first * rows[:, None, None] - 0.5 * second, 1e-4)
+    assert_close(added(middle, both, strength={"second": 1.0})[0], second, 1e-4)
+    with middle.disabled("second"):
+        assert_close(added(middle, both)[0], first, 1e-4)
+    middle.set_adapter("second")
+    assert_close(added(middle, both)[0], second, 1e-4)
+    middle.set_adapter(["second", "default"])
+    with torch.no_grad(), middle.condition(both), pytest.raises(ShapeError, match="second"):
+        run(middle, {"second": one})
+    middle.delete_adapter("second")
+    assert_close(added(middle, one)[0], first, 1e-4)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("strength", "error", "match"),
+    [
+        ({"middle": 1.0}, ConfigError, "middle.*mid_block"),
+        ({"mid": {"nowhere": 1.0}}, ConfigError, "nowhere"),
+        ({3: 1.0}, ConfigError, "3"),
+        ({"default": 1.0, "other": 1.0}, ConfigError, "default|other"),
+        (True, ConfigError, "True"),
+        ({"mid": False}, ConfigError, "False"),
+        ("much", ConfigError, "much"),
+        (None, ConfigError, "None"),
+        ([1.0, 0.5, 0.0], ConfigError, "number"),
+        (float("nan"), ConfigError, "nan"),
+        (float("inf"), ConfigError, "inf"),
+        (torch.tensor(float("nan")), MmattnError, "nan|NaN"),
+        (torch.tensor([1.0, float("nan"), 1.0]), NonFiniteError, "NaN"),
+        (torch.ones(ROWS, dtype=torch.long), ConfigError, "int64"),
+        (torch.ones(ROWS, dtype=torch.bool), ConfigError, "bool"),
+        (torch.ones(2), ShapeError, "3 rows.*2"),
+        (torch.ones(1), ShapeError, "3 rows.*1"),
+        (torch.ones(2, HEIGHT, WIDTH), ShapeError, "3 rows"),
+        (torch.ones(ROWS, HEIGHT * WIDTH), ShapeError, "height, width"),
+        (torch.ones(ROWS, 1, HEIGHT, WIDTH), ShapeError, "height, width"),
+        (torch.ones(ROWS, 0, 0), ShapeError, "height, width"),
+        (torch.ones(ROWS, HEIGHT, 0), ShapeError, "height, width"),
+    ],
+)
+@torch.no_grad()
+def test_a_strength_that_does_not_fit(model, strength, error, match):
+    memory = tiny.memory(ROWS)
+    want, before = run(model, memory), tiny_unets.traces(model.host)
+    with pytest.raises(error, match=match):
+        run(model, memory, strength=strength)
+    with pytest.raises(error, match=match), model.condition(memory, strength=strength):
+        run(model)
+    with pytest.raises(error, match=match):
+        run(model, memory, strength=lambda time: strength)
+    assert torch.equal(run(model, memory), want)
+    assert tiny_unets.traces(model.host) == before
+
+
+def test_a_mapping_by_name_is_not_one_by_block():
+    """An adapter may be called as a block begins: then names count."""
+    model = tiny_unets.attach(tiny_unets.make(), name="mid")
+    memory = tiny.memory(ROWS)
+    with torch.no_grad():
+        assert torch.equal(run(model, memory, strength={"mid": 1.0}), run(model, memory))

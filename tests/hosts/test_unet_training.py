@@ -1,0 +1,170 @@
+"""Training an adapter on a frozen UNet: what moves, checkpointing, autocast, several memories before one backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmattn
+from tests import tiny, tiny_unets
+from tests.tiny import assert_close
+from tests.tiny_unets import ROWS, run
+
+
+def gradients(model, memory, kind="stable", **more):
+    """Loss and gradients, by name, of the adapter and of the memory."""
+    tokens = memory.tokens.clone().requires_grad_()
+    model.adapters.zero_grad()
+    loss = run(model, mmattn.Memory(tokens, memory.mask), kind, **more).square().mean()
+    loss.backward()
+    found = {name: one.grad.clone() for name, one in model.adapters.named_parameters()}
+    return loss.detach(), found | {"memory": tokens.grad}
+
+
+@pytest.mark.parametrize("kind", tiny_unets.KINDS)
+@pytest.mark.parametrize("settings", [{}, {"tokens": 2}, {"resampler": mmattn.Resampler(3, 1, 2, 4)}])
+def test_training_moves_the_adapter_and_never_the_host(kind, settings):
+    torch.manual_seed(0)
+    model, memory = tiny_unets.attach(tiny_unets.make(kind), opened=False, **settings), tiny.memory(ROWS)
+    host, start = {**tiny_unets.make(kind).state_dict()}, {**copied(model.adapters)}
+    assert not any(one.requires_grad for one in model.host.parameters())
+    optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=0.05)
+    target = torch.randn_like(tiny_unets.picture())
+    losses = []
+    model.train()
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = (run(model, memory, kind) - target).square().mean()
+        loss.backward()
+        if step == 0:  # values of 0: their gradient comes first, and lets the others follow
+            moved = {name for name, one in model.adapters.named_parameters() if one.grad.any()}
+            assert moved == {name for name in start if ".blocks." in name and "v_proj" in name}
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(value, host[name]) for name, value in model.host.state_dict().items())
+    assert all(one.grad.any() for one in model.adapters.parameters())
+    assert not any(torch.equal(value, start[name]) for name, value in model.adapters.state_dict().items())
+
+
+def copied(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_a_start_as_the_hosts_own_projections():
+    model = tiny_unets.attach(tiny_unets.make(), opened=False, tokens=2, start="host")
+    for index, block in enumerate(model.adapters["default"].blocks.values()):
+        assert torch.equal(block.k_proj.weight, model.place(index).to_k.weight)
+        assert torch.equal(block.v_proj.weight, model.place(index).to_v.weight)
+    assert tiny.differs(run(model, tiny.memory(ROWS)).detach(), tiny_unets.own())
+    with pytest.raises(mmattn.errors.AttachError, match="tokens="):
+        model.add_adapter("other", tiny_unets.adapter(start="host"))
+    assert list(model.adapters) == ["default"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "core"),
+    [("stable", False), ("stable", True), ("sdxl", True), ("k", False), ("k", True), ("simple", False)],
+)
+def test_checkpointing_gives_the_same_gradients(kind, core):
+    memory, strength = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.tensor([0.5, 1.0, 2.0])
+    model = tiny_unets.attach(tiny_unets.make(kind)).use_core(core).train()
+    want = gradients(model, memory, kind, strength=strength)
+    with tiny_unets.counting(model.place(len(model.places) - 1)) as ran:
+        model.enable_gradient_checkpointing()
+        got = gradients(model, memory, kind, strength=strength)
+        # Once more in the backward pass, where these blocks let their attention run again.
+        assert len(ran) == (1 if kind in ("simple", "k") else 2)
+    assert torch.equal(got[0], want[0])
+    for name, value in want[1].items():
+        assert torch.equal(got[1][name], value), name
+        assert value.any(), name
+    # Nothing of that stands in the way of a host without memory, or without us.
+    with torch.no_grad():
+        assert_close(run(model.eval(), None, kind), tiny_unets.own(kind))
+    model.train()
+    unet = model.detach()
+    args, kwargs = tiny_unets.given(kind)
+    args[2].requires_grad_()
+    unet(*args, **kwargs).sample.sum().backward()
+    assert args[2].grad.any()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_forwards_before_one_backward_outside_of_their_blocks(checkpointing):
+    model = tiny_unets.attach(tiny_unets.make()).train()
+    memories = [tiny.memory(ROWS, m=m, seed=m) for m in (2, 3)]
+    want = [gradients(model, memory)[1] for memory in memories]
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    model.adapters.zero_grad()
+    losses = []
+    for memory in memories:
+        with model.condition(memory):
+            losses.append(model.host(*tiny_unets.given()[0]).sample.square().mean())
+    with torch.no_grad():
+        run(model, tiny.memory(ROWS, m=7))
+    with model.condition(tiny.memory(ROWS, m=5, seed=5)):
+        sum(losses).backward()
+    for name, parameter in model.adapters.named_parameters():
+        assert_close(parameter.grad, want[0][name] + want[1][name])
+
+
+def test_a_memory_of_its_own_for_every_row_and_time():
+    """As training has it: rows at different times, some of them without the memory."""
+    model, memory = tiny_unets.attach(tiny_unets.make()).train(), tiny.memory(ROWS)
+    times, (sample, _, words) = torch.tensor([3, 500, 41]), tiny_unets.given()[0]
+    out = model(sample, times, words, memory=memory, strength=torch.tensor([1.0, 0.0, 1.0])).sample
+    own = model(sample, times, words).sample
+    assert torch.equal(out[1], own[1]) and not torch.equal(out[0], own[0])
+    by_block = model(sample, times, words, memory=memory, strength={"": torch.tensor([1.0, 0.0, 1.0])}).sample
+    assert torch.equal(by_block, out)
+    with pytest.raises(mmattn.errors.ConditionError, match="one time step"):
+        model(sample, times, words, memory=memory, strength=lambda time: time)
+    same = torch.full((ROWS,), 41)
+    assert torch.isfinite(model(sample, same, words, memory=memory, strength=lambda time: time / 100).sample).all()
+
+
+@pytest.mark.parametrize("core", [False, True])
+def test_autocast(core):
+    model, memory = tiny_unets.attach(tiny_unets.make()).use_core(core), tiny.memory(ROWS, lengths=[5, 0, 3])
+    want, args = gradients(model, memory), tiny_unets.given()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients(model, memory)
+        with torch.no_grad(), model.condition(memory):
+            rough = model.host(*args).sample
+            with torch.autocast("cpu", enabled=False):
+                exact = model.host(*args).sample
+            assert torch.equal(model.host(*args).sample, rough)
+    assert_close(got[0], want[0], 0.05)
+    for name, value in want[1].items():
+        assert got[1][name].dtype is torch.float32
+        assert_close(got[1][name], value, 0.3)
+    with torch.no_grad():
+        assert torch.equal(exact, run(model, memory))
+        assert_close(rough.float(), exact, 0.15)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(rough[1], run(model)[1])
+
+
+def test_nothing_is_kept_while_gradients_are_needed():
+    model, memory = tiny_unets.attach(tiny_unets.make()), tiny.memory(ROWS)
+    projections = [block.k_proj for block in model.adapters["default"].blocks.values()]
+    with model.condition(memory), tiny_unets.counting(*projections) as ran:
+        run(model)
+        run(model).sum().backward()
+        assert len(ran) == 2 * len(projections)
+    # A frozen adapter and a fixed memory need none.
+    model.adapters.requires_grad_(False)
+    with model.condition(memory), tiny_unets.counting(*projections) as ran:
+        run(model)
+        run(model)
+        assert len(ran) == len(projections)
+    prepared = model.prepare(memory)
+    with torch.inference_mode():
+        want = run(model, prepared).clone()
+    model.adapters.requires_grad_(True)
+    out = run(model, prepared)
+    assert_close(out.detach(), want)
+    out.sum().backward()
+    assert all(one.grad.any() for one in model.adapters.parameters())

@@ -90,6 +90,8 @@ class Handle(nn.Module, ABC):
     def prepare(self, memory: Memories) -> Prepared | dict[str, Prepared]:
         """Check a memory and keep what the adapters make of it, for many calls; give the result as `memory`."""
         prepared = self._prepare(memory)
+        if not prepared:
+            raise ConditionError("no adapter is active to prepare a memory for: set_adapter(name) first")
         return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
 
     @contextlib.contextmanager

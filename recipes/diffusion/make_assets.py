@@ -18,10 +18,10 @@ CARD = """# Handwritten digits: a UNet, a text encoder, and an adapter for style
 
 Made by the recipe `diffusion` from scikit-learn's digits (Alpaydin and Kaynak, CC BY 4.0), in half precision.
 
-| folder | what | made by | took |
+| folder | what | by `mmattn train` with | took |
 |---|---|---|---|
-| `unet`, `text` | stage A, in the formats of diffusers and transformers | `mmattn train recipes/diffusion/config.yaml` | {text} |
-| `adapter`, `style.safetensors` | stage B: decoupled adapter, style encoder | `mmattn train recipes/diffusion/config_style.yaml` | {style} |
+| `unet`, `text` | stage A, in the formats of diffusers and transformers | `config.yaml` | {text} |
+| `adapter`, `style.safetensors` | stage B: decoupled adapter, style encoder | `config_style.yaml` | {style} |
 
 Put together by `recipes/diffusion/make_assets.py`. Two x86 cores; what they reach stands in the recipe's README.
 """

@@ -24,10 +24,6 @@ SMALL = {
     "sample": {"steps": 2, "each": 1, "examples": 7, "every": 2},
     "progress": False,
 }
-    "model": {"channels": [8, 16, 16]},
-    "sample": {"steps": 2, "each": 1, "examples": 7, "every": 2},
-    "progress": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +159,7 @@ def test_stage_b_and_drawing(
         with pytest.raises(SystemExit) as ended:
             main(["draw", "a thick seven", "--steps", "2", "--seed", "3", "-o", str(picture), *more])
         assert ended.value.code == 0
-        pictures[name] = list(Image.open(picture).getdata())
+        pictures[name] = Image.open(picture).tobytes()
         assert str(picture) in capsys.readouterr().out
     assert pictures["nothing"] == pictures["plain"]
     assert len(pictures["plain"]) == 256**2

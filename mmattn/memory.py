@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.errors import MaskError, NonFiniteError, ShapeError, check_bool_mask, check_float, check_int
+from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_float, check_int
 from mmattn.files import read_tensors, write_tensors
 
 FORMAT = "mmattn-memory"
@@ -253,7 +253,8 @@ class Memory:
 
     def drop(self, chance: float, generator: torch.Generator | None = None) -> Memory:
         """The memory with each row left out, with this chance, altogether: conditioning dropout for guidance."""
-        check_float("chance", chance, at_least=0)
+        if check_float("chance", chance, at_least=0) > 1:
+            raise ConfigError(f"chance is a probability from 0 to 1, got {chance}")
         kept = torch.rand(self.batch, 1, generator=generator).to(self.device) >= chance
         return Memory(
             self.tokens, self._filled("mask") & kept, self.segments, self.scores, self.sources, check_finite=False

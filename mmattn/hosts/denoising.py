@@ -42,14 +42,26 @@ class Denoising(Call):
 
 @dataclass
 class Step:
-    """One forward of the host: the picture's size, and the strength of each adapter at this time."""
+    """One forward of a host: the picture's size, and the strength of each adapter at this time.
 
+    Args:
+        host: whose forward. outer: the step of another host, inside of which this one runs.
+    """
+
+    host: nn.Module
+    outer: Step | None
     size: tuple[int, int]
     strengths: dict[str, Any]
     visited: set[int] = field(default_factory=set)
 
 
-current_step: ContextVar[Step | None] = ContextVar("mmattn_step", default=None)
+_step: ContextVar[Step | None] = ContextVar("mmattn_step", default=None)
+
+
+def step_of(host: nn.Module) -> Step | None:
+    """The forward of this host that is under way here, or None where a part of it is called by itself."""
+    step = _step.get()
+    return step if step is not None and step.host is host else None
 
 
 class BeforeHost:
@@ -83,7 +95,7 @@ class BeforeHost:
                 strength = at_step(strength, timestep, handle.places, prepared.batch)
                 check_aspect(strength, *size)
             strengths[name] = strength
-        current_step.set(Step(size, strengths))
+        _step.set(Step(host, _step.get(), size, strengths))
 
 
 class InContext:
@@ -112,10 +124,10 @@ class AfterHost:
         self.handle = handle
 
     def __call__(self, host: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        step = current_step.get()
+        step = step_of(host)
         if step is None:
             return
-        current_step.set(None)
+        _step.set(step.outer)
         if output is None:
             return
         wanted = {
@@ -138,7 +150,7 @@ class BesidePlace:
         self.handle, self.index = handle, index
 
     def __call__(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        step = current_step.get()
+        step = step_of(self.handle.host)
         if step is not None:
             step.visited.add(self.index)
         if attn.processor is self.handle.own[self.handle.places[self.index]]:

@@ -97,16 +97,21 @@ class OwnAttention:
             raise ConditionError("the host was given image embeddings of an IP-Adapter: call use_core(False) first")
         if text is None:
             raise ConditionError(f"{self.handle.places[self.index]} was given no text (encoder_hidden_states)")
-        if attn.norm_cross:
-            text = attn.norm_encoder_hidden_states(text)
         call = self.handle.denoising()
         mask = self.mask(call, text, bias)
         seen = None if mask is None else mask.any(1)[:, None, None]
-        made: Tensor | KeyValue = text
+
+        def normed() -> Tensor:
+            return attn.norm_encoder_hidden_states(text) if attn.norm_cross else text
+
+        made: Tensor | KeyValue
         if call is not None and self.may_keep(text):
-            sources = [text, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
+            norm = attn.norm_cross.parameters() if attn.norm_cross else ()
+            sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, torch.is_autocast_enabled(text.device.type))
-            made = call.text.once(key, sources, lambda: self.heads.project(text, mask=mask))
+            made = call.text.once(key, sources, lambda: self.heads.project(normed(), mask=mask))
+        else:
+            made = normed()
         out = self.heads(q, made, mask=None if isinstance(made, KeyValue) else mask)
         return out, seen
 

@@ -28,8 +28,8 @@ from mmattn.hosts.denoising import (
     BesidePlace,
     Denoising,
     InContext,
-    current_step,
     is_nothing,
+    step_of,
     unseen_rows,
 )
 from mmattn.hosts.handle import Handle, Memories, check_host, forget_compiled
@@ -125,7 +125,7 @@ class UNet(Handle):
             sample, timestep, encoder_hidden_states, kwargs: the host's own.
             memory: (b, m, e), one row for each row of the sample; one for all adapters or one by adapter name. None:
                 the memory of the surrounding `condition` block, or the host's own output.
-            strength, text_mask: as in `condition`.
+            strength, text_mask: as in `condition`; strength is that of the memory given here.
         """
         given = (sample, timestep, encoder_hidden_states)
         if memory is None and text_mask is None:
@@ -216,7 +216,7 @@ class UNet(Handle):
         Args:
             q: (rows, h, l, k), the host's queries.
         """
-        call, step = self.denoising(), current_step.get()
+        call, step = self.denoising(), step_of(self.host)
         if call is None:
             return None
         total = None

@@ -200,19 +200,10 @@ def test_29_a_host_without_weights():
     assert all(not part._forward_hooks for part in lm.modules())
 
 
-def test_32_pickling_works_or_names_the_verb(model, ids):
-    memory = tiny.memory(ROWS)
+def test_32_pickling_names_the_verb(model):
     for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
-        try:
+        with pytest.raises(TypeError, match="save_adapter"):
             save(model)
-        except TypeError as error:
-            assert "save_adapter" in str(error)
-    try:
-        other = pickle.loads(pickle.dumps(model))
-    except TypeError:
-        return
-    with torch.no_grad():
-        assert torch.equal(other(ids, memory=memory).logits, model(ids, memory=memory).logits)
 
 
 def test_33_without_memory_the_host_answers(model, ids):

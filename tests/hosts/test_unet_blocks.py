@@ -234,3 +234,42 @@ def test_a_guided_call_without_the_word(model):
         model.host(*args)
     with pytest.raises(ShapeError, match=r"expand\(6\)"):
         model(*args, memory=tiny.memory(1))
+
+
+@torch.no_grad()
+def test_one_host_inside_the_forward_of_another():
+    """Each has a step of its own: a map over another picture, or a step forgotten too early, would be an error."""
+    outer, inner = (tiny_unets.attach(tiny_unets.make(seed=seed)) for seed in (0, 1))
+    memory, map_ = tiny.memory(ROWS), torch.rand(ROWS, tiny_unets.HEIGHT, tiny_unets.WIDTH)
+    want, alone = run(outer, memory, strength=map_), run(inner, memory, strength=0.5)
+    heard = []
+
+    def call_inner(module, args, output):
+        heard.append(run(inner, memory, strength=0.5))
+
+    hook = outer.place(1).register_forward_hook(call_inner, prepend=True)
+    assert torch.equal(run(outer, memory, strength=map_), want)
+    hook.remove()
+    assert torch.equal(heard[0], alone)
+
+
+def test_preparing_for_no_adapter_says_so():
+    model = tiny_unets.attach(tiny_unets.make())
+    model.set_adapter([])
+    with pytest.raises(ConditionError, match=r"set_adapter\(name\) first"):
+        model.prepare(tiny.memory(ROWS))
+
+
+@torch.no_grad()
+def test_text_that_a_layer_normalises_is_projected_once_too():
+    model = tiny_unets.attach(tiny_unets.make("k")).use_core()
+    layers = [model.place(index) for index in range(len(model.places))]
+    assert any(layer.norm_cross is not None for layer in layers)
+    args, kwargs = tiny_unets.given("k")
+    want = model.host(*args, **kwargs).sample
+    with tiny_unets.counting(*(layer.to_k for layer in layers)) as ran, model.condition(None):
+        for _ in range(3):
+            assert torch.equal(model.host(*args, **kwargs).sample, want)
+        assert len(ran) == len(layers)
+        layers[0].norm_cross.weight.mul_(2)
+        assert differs(model.host(*args, **kwargs).sample, want)

@@ -69,6 +69,16 @@ class Judge:
         own, other = np.cov(self.real.T), np.cov(made.T)
         return float(mean @ mean + np.trace(own + other - 2 * np.real(sqrtm(own @ other))))
 
+    def credentials(self, held_out: Digits) -> str:
+        """How right the judges are about real pictures that they never saw."""
+        right = float((self.read(held_out.pictures) == held_out.digits).float().mean())
+        seen = similarity(held_out.measures, self.style(held_out.pictures))
+        styles = ", ".join(f"{name} {value:+.2f}" for name, value in zip(MEASURES, seen, strict=True))
+        return (
+            f"Of {len(held_out)} real held-out pictures the judge reads {100 * right:.1f} % right; its "
+            f"correlation with what is measured: {styles}; their Fréchet distance: {self.frechet(held_out.pictures):.2f}."
+        )
+
     def obedience(self, asked: Asked, pictures: Tensor) -> dict[str, float]:
         """Shares of pictures that show the asked digit, and of named attributes that are there.
 

@@ -37,8 +37,11 @@ def stage_text(config: Config, data: Digits, held_out: Digits, scale: Scale, run
     save_text(model, words, run.path)
     unet, words = load_models(run.path)
     model = mmattn.attach(unet).use_core()
-    rows = text_rows(model, words, Judge(data, scale), data, config.sample.steps, config.seed, config.sample.each)
-    finish(run, config, rows, text_table(rows), {"UNet and text encoder": fitted})
+    judge = Judge(data, scale)
+    rows = text_rows(model, words, judge, data, config.sample.steps, config.seed, config.sample.each)
+    finish(
+        run, config, rows, text_table(rows) + "\n\n" + judge.credentials(held_out), {"UNet and text encoder": fitted}
+    )
 
 
 def stage_style(config: Config, data: Digits, held_out: Digits, scale: Scale, run: training.RunFolder) -> None:
@@ -49,11 +52,7 @@ def stage_style(config: Config, data: Digits, held_out: Digits, scale: Scale, ru
     words.requires_grad_(False)
     torch.manual_seed(config.seed)
     model = mmattn.attach(unet, mmattn.DecoupledAdapter(memory_dim=encoder.head.in_features)).use_core()
-    fitted = {
-        "decoupled": train_style(
-            config, data, model, words, encoder, model.adapters, "stage B", lambda line: run.log(**line)
-        )
-    }
+    fitted = {"decoupled": train_style(config, data, model, words, encoder, model.adapters, "stage B", run)}
     model.save_adapter(run.path / "adapter")
     concatenated = None
     if config.style.control:
@@ -65,7 +64,7 @@ def stage_style(config: Config, data: Digits, held_out: Digits, scale: Scale, ru
         model, words, judge, encoder, shown, concatenated, config.sample.steps, config.sample.w, config.seed
     )
     show(model, words, encoder, held_out, config, run)
-    finish(run, config, rows, style_table(rows), fitted)
+    finish(run, config, rows, style_table(rows) + "\n\n" + judge.credentials(held_out), fitted)
 
 
 def show(

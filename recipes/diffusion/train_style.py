@@ -7,16 +7,15 @@ stands in the text alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 import torch
+from denoise import denoising_loss, fit
 from digits import Digits, asked_for, describe
 from models import WIDTH as TEXT_WIDTH, Words, noise_schedule
 from settings import Config
 from style import WIDTH, StyleEncoder
 from torch import Tensor, nn
-from train_text import denoising_loss
 
 import mmattn
 from mmattn import training
@@ -58,7 +57,7 @@ def train_style(
     encoder: StyleEncoder,
     trained: nn.Module,
     label: str,
-    log: Callable[[dict[str, float]], None] | None = None,
+    run: training.RunFolder | None = None,
 ) -> training.Fitted:
     """Train the model's adapter (`trained` is `model.adapters`) or a `Concatenated` on pairs of like style."""
     torch.manual_seed(config.seed)
@@ -85,16 +84,6 @@ def train_style(
         )
 
     trained.train().requires_grad_(True)
-    groups = training.parameter_groups(trained, settings.lr, weight_decay=settings.weight_decay)
-    fitted = training.fit(
-        groups,
-        loss_at,
-        settings.steps,
-        warmup=settings.warmup,
-        clip=settings.clip,
-        label=label,
-        log=log,
-        progress=config.progress,
-    )
+    fitted = fit(config, trained, loss_at, label, run)
     trained.eval()
     return fitted

@@ -6,7 +6,8 @@ from pathlib import Path
 from random import Random
 
 import torch
-from diffusers.training_utils import EMAModel, compute_snr
+from denoise import denoising_loss, fit
+from diffusers.training_utils import EMAModel
 from digits import Digits, asked_for, describe
 from models import Words, make_unet, make_words, noise_schedule, save_models
 from pictures import grid, plot_losses
@@ -25,17 +26,6 @@ SHOWN = (
     "a four slanted left",
     "a four slanted right",
 )
-
-
-def denoising_loss(scheduler, predict, pictures: Tensor, min_snr: float) -> Tensor:
-    """The min-SNR weighted error of the predicted v (arXiv 2303.09556) at random time steps."""
-    noise = torch.randn_like(pictures)
-    times = torch.randint(0, scheduler.config.num_train_timesteps, (len(pictures),))
-    noisy = scheduler.add_noise(pictures, noise, times)
-    wanted = scheduler.get_velocity(pictures, noise, times)
-    snr = compute_snr(scheduler, times)
-    weight = snr.clamp(max=min_snr) / (snr + 1)
-    return (weight * (predict(noisy, times) - wanted).square().mean((1, 2, 3))).mean()
 
 
 def train_text(
@@ -82,16 +72,7 @@ def train_text(
         both.train()
         average.restore(both.parameters())
 
-    groups = training.parameter_groups(both, settings.lr, weight_decay=settings.weight_decay)
-    fitted = training.fit(
-        groups,
-        loss_at,
-        settings.steps,
-        warmup=settings.warmup,
-        clip=settings.clip,
-        label="stage A",
-        log=lambda line: run.log(**line),
-    )
+    fitted = fit(config, both, loss_at, "stage A", run)
     average.step(both.parameters())
     average.copy_to(both.parameters())
     both.eval().requires_grad_(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ from PIL import Image
 
 from mmattn.cli import main
 from mmattn.errors import ImageError, TextError
-from mmattn.recipes import find_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -26,14 +25,9 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def recipe() -> SimpleNamespace:
-    """The files of the recipe, as the command line loads them; the search path is put back."""
-    before = list(sys.path)
-    names = ("digits", "measure", "models", "style", "train_style", "train", "drawing")
-    folder = find_recipe("diffusion").folder
-    loaded = SimpleNamespace(**{name: load_recipe(folder, name) for name in names})
-    yield loaded
-    sys.path[:] = before
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    """The files of the recipe."""
+    return load_files("diffusion", "digits", "measure", "models", "style", "train_style", "train", "drawing")
 
 
 @pytest.fixture(scope="module")

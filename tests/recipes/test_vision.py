@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,20 +18,15 @@ import mmattn
 from mmattn import training
 from mmattn.cli import main
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.recipes import find_recipe, load_recipe
+from mmattn.recipes import find_recipe
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def recipe() -> SimpleNamespace:
-    """The files of the recipe, as the command line loads them; the search path is put back."""
-    before = list(sys.path)
-    names = ("settings", "data", "measure", "report", "seeing", "train", "caption", "table")
-    folder = find_recipe("vision").folder
-    loaded = SimpleNamespace(**{name: load_recipe(folder, name) for name in names})
-    yield loaded
-    sys.path[:] = before
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    """The files of the recipe."""
+    return load_files("vision", "settings", "data", "measure", "report", "seeing", "train", "caption", "table")
 
 
 @pytest.fixture(scope="module")

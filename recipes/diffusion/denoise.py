@@ -1,0 +1,45 @@
+"""What both stages train with: the loss of one step, and the loop over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.training_utils import compute_snr
+from settings import Config
+from torch import Tensor, nn
+
+from mmattn import training
+
+
+def denoising_loss(scheduler: Any, predict: Any, pictures: Tensor, min_snr: float) -> Tensor:
+    """The min-SNR weighted error of the predicted v (arXiv 2303.09556) at random time steps."""
+    noise = torch.randn_like(pictures)
+    times = torch.randint(0, scheduler.config.num_train_timesteps, (len(pictures),))
+    noisy = scheduler.add_noise(pictures, noise, times)
+    wanted = scheduler.get_velocity(pictures, noise, times)
+    snr = compute_snr(scheduler, times)
+    weight = snr.clamp(max=min_snr) / (snr + 1)
+    return (weight * (predict(noisy, times) - wanted).square().mean((1, 2, 3))).mean()
+
+
+def fit(
+    config: Config,
+    trained: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    label: str,
+    run: training.RunFolder | None = None,
+) -> training.Fitted:
+    """Train a module with the settings of a run, which keeps the metrics where it is given."""
+    settings = config.optim
+    return training.fit(
+        training.parameter_groups(trained, settings.lr, weight_decay=settings.weight_decay),
+        loss_at,
+        settings.steps,
+        warmup=settings.warmup,
+        clip=settings.clip,
+        label=label,
+        log=None if run is None else lambda line: run.log(**line),
+        progress=config.progress,
+    )

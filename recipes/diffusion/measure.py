@@ -76,7 +76,8 @@ class Judge:
         styles = ", ".join(f"{name} {value:+.2f}" for name, value in zip(MEASURES, seen, strict=True))
         return (
             f"Of {len(held_out)} real held-out pictures the judge reads {100 * right:.1f} % right; its "
-            f"correlation with what is measured: {styles}; their Fréchet distance: {self.frechet(held_out.pictures):.2f}."
+            f"correlation with what is measured: {styles}; "
+            f"their Fréchet distance: {self.frechet(held_out.pictures):.2f}."
         )
 
     def obedience(self, asked: Asked, pictures: Tensor) -> dict[str, float]:

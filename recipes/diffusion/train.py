@@ -39,9 +39,8 @@ def stage_text(config: Config, data: Digits, held_out: Digits, scale: Scale, run
     model = mmattn.attach(unet).use_core()
     judge = Judge(data, scale)
     rows = text_rows(model, words, judge, data, config.sample.steps, config.seed, config.sample.each)
-    finish(
-        run, config, rows, text_table(rows) + "\n\n" + judge.credentials(held_out), {"UNet and text encoder": fitted}
-    )
+    table = text_table(rows) + "\n\n" + judge.credentials(held_out)
+    finish(run, config, rows, table, {"UNet and text encoder": fitted})
 
 
 def stage_style(config: Config, data: Digits, held_out: Digits, scale: Scale, run: training.RunFolder) -> None:

@@ -11,7 +11,7 @@ import importlib
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -121,6 +121,51 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     for override in overrides:
         _override(settings, override)
     return settings
+
+
+def over_seeds(
+    description: str,
+    train: Callable[[dict[str, Any]], None],
+    table: Callable[[list[dict[str, Any]]], str],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """A command line: CONFIG [key=value …] --seeds 0 1 2. Train what is not there, print and keep one table of all.
+
+    Every seed has a folder `seed-N` in that of the settings; "{seed}" in a setting stands for the seed. Ctrl-C ends it,
+    and what is finished is used the next time.
+
+    Args:
+        description: of the command. train: runs a recipe with settings that name `seed` and `out`, and leaves a
+        `table.json`. table: from the contents of all of them to text.
+    """
+    import argparse
+    import json
+
+    from mmattn.atomic import write_text
+
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    given = parser.parse_intermixed_args(arguments)
+    settings = read_settings(given.config, given.overrides)
+    name = settings.pop("recipe", "run")
+    out = Path(settings.get("out", f"runs/{name}"))
+    tables = []
+    for seed in given.seeds:
+        run = out / f"seed-{seed}"
+        own = {
+            key: value.replace("{seed}", str(seed)) if isinstance(value, str) else value
+            for key, value in settings.items()
+        }
+        if not (run / "table.json").is_file():
+            train({**own, "seed": seed, "out": str(run)})
+        if not (run / "table.json").is_file():
+            return
+        tables.append(json.loads((run / "table.json").read_text(encoding="utf-8")))
+    text = table(tables)
+    write_text(out / "table.md", text + "\n")
+    print(text)
 
 
 def check_settings(settings: dict[str, Any], model: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float
@@ -73,7 +74,7 @@ class Guidance:
 
         Args:
             text: (b, m, e), the host's `encoder_hidden_states`. text_mask: (b, m) bool, needs `use_core`.
-            null_text: (b or 1, m, e) stands for no text in hosts whose own attention does not go through the core.
+            null_text: (b or 1, n, e) stands for no text in hosts that were trained so; n = m, or less with `use_core`.
             memory, strength: as in `UNet.condition`; rows b.
 
         Raises:
@@ -118,8 +119,19 @@ def _halves(
     if not dropped:
         return torch.cat([text, text]), None if mask is None else torch.cat([mask, mask])
     if null_text is not None:
-        null = null_text.expand_as(text)
-        return torch.cat([null, text]), None if mask is None else torch.cat([torch.ones_like(mask), mask])
+        missing = text.shape[1] - null_text.shape[1]
+        if missing < 0 or (missing and not model.through_core) or null_text.shape[0] not in (1, len(text)):
+            raise ShapeError(
+                f"null_text must be (b or 1, m, e) like the text {tuple(text.shape)}, or shorter with use_core(); got "
+                f"{tuple(null_text.shape)}"
+            )
+        null = F.pad(null_text, (0, 0, 0, missing)).expand_as(text)
+        if mask is None and not missing:
+            return torch.cat([null, text]), None
+        given = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        real = given.clone()
+        real[:, text.shape[1] - missing :] = False
+        return torch.cat([null, text]), torch.cat([real, given if mask is None else mask])
     if not model.through_core:
         raise ConditionError(
             "guidance that drops the text needs the host's own attention to go through the core: call use_core(), or "

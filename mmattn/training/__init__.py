@@ -7,6 +7,7 @@ from mmattn.training.controls import matched_lora, ranks_for
 from mmattn.training.loop import Fitted, fit, parameter_groups, tracked
 from mmattn.training.runs import RunFolder, markdown_table
 from mmattn.training.scores import mean_nats, perplexity, text_nats, token_nats
+from mmattn.training.seeds import mean_and_spread, spread_table
 
 __all__ = [
     "Fitted",
@@ -21,10 +22,12 @@ __all__ = [
     "fit",
     "markdown_table",
     "matched_lora",
+    "mean_and_spread",
     "mean_nats",
     "parameter_groups",
     "perplexity",
     "ranks_for",
+    "spread_table",
     "text_nats",
     "token_nats",
     "tracked",

@@ -103,8 +103,16 @@ def print_denoising(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[st
                 f"{slots} slots, {count} row{'s' if count > 1 else ''}, {'guided, ' if guided else ''}{fill:.0%} full"
             )
             rows[name] = denoising.measure(slots, count, fill, dtype, guided, 1.0 if quick else 4.0)
-        print(f"### {str(dtype).removeprefix('torch.')}\n\n{table('memory', rows)}\n", flush=True)
-        results |= {f"{dtype}: {name}": row for name, row in rows.items()}
+            if not guided:
+                rows[name] |= denoising.peak(slots, count, fill, dtype)
+        what = str(dtype).removeprefix("torch.")
+        print(f"### {what}\n\n{table('text memory', rows)}\n", flush=True)
+        beside: dict[str, dict[str, float]] = {}
+        for images, count, guided in denoising.IMAGES[:1] if quick else denoising.IMAGES:
+            name = f"{denoising.TOKENS * images} slots, {count} row{'s' if count > 1 else ''}{', guided' * guided}"
+            beside[name] = denoising.measure_adapter(images, count, dtype, guided, 1.0 if quick else 4.0)
+        print(f"### {what}, an IP-Adapter beside the text\n\n{table('its memory', beside)}\n", flush=True)
+        results |= {f"{dtype}: {name}": row for name, row in (rows | beside).items()}
     return results
 
 

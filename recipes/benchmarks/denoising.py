@@ -4,14 +4,24 @@
 
 A UNet built as that of Stable Diffusion with fewer channels, over 32 × 32 latents. The memory is what the
 host's own cross-attention reads; "30 % full" gives diffusers the padding as an `encoder_attention_mask`. Under guidance
-the rows come twice.
+the rows come twice. The second table puts one IP-Adapter beside the host's 77 slots of text, in both libraries.
+
+Peak memory is taken in a process for each way, because the peak of a process never falls again.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 import mmattn
 from recipes.benchmarks.timing import interleaved, ratio
@@ -20,6 +30,11 @@ WIDTH = 768
 # Slots, rows, share of real slots, and whether the rows come twice under guidance.
 SIZES = tuple((slots, 1, fill, guided) for slots in (77, 1024, 4096) for fill in (1.0, 0.3) for guided in (False, True))
 SIZES += tuple((slots, 8, fill, False) for slots in (77, 1024, 4096) for fill in (1.0, 0.3))
+IMAGES = tuple(
+    (images, rows, guided) for images in (1, 64, 256) for rows, guided in ((1, False), (1, True), (8, False))
+)
+TOKENS = 4  # of an IP-Adapter, for each image
+STEPS = 20
 QUICK = ((77, 1, 1.0, False), (1024, 1, 0.3, True))
 
 
@@ -47,15 +62,10 @@ def make_unet(dtype: torch.dtype) -> torch.nn.Module:
 def measure(
     slots: int, rows: int, fill: float, dtype: torch.dtype, guided: bool = False, seconds: float = 4.0
 ) -> dict[str, float]:
-    """Time of a step for each unit of diffusers', and of a step that makes keys and values anew."""
+    """Time of a step and of a picture for each unit of diffusers', and of a step that makes keys and values anew."""
     theirs = make_unet(dtype)
     model = mmattn.attach(copy.deepcopy(theirs)).use_core()
-    rows = 2 * rows if guided else rows
-    x, text = torch.randn(rows, 4, 32, 32, dtype=dtype), torch.randn(rows, slots, WIDTH, dtype=dtype)
-    mask = None
-    if fill < 1:
-        lengths = (torch.rand(rows) * 0.5 + 0.75) * fill * slots
-        mask = torch.arange(slots) < lengths.round().clamp(1, slots)[:, None]
+    x, text, mask = given(slots, 2 * rows if guided else rows, fill, dtype)
 
     def made_anew() -> None:
         with model.condition(None, text_mask=mask):
@@ -70,4 +80,99 @@ def measure(
             },
             seconds=seconds,
         )
-    return {name: ratio(times, name, "diffusers") for name in times}
+    kept, anew = (ratio(times, name, "diffusers") for name in ("kept once", "made at every step"))
+    return {"kept once": kept, f"picture of {STEPS} steps": kept + (anew - kept) / STEPS, "made at every step": anew}
+
+
+def given(
+    slots: int, rows: int, fill: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Latents, a text and which of it is real."""
+    x, text = torch.randn(rows, 4, 32, 32, dtype=dtype), torch.randn(rows, slots, WIDTH, dtype=dtype)
+    if fill == 1:
+        return x, text, None
+    lengths = (torch.rand(rows) * 0.5 + 0.75) * fill * slots
+    return x, text, torch.arange(slots) < lengths.round().clamp(1, slots)[:, None]
+
+
+@torch.no_grad()
+def measure_adapter(
+    images: int, rows: int, dtype: torch.dtype, guided: bool = False, seconds: float = 4.0
+) -> dict[str, float]:
+    """Time of a step with an IP-Adapter for each unit of diffusers' with the same one."""
+    theirs = make_unet(dtype)
+    host = copy.deepcopy(theirs)
+    tensors = {name: value.to(dtype) for name, value in ip_adapter(theirs).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder) / "ip_adapter.safetensors")
+        model = mmattn.load(host, Path(folder) / "ip_adapter.safetensors").use_core()
+    nested: dict[str, dict[str, torch.Tensor]] = {"image_proj": {}, "ip_adapter": {}}
+    for name, value in tensors.items():
+        part, rest = name.split(".", 1)
+        nested[part][rest] = value
+    theirs._load_ip_adapter_weights([nested], low_cpu_mem_usage=False)
+    theirs.to(dtype)
+    rows = 2 * rows if guided else rows
+    x, text, _ = given(77, rows, 1.0, dtype)
+    memory = mmattn.Memory(torch.randn(rows, images, WIDTH, dtype=dtype))
+    added = {"image_embeds": [memory.tokens]}
+    with mmattn.Guidance(0).run(model, text, memory=memory) as predict:
+        times = interleaved(
+            {
+                "diffusers": lambda: theirs(x, 10, text, added_cond_kwargs=added),
+                "kept once": lambda: predict(x, 10),
+            },
+            seconds=seconds,
+        )
+    return {"kept once": ratio(times, "kept once", "diffusers")}
+
+
+def ip_adapter(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A random IP-Adapter for this UNet, as a file holds it."""
+    tensors = {
+        "image_proj.proj.weight": torch.randn(TOKENS * WIDTH, WIDTH) / WIDTH**0.5,
+        "image_proj.proj.bias": torch.zeros(TOKENS * WIDTH),
+        "image_proj.norm.weight": torch.ones(WIDTH),
+        "image_proj.norm.bias": torch.zeros(WIDTH),
+    }
+    crossing = [part for name, part in unet.named_modules() if name.endswith("attn2")]
+    for index, attn in enumerate(crossing):
+        for letter in "kv":
+            tensors[f"ip_adapter.{2 * index + 1}.to_{letter}_ip.weight"] = torch.randn_like(attn.to_k.weight) * 0.02
+    return tensors
+
+
+def peak(slots: int, rows: int, fill: float, dtype: torch.dtype) -> dict[str, float]:
+    """Megabytes that three steps need above the loaded model, with diffusers and with keys and values kept."""
+    made = {}
+    for way in ("diffusers", "kept"):
+        name = str(dtype).removeprefix("torch.")
+        order = [sys.executable, "-m", "recipes.benchmarks.denoising", way, str(slots), str(rows), str(fill), name]
+        made[f"peak MB, {way}"] = float(
+            json.loads(subprocess.run(order, check=True, capture_output=True, text=True).stdout)
+        )
+    return made
+
+
+@torch.no_grad()
+def one_peak(way: str, slots: int, rows: int, fill: float, dtype: torch.dtype) -> float:
+    """Megabytes above the loaded model in this process."""
+    unet = make_unet(dtype)
+    x, text, mask = given(slots, rows, fill, dtype)
+    model = mmattn.attach(unet).use_core() if way == "kept" else None
+    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def steps(step: Callable[[], object]) -> float:
+        for _ in range(3):
+            step()
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - loaded) / 1024
+
+    if model is None:
+        return steps(lambda: unet(x, 10, text, encoder_attention_mask=mask))
+    with mmattn.Guidance(0).run(model, text, text_mask=mask) as predict:
+        return steps(lambda: predict(x, 10))
+
+
+if __name__ == "__main__":
+    asked = sys.argv[1:]
+    print(json.dumps(one_peak(asked[0], int(asked[1]), int(asked[2]), float(asked[3]), getattr(torch, asked[4]))))

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from mmattn import training
 
 
-def denoising_loss(scheduler: Any, predict: Any, pictures: Tensor, min_snr: float) -> Tensor:
-    """The min-SNR weighted error of the predicted v (arXiv 2303.09556) at random time steps."""
-    noise = torch.randn_like(pictures)
-    times = torch.randint(0, scheduler.config.num_train_timesteps, (len(pictures),))
-    noisy = scheduler.add_noise(pictures, noise, times)
-    wanted = scheduler.get_velocity(pictures, noise, times)
+def denoising_loss(scheduler: Any, predict: Any, clean: Tensor, min_snr: float) -> Tensor:
+    """The min-SNR weighted error (arXiv 2303.09556) of the predicted v, or noise, at random time steps."""
+    noise = torch.randn_like(clean)
+    times = torch.randint(0, scheduler.config.num_train_timesteps, (len(clean),))
+    noisy = scheduler.add_noise(clean, noise, times)
     snr = compute_snr(scheduler, times)
-    weight = snr.clamp(max=min_snr) / (snr + 1)
+    if scheduler.config.prediction_type == "v_prediction":
+        wanted, weight = scheduler.get_velocity(clean, noise, times), snr.clamp(max=min_snr) / (snr + 1)
+    else:
+        wanted, weight = noise, snr.clamp(max=min_snr) / snr
     return (weight * (predict(noisy, times) - wanted).square().mean((1, 2, 3))).mean()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from data import away_from_paper
 from models import load_models
 from sampling import draw as sample
 from style import load_encoder
@@ -40,15 +41,15 @@ def draw(
     from PIL import Image
 
     folder = assets_folder() / "diffusion" if folder is None else folder
-    unet, words = load_models(folder)
+    models = load_models(folder)
     memory = None
     if like is None:
-        model = mmattn.attach(unet)
+        model = mmattn.attach(models.unet)
     else:
-        model = mmattn.load(unet, folder / "adapter")
-        memory = load_encoder(folder / "style.safetensors").encode(example(like, unet.config.sample_size))
+        model = mmattn.load(models.unet, folder / "adapter")
+        memory = load_encoder(folder / "style.safetensors").encode(example(like, models.size))
     model.use_core()
-    made = sample(model, words, [sentence], steps, w, seed=seed, memory=memory, strength=strength, progress=progress)
+    made = sample(model, models, [sentence], steps, w, seed=seed, memory=memory, strength=strength, progress=progress)
     pixels = ((1 - made[0, 0]) * 127.5).round().to(torch.uint8).numpy()
     size = SCALE * pixels.shape[0]
     Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC).save(out)
@@ -59,16 +60,16 @@ def demo(out: Path, steps: int = 20) -> Path:
     """A grid of the ten digits: without an example, and in the hand of each shipped one."""
     from pictures import grid
 
-    unet, words = load_models(assets_folder() / "diffusion")
-    model = mmattn.load(unet, assets_folder() / "diffusion" / "adapter").use_core()
+    models = load_models(assets_folder() / "diffusion")
+    model = mmattn.load(models.unet, assets_folder() / "diffusion" / "adapter").use_core()
     encoder = load_encoder(assets_folder() / "diffusion" / "style.safetensors")
     sentences, labels, rows = [f"a {digit}" for digit in range(10)], ["no example"], []
-    size = unet.config.sample_size
-    rows.append(torch.cat([-torch.ones(1, 1, size, size), sample(model, words, sentences, steps, 1.0, seed=0)]))
+    size = models.size
+    rows.append(torch.cat([-torch.ones(1, 1, size, size), sample(model, models, sentences, steps, 1.0, seed=0)]))
     for path in sorted((assets_folder() / "digits").glob("*.png")):
         shown = example(str(path), size)
         memory = encoder.encode(shown).expand(len(sentences))
-        rows.append(torch.cat([shown, sample(model, words, sentences, steps, 1.0, seed=0, memory=memory)]))
+        rows.append(torch.cat([shown, sample(model, models, sentences, steps, 1.0, seed=0, memory=memory)]))
         labels.append(f"like {path.stem}.png")
     grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels)
     return out / "digits.png"
@@ -83,8 +84,7 @@ def example(source: Any, size: int) -> Tensor:
     import numpy as np
 
     grey = torch.tensor(np.asarray(mmattn.load_image(source).convert("L")), dtype=torch.float32) / 255
-    edge = torch.cat([grey[0], grey[-1], grey[:, 0], grey[:, -1]]).median()
-    ink = (grey - edge).abs()
+    ink = away_from_paper(grey)
     if ink.max() < 0.1:
         raise ImageError(f"{source} shows nothing: its brightness hardly changes; give dark ink on light paper")
     ink = ink / ink.max()

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import yaml
-from digits import load_digits
+from data import load_data
 from PIL import Image
 
 CARD = """# Handwritten digits: a UNet, a text encoder, and an adapter for style
@@ -53,7 +53,7 @@ def main() -> None:
 def examples(folder: Path) -> None:
     """The most slanted, the boldest and the widest of the held-out digits as pictures of dark ink on light paper."""
     folder.mkdir(exist_ok=True)
-    _, held_out, _ = load_digits()
+    _, held_out, _ = load_data()
     most = held_out.measures.argmax(0).tolist()
     for name, row in zip(("bold", "slanted", "wide"), most, strict=True):
         pixels = ((1 - held_out.pictures[row, 0]) * 127.5).round().byte().numpy()

@@ -10,70 +10,81 @@ from random import Random
 import numpy as np
 import torch
 import torch.nn.functional as F
-from digits import MEASURES, THRESHOLD, Digits, Scale, describe, measure
+from attributes import THRESHOLD, Subject
+from data import Pictures
 from scipy.linalg import sqrtm
 from torch import Tensor
 
 
 @dataclass
 class Asked:
-    """What was asked for: sentences, digits (n,), and (n, 3) signs of the attributes, 0 where none was named."""
+    """What was asked for: sentences, classes (n,), and (n, 3) signs of the attributes, 0 where none was named."""
 
     sentences: list[str]
-    digits: Tensor
+    classes: Tensor
     signs: Tensor
 
     def __len__(self) -> int:
         return len(self.sentences)
 
 
-def questions(each: int, seed: int) -> Asked:
-    """Every digit, plain and with every single attribute, `each` times in random words."""
-    random, sentences, digits, signs = Random(seed), [], [], []
-    plain: list[dict[str, int]] = [{}, *({name: sign} for name, sign in product(MEASURES, (1, -1)))]
-    for digit, said, _ in product(range(10), plain, range(each)):
-        sentences.append(describe(digit, said, random))
-        digits.append(digit)
-        signs.append([said.get(name, 0) for name in MEASURES])
-    return Asked(sentences, torch.tensor(digits), torch.tensor(signs))
+def questions(subject: Subject, each: int, seed: int) -> Asked:
+    """Every class, plain and with every single attribute, `each` times in random words."""
+    random, names = Random(seed), subject.attributes.names
+    asked = Asked([], torch.empty(0), torch.empty(0))
+    plain: list[dict[str, int]] = [{}, *({name: sign} for name, sign in product(names, (1, -1)))]
+    classes, signs = [], []
+    for number, said, _ in product(range(len(subject.classes)), plain, range(each)):
+        asked.sentences.append(subject.describe(number, said, random))
+        classes.append(number)
+        signs.append([said.get(name, 0) for name in names])
+    asked.classes, asked.signs = torch.tensor(classes), torch.tensor(signs)
+    return asked
 
 
 class Judge:
-    """A support vector machine that reads digits, and a kernel regression that sees their style, from 8 × 8 pixels.
+    """A support vector machine that reads classes, and a kernel regression that sees the style, from 8 × 8 pixels.
 
     Both are fitted to the real training pictures only; neither took part in training any model here.
     """
 
-    def __init__(self, real: Digits, scale: Scale) -> None:
+    def __init__(self, real: Pictures, subject: Subject) -> None:
         from sklearn.kernel_ridge import KernelRidge
         from sklearn.svm import SVC
 
-        self.scale = scale
+        self.real, self.subject = real, subject
         features = pixels(real.pictures)
-        self.reader = SVC(C=10, gamma=0.1, decision_function_shape="ovr").fit(features, real.digits.numpy())
+        self.reader = SVC(C=10, gamma=0.1, decision_function_shape="ovr").fit(features, real.classes.numpy())
         self.styles = KernelRidge(alpha=0.1, kernel="rbf", gamma=0.02).fit(features, real.measures.numpy())
-        self.real = self.reader.decision_function(features)
+        self.seen = self.values(real.pictures)
 
     def read(self, pictures: Tensor) -> Tensor:
-        """The digits (n,) that pictures show."""
+        """The classes (n,) that pictures show."""
         return torch.tensor(self.reader.predict(pixels(pictures)))
 
     def style(self, pictures: Tensor) -> Tensor:
-        """Stroke, slant and width (n, 3) as the regression sees them."""
+        """The measures (n, 3) as the regression sees them."""
         return torch.tensor(self.styles.predict(pixels(pictures)), dtype=torch.float32)
 
+    def values(self, pictures: Tensor) -> np.ndarray:
+        """The reader's decision values (n, classes), or (n, 1) for two classes."""
+        found: np.ndarray = self.reader.decision_function(pixels(pictures))
+        return found.reshape(len(pictures), -1)
+
     def frechet(self, pictures: Tensor) -> float:
-        """The Fréchet distance between drawn and real pictures in the reader's ten decision values."""
-        made = self.reader.decision_function(pixels(pictures))
-        mean = self.real.mean(0) - made.mean(0)
-        own, other = np.cov(self.real.T), np.cov(made.T)
+        """The Fréchet distance between drawn and real pictures in the reader's decision values."""
+        made = self.values(pictures)
+        mean = self.seen.mean(0) - made.mean(0)
+        own, other = np.atleast_2d(np.cov(self.seen.T)), np.atleast_2d(np.cov(made.T))
         return float(mean @ mean + np.trace(own + other - 2 * np.real(sqrtm(own @ other))))
 
-    def credentials(self, held_out: Digits) -> str:
+    def credentials(self, held_out: Pictures) -> str:
         """How right the judges are about real pictures that they never saw."""
-        right = float((self.read(held_out.pictures) == held_out.digits).float().mean())
+        right = float((self.read(held_out.pictures) == held_out.classes).float().mean())
         seen = similarity(held_out.measures, self.style(held_out.pictures))
-        styles = ", ".join(f"{name} {value:+.2f}" for name, value in zip(MEASURES, seen, strict=True))
+        styles = ", ".join(
+            f"{name} {value:+.2f}" for name, value in zip(self.subject.attributes.names, seen, strict=True)
+        )
         return (
             f"Of {len(held_out)} real held-out pictures the judge reads {100 * right:.1f} % right; its "
             f"correlation with what is measured: {styles}; "
@@ -81,36 +92,33 @@ class Judge:
         )
 
     def obedience(self, asked: Asked, pictures: Tensor) -> dict[str, float]:
-        """Shares of pictures that show the asked digit, and of named attributes that are there.
+        """Shares of pictures that show the asked class, and of named attributes that are there.
 
-        *digit*: read as asked. *attribute*: measured on the asked side of the middle of its digit. *clearly*: beyond
+        *read*: read as asked. *attribute*: measured on the asked side of the middle of its class. *clearly*: beyond
         the threshold from which real pictures are called so. *diversity*: mean distance between pictures of one
-        question, for each unit of that between real pictures of one digit.
+        class, for each unit of that between real ones.
         """
-        measured = self.scale(measure((pictures + 1) / 2), asked.digits)
+        measured = self.subject.measure(pictures, asked.classes)
         named = asked.signs != 0
         towards = (measured * asked.signs)[named]
         return {
-            "digit": float((self.read(pictures) == asked.digits).float().mean()),
+            "read": float((self.read(pictures) == asked.classes).float().mean()),
             "attribute": float((towards > 0).float().mean()),
             "clearly": float((towards > THRESHOLD).float().mean()),
+            "diversity": spread(pictures, asked.classes) / spread(self.real.pictures, self.real.classes),
             "frechet": self.frechet(pictures),
         }
 
 
 def pixels(pictures: Tensor) -> np.ndarray:
-    """Pictures (n, 1, size, size) from -1 to 1 as 64 numbers from 0 to 1."""
+    """Pictures (n, c, size, size) from -1 to 1 as 64 numbers from 0 to 1 for each channel."""
     return F.adaptive_avg_pool2d((pictures + 1) / 2, 8).flatten(1).numpy().astype(np.float64)
 
 
-def diversity(pictures: Tensor, digits: Tensor, real: Digits) -> float:
-    """Mean distance between pictures of one digit, for each unit of that between real pictures of it."""
-
-    def spread(given: Tensor, labels: Tensor) -> float:
-        parts = [torch.pdist(given[labels == digit].flatten(1)).mean() for digit in range(10)]
-        return float(torch.stack(parts).mean())
-
-    return spread(pictures, digits) / spread(real.pictures, real.digits)
+def spread(pictures: Tensor, classes: Tensor) -> float:
+    """Mean distance between pictures of one class, as the mean over classes."""
+    parts = [torch.pdist(pictures[classes == number].flatten(1)).mean() for number in classes.unique()]
+    return float(torch.stack(parts).mean())
 
 
 def similarity(wanted: Tensor, found: Tensor) -> list[float]:
@@ -119,7 +127,7 @@ def similarity(wanted: Tensor, found: Tensor) -> list[float]:
     def correlation(a: Tensor, b: Tensor) -> float:
         return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
 
-    return [correlation(wanted[:, index], found[:, index]) for index in range(len(MEASURES))]
+    return [correlation(wanted[:, index], found[:, index]) for index in range(wanted.shape[1])]
 
 
 def mean(values: Sequence[float]) -> float:

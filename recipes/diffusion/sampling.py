@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from models import Words, sampler
+import torch.nn.functional as F
+from models import Models
 from torch import Tensor
 
 import mmattn
@@ -16,7 +17,7 @@ from mmattn import training
 @torch.no_grad()
 def draw(
     model: mmattn.hosts.UNet,
-    words: Words,
+    models: Models,
     sentences: Sequence[str],
     steps: int,
     w: float,
@@ -27,23 +28,45 @@ def draw(
     concatenated: Any = None,
     progress: bool = False,
 ) -> Tensor:
-    """Pictures (b, 1, size, size) from -1 to 1, one for each sentence; equal seeds start from equal noise.
+    """Pictures (b, c, size, size) from -1 to 1, one for each sentence; equal seeds start from equal noise.
 
     Args:
         w: guidance; diffusers' guidance_scale is 1 + w. memory, strength: an example for each sentence.
         concatenated: put the memory behind the text with this module instead.
     """
-    scheduler = sampler(steps)
-    text, mask = words(list(sentences))
+    scheduler = models.sampler(steps)
+    (text, mask), null = models.words(list(sentences)), models.words.null()
     if concatenated is not None:
         (text, mask), memory = concatenated(text, mask, memory), None
-    size = model.host.config.sample_size
+    settings = model.host.config
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(len(sentences), 1, size, size, generator=generator)
+    x = torch.randn(len(text), settings.in_channels, settings.sample_size, settings.sample_size, generator=generator)
     guidance = mmattn.Guidance(w)
-    with guidance.run(model, text, text_mask=mask, memory=memory, strength=strength) as predict:
+    with guidance.run(model, text, text_mask=mask, null_text=null, memory=memory, strength=strength) as predict:
         for index in training.tracked(len(scheduler.timesteps), "drawing", progress):
             time = scheduler.timesteps[index]
             # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.
-            x = scheduler.step(predict(x, time), time, x, use_clipped_model_output=True).prev_sample
-    return x.clamp(-1, 1)
+            clipped = {"use_clipped_model_output": True} if scheduler.config.clip_sample else {}
+            x = scheduler.step(predict(x, time), time, x, **clipped).prev_sample
+    return models.decode(x)
+
+
+@torch.no_grad()
+def looked(
+    model: mmattn.hosts.UNet, models: Models, sentence: str, steps: int, *, seed: int
+) -> tuple[list[str], list[int], Tensor, Tensor]:
+    """Where the picture looked at each word while it was drawn without guidance.
+
+    Returns:
+        The words, the time steps, the maps (steps, words, h, w) as the mean over layers and heads, and the picture.
+    """
+    with mmattn.record(model) as weights:
+        made = draw(model, models, [sentence], steps, 0.0, seed=seed)
+    words = models.words.tokens(sentence)
+    side, maps = model.host.config.sample_size, []
+    for calls in (calls for (name, _), calls in weights.items() if name == "text"):
+        seen = torch.stack(calls)[:, 0].mean(1)[..., : len(words)]  # (steps, places, words)
+        height = round(seen.shape[1] ** 0.5)
+        square = seen.transpose(1, 2).unflatten(2, (height, height))
+        maps.append(F.interpolate(square, size=(side, side), mode="bilinear", align_corners=False))
+    return words, models.sampler(steps).timesteps.tolist(), torch.stack(maps).mean(0), made[0]

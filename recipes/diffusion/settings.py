@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class DataSettings(Strict):
+    kind: Literal["digits", "folder", "torchvision"] = "digits"
+    path: str | None = None  # folder: one folder of pictures per class; torchvision: where the dataset lies
+    name: str | None = None  # torchvision: its class, such as MNIST
+    options: dict[str, Any] = {}  # torchvision: further arguments of that class
+    download: bool = False  # torchvision: fetch it into `path`
+    attributes: Literal["ink", "light"] = "ink"  # what is measured and named: of writing, or of any other pictures
+    held_out: float = Field(0.2, gt=0, lt=1)  # share that is never trained on, where the data is not split already
+    most: int = Field(4000, ge=2)  # pictures to train on, and a quarter as many to measure
 
 
 class ModelSettings(Strict):
@@ -43,11 +54,11 @@ class StyleSettings(Strict):
 class Config(Strict):
     out: str = "runs/diffusion"
     stage: Literal["text", "style"] = "text"
-    base: str = "assets/diffusion"  # style: the folder with the UNet and text encoder that stay frozen
+    unet: str = "assets/diffusion"  # style: what stays frozen; a run of stage A, or a Stable Diffusion (folder, hub)
     seed: int = Field(0, ge=0)
-    held_out: float = Field(0.2, gt=0, lt=1)
     drop: float = Field(0.1, ge=0, lt=1)  # chance of leaving a condition out in training, for guidance
     progress: bool = True
+    data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     optim: OptimSettings = OptimSettings()
     sample: SampleSettings = SampleSettings()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from digits import MEASURES, Digits
+from data import Pictures
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -14,34 +14,40 @@ import mmattn
 from mmattn import training
 
 WIDTH = 64
+SEEN = 32  # larger pictures are made as small first
 
 
 class StyleEncoder(nn.Module):
-    """Pictures (b, 1, size, size) to 4 × 4 patches that know stroke, slant and width."""
+    """Pictures (b, c, size, size) to 4 × 4 patches that know their measures."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 1, measures: int = 3) -> None:
         super().__init__()
-        widths = (1, 32, 64, WIDTH)
+        widths = (channels, 32, 64, WIDTH)
         layers: list[nn.Module] = []
         for before, after in zip(widths, widths[1:], strict=False):
             layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.GELU(), nn.AvgPool2d(2)]
         self.body = nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(4))
-        self.head = nn.Linear(WIDTH, len(MEASURES))
+        self.head = nn.Linear(WIDTH, measures)
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> mmattn.Memory:
         """A memory (b, 16, 64)."""
-        return mmattn.Memory(self.body(pictures).flatten(2).transpose(1, 2))
+        return mmattn.Memory(self.body(small(pictures)).flatten(2).transpose(1, 2))
 
     def forward(self, pictures: Tensor) -> Tensor:
         """The measures (b, 3) that the patches tell of together."""
-        return self.head(self.body(pictures).mean((2, 3)))
+        return self.head(self.body(small(pictures)).mean((2, 3)))
 
 
-def train_encoder(data: Digits, steps: int, seed: int, progress: bool) -> StyleEncoder:
+def small(pictures: Tensor) -> Tensor:
+    """Pictures no larger than the encoder looks at."""
+    return F.adaptive_avg_pool2d(pictures, SEEN) if pictures.shape[-1] > SEEN else pictures
+
+
+def train_encoder(data: Pictures, steps: int, seed: int, progress: bool) -> StyleEncoder:
     """Teach it the measures of the training pictures, moved by up to a pixel."""
     torch.manual_seed(seed)
-    encoder = StyleEncoder().train()
+    encoder = StyleEncoder(data.pictures.shape[1], data.measures.shape[1]).train()
 
     def loss_at(step: int) -> Tensor:
         rows = torch.randint(0, len(data), (128,))
@@ -61,6 +67,7 @@ def save_encoder(encoder: StyleEncoder, path: Path) -> None:
 
 def load_encoder(path: Path) -> StyleEncoder:
     """Read what `save_encoder` wrote."""
-    encoder = StyleEncoder()
-    encoder.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    state = {name: value.float() for name, value in load_file(path).items()}
+    encoder = StyleEncoder(state["body.0.weight"].shape[1], len(state["head.bias"]))
+    encoder.load_state_dict(state)
     return encoder.eval().requires_grad_(False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from digits import NUMBERS, Digits
-from measure import Judge, diversity, mean, questions, similarity
-from models import Words
+from data import Pictures
+from measure import Judge, mean, questions, similarity
+from models import Models
 from sampling import draw
 from style import StyleEncoder
 from train_style import Concatenated
@@ -20,48 +20,45 @@ STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 def text_rows(
-    model: mmattn.hosts.UNet, words: Words, judge: Judge, real: Digits, steps: int, seed: int, each: int = 6
+    model: mmattn.hosts.UNet, models: Models, judge: Judge, steps: int, seed: int, each: int
 ) -> list[dict[str, Any]]:
-    """For each guidance: digits and attributes as asked, diversity, and the distance to real pictures."""
-    asked, rows = questions(each, seed), []
+    """For each guidance: classes and attributes as asked, diversity, and the distance to real pictures."""
+    asked, rows = questions(judge.subject, each, seed), []
     for w in GUIDANCE:
-        made = draw(model, words, asked.sentences, steps, w, seed=seed)
-        found = judge.obedience(asked, made)
-        rows.append({"w": w, **found, "diversity": diversity(made, asked.digits, real)})
+        made = draw(model, models, asked.sentences, steps, w, seed=seed)
+        rows.append({"name": f"{w:g}", **judge.obedience(asked, made)})
     return rows
 
 
 def style_rows(
     model: mmattn.hosts.UNet,
-    words: Words,
+    models: Models,
     judge: Judge,
     encoder: StyleEncoder,
-    held_out: Digits,
+    held_out: Pictures,
     concatenated: Concatenated | None,
     steps: int,
     w: float,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """For each strength: likeness to a held-out example of another digit, and the digit read as the text asked."""
+    """For each strength: likeness to a held-out example of another class, and the class read as the text asked."""
     generator = torch.Generator().manual_seed(seed)
-    n = len(held_out)
-    asked = (held_out.digits + torch.randint(1, 10, (n,), generator=generator)) % 10
-    sentences = [f"a {NUMBERS[digit]}" for digit in asked.tolist()]
+    n, classes = len(held_out), len(judge.subject.classes)
+    asked = (held_out.classes + torch.randint(1, classes, (n,), generator=generator)) % classes
+    sentences = [judge.subject.plain(number) for number in asked.tolist()]
     wanted = judge.style(held_out.pictures)
     memory = encoder.encode(held_out.pictures)
     # Each example exchanged for the one half the pictures further on.
     shuffled = memory[[(index + n // 2) % n for index in range(n)]]
 
     def row(name: str, **given: Any) -> dict[str, Any]:
-        made = draw(model, words, sentences, steps, w, seed=seed, **given)
+        made = draw(model, models, sentences, steps, w, seed=seed, **given)
         found = similarity(wanted, judge.style(made))
         return {
             "name": name,
-            "stroke": found[0],
-            "slant": found[1],
-            "width": found[2],
-            "style": mean(found),
-            "digit": float((judge.read(made) == asked).float().mean()),
+            **dict(zip(judge.subject.attributes.names, found, strict=True)),
+            "likeness": mean(found),
+            "read": float((judge.read(made) == asked).float().mean()),
         }
 
     rows = [row("no example")]
@@ -73,34 +70,35 @@ def style_rows(
     return rows
 
 
-def text_table(rows: list[dict[str, Any]]) -> str:
-    """The rows of `text_rows` in markdown."""
-    header = ["w", "digit read as asked", "attribute on the asked side", "attribute clearly", "diversity", "Fréchet"]
-    return training.markdown_table(
-        header,
-        [
-            [
-                f"{row['w']:g}",
-                *(f"{100 * row[name]:.1f} %" for name in ("digit", "attribute", "clearly")),
-                f"{row['diversity']:.2f}",
-                f"{row['frechet']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
+def text_table(tables: list[dict[str, Any]]) -> str:
+    """The rows of `text_rows` in markdown, of one or several runs."""
+    columns = {
+        "read": ("read as asked", 100, ".1f", " %"),
+        "attribute": ("attribute on the asked side", 100, ".1f", " %"),
+        "clearly": ("attribute clearly", 100, ".1f", " %"),
+        "diversity": ("diversity", 1, ".2f", ""),
+        "frechet": ("Fréchet", 1, ".2f", ""),
+    }
+    return training.spread_table("w", columns, [table["rows"] for table in tables])
 
 
-def style_table(rows: list[dict[str, Any]]) -> str:
-    """The rows of `style_rows` in markdown."""
-    header = ["", "stroke", "slant", "width", "mean likeness", "digit read as asked"]
-    return training.markdown_table(
-        header,
-        [
-            [
-                row["name"],
-                *(f"{row[name]:+.2f}" for name in ("stroke", "slant", "width", "style")),
-                f"{100 * row['digit']:.1f} %",
-            ]
-            for row in rows
-        ],
-    )
+def style_table(tables: list[dict[str, Any]]) -> str:
+    """The rows of `style_rows` in markdown, of one or several runs."""
+    measures = [name for name in tables[0]["rows"][0] if name not in ("name", "likeness", "read")]
+    columns = {
+        **{name: (name, 1, "+.2f", "") for name in measures},
+        "likeness": ("mean likeness", 1, "+.2f", ""),
+        "read": ("read as asked", 100, ".1f", " %"),
+    }
+    return training.spread_table("", columns, [table["rows"] for table in tables])
+
+
+def table(tables: list[dict[str, Any]]) -> str:
+    """The table of one stage from one or several `table.json`, and what its training took."""
+    made = (text_table if tables[0]["stage"] == "text" else style_table)(tables)
+    took = []
+    for name in tables[0]["training"]:
+        runs = [run["training"][name] for run in tables]
+        seconds = training.mean_and_spread([run["seconds"] for run in runs], 1, ".0f", " s")
+        took.append(f"{name}: {runs[0]['steps']} steps in {seconds}")
+    return "\n\n".join([made, "; ".join(took) + ".", tables[0]["judge"]])

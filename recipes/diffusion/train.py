@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from digits import Digits, Scale, load_digits
+from attributes import Subject
+from data import Pictures, load_data
 from measure import Judge
-from models import load_models
-from pictures import grid, plot_losses
-from sampling import draw
+from models import Models, load_models, save_models
+from pictures import grid, plot_losses, word_maps
+from sampling import draw, looked
 from settings import Config
-from style import save_encoder, train_encoder
-from tables import style_rows, style_table, text_rows, text_table
+from style import StyleEncoder, save_encoder, train_encoder
+from tables import style_rows, table, text_rows
 from train_style import Concatenated, train_style
-from train_text import save_text, train_text
+from train_text import shown, train_text
 
 import mmattn
 from mmattn import training
@@ -27,69 +28,84 @@ def main(settings: dict[str, Any]) -> None:
     config = Config(**settings)
     run = training.RunFolder(config.out)
     run.write_config(config.model_dump(mode="json"))
-    data, held_out, scale = load_digits(config.model.size, config.held_out)
-    (stage_text if config.stage == "text" else stage_style)(config, data, held_out, scale, run)
+    (stage_text if config.stage == "text" else stage_style)(config, run)
 
 
-def stage_text(config: Config, data: Digits, held_out: Digits, scale: Scale, run: training.RunFolder) -> None:
+def stage_text(config: Config, run: training.RunFolder) -> None:
     """Stage A: UNet and text encoder from nothing, then obedience by guidance."""
-    model, words, fitted = train_text(config, data, run)
-    save_text(model, words, run.path)
-    unet, words = load_models(run.path)
-    model = mmattn.attach(unet).use_core()
-    judge = Judge(data, scale)
-    rows = text_rows(model, words, judge, data, config.sample.steps, config.seed, config.sample.each)
-    table = text_table(rows) + "\n\n" + judge.credentials(held_out)
-    finish(run, config, rows, table, {"UNet and text encoder": fitted})
+    data, held_out, subject = load_data(config.data, config.model.size)
+    models, fitted = train_text(config, data, subject, run)
+    save_models(run.path, models.unet, models.words)
+    models = load_models(run.path)
+    model = mmattn.attach(models.unet).use_core()
+    judge = Judge(data, subject)
+    rows = text_rows(model, models, judge, config.sample.steps, config.seed, config.sample.each)
+    sentence = shown(subject)[0]
+    word_maps(*looked(model, models, sentence, config.sample.steps, seed=config.seed), run.path / "words.png")
+    finish(run, config, rows, judge.credentials(held_out), {"UNet and text encoder": fitted})
 
 
-def stage_style(config: Config, data: Digits, held_out: Digits, scale: Scale, run: training.RunFolder) -> None:
-    """Stage B: the UNet of stage A frozen, an adapter that follows an example, and the other way beside it."""
-    unet, words = load_models(place(config.base))
+def stage_style(config: Config, run: training.RunFolder) -> None:
+    """Stage B: a UNet frozen, an adapter that follows an example, and the other way beside it."""
+    models = load_models(place(config.unet))
+    data, held_out, subject = load_data(config.data, models.size, models.channels)
     encoder = train_encoder(data, config.style.encoder_steps, config.seed, config.progress)
     save_encoder(encoder, run.path / "style.safetensors")
-    words.requires_grad_(False)
+    models.words.requires_grad_(False)
     torch.manual_seed(config.seed)
-    model = mmattn.attach(unet, mmattn.DecoupledAdapter(memory_dim=encoder.head.in_features)).use_core()
-    fitted = {"decoupled": train_style(config, data, model, words, encoder, model.adapters, "stage B", run)}
+    adapter = mmattn.DecoupledAdapter(memory_dim=encoder.head.in_features)
+    model = mmattn.attach(models.unet, adapter).use_core()
+    given = (config, data, subject, model, models, encoder)
+    fitted = {"decoupled": train_style(*given, model.adapters, "stage B", run)}
     model.save_adapter(run.path / "adapter")
     concatenated = None
     if config.style.control:
-        concatenated = Concatenated(sum(weight.numel() for weight in model.adapters.parameters()))
-        fitted["concatenated"] = train_style(config, data, model, words, encoder, concatenated, "concatenated")
+        wanted, _ = model.trainable_parameters()
+        concatenated = Concatenated(wanted, models.unet.config.cross_attention_dim)
+        fitted["concatenated"] = train_style(*given, concatenated, "concatenated")
     plot_losses(fitted["decoupled"].losses, run.path / "loss.png")
-    judge, shown = Judge(data, scale), held_out[: config.sample.examples]
+    judge, examples = Judge(data, subject), held_out[: config.sample.examples]
     rows = style_rows(
-        model, words, judge, encoder, shown, concatenated, config.sample.steps, config.sample.w, config.seed
+        model, models, judge, encoder, examples, concatenated, config.sample.steps, config.sample.w, config.seed
     )
-    show(model, words, encoder, held_out, config, run)
-    finish(run, config, rows, style_table(rows) + "\n\n" + judge.credentials(held_out), fitted)
+    show(model, models, encoder, subject, held_out, config, run)
+    finish(run, config, rows, judge.credentials(held_out), fitted)
 
 
 def show(
-    model: mmattn.hosts.UNet, words: Any, encoder: Any, held_out: Digits, config: Config, run: training.RunFolder
+    model: mmattn.hosts.UNet,
+    models: Models,
+    encoder: StyleEncoder,
+    subject: Subject,
+    held_out: Pictures,
+    config: Config,
+    run: training.RunFolder,
 ) -> None:
-    """A grid: in each row an example, then the ten digits in its style."""
-    rows = held_out.measures.abs().sum(1).topk(8).indices.tolist()
+    """A grid: in each row an example, then up to ten classes in its style."""
+    rows = held_out.measures.abs().sum(1).topk(min(8, len(held_out))).indices.tolist()
+    sentences = [subject.plain(number) for number in range(min(10, len(subject.classes)))]
     pictures = []
     for row in rows:
-        sentences = [f"a {digit}" for digit in range(10)]
-        memory = encoder.encode(held_out.pictures[row : row + 1]).expand(10)
-        made = draw(model, words, sentences, config.sample.steps, config.sample.w, seed=config.seed, memory=memory)
+        memory = encoder.encode(held_out.pictures[row : row + 1]).expand(len(sentences))
+        made = draw(model, models, sentences, config.sample.steps, config.sample.w, seed=config.seed, memory=memory)
         pictures += [held_out.pictures[row], *made]
-    grid(torch.stack(pictures), 11, run.path / "examples.png")
+    grid(torch.stack(pictures), len(sentences) + 1, run.path / "examples.png")
 
 
 def finish(
-    run: training.RunFolder, config: Config, rows: list[dict[str, Any]], table: str, fitted: dict[str, training.Fitted]
+    run: training.RunFolder,
+    config: Config,
+    rows: list[dict[str, Any]],
+    judge: str,
+    fitted: dict[str, training.Fitted],
 ) -> None:
     """Write and print the table, and what the training took."""
     took = {name: {"steps": one.steps, "seconds": round(one.seconds)} for name, one in fitted.items()}
-    run.write_json("table.json", {"seed": config.seed, "rows": rows, "training": took})
-    run.write_text("table.md", table)
-    print(table)
-    for name, one in took.items():
-        print(f"{name}: {one['steps']} steps in {one['seconds']} s")
+    content = {"stage": config.stage, "seed": config.seed, "rows": rows, "training": took, "judge": judge}
+    run.write_json("table.json", content)
+    text = table([content])
+    run.write_text("table.md", text)
+    print(text)
 
 
 def place(path: str) -> Path:

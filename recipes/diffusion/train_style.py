@@ -1,8 +1,8 @@
-"""Stage B: the UNet frozen, adapters learn to follow the style of an example digit.
+"""Stage B: the UNet frozen, adapters learn to follow the style of an example.
 
-An example is never the picture to be drawn, nor the same digit: it is one of the pictures of other digits whose
-measures are nearest. What both share is the style, so that is what the adapter can learn from it; which digit to write
-stands in the text alone.
+An example is never the picture to be drawn, nor of the same class: it is one of the pictures of other classes whose
+measures are nearest. What both share is the style, so that is what the adapter can learn from it; what to draw stands
+in the text alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from random import Random
 
 import torch
+from attributes import Subject, asked_for
+from data import Pictures
 from denoise import denoising_loss, fit
-from digits import Digits, asked_for, describe
-from models import WIDTH as TEXT_WIDTH, Words, noise_schedule
+from models import Models
 from settings import Config
 from style import WIDTH, StyleEncoder
 from torch import Tensor, nn
@@ -23,11 +24,12 @@ from mmattn import training
 NEAREST = 8
 
 
-def examples(data: Digits) -> Tensor:
-    """For each picture the numbers (n, NEAREST) of pictures of other digits nearest in their measures."""
-    distance = torch.cdist(data.measures, data.measures)
-    distance[data.digits[:, None] == data.digits[None]] = float("inf")
-    return distance.topk(NEAREST, largest=False).indices
+def nearest(data: Pictures, rows: list[int]) -> Tensor:
+    """For each row the numbers (b, n) of the at most NEAREST pictures of other classes nearest in their measures."""
+    distance = torch.cdist(data.measures[rows], data.measures)
+    same = data.classes[rows, None] == data.classes[None]
+    fewest = int((~same).sum(1).min())
+    return distance.masked_fill(same, float("inf")).topk(min(NEAREST, fewest), largest=False).indices
 
 
 class Concatenated(nn.Module):
@@ -36,11 +38,11 @@ class Concatenated(nn.Module):
     Has as many trained parameters as `wanted`, to within one hidden unit.
     """
 
-    def __init__(self, wanted: int) -> None:
+    def __init__(self, wanted: int, text_dim: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        hidden = round((wanted - 2 * WIDTH - TEXT_WIDTH) / (WIDTH + TEXT_WIDTH + 1))
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, TEXT_WIDTH)
+        hidden = round((wanted - 2 * WIDTH - text_dim) / (WIDTH + text_dim + 1))
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, text_dim)
 
     def forward(self, text: Tensor, mask: Tensor, memory: mmattn.Memory) -> tuple[Tensor, Tensor]:
         """Text (b, m + 16, e) and its mask; rows whose memory is left out keep their text alone."""
@@ -51,9 +53,10 @@ class Concatenated(nn.Module):
 
 def train_style(
     config: Config,
-    data: Digits,
+    data: Pictures,
+    subject: Subject,
     model: mmattn.hosts.UNet,
-    words: Words,
+    models: Models,
     encoder: StyleEncoder,
     trained: nn.Module,
     label: str,
@@ -61,25 +64,27 @@ def train_style(
 ) -> training.Fitted:
     """Train the model's adapter (`trained` is `model.adapters`) or a `Concatenated` on pairs of like style."""
     torch.manual_seed(config.seed)
-    random, settings, near = Random(config.seed), config.optim, examples(data)
+    random, settings = Random(config.seed), config.optim
     memories = encoder.encode(data.pictures)
-    scheduler = noise_schedule()
 
     def loss_at(step: int) -> Tensor:
         rows = [random.randrange(len(data)) for _ in range(settings.batch)]
-        like = [int(near[row, random.randrange(NEAREST)]) for row in rows]
-        said = [describe(int(data.digits[row]), asked_for(data.measures[row], random, 0.2), random) for row in rows]
+        near = nearest(data, rows)
+        like = [int(one[random.randrange(len(one))]) for one in near]
+        names = subject.attributes.names
+        told = [asked_for(names, data.measures[row], random, 0.2) for row in rows]
+        said = [subject.describe(int(data.classes[row]), one, random) for row, one in zip(rows, told, strict=True)]
+        kept = (torch.rand(len(rows), 1) >= config.drop)[:, 0].tolist()
         with torch.no_grad():
-            text, mask = words(said)
-        mask = mask & (torch.rand(len(mask), 1) >= config.drop)
+            text, mask = models.words([one if here else None for one, here in zip(said, kept, strict=True)])
         memory = memories[like].drop(config.drop)
         given = {"memory": memory}
         if isinstance(trained, Concatenated):
             (text, mask), given = trained(text, mask, memory), {}
         return denoising_loss(
-            scheduler,
+            models.schedule,
             lambda noisy, times: model(noisy, times, text, text_mask=mask, **given).sample,
-            data.pictures[rows],
+            models.encode(data.pictures[rows]),
             settings.min_snr,
         )
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from diffusers import StableDiffusionPipeline
+from transformers import CLIPTokenizer
 
 import mmattn
 from mmattn.errors import ConditionError, ShapeError
-from tests import tiny, tiny_unets
+from tests import tiny, tiny_pipeline, tiny_unets
 from tests.tiny import assert_close
 
 STEPS = 3
@@ -21,53 +19,14 @@ PROMPTS = ["a red flower", "the blue one"]
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory) -> CLIPTokenizer:
-    """A tokenizer that spells: letters, letters that end a word, and the two tokens of CLIP."""
-    letters = [chr(code) for code in range(97, 123)]
-    vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    folder = tmp_path_factory.mktemp("words")
-    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(vocabulary)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=19)
+    """A tokenizer that spells."""
+    return tiny_pipeline.make_tokenizer(tmp_path_factory.mktemp("words"))
 
 
 @pytest.fixture
 def pipe(words) -> StableDiffusionPipeline:
     """Stable Diffusion from tiny random parts: latents of 4 channels at 16 x 16."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        text = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(words),
-                hidden_size=34,
-                intermediate_size=23,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                max_position_embeddings=19,
-                bos_token_id=len(words) - 2,
-                eos_token_id=len(words) - 1,
-            )
-        ).eval()
-        pictures = AutoencoderKL(
-            block_out_channels=(4, 6),
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            latent_channels=4,
-            norm_num_groups=2,
-            sample_size=32,
-        ).eval()
-    unet = tiny_unets.make(in_channels=4, out_channels=4, cross_attention_dim=34, sample_size=16)
-    made = StableDiffusionPipeline(
-        vae=pictures,
-        text_encoder=text,
-        tokenizer=words,
-        unet=unet,
-        scheduler=DDIMScheduler(steps_offset=1, clip_sample=False),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    made.set_progress_bar_config(disable=True)
-    return made
+    return tiny_pipeline.make_pipeline(words)
 
 
 def draw(pipe, prompts=PROMPTS, guidance=5.0, row=None, **more):

@@ -13,8 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+import mmattn
 from mmattn.cli import main
-from mmattn.errors import ImageError, TextError
+from mmattn.errors import ConfigError, ImageError, TextError
+from mmattn.recipes import over_seeds
+from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -27,13 +30,14 @@ SMALL = {
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("diffusion", "digits", "measure", "models", "style", "train_style", "train", "drawing")
+    names = ("attributes", "data", "settings", "measure", "models", "style", "train_style", "train", "drawing", "table")
+    return load_files("diffusion", *names)
 
 
 @pytest.fixture(scope="module")
 def data(recipe: SimpleNamespace) -> Any:
-    """Training digits, held-out digits, and the scale of their measures."""
-    return recipe.digits.load_digits()
+    """Training digits, held-out digits, and what can be said of them."""
+    return recipe.data.load_data()
 
 
 @pytest.fixture(scope="module")
@@ -53,67 +57,95 @@ def strokes(**change: float) -> torch.Tensor:
 
 
 def test_measures_are_what_their_words_say(recipe: SimpleNamespace) -> None:
-    plain = recipe.digits.measure(strokes())[0]
-    assert recipe.digits.measure(strokes(thick=4.0))[0, 0] > 1.5 * plain[0]
-    assert abs(plain[1]) < 1e-3 and recipe.digits.measure(strokes(slant=0.4))[0, 1] == pytest.approx(0.4, abs=0.05)
+    def measured(ink: torch.Tensor) -> torch.Tensor:
+        return recipe.attributes.INK.measure(2 * ink - 1)[0]
+
+    plain = measured(strokes())
+    assert measured(strokes(thick=4.0))[0] > 1.5 * plain[0]
+    assert abs(plain[1]) < 1e-3 and measured(strokes(slant=0.4))[1] == pytest.approx(0.4, abs=0.05)
     wide = torch.cat([strokes()[..., 8:], strokes()[..., :8]], -1) + strokes()
-    assert recipe.digits.measure(wide.clamp(max=1))[0, 2] > 1.5 * plain[2]
+    assert measured(wide.clamp(max=1))[2] > 1.5 * plain[2]
+
+
+def test_measures_of_light_are_what_their_words_say(recipe: SimpleNamespace) -> None:
+    generator = torch.Generator().manual_seed(0)
+    grey = (torch.rand(1, 1, 13, 13, generator=generator) - 0.5).expand(1, 3, 13, 13)
+    red = grey + torch.tensor([0.4, -0.2, -0.2])[None, :, None, None]
+    dull, bright, vivid, smooth = (recipe.attributes.LIGHT.measure(one)[0] for one in (grey, grey + 0.3, red, grey / 2))
+    assert torch.allclose(bright - dull, torch.tensor([0.3, 0.0, 0.0]), atol=1e-5)
+    assert vivid[1] > dull[1] + 0.2 and vivid[0] == pytest.approx(float(dull[0]), abs=1e-5)
+    assert smooth[2] == pytest.approx(float(dull[2]) / 2, abs=1e-5)
 
 
 def test_digits_are_split_and_scaled_on_the_training_part(recipe: SimpleNamespace, data: Any) -> None:
     known, held_out, _ = data
     assert len(known) + len(held_out) == 1797 and len(held_out) == 359
-    assert set(held_out.digits.tolist()) == set(range(10))
+    assert set(held_out.classes.tolist()) == set(range(10))
     for digit in range(10):
-        own = known.measures[known.digits == digit]
+        own = known.measures[known.classes == digit]
         assert torch.allclose(own.mean(0), torch.zeros(3), atol=1e-4) and torch.allclose(own.std(0), torch.ones(3))
     assert known.pictures.min() == -1 and known.pictures.max() == 1
 
 
 def test_sentences_say_what_is_so_in_words_the_model_has(recipe: SimpleNamespace, data: Any) -> None:
-    random, known = Random(0), set(recipe.digits.vocabulary())
-    for measures, digit in zip(data[0].measures[:200], data[0].digits[:200].tolist(), strict=True):
-        said = recipe.digits.asked_for(measures, random)
+    random, (known, _, subject) = Random(0), data
+    words = set(recipe.models.make_tokenizer(subject.vocabulary()).get_vocab())
+    names, sentences = subject.attributes.names, []
+    for measures, digit in zip(known.measures[:200], known.classes[:200].tolist(), strict=True):
+        said = recipe.attributes.asked_for(names, measures, random)
         for name, sign in said.items():
-            assert sign * measures[recipe.digits.MEASURES.index(name)] > recipe.digits.THRESHOLD
-        assert set(recipe.digits.describe(digit, said, random).split()) <= known
+            assert sign * measures[names.index(name)] > recipe.attributes.THRESHOLD
+        sentences.append(subject.describe(digit, said, random))
+        assert set(sentences[-1].split()) <= words
+        assert not {recipe.data.NUMBERS[digit], str(digit)}.isdisjoint(sentences[-1].split())
+    assert len(set(sentences)) > 100 and subject.describe(7, {"stroke": 1}, Random(3)) == "thick 7"
 
 
 def test_judges_know_real_digits_they_never_saw(recipe: SimpleNamespace, data: Any) -> None:
-    known, held_out, scale = data
-    judge = recipe.measure.Judge(known, scale)
-    assert (judge.read(held_out.pictures) == held_out.digits).float().mean() >= 0.98
+    known, held_out, subject = data
+    judge = recipe.measure.Judge(known, subject)
+    assert (judge.read(held_out.pictures) == held_out.classes).float().mean() >= 0.98
     assert min(recipe.measure.similarity(held_out.measures, judge.style(held_out.pictures))) > 0.85
-    asked = recipe.measure.Asked([""] * len(held_out), held_out.digits, held_out.measures.sign().long())
+    asked = recipe.measure.Asked([""] * len(held_out), held_out.classes, held_out.measures.sign().long())
     found = judge.obedience(asked, held_out.pictures)
-    assert found["digit"] >= 0.98 and found["attribute"] == 1
+    assert found["read"] >= 0.98 and found["attribute"] == 1
     asked.signs.neg_()
     assert judge.obedience(asked, held_out.pictures)["attribute"] == 0
-    assert judge.frechet(held_out.pictures) < 2 < judge.frechet(held_out.pictures[held_out.digits < 5])
+    assert judge.frechet(held_out.pictures) < 2 < judge.frechet(held_out.pictures[held_out.classes < 5])
 
 
-def test_an_example_is_another_digit_of_like_style(recipe: SimpleNamespace, data: Any) -> None:
+def test_an_example_is_of_another_class_and_like_style(recipe: SimpleNamespace, data: Any) -> None:
     known = data[0]
-    near = recipe.train_style.examples(known)
-    assert (known.digits[near] != known.digits[:, None]).all()
+    near = recipe.train_style.nearest(known, list(range(len(known))))
+    assert (known.classes[near] != known.classes[:, None]).all()
     apart = (known.measures[near] - known.measures[:, None]).norm(dim=-1).mean()
     assert apart < 0.4 * torch.pdist(known.measures).mean()
 
 
 def test_both_ways_of_stage_b_have_equally_many_parameters(recipe: SimpleNamespace) -> None:
-    for wanted in (20_011, 57_472):
-        module = recipe.train_style.Concatenated(wanted)
+    for wanted, text_dim in ((20_011, 64), (57_472, 64), (90_001, 34)):
+        module = recipe.train_style.Concatenated(wanted, text_dim)
         assert abs(sum(weight.numel() for weight in module.parameters()) - wanted) < 130
 
 
 def test_stage_a_leaves_models_that_read_sentences(recipe: SimpleNamespace, base: Path) -> None:
-    names = {"config.resolved.yaml", "metrics.jsonl", "loss.png", "table.json", "table.md", "samples_00002.png"}
+    names = {
+        "config.resolved.yaml",
+        "metrics.jsonl",
+        "loss.png",
+        "table.json",
+        "table.md",
+        "samples_00002.png",
+        "words.png",
+    }
     assert names <= {path.name for path in base.iterdir()}
     rows = json.loads((base / "table.json").read_text())["rows"]
-    assert [row["w"] for row in rows] == [0, 0.1, 0.3, 1, 2, 4]
-    _, words = recipe.models.load_models(base)
+    assert [row["name"] for row in rows] == ["0", "0.1", "0.3", "1", "2", "4"]
+    words = recipe.models.load_models(base).words
     text, mask = words(["a seven", "a thick seven slanted left"])
     assert text.shape[:2] == mask.shape and mask.sum(1).tolist() == [4, 7]
+    text, mask = words(["a seven", None])
+    assert mask.sum(1).tolist() == [4, 0], "no sentence is nothing at all"
     with pytest.raises(TextError, match="'a purple seven' has words this model never saw"):
         words(["a seven", "a purple seven"])
 
@@ -125,7 +157,7 @@ def test_stage_b_and_drawing(
     before = {path.name: path.read_bytes() for path in (base / "unet").iterdir()}
     optim = {"steps": 3, "batch": 5}
     recipe.train.main(
-        {**SMALL, "stage": "style", "base": str(base), "out": str(out), "optim": optim, "style": {"encoder_steps": 2}}
+        {**SMALL, "stage": "style", "unet": str(base), "out": str(out), "optim": optim, "style": {"encoder_steps": 2}}
     )
     assert {path.name: path.read_bytes() for path in (base / "unet").iterdir()} == before
     rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
@@ -156,6 +188,123 @@ def test_stage_b_and_drawing(
         assert str(picture) in capsys.readouterr().out
     assert pictures["nothing"] == pictures["plain"]
     assert len(pictures["plain"]) == 256**2
+
+
+def test_maps_of_words_are_what_the_host_looked_at(recipe: SimpleNamespace, base: Path) -> None:
+    models = recipe.models.load_models(base)
+    model = mmattn.attach(models.unet).use_core()
+    words, times, maps, drawn = recipe.train.looked(model, models, "a thick seven", 3, seed=5)
+    assert words == ["[begin]", "a", "thick", "seven", "[end]"] and len(times) == 3
+    assert maps.shape == (3, 5, 16, 16)
+    assert torch.allclose(maps.sum(1), torch.ones(3, 16, 16), atol=1e-5), "each place looks at the words and no more"
+    assert torch.equal(drawn[None], recipe.train.draw(model, models, ["a thick seven"], 3, 0.0, seed=5))
+
+
+def test_a_folder_in_colour_at_another_size(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, colour in {"red_rose": (0.8, 0.1, 0.2), "blue_flag": (0.1, 0.2, 0.8), "lawn": (0.2, 0.7, 0.1)}.items():
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for number in range(7):
+            pixels = torch.rand(37, 41, 1, generator=generator) * torch.tensor(colour) * (0.5 + number / 14)
+            Image.fromarray((255 * pixels).byte().numpy()).save(tmp_path / "pictures" / name / f"{number}.png")
+    settings = {
+        **SMALL,
+        "data": {"kind": "folder", "path": str(tmp_path / "pictures"), "attributes": "light", "most": 18},
+        "model": {"size": 32, "channels": [8, 8]},
+        "optim": {"steps": 3, "batch": 5},
+        "style": {"encoder_steps": 2},
+    }
+    known, held_out, subject = recipe.data.load_data(recipe.settings.DataSettings(**settings["data"]), 32)
+    assert known.pictures.shape[1:] == (3, 32, 32) and len(known) == 15 and len(held_out) == 3
+    assert [names[0] for names in subject.classes] == ["blue flag", "lawn", "red rose"]
+    recipe.train.main({**settings, "out": str(tmp_path / "a")})
+    recipe.train.main({**settings, "stage": "style", "unet": str(tmp_path / "a"), "out": str(tmp_path / "b")})
+    rows = json.loads((tmp_path / "b" / "table.json").read_text())["rows"]
+    assert set(rows[0]) == {"name", "brightness", "colour", "detail", "likeness", "read"} and len(rows) == 11
+    assert (tmp_path / "b" / "examples.png").stat().st_size > 1000
+
+
+def test_a_dataset_of_torchvision(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    place = tmp_path / "MNIST" / "raw"
+    place.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 60), ("t10k", 20)):
+        ink = torch.zeros(count, 28, 28, dtype=torch.uint8)
+        ink[:, 5:23, 9:19] = torch.randint(60, 255, (count, 18, 10), generator=generator, dtype=torch.uint8)
+        labels = torch.arange(count, dtype=torch.uint8) % 10
+        for kind, numbers in (("images-idx3", ink), ("labels-idx1", labels)):
+            sizes = torch.tensor([0x800 + numbers.dim(), *numbers.shape], dtype=torch.int32).numpy().astype(">i4")
+            (place / f"{part}-{kind}-ubyte").write_bytes(sizes.tobytes() + numbers.numpy().tobytes())
+    settings = recipe.settings.DataSettings(kind="torchvision", name="MNIST", path=str(tmp_path), most=50)
+    known, held_out, subject = recipe.data.load_data(settings, 16)
+    assert known.pictures.shape == (50, 1, 16, 16) and len(held_out) == 12
+    assert subject.classes[7] == ("seven",) and subject.attributes.names == ("stroke", "slant", "width")
+    assert known.pictures.min() == -1 and known.pictures[..., 5:11, 7:9].mean() > 0
+    assert recipe.data.load_data(settings, 16, 3)[0].pictures.shape == (50, 3, 16, 16)
+
+
+def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    tiny_pipeline.make_pipeline(tiny_pipeline.make_tokenizer(tmp_path / "words")).save_pretrained(tmp_path / "sd")
+    out = tmp_path / "run"
+    recipe.train.main(
+        {
+            **SMALL,
+            "stage": "style",
+            "unet": str(tmp_path / "sd"),
+            "out": str(out),
+            "optim": {"steps": 2, "batch": 3},
+            "style": {"encoder_steps": 2},
+            "sample": {"steps": 2, "examples": 5},
+        }
+    )
+    rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
+    assert {**rows["decoupled, strength 0.0"], "name": ""} == {**rows["no example"], "name": ""}
+    models = recipe.models.load_models(tmp_path / "sd")
+    assert (models.size, models.channels) == (32, 3)
+    model = mmattn.load(models.unet, out / "adapter").use_core()
+    plain = recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3)
+    memory = mmattn.Memory(torch.randn(1, 16, 64))
+    assert torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory, strength=0))
+    assert not torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory))
+
+
+def test_bad_data_and_hosts(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "one" / "rose").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for number in range(3):
+        Image.new("RGB", (9, 9), (number, 0, 0)).save(tmp_path / "one" / "rose" / f"{number}.png")
+    for settings, words in {
+        (("kind", "folder"),): "needs data.path=FOLDER",
+        (("kind", "folder"), ("path", str(tmp_path / "empty"))): "one folder of pictures per class",
+        (("kind", "folder"), ("path", str(tmp_path / "one"))): "1 classes",
+        (("kind", "torchvision"), ("path", str(tmp_path)), ("name", "MNISTT")): "has no 'MNISTT'",
+        (("kind", "torchvision"), ("path", str(tmp_path)), ("name", "MNIST")): "data.download=true fetches it",
+        (("attributes", "light"),): "must be ink for the digits",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            recipe.data.load_data(recipe.settings.DataSettings(**dict(settings)))
+    with pytest.raises(ConfigError, match="neither the run of a stage A nor a Stable Diffusion"):
+        recipe.models.load_models(tmp_path / "empty")
+
+
+def test_the_table_of_several_seeds(recipe: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+    def train(settings: dict[str, Any]) -> None:
+        assert settings["unet"] == f"runs/a/seed-{settings['seed']}"
+        row = {"name": "no example", "stroke": 0.1, "likeness": 0.2 * settings["seed"], "read": 0.9}
+        content = {"stage": "style", "rows": [row], "judge": "It judges."}
+        content["training"] = {"decoupled": {"steps": 5, "seconds": 10 + settings["seed"]}}
+        Path(settings["out"]).mkdir(parents=True)
+        (Path(settings["out"]) / "table.json").write_text(json.dumps(content))
+
+    config = tmp_path / "config.yaml"
+    config.write_text(f"recipe: diffusion\nout: {tmp_path / 'run'}\n")
+    arguments = [str(config), "unet=runs/a/seed-{seed}", "--seeds", "0", "1", "2"]
+    over_seeds("", train, recipe.table.table, arguments)
+    text = (tmp_path / "run" / "table.md").read_text()
+    assert text == capsys.readouterr().out
+    assert "| no example | +0.10 ± 0.00 | +0.20 ± 0.20 | 90.0 ± 0.0 % |" in " ".join(text.split())
+    assert "decoupled: 5 steps in 11 ± 1 s." in text and "It judges." in text
 
 
 def test_examples_are_brought_to_the_frame_of_the_digits(recipe: SimpleNamespace, data: Any) -> None:

@@ -84,8 +84,10 @@ class BeforeHost:
             return
         if torch.is_grad_enabled():
             keep_context(host)
-        sample = kwargs["sample"] if "sample" in kwargs else args[0]
-        timestep = kwargs["timestep"] if "timestep" in kwargs else args[1]
+        given = dict(zip(("sample", "timestep"), args, strict=False)) | kwargs
+        if "sample" not in given or "timestep" not in given:
+            return  # the host says itself what it misses
+        sample, timestep = given["sample"], given["timestep"]
         rows, size = sample.shape[0], (sample.shape[-2], sample.shape[-1])
         strengths = {}
         for name, prepared in call.memories.items():

@@ -103,7 +103,7 @@ def print_denoising(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[st
                 f"{slots} slots, {count} row{'s' if count > 1 else ''}, {'guided, ' if guided else ''}{fill:.0%} full"
             )
             rows[name] = denoising.measure(slots, count, fill, dtype, guided, 1.0 if quick else 4.0)
-            if not guided:
+            if not guided and dtype == torch.float32:
                 rows[name] |= denoising.peak(slots, count, fill, dtype)
         what = str(dtype).removeprefix("torch.")
         print(f"### {what}\n\n{table('text memory', rows)}\n", flush=True)

@@ -47,7 +47,7 @@ def word_maps(words: Sequence[str], times: Sequence[int], maps: Tensor, drawn: T
             axes[row + 1][0].set_ylabel(word, rotation=0, ha="right", va="center", fontsize=9)
         axes[1][column].set_title(f"t = {times[step]}", fontsize=8)
     _show(axes[0][0], drawn)
-    figure.subplots_adjust(left=0.16, right=0.99, top=0.99, bottom=0.01, wspace=0.05, hspace=0.12)
+    figure.subplots_adjust(left=0.16, right=0.99, top=0.99, bottom=0.01, wspace=0.05, hspace=0.22)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

@@ -124,6 +124,19 @@ def test_the_ways_to_say_memory(model):
 
 
 @torch.no_grad()
+def test_what_the_host_misses_it_says_itself(model):
+    own = None
+    for host, given in ((tiny_unets.make(), None), (model.host, tiny.memory(ROWS))):
+        with model.condition(given) if given is not None else torch.no_grad():
+            args, kwargs = tiny_unets.given()
+            with pytest.raises(TypeError, match="timestep") as raised:
+                host(args[0], encoder_hidden_states=args[2] if len(args) > 2 else kwargs["encoder_hidden_states"])
+        own = own or str(raised.value)
+    assert str(raised.value) == own
+    assert differs(run(model, tiny.memory(ROWS)), tiny_unets.own()), "the failed call left nothing behind"
+
+
+@torch.no_grad()
 def test_sizes_that_no_halving_divides(model):
     """A picture of 7 x 9 in a UNet that halves it: the up path is told the sizes."""
     sample, memory = torch.randn(ROWS, tiny_unets.CHANNELS, 7, 9), tiny.memory(ROWS, lengths=[5, 0, 3])

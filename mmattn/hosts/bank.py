@@ -165,7 +165,8 @@ class Bank:
             scores = torch.where(hits, scores.to(device), 0).repeat_interleave(m, 1)
         segments = torch.arange(n, device=device).repeat_interleave(m).expand(b, -1)
         repeated = None if sources is None else [[source for source in row for _ in range(m)] for row in sources]
-        memory = Memory(tokens.view(b, n * m, -1), real.view(b, n * m), segments, scores, repeated, check_finite=False)
+        tokens, real = tokens.view(b, n * m, tokens.shape[2]), real.view(b, n * m)
+        memory = Memory(tokens, real, segments, scores, repeated, check_finite=False)
         if scores is not None:
             Memory(tokens.new_empty(b, n * m, 0), scores=scores).check_finite()
         return memory, found, editions

@@ -18,7 +18,7 @@ from mmattn.adapters.layers import AdapterLayers
 from mmattn.cache import KeyValue, Snapshot
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_bool_mask
 from mmattn.hosts.bank_files import read_bank, write_bank
-from mmattn.hosts.bank_tables import Maker, blank_tables, check_entries, grown, is_int, keeping, makers_of, page_rows
+from mmattn.hosts.bank_tables import blank_tables, check_entries, grown, is_int, keeping, makers_of, page_rows, weights
 from mmattn.hosts.calls import Prepared
 from mmattn.memory import Memory
 from mmattn.pages import gather_pages
@@ -49,7 +49,7 @@ class Bank:
     """
 
     def __init__(
-        self, model: LanguageModel, makers: dict[str, Maker], tables: dict[str, Tensor], dtype: torch.dtype | None
+        self, model: LanguageModel, makers: dict[str, Snapshot], tables: dict[str, Tensor], dtype: torch.dtype | None
     ) -> None:
         self.model = model
         self._makers = makers
@@ -177,7 +177,7 @@ class Bank:
         """Keys and values from the pages of these rows of the tables; None where they are no longer what was found."""
         with self._placing:
             maker = self._makers.get(name)
-            if maker is None or not maker.holds(adapter):
+            if maker is None or not maker.holds(weights(adapter).values()):
                 return None
             if not torch.equal(self._tables["edition"][found], editions):
                 return None
@@ -266,7 +266,7 @@ class Bank:
         self._project(tables, self._makers, begin, tables["tokens"][begin:end], tables["mask"][begin:end])
 
     def _project(
-        self, tables: dict[str, Tensor], makers: dict[str, Maker], begin: int, tokens: Tensor, mask: Tensor
+        self, tables: dict[str, Tensor], makers: dict[str, Snapshot], begin: int, tokens: Tensor, mask: Tensor
     ) -> None:
         step = max(1, CHUNK // self.slots)
         for i in range(0, len(tokens), step):
@@ -287,7 +287,7 @@ class Bank:
     def _check_fresh(self) -> None:
         """Refuse pages that other weights would have made."""
         for name, maker in self._makers.items():
-            if not maker.holds(self.model._adapter(name)):
+            if not maker.holds(weights(self.model._adapter(name)).values()):
                 raise ConditionError(
                     f"the weights of adapter {name!r} have changed since the pages of this bank of {self._count} rows "
                     "were made: bank.refresh() makes them anew, bank.memory(rows) gives the entries without them"

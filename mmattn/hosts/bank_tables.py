@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,25 +19,8 @@ if TYPE_CHECKING:
     from mmattn.hosts.language import LanguageModel
 
 
-@dataclass(frozen=True)
-class Maker:
-    """The adapter that made pages, and its weights as they were then."""
-
-    adapter: weakref.ref[AdapterLayers]
-    seen: Snapshot
-
-    @classmethod
-    def of(cls, adapter: AdapterLayers) -> Maker:
-        """The adapter as it is now."""
-        return cls(weakref.ref(adapter), Snapshot(weights(adapter).values()))
-
-    def holds(self, adapter: AdapterLayers) -> bool:
-        """Whether this adapter would make the same pages."""
-        return self.adapter() is adapter and self.seen.holds(weights(adapter).values())
-
-
-def makers_of(model: LanguageModel, names: Sequence[str], width: int) -> dict[str, Maker]:
-    """These adapters of a host as they are now, to read entries of this width.
+def makers_of(model: LanguageModel, names: Sequence[str], width: int) -> dict[str, Snapshot]:
+    """The weights of these adapters as they are now, to make pages of entries of this width.
 
     Raises:
         ConditionError: there is none. ShapeError: one that reads another width.
@@ -55,7 +36,7 @@ def makers_of(model: LanguageModel, names: Sequence[str], width: int) -> dict[st
                 f"adapter {name!r} was made for memory_dim={wanted}, and the entries are of width {width}: use the "
                 "encoder it was trained with, or make it inactive with set_adapter"
             )
-    return {name: Maker.of(model._adapter(name)) for name in names}
+    return {name: Snapshot(weights(model._adapter(name)).values()) for name in names}
 
 
 def weights(adapter: AdapterLayers) -> dict[str, Tensor]:

@@ -267,7 +267,7 @@ def test_every_mode(model):
         inside = bank.gather(**found)
         first = model(tiny.text(ROWS, LENGTH), memory=inside).logits.clone()
         bank.update([0], entries(1))
-        bank.update([0], mmattn.Memory(memory.tokens[:1], memory.mask[:1]))
+    bank.update([0], mmattn.Memory(memory.tokens[:1], memory.mask[:1]))
     assert torch.equal(answer(model, bank.gather(**found))[0], first)
     model(tiny.text(ROWS, LENGTH), memory=inside, labels=tiny.text(ROWS, LENGTH)).loss.backward()
     check(bank, memory)
@@ -276,7 +276,10 @@ def test_every_mode(model):
         rough, projected = answer(model, prepared)
         assert projected == 0
         assert_close(rough.float(), answer(model, plain)[0].float(), 2e-2)
-        assert not torch.equal(rough.float(), first)
+        plain = model.prepare(plain)
+        with torch.no_grad():
+            kept = [given.look("default", model.adapters["default"], 0, 1)[1].keys for given in (prepared, plain)]
+        assert kept[0].dtype is kept[1].dtype is torch.bfloat16
         rebuilt = model.bank(memory)
     assert torch.equal(answer(model, prepared)[0], first)
     assert torch.equal(answer(model, rebuilt.gather(**found))[0], first)
@@ -546,6 +549,17 @@ def test_a_bank_comes_back_from_its_file(model, tmp_path, mapped, dtype):
     assert torch.equal(answer(model, again.gather(**found))[0], new)
 
 
+def test_what_was_removed_is_in_no_file(model, tmp_path):
+    memory = entries()
+    bank, path = model.bank(memory), tmp_path / "bank.safetensors"
+    secret = memory.tokens[4][memory.mask[4]].numpy().tobytes()
+    bank.save(path)
+    assert secret in path.read_bytes()
+    bank.remove([4])
+    bank.save(path)
+    assert secret not in path.read_bytes()
+
+
 def test_a_mapped_bank_stays_in_its_file(model, tmp_path):
     _, path = saved(model, tmp_path)
     maps = Path("/proc/self/maps")
@@ -614,25 +628,29 @@ def test_a_forged_bank_is_refused(model, tmp_path):
 
 
 def test_threads_see_whole_entries(model):
-    """Writers swap all entries at once between two versions, add and remove others; no answer mixes the two."""
-    versions = [tiny.memory(ENTRIES, SLOTS, seed=seed) for seed in (0, 1)]
-    bank, rows = model.bank(versions[0]), torch.tensor([[3, 22, 0], [7, 7, 7], [12, 3, 1]])
-    want = [answer(model, mmattn.Memory(version.tokens[rows].flatten(1, 2)))[0] for version in versions]
+    """Entries change all at once from one vector to another: what is gathered is all the one or all the other."""
+    n, m = 401, 31
+    versions = [torch.full((n, m, tiny.MEMORY_DIM), value) * torch.arange(1.0, 14) ** 2 for value in (1.0, -1.0)]
+    bank, rows, adapter = model.bank(versions[0]), torch.arange(n)[None], model.adapters["default"]
+    with torch.no_grad():
+        want = [model.prepare(version[:1]).look("default", adapter, 0, 1)[1].keys[..., :1, :] for version in versions]
     wrong, seen, done = [], set(), threading.Event()
 
     def read():
         while not done.is_set():
             with torch.no_grad():
-                got = model(tiny.text(ROWS, LENGTH), memory=bank.gather(rows)).logits
-            near = [i for i in (0, 1) if (got - want[i]).abs().max() < 1e-4]
-            seen.update(near)
-            if len(near) != 1:
-                wrong.append(got)
+                prepared = bank.gather(rows)
+                made = prepared.look("default", adapter, 0, 1)[1]
+            sign = prepared.memory.tokens[0, 0, 0].sign()
+            near = want[0] if sign > 0 else want[1]
+            seen.add(int(sign))
+            if not (prepared.memory.tokens.sign() == sign).all() or not torch.allclose(made.keys, near, atol=1e-4):
+                wrong.append(sign)
 
     def write():
-        for turn in range(30):
-            bank.update(range(ENTRIES), versions[(turn + 1) % 2])
-            bank.remove(bank.add(entries(3)))
+        for turn in range(40):
+            bank.update(range(n), versions[(turn + 1) % 2])
+            bank.remove(bank.add(versions[0][:3]))
         done.set()
 
     threads = [threading.Thread(target=read) for _ in range(3)] + [threading.Thread(target=write)]
@@ -640,5 +658,5 @@ def test_threads_see_whole_entries(model):
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert not wrong and seen == {0, 1}
-    assert len(bank) == ENTRIES + 90
+    assert not wrong and seen == {1, -1}
+    assert len(bank) == n + 120

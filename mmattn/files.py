@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import math
+import mmap
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -306,9 +307,14 @@ def read_header(
 
 
 def read_tensors(
-    path: Path, expect_format: str, *, check_finite: bool = True, max_header: int = MAX_HEADER
+    path: Path, expect_format: str, *, check_finite: bool = True, mapped: bool = False, max_header: int = MAX_HEADER
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `write_tensors` wrote: the tensors, on the CPU, and the metadata.
+
+    Args:
+        check_finite: refuse NaN and infinity.
+        mapped: leave the values in the file, from which the system fetches what is looked at; they are read through
+            once for their checksums. Writing to such a tensor does not reach the file.
 
     Raises:
         AdapterFileError: the file is torn, changed, of another format or something else; the message says what it is.
@@ -320,12 +326,16 @@ def read_tensors(
         info = header.pop("__metadata__")
         entries = _entries(path, header, size - place)
         metadata, hashes = _metadata(path, info, set(entries), expect_format, max_header)
+        whole = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if mapped else None
         for name, (dtype, shape, start, end) in entries.items():
-            values = torch.empty(end - start, dtype=torch.uint8)
-            buffer = values.numpy().data
-            if file.readinto(buffer) != end - start:  # type: ignore[attr-defined]
-                raise AdapterFileError(f"cannot read {str(path)!r}: it became shorter while it was read")
-            if hashlib.sha256(buffer).hexdigest() != hashes[name]:
+            if whole is None or (place + start) % dtype.itemsize or start == end:
+                values = torch.empty(end - start, dtype=torch.uint8)
+                file.seek(place + start)
+                if file.readinto(values.numpy().data) != end - start:  # type: ignore[attr-defined]
+                    raise AdapterFileError(f"cannot read {str(path)!r}: it became shorter while it was read")
+            else:
+                values = torch.frombuffer(whole, dtype=torch.uint8, count=end - start, offset=place + start)
+            if hashlib.sha256(values.numpy().data).hexdigest() != hashes[name]:
                 raise AdapterFileError(
                     f"cannot read {str(path)!r}: the values of {name!r} were changed after they were written "
                     "(wrong checksum). Fetch the file again"

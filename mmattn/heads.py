@@ -178,7 +178,7 @@ class MemoryHeads:
         memory, values = self._cast(memory), None if values is None else self._cast(values)
         if memory_positions is None and self.rotary is not None:
             memory_positions = torch.arange(memory.shape[1], device=memory.device)
-        bias = self._score_bias(scores, mask, memory)
+        bias = self._score_bias(scores, mask, memory.shape[:2])
         lengths = self._packed_lengths(mask) if packable else None
         absorb = values is None and self.absorbable and queries is not None
         absorb = absorb and self._absorbing_pays(queries or 0, memory, lengths)
@@ -200,18 +200,30 @@ class MemoryHeads:
         if absorb:
             raw = memory[:, None]
             return KeyValue(raw, raw, mask, bias, lengths, absorbed=True)
+        keys, made = self._slots(memory, values, memory_positions)
+        return self._joined(keys, made, mask, bias, lengths)
+
+    def _slots(
+        self, memory: Tensor, values: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values (b, g, m, k) of the slots of a memory (b, m, e), null slot apart."""
         keys = self._heads(self.k_proj(memory))
-        made = self._heads(self.v_proj(memory if values is None else values))
         if self.k_norm is not None:
             keys = self._norm(self.k_norm, keys)
         if self.rotary is not None:
-            keys = self.rotary(keys, memory_positions)
+            keys = self.rotary(keys, positions)
+        return keys, self._heads(self.v_proj(memory if values is None else values))
+
+    def _joined(
+        self, keys: Tensor, values: Tensor, mask: Tensor | None, bias: Tensor | None, lengths: tuple[int, ...] | None
+    ) -> KeyValue:
+        """Keys and values with the null slot in front, where there is one."""
         if self.null_key is None or self.null_value is None:
-            return KeyValue(keys, made, mask, bias, lengths)
+            return KeyValue(keys, values, mask, bias, lengths)
         b = keys.shape[0]
         keys = torch.cat([self.null_key[None, :, None].to(keys.dtype).expand(b, -1, -1, -1), keys], 2)
-        made = torch.cat([self.null_value[None, :, None].to(made.dtype).expand(b, -1, -1, -1), made], 2)
-        return KeyValue(keys, made, mask, None if bias is None else F.pad(bias, (1, 0)), null=True)
+        values = torch.cat([self.null_value[None, :, None].to(values.dtype).expand(b, -1, -1, -1), values], 2)
+        return KeyValue(keys, values, mask, None if bias is None else F.pad(bias, (1, 0)), null=True)
 
     def _packed_lengths(self, mask: Tensor | None) -> tuple[int, ...] | None:
         """Number of real slots of each row where leaving the others out pays, else None."""
@@ -306,7 +318,7 @@ class MemoryHeads:
         grouped = x.reshape(b, g, n, i).transpose(0, 1).reshape(g, b * n, i)
         return (grouped @ weight).view(g, b, n, o).transpose(0, 1).reshape(b, h, l, o)
 
-    def _score_bias(self, scores: Tensor | None, mask: Tensor | None, memory: Tensor) -> Tensor | None:
+    def _score_bias(self, scores: Tensor | None, mask: Tensor | None, shape: torch.Size) -> Tensor | None:
         """What the retriever's opinion adds to the scores of each slot, (b, m)."""
         if (scores is None) != (self.score_scale is None):
             raise ConfigError(
@@ -316,8 +328,8 @@ class MemoryHeads:
             )
         if scores is None or self.score_scale is None:
             return None
-        if scores.shape != memory.shape[:2]:
-            raise ShapeError(f"scores must be (b, m) = {tuple(memory.shape[:2])}, got {tuple(scores.shape)}")
+        if scores.shape != shape:
+            raise ShapeError(f"scores must be (b, m) = {tuple(shape)}, got {tuple(scores.shape)}")
         clean = scores if mask is None else scores.masked_fill(~mask, 0)
         return self.score_scale * clean.to(self.score_scale.dtype)
 

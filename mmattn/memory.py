@@ -71,9 +71,9 @@ class Memory:
                 raise ShapeError(f"sources need one entry per slot, {rows[0]} rows of {rows[1]}; got rows of {given}")
         # A tensor made in inference mode has no version by which an edit in place could be noticed.
         self.tokens = _countable(tokens)
-        self.mask = None if mask is None else _countable(mask)
-        self.segments = segments
-        self.scores = scores
+        self.mask, self.segments, self.scores = (
+            None if value is None else _countable(value) for value in (mask, segments, scores)
+        )
         self.sources = None if sources is None else [list(row) for row in sources]
         self.finite_checked = check_finite
         if check_finite:

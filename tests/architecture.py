@@ -16,7 +16,7 @@ TIERS = (
     ("memory", "cache", "weights"),
     ("attention",),
     ("heads",),
-    ("layers",),
+    ("layers", "pages"),
     ("adapters",),
     ("hosts",),
     ("training",),

@@ -87,7 +87,7 @@ class Prepared:
         )
 
     def _kept_by(self, name: str, adapter: AdapterLayers) -> Kept:
-        autocast = torch.is_autocast_enabled(self.memory.device.type)
+        autocast = torch.is_autocast_enabled(adapter.memory_norm.weight.device.type)
         kept = self._kept.get(name)
         # Another host may have an adapter of this name.
         if kept is None or kept.adapter() is not adapter or kept.autocast != autocast:

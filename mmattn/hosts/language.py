@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from mmattn.adapters.gated import GatedAdapter, GatedLayers
 from mmattn.attention import combine_masks, visible_rows
 from mmattn.errors import AttachError, ConditionError, check_float
 from mmattn.hosts import calls
+from mmattn.hosts.bank import Bank
 from mmattn.hosts.calls import Call, Piece
 from mmattn.hosts.families import find_layers, host_width
 from mmattn.hosts.handle import Handle, Memories, check_host, forget_compiled
 from mmattn.masks import media
+from mmattn.memory import Memory
 
 
 class LanguageModel(Handle):
@@ -81,6 +84,35 @@ class LanguageModel(Handle):
         self._hooks += [
             self.layers[index].register_forward_hook(AfterLayer(self, index), prepend=True) for index in used
         ]
+
+    # Entries that many requests look at ------------------------------------------------------------------------------
+
+    def bank(self, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
+        """Keep the keys and values of every row of a memory (n, m, e), for requests that gather some of them.
+
+        The bank is a copy on the device of the memory, and changes by its own verbs only.
+
+        Args:
+            dtype: of the kept keys and values; that of the weights by default, to which they are cast when gathered.
+
+        Raises:
+            ShapeError, NonFiniteError: a memory that the active adapters cannot read, or one with scores or segments.
+            ConditionError: no adapter is active. ConfigError: keys depend on their place in the memory.
+        """
+        return Bank.make(self, memory, dtype)
+
+    def load_bank(self, path: str | PathLike[str], *, mapped: bool = False) -> Bank:
+        """Read what `Bank.save` wrote.
+
+        Args:
+            mapped: leave entries and pages in the file, so that they need not fit in memory; the file is read through
+                once for its checksums. What is changed afterwards is kept in memory, and all of it once `add` or
+                `refresh` needs more room.
+
+        Raises:
+            AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
+        """
+        return Bank.load(self, path, mapped)
 
     # Calls ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""python -m recipes.benchmarks [core] [decoding] [beams] [denoising] [training] [--quick] [--json FILE]: ratios."""
+"""python -m recipes.benchmarks [PART ...] [--quick] [--json FILE]: ratios of times; all parts by default."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from recipes.benchmarks import core, decoding, denoising, training_memory
+from recipes.benchmarks import bank, core, decoding, denoising, training_memory
 
-PARTS = ("core", "decoding", "beams", "denoising", "training")
+PARTS = ("core", "decoding", "beams", "bank", "denoising", "training")
 
 
 def main() -> None:
@@ -36,6 +36,7 @@ def main() -> None:
         "core": lambda: print_core(dtypes, asked.quick),
         "decoding": lambda: print_decoding(dtypes, asked.quick),
         "beams": lambda: print_beams(dtypes, asked.quick),
+        "bank": lambda: print_bank(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "training": print_training,
     }
@@ -90,6 +91,28 @@ def print_beams(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, f
     }
     print(f"## Four beams: time of 16 tokens for each unit of the host alone\n\n{table('memory', rows)}\n", flush=True)
     return rows
+
+
+def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Answering from retrieved passages whose keys and values are kept, and gathering from larger and larger banks."""
+    results = {}
+    print("## Bank: time of answering from retrieved passages for each unit of encoding them\n")
+    for dtype in dtypes:
+        for answer, what in ((True, "32 tokens read, 8 written"), (False, "keys and values alone")):
+            rows = {
+                f"{hits} passages": bank.measure(hits, dtype, answer, 1.0 if quick else 10.0)
+                for hits in (bank.QUICK_HITS if quick else bank.HITS)
+            }
+            title = f"{str(dtype).removeprefix('torch.')}, {what}"
+            print(f"### {title}\n\n{table('found', rows)}\n", flush=True)
+            results |= {f"{title}: {name}": row for name, row in rows.items()}
+        grown = {
+            "64 hits": bank.measure_growth(bank.QUICK_BANKS if quick else bank.BANKS, dtype, 1.0 if quick else 4.0)
+        }
+        title = f"{str(dtype).removeprefix('torch.')}, gathering for each unit of the smallest bank"
+        print(f"### {title}\n\n{table('found', grown)}\n", flush=True)
+        results[title] = grown["64 hits"]
+    return results
 
 
 def print_denoising(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:

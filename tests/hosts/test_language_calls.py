@@ -150,6 +150,16 @@ def test_a_prepared_memory_serves_every_mode(model, ids):
     model(ids, labels=ids, memory=made_inside).loss.backward()
 
 
+def test_scores_and_segments_made_in_inference_mode(ids):
+    model = tiny.attach(tiny.make("llama"), score_bias=True)
+    tokens, scores, segments = tiny.memory(ROWS).tokens, torch.randn(ROWS, 5), torch.zeros(ROWS, 5, dtype=torch.long)
+    with torch.inference_mode():
+        inside = mmattn.Memory(tokens, scores=scores * 1, segments=segments * 1)
+        got = model(ids, memory=model.prepare(inside)).logits
+    with torch.no_grad():
+        assert torch.equal(got, model(ids, memory=mmattn.Memory(tokens, scores=scores, segments=segments)).logits)
+
+
 # Other hosts, pipelines and streams
 
 

@@ -1,0 +1,96 @@
+"""Answering from retrieved passages: pages of a bank, against making keys and values of the hits at every request.
+
+    python -m recipes.benchmarks bank [--dtype float32 bfloat16] [--quick]
+
+The GPT-2-small-shaped host with three gated adapters reads passages of 64 tokens as a MiniLM-shaped encoder (6 layers,
+width 384) leaves them: "encoded" runs the encoder over the hits, "projected" has their hidden states and makes keys and
+values of them, "bank" has those. Answering reads a prompt of 32 tokens and writes 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import mmattn
+from recipes.benchmarks.decoding import make_host
+from recipes.benchmarks.timing import interleaved, ratio
+
+WIDTH, PASSAGE, PROMPT, NEW = 384, 64, 32, 8
+HITS, QUICK_HITS = (4, 16, 64, 256), (4, 16)
+# Of one slot each: a hundred thousand passages of 64 would take 90 GB.
+BANKS, QUICK_BANKS = (1_000, 10_000, 100_000), (1_000, 10_000)
+FOUND = 64
+
+
+def make_encoder(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Passages (n, 64) of token ids to hidden states (n, 64, 384), by a random encoder of MiniLM's sizes."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=WIDTH, num_hidden_layers=6, num_attention_heads=12, intermediate_size=4 * WIDTH, pad_token_id=0
+    )
+    encoder = BertModel(config, add_pooling_layer=False).to(dtype).eval()
+    return lambda passages: encoder(input_ids=passages).last_hidden_state
+
+
+def make_reader(dtype: torch.dtype) -> mmattn.hosts.LanguageModel:
+    """The host with three gated adapters whose gates are open."""
+    torch.manual_seed(0)
+    model = mmattn.attach(make_host(dtype), mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
+    model.adapters.to(dtype)
+    for name, parameter in model.adapters.named_parameters():
+        if "gate" in name:
+            parameter.data.fill_(0.5)
+    return model
+
+
+def make_keys(model: mmattn.hosts.LanguageModel, prepared: mmattn.hosts.calls.Prepared) -> None:
+    """Have every layer's keys and values made."""
+    for name, adapter in model.adapters.items():
+        for layer in adapter.layers:
+            prepared.look(name, adapter, layer, 1)
+
+
+@torch.no_grad()
+def measure(hits: int, dtype: torch.dtype, answer: bool, seconds: float = 10.0) -> dict[str, float]:
+    """Time of an answer, or of making keys and values alone, for each unit of encoding the hits."""
+    model, encode = make_reader(dtype), make_encoder(dtype)
+    passages = torch.randint(1, 30_000, (max(hits, 64), PASSAGE))
+    bank = model.bank(torch.cat([encode(piece) for piece in passages.split(64)]))
+    rows = torch.randperm(len(passages))[None, :hits]
+    prompt = torch.ones(1, PROMPT, dtype=torch.long)
+
+    def run(prepare: Callable[[], mmattn.hosts.calls.Prepared]) -> Callable[[], object]:
+        if not answer:
+            return lambda: make_keys(model, prepare())
+        settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        return lambda: model.generate(prompt, memory=prepare(), **settings)
+
+    times = interleaved(
+        {
+            "encoded": run(lambda: model.prepare(encode(passages[rows[0]]).reshape(1, -1, WIDTH))),
+            "projected": run(lambda: model.prepare(bank.memory(rows))),
+            "bank": run(lambda: bank.gather(rows)),
+        },
+        seconds=seconds,
+    )
+    return {name: ratio(times, name, "encoded") for name in times}
+
+
+@torch.no_grad()
+def measure_growth(banks: tuple[int, ...], dtype: torch.dtype, seconds: float = 4.0) -> dict[str, float]:
+    """Time of gathering 64 entries from banks of several sizes, for each unit of the smallest."""
+    model = make_reader(dtype)
+
+    def gather(bank: mmattn.hosts.bank.Bank) -> Callable[[], None]:
+        # Other entries every time: those just read would still lie in the processor's cache.
+        return lambda: make_keys(model, bank.gather(torch.randint(0, len(bank), (1, FOUND))))
+
+    candidates = {
+        f"{n:,} entries": gather(model.bank(torch.randn(1, 1, WIDTH, dtype=dtype).expand(n, -1, -1))) for n in banks
+    }
+    times = interleaved(candidates, seconds=seconds, least=20)
+    return {name: ratio(times, name, next(iter(times))) for name in times}

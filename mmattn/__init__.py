@@ -18,6 +18,7 @@ _HOME = {
     "KeyValue": "mmattn.cache",
     "Memory": "mmattn.memory",
     "GatedAdapter": "mmattn.adapters.gated",
+    "ChunkedAdapter": "mmattn.adapters.chunked",
     "DecoupledAdapter": "mmattn.adapters.decoupled",
     "Resampler": "mmattn.adapters.resampler",
     "Guidance": "mmattn.hosts.guidance",
@@ -44,6 +45,7 @@ __all__ = [*_HOME, *_PARTS]
 
 if TYPE_CHECKING:
     from mmattn import errors, masks, positions
+    from mmattn.adapters.chunked import ChunkedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.resampler import Resampler

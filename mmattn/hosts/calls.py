@@ -22,7 +22,7 @@ from mmattn.memory import Memory
 
 if TYPE_CHECKING:
     from mmattn.hosts.neighbours import Blocks, Neighbours
-    from mmattn.hosts.texts import Text
+    from mmattn.hosts.texts import Noted
 
 # Kept keys and values decode faster at every size measured, but the memory itself is held once for all layers: above
 # this many bytes of K and V per adapter it is kept instead.
@@ -114,7 +114,7 @@ class Call:
         strength: multiplies what the adapters add.
         expands: rows of text may be a multiple of the rows of memory (beams, inside `generate`).
         probe: (host layer -> row) instead of a memory: disturb that row there.
-        prompt: (b, l) ids that `generate` began with. next_text: the text whose piece it is about to hand to the host.
+        prompt: (b, l) ids or (b, l, d) embeddings that `generate` began with. next_noted: what the host gets next.
     """
 
     memories: Mapping[str, Prepared | Neighbours]
@@ -124,7 +124,7 @@ class Call:
     probe: Mapping[int, int] | None = None
     prompt_images: dict[int | None, Tensor] = field(default_factory=dict)
     prompt: Tensor | None = None
-    next_text: Text | None = None
+    next_noted: Noted | None = None
 
 
 @dataclass(frozen=True)

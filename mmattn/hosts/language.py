@@ -18,7 +18,7 @@ from mmattn.hosts.calls import Call, Piece
 from mmattn.hosts.families import find_layers, host_width
 from mmattn.hosts.handle import Handle, Memories, check_host, forget_compiled
 from mmattn.hosts.neighbours import Blocks, Given, Neighbours
-from mmattn.hosts.texts import NotingTexts, past_length, refuse_packed, text_of
+from mmattn.hosts.texts import forget_texts, inner_host, note_texts, past_length, refuse_packed, text_of
 from mmattn.masks import media
 
 
@@ -78,18 +78,18 @@ class LanguageModel(Handle):
         for hook in self._hooks:
             hook.remove()
         used = sorted({index for name in self.adapters for index in self._adapter(name).layers})
-        self._hooks = [
-            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
-            self.host.register_forward_hook(AfterHost(), always_call=True),
-        ]
+        self._hooks = []
+        # peft's generate calls the model inside its own.
+        for host in dict.fromkeys((self.host, inner_host(self.host))):
+            self._hooks.append(host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
+            self._hooks.append(host.register_forward_hook(AfterHost(), always_call=True))
+        forget_texts(self.host)
+        if any(isinstance(self._adapter(name), ChunkedLayers) for name in self.adapters):
+            note_texts(self, self.host)
         # First among the hooks of a layer: those that record hidden states must see what the adapters added.
         self._hooks += [
             self.layers[index].register_forward_hook(AfterLayer(self, index), prepend=True) for index in used
         ]
-        self.host.__dict__.pop("prepare_inputs_for_generation", None)
-        chunked = any(isinstance(self._adapter(name), ChunkedLayers) for name in self.adapters)
-        if chunked and hasattr(self.host, "prepare_inputs_for_generation"):
-            self.host.__dict__["prepare_inputs_for_generation"] = NotingTexts(self)
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
@@ -185,8 +185,8 @@ class LanguageModel(Handle):
         for name, prepared in call.memories.items():
             calls.check_rows(rows, call, name, prepared)
         inner = Call(call.memories, call.images, call.strength, expands=True)
+        inner.prompt = prompt
         if prompt is not None and not prompt.is_floating_point():
-            inner.prompt = prompt
             for config in (self._adapter(name).config for name in call.memories):
                 if isinstance(config, GatedAdapter) and config.media_token is not None:
                     inner.prompt_images[config.media_token] = calls.images_so_far(prompt, config.media_token)
@@ -201,6 +201,11 @@ class LanguageModel(Handle):
         super()._join()
         if hasattr(type(self.host), "generate"):
             self.host.__dict__["generate"] = self._host_generate
+
+    def detach(self) -> nn.Module:
+        """Give back the very same host with no trace of the adapters."""
+        forget_texts(self.host)
+        return super().detach()
 
     def adapt(self, index: int, x: Tensor) -> Tensor:
         """What the hidden states x (b, l, d) behind layer `index` become in the current call."""
@@ -272,16 +277,15 @@ class BeforeHost:
         reading = {name: one for name, one in call.memories.items() if isinstance(one, Neighbours)}
         if not reading:
             return {}
-        text = call.next_text or text_of(kwargs, input_ids, past_length(kwargs))
-        call.next_text = None
-        length = (input_ids if input_ids is not None else kwargs["inputs_embeds"]).shape[1]
+        piece = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        text = text_of(call, piece, kwargs)
         for name, neighbours in reading.items():
             calls.check_rows(len(text.real), call, name, neighbours)
             adapter = handle._adapter(name)
             if isinstance(adapter, ChunkedLayers) and name in handle.active and not calls.is_off(handle._key, name):
                 # What finds neighbours may ask this very host, which then reads no memory.
                 with calls.entered(handle._key, None):
-                    out[name] = neighbours.blocks(text, length, name, adapter)
+                    out[name] = neighbours.blocks(text, piece.shape[1], name, adapter)
         return out
 
 

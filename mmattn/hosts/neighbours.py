@@ -110,7 +110,9 @@ class Neighbours(ABC):
         """The rows as one, gathered anew only when they are others than the last time."""
         before, made = self._gathered.get(key, ([], None))
         if made is None or [(id(one), row) for one, row in before] != [(id(one), row) for one, row in rows]:
-            made = KeyValue.gather(rows)
+            # What is kept must serve calls outside inference mode, too.
+            with torch.inference_mode(False), torch.no_grad():
+                made = KeyValue.gather(rows)
             self._gathered[key] = (rows, made)
         return made
 
@@ -173,7 +175,7 @@ class Found(Neighbours):
         if text.ids is None:
             raise ConditionError(
                 f"adapter {name!r} was given a function that finds neighbours for the ids of chunks, and this call "
-                "does not tell the ids of the whole text: give input_ids from the first token on, use generate, or give a "
+                "does not tell the ids of the whole text: give input_ids from the first token on, use generate, or a "
                 "Memory with segments"
             )
         size = adapter.config.chunk_size

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.errors import ConditionError
 
 if TYPE_CHECKING:
+    from mmattn.hosts.calls import Call
     from mmattn.hosts.language import LanguageModel
 
 
@@ -23,18 +24,31 @@ class Text:
     ids: Tensor | None
 
 
-def text_of(kwargs: dict[str, Any], input_ids: Tensor | None, past: int | None) -> Text:
-    """The text that the arguments of one forward tell of.
+@dataclass(frozen=True)
+class Noted:
+    """What `generate` is about to hand to the host: ids (b, any) and padding (b, t), None where every token is real."""
+
+    ids: Tensor
+    mask: Tensor | None
+
+
+def text_of(call: Call, piece: Tensor, kwargs: dict[str, Any]) -> Text:
+    """The text that ends with the piece (b, l) of ids or (b, l, d) of embeddings which the host is given now.
 
     Raises:
-        ConditionError: they do not tell how much text went before, or which of it is padding.
+        ConditionError: it is not told how much text went before, or which of it is padding.
     """
-    piece = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+    noted, call.next_noted = call.next_noted, None
     rows, length = piece.shape[:2]
-    mask = kwargs.get("attention_mask")
-    if mask is None and past is not None:
-        real = torch.ones(rows, past + length, dtype=torch.bool, device=piece.device)
-    elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == (past or 0) + length and past is not None:
+    past, prompt = past_length(kwargs), call.prompt
+    mask = kwargs.get("attention_mask") if noted is None else noted.mask
+    total = None if past is None else past + length
+    if total is None and noted is not None:
+        embedded = 0 if prompt is None or not prompt.is_floating_point() else prompt.shape[1]
+        total = embedded + noted.ids.shape[1]
+    if mask is None and total is not None:
+        real = torch.ones(rows, total, dtype=torch.bool, device=piece.device)
+    elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == total:
         real = mask.bool()
     else:
         given = f"of {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -43,7 +57,11 @@ def text_of(kwargs: dict[str, Any], input_ids: Tensor | None, past: int | None) 
             f"{'an unknown number' if past is None else past} in the cache, and attention_mask is {given}; give it as "
             "(b, all tokens so far), or use generate"
         )
-    return Text(real, input_ids if past == 0 else None)
+    ids = piece if noted is None else noted.ids
+    if noted is not None and ids.shape[1] != total and prompt is not None:
+        # A prompt that is read in pieces is noted piece by piece.
+        ids = prompt[:, :total].repeat_interleave(rows // prompt.shape[0], 0)
+    return Text(real, ids if ids.shape == real.shape and not ids.is_floating_point() else None)
 
 
 def past_length(kwargs: dict[str, Any]) -> int | None:
@@ -76,36 +94,38 @@ def refuse_packed(kwargs: dict[str, Any]) -> None:
         )
 
 
+def inner_host(host: nn.Module) -> nn.Module:
+    """The model that peft has wrapped, or the host itself."""
+    base: Any = getattr(host, "get_base_model", None)
+    return host if base is None else base()
+
+
 class NotingTexts:
-    """What `host.prepare_inputs_for_generation` is where chunks are read: the call under way learns the whole text.
+    """What `prepare_inputs_for_generation` is where chunks are read: the call under way learns the whole text from it.
 
     Nowhere else do beams, drafts and pieces of a prompt appear in full.
     """
 
-    def __init__(self, handle: LanguageModel) -> None:
-        self.handle = handle
+    def __init__(self, handle: LanguageModel, host: Any) -> None:
+        self.handle, self.host = handle, host
         # generate asks the signature what it may pass on.
-        self.__signature__ = inspect.signature(self._own)
-
-    @property
-    def _own(self) -> Any:
-        host: Any = self.handle.host
-        return type(host).prepare_inputs_for_generation.__get__(host)
+        self.__signature__ = inspect.signature(host.prepare_inputs_for_generation)
 
     def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         call = self.handle._current()
         if call is not None:
             mask = kwargs.get("attention_mask")
-            if mask is None:
-                mask = torch.ones_like(input_ids)
-            call.next_text = Text(mask.bool(), whole(input_ids, call.prompt, mask.shape))
-        return self._own(input_ids, *args, **kwargs)
+            call.next_noted = Noted(input_ids, None if mask is None else mask.bool())
+        return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
 
 
-def whole(input_ids: Tensor, prompt: Tensor | None, size: torch.Size) -> Tensor | None:
-    """The ids of a text of this size (b, t): those at hand, or the start of the prompt while it is read in pieces."""
-    if input_ids.shape == size:
-        return input_ids
-    if prompt is None or size[1] > prompt.shape[1]:
-        return None
-    return prompt[:, : size[1]].repeat_interleave(size[0] // prompt.shape[0], 0)
+def note_texts(handle: LanguageModel, host: nn.Module) -> None:
+    """Have `generate` of this host tell the call under way which text it is at."""
+    inner = inner_host(host)
+    if hasattr(inner, "prepare_inputs_for_generation"):
+        inner.__dict__["prepare_inputs_for_generation"] = NotingTexts(handle, inner)
+
+
+def forget_texts(host: nn.Module) -> None:
+    """Undo `note_texts`."""
+    inner_host(host).__dict__.pop("prepare_inputs_for_generation", None)

@@ -27,6 +27,8 @@ _HOME = {
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
     "load_image": "mmattn.encoders.images",
+    "knn_log_probs": "mmattn.retrieval.knn_lm",
+    "next_token_states": "mmattn.retrieval.knn_lm",
     "record": "mmattn.inspect.record",
     "MmattnError": "mmattn.errors",
     "MaskError": "mmattn.errors",
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from mmattn.inspect.record import record
     from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory
+    from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
 
 
 def __getattr__(name: str) -> Any:

@@ -30,18 +30,34 @@ def test_another_reading_of_the_same_storage_is_another_tensor(now):
 def projected(kind: str, batch: int, m: int, monkeypatch: pytest.MonkeyPatch) -> tuple[CrossAttention, KeyValue]:
     """A layer, and keys and values of a random memory in each layout."""
     torch.manual_seed(7)
-    options = {"null slot": {"null_slot": True}, "scored": {"score_bias": True}}
+    options = {
+        "null slot": {"null_slot": True},
+        "null slot, whole": {"null_slot": True},
+        "scored": {"score_bias": True},
+        "packed and scored": {"score_bias": True},
+    }
     layer = CrossAttention(13, 11, 3, head_dim=7, bias=kind == "packed", **options.get(kind, {}))
     torch.manual_seed(100 * batch + m)
     memory = torch.randn(batch, m, 11)
-    mask = torch.rand(batch, m) > 0.3 if kind != "whole" else None
-    scores = torch.randn(batch, m) if kind == "scored" else None
-    monkeypatch.setattr("mmattn.heads._PACK_SAVES", 0 if kind in ("packed", "absorbed and packed") else 1 << 40)
+    mask = torch.rand(batch, m) > 0.3 if "whole" not in kind else None
+    scores = torch.randn(batch, m) if "scored" in kind else None
+    monkeypatch.setattr("mmattn.heads._PACK_SAVES", 0 if "packed" in kind else 1 << 40)
     return layer, layer.project(memory, mask=mask, scores=scores, absorb=kind.startswith("absorbed"))
 
 
 @pytest.mark.parametrize(
-    "kind", ["whole", "padded", "packed", "absorbed", "absorbed and packed", "null slot", "scored"]
+    "kind",
+    [
+        "whole",
+        "padded",
+        "packed",
+        "absorbed",
+        "absorbed and packed",
+        "null slot",
+        "null slot, whole",
+        "scored",
+        "packed and scored",
+    ],
 )
 @torch.no_grad()
 def test_gathered_rows_are_the_rows(kind, monkeypatch):
@@ -51,6 +67,7 @@ def test_gathered_rows_are_the_rows(kind, monkeypatch):
     holders = [(second, 1), (first, 2), (first, 0), (second, 1)]
     gathered = KeyValue.gather(holders)
     assert gathered.batch == 4 and gathered.slots <= 17
+    assert (gathered.values is gathered.keys) == kind.startswith("absorbed")
     x = torch.randn(4, 19, 13)
     out = layer(x, gathered)
     for row, (holder, number) in enumerate(holders):

@@ -1,7 +1,7 @@
 """kNN-LM (arXiv 1911.00172): the plain baseline, a language model mixed with what followed similar hidden states.
 
-A datastore holds keys k (n, d), the hidden states of a host over texts, and values v (n,), the token that followed each.
-With f (d,) the state of a token and N the nearest keys (equations 2 and 3, with a temperature T, 1 in the paper):
+A datastore holds keys k (n, d), the hidden states of a host over texts, and values v (n,), the tokens that followed
+them. With f (d,) the state of a token and N the nearest keys (equations 2 and 3, with a temperature T, 1 in the paper):
 
     p_kNN(y) ∝ Σ_{i ∈ N, v_i = y} exp(−|f − k_i|² / T)
     p(y) = λ p_kNN(y) + (1 − λ) p_LM(y)
@@ -51,7 +51,7 @@ def knn_log_probs(
     >>> mixed.exp()
     tensor([[[0.1250, 0.1250, 0.6250, 0.1250]]])
     """
-    _check_datastore(keys, values)
+    _check_sizes(keys, values)
     check_int("top_k", top_k)
     if check_float("temperature", temperature, at_least=0) == 0:
         raise ConfigError("temperature must be above 0, got 0; with top_k=1 only the nearest key votes")
@@ -88,11 +88,19 @@ def nearest(keys: Tensor, queries: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
     Exact to rounding, in float32 at least: keys are centred, so that what all states share does not cost digits.
 
+    Raises:
+        NonFiniteError: NaN or infinity in a key, which would be found wrongly or never.
+
     >>> nearest(torch.tensor([[0.0], [3.0], [5.0]]), torch.tensor([[4.5]]), top_k=2)
     (tensor([[0.2500, 2.2500]]), tensor([[2, 1]]))
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     centre = keys.mean(0, dtype=wide).to(queries.device)
+    if not torch.isfinite(centre).all():
+        row = int((~torch.isfinite(keys).all(1)).int().argmax())
+        raise NonFiniteError(
+            f"key {row} of the datastore is not finite: leave its text out, or collect the states in float32"
+        )
     queries = queries.to(wide) - centre
     distances, places = queries.new_empty(len(queries), 0), queries.new_empty(len(queries), 0, dtype=torch.long)
     step = max(_AT_ONCE // max(len(queries), 1), 1)
@@ -108,7 +116,7 @@ def nearest(keys: Tensor, queries: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def next_token_states(host: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The datastore of texts: keys (n, d), a host's last hidden state at each token, and values (n,), the token after it.
+    """The datastore of texts: keys (n, d), the host's last hidden state at each token, and values (n,), the next token.
 
     Args:
         host: a causal language model of transformers, with adapters or without, in eval mode.
@@ -142,14 +150,8 @@ def next_token_states(host: nn.Module, batches: Iterable[Mapping[str, Tensor]]) 
     return torch.cat(keys), torch.cat(values)
 
 
-def _check_datastore(keys: Tensor, values: Tensor) -> None:
+def _check_sizes(keys: Tensor, values: Tensor) -> None:
     if keys.dim() != 2 or values.shape != keys.shape[:1]:
         raise ShapeError(f"keys must be (n, d) and values (n,), got {tuple(keys.shape)} and {tuple(values.shape)}")
     if not keys.is_floating_point() or values.is_floating_point() or values.dtype == torch.bool:
         raise ShapeError(f"keys must be floating point and values ints, got {keys.dtype} and {values.dtype}")
-    finite = torch.isfinite(keys).all(1)
-    if not finite.all():
-        raise NonFiniteError(
-            f"key {int((~finite).nonzero()[0])} of the datastore is not finite and would be found wrongly or never: "
-            "leave its text out, or compute the states in float32"
-        )

@@ -312,6 +312,19 @@ def test_a_text_in_two_pieces_is_the_text(family, cut):
 
 
 @torch.no_grad()
+def test_strength_scales_from_nothing():
+    s, memory = scene("llama"), neighbours()
+    full = s.model(s.ids, memory=memory).logits
+    assert torch.equal(s.model(s.ids, memory=memory, strength=0.0).logits, s.own)
+    assert torch.equal(s.model(s.ids, memory=memory, strength=1.0).logits, full)
+    some = s.model(s.ids, memory=memory, strength=0.3).logits
+    assert torch.equal(some[:, : SIZE - 1], s.own[:, : SIZE - 1])
+    assert differs(some[:, SIZE - 1 :], s.own[:, SIZE - 1 :]) and differs(some, full)
+    with s.model.condition(memory, strength=0.3):
+        assert torch.equal(s.model.host(s.ids).logits, some)
+
+
+@torch.no_grad()
 def test_embeddings_instead_of_ids():
     s, memory = scene("llama"), neighbours()
     embeddings = s.model.host.get_input_embeddings()(s.ids)
@@ -341,6 +354,11 @@ def test_a_prepared_memory_is_never_stale():
     model(ids, labels=ids, memory=prepared).loss.backward()
     torch.optim.AdamW(model.adapters.parameters(), lr=0.1).step()
     check()
+    with torch.no_grad(), model.condition(memory):
+        assert torch.equal(model.host(ids).logits, seen[-1])
+        memory.segments.masked_fill_(memory.segments == 1, 5)
+        assert not torch.equal(model.host(ids).logits, seen[-1])
+        assert torch.equal(model.host(ids).logits, model(ids, memory=memory).logits)
 
 
 @torch.no_grad()
@@ -351,10 +369,29 @@ def test_a_prepared_function_is_asked_once():
     with torch.inference_mode():
         assert torch.equal(model(ids, memory=prepared).logits, first)
     assert len(library.asked) == 1
+    # What an inference-mode call kept serves one that trains something else.
+    model.adapters.requires_grad_(False)
+    with torch.inference_mode():
+        model(ids[:2], memory=prepared)
+    embeddings = model.host.get_input_embeddings()
+    with torch.enable_grad():
+        embeddings.weight.requires_grad_()
+        model(ids[:2], labels=ids[:2], memory=prepared).loss.backward()
+    assert embeddings.weight.grad.any()
     longer = torch.cat([ids, tiny.text(ROWS, 3, seed=1)], 1)
     model(longer, memory=prepared)
     assert [tuple(asked.shape) for asked in library.asked] == [(3 * ROWS, SIZE), (ROWS, SIZE)]
     assert torch.equal(library.asked[1], longer[:, 3 * SIZE :])
+    # Training reads what came in several batches, too.
+    gradients = []
+    for memory in (prepared, Library()):
+        model.adapters.requires_grad_().zero_grad()
+        with torch.enable_grad():
+            model(longer, labels=longer, memory=memory).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.adapters.parameters()])
+    for got, want in zip(*gradients, strict=True):
+        assert want.any()
+        assert_close(got, want)
 
 
 @torch.no_grad()
@@ -367,8 +404,13 @@ def test_beside_a_gated_adapter(tmp_path):
     both = model(ids, memory={"eye": picture, "shelf": library}).logits
     eye, shelf = model(ids, memory={"eye": picture}).logits, model(ids, memory={"shelf": library}).logits
     assert differs(both, eye) and differs(both, shelf) and differs(eye, own) and differs(shelf, own)
+    asked = len(library.asked)
     with model.disabled("shelf"):
         assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, eye)
+    model.set_adapter("eye")
+    assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, eye)
+    assert len(library.asked) == asked, "nobody was going to read it"
+    model.set_adapter(["shelf", "eye"])
     with model.disabled("eye"):
         assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, shelf)
     assert torch.equal(both[:, : SIZE - 1], eye[:, : SIZE - 1])

@@ -213,6 +213,24 @@ def test_a_memory_with_segments(family):
         generate(s.model, s.ids, memory=neighbours(2))
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@torch.no_grad()
+def test_guidance_reads_twice(use_cache):
+    """The pass without the prompt is a text of its own, whose chunks are counted from its first token."""
+    s, memory, text = scene("llama"), neighbours(1, chunks=7), tiny.text(1, LENGTH)
+    got = generate(s.model, text, memory=memory, guidance_scale=1.7, use_cache=use_cache)
+    for token in got[0]:
+        whole, bare = (
+            s.model(ids, memory=memory).logits[:, -1].log_softmax(-1) for ids in (text, text[:, LENGTH - 1 :])
+        )
+        assert (bare + 1.7 * (whole - bare)).argmax() == token
+        text = torch.cat([text, token.view(1, 1)], 1)
+    assert differs(bare, tiny.own(text[:, LENGTH - 1 : -1])[:, -1].log_softmax(-1)), "the bare text read nothing"
+    if use_cache:
+        with pytest.raises(ConditionError, match="whole text"):
+            generate(s.model, s.ids[:1], memory=Library(), guidance_scale=1.7)
+
+
 @few_families
 def test_the_hosts_own_generate(family):
     s, library = scene(family), Library()

@@ -18,6 +18,7 @@ _HOME = {
     "KeyValue": "mmattn.cache",
     "Memory": "mmattn.memory",
     "GatedAdapter": "mmattn.adapters.gated",
+    "ChunkedAdapter": "mmattn.adapters.chunked",
     "DecoupledAdapter": "mmattn.adapters.decoupled",
     "Resampler": "mmattn.adapters.resampler",
     "Guidance": "mmattn.hosts.guidance",
@@ -26,6 +27,8 @@ _HOME = {
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
     "load_image": "mmattn.encoders.images",
+    "knn_log_probs": "mmattn.retrieval.knn_lm",
+    "next_token_states": "mmattn.retrieval.knn_lm",
     "record": "mmattn.inspect.record",
     "MmattnError": "mmattn.errors",
     "MaskError": "mmattn.errors",
@@ -44,6 +47,7 @@ __all__ = [*_HOME, *_PARTS]
 
 if TYPE_CHECKING:
     from mmattn import errors, masks, positions
+    from mmattn.adapters.chunked import ChunkedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.resampler import Resampler
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     from mmattn.inspect.record import record
     from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory
+    from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
 
 
 def __getattr__(name: str) -> Any:

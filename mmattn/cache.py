@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -64,6 +65,42 @@ class KeyValue:
             bias = self.bias.unbind()
         for length, key, value, own in zip(self.lengths, self.keys.unbind(), self.values.unbind(), bias, strict=True):
             yield key[None, :, :length], value[None, :, :length], None if own is None else own[:length]
+
+    def row(self, number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys (g, m_i, k), values, bias (m_i,) and mask (m_i,) of one row, as views; None for what there is not."""
+        if self.lengths is None:
+            bias, mask = (None if one is None else one[number] for one in (self.bias, self.mask))
+            return self.keys[number], self.values[number], bias, mask
+        shared = self.keys.shape[0] != len(self.lengths)
+        begin, holder = (sum(self.lengths[:number]), 0) if shared else (0, number)
+        own = slice(begin, begin + self.lengths[number])
+        bias = None if self.bias is None else self.bias[holder, own]
+        return self.keys[holder, :, own], self.values[holder, :, own], bias, None
+
+    @staticmethod
+    def gather(rows: Sequence[tuple[KeyValue, int]]) -> KeyValue:
+        """Rows of one or several, alike in `absorbed` and `null`, under each other; padded to the longest."""
+        first = rows[0][0]
+        if [number for _, number in rows] == list(range(first.batch)) and all(holder is first for holder, _ in rows):
+            return first
+        keys, values, biases, masks = zip(*(holder.row(number) for holder, number in rows), strict=True)
+        lengths = [key.shape[1] for key in keys]
+        longest = max(lengths)
+
+        def stack(parts: Sequence[Tensor]) -> Tensor:
+            return torch.stack([F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in parts])
+
+        mask = bias = None
+        if len(set(lengths)) > 1 or any(own is not None for own in masks):
+            slots = [key.new_ones(key.shape[1] - first.null, dtype=torch.bool) for key in keys]
+            given = [real if own is None else own for real, own in zip(slots, masks, strict=True)]
+            mask = torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
+        if first.bias is not None:
+            bias = torch.nn.utils.rnn.pad_sequence(list(biases), batch_first=True)
+        made = stack(keys)
+        return KeyValue(
+            made, made if first.absorbed else stack(values), mask, bias, absorbed=first.absorbed, null=first.null
+        )
 
     def nbytes(self) -> int:
         """Bytes held, counting storage shared by keys and values once."""

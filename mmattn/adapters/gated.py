@@ -32,8 +32,8 @@ LOOKS = ("all", "latest")
 
 
 @dataclass(frozen=True)
-class GatedAdapter:
-    """Settings of gated cross-attention for a language model.
+class BlockSettings:
+    """Settings of gated blocks behind the layers of a language model, whatever part of the memory they look at.
 
     Args:
         memory_dim: e, width of the memory.
@@ -43,14 +43,8 @@ class GatedAdapter:
         feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 keeps decoding fast);
             0 leaves it out.
         gate: "scalar", "head" or "channel": how many numbers the attention gate has.
-        look: "all" slots, or those of the "latest" image that began at or before the token (needs `media_token` or
-            `images` at the call, and segments in the memory).
-        media_token: id of the token that stands for an image in the text.
         qk_norm, null_slot, length_norm, score_bias, dropout: as in `CrossAttention`.
         resampler: turn the memory into few latents first.
-
-    >>> GatedAdapter(memory_dim=24, layers=[1, 3]).layers
-    (1, 3)
     """
 
     memory_dim: int
@@ -61,16 +55,12 @@ class GatedAdapter:
     num_kv_heads: int | None = None
     feed_forward: float = 1.0
     gate: str = "scalar"
-    look: str = "all"
-    media_token: int | None = None
     qk_norm: bool = False
     null_slot: bool = False
     length_norm: float | None = None
     score_bias: bool = False
     dropout: float = 0.0
     resampler: Resampler | None = None
-
-    kind = "gated"
 
     def __post_init__(self) -> None:
         check_int("memory_dim", self.memory_dim, at_most=65536)
@@ -91,9 +81,6 @@ class GatedAdapter:
             raise ConfigError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {heads}")
         check_float("feed_forward", self.feed_forward, at_least=0, below=64.1)
         check_choice("gate", self.gate, GATES)
-        check_choice("look", self.look, LOOKS)
-        if self.media_token is not None:
-            check_int("media_token", self.media_token, at_least=0)
         for name in ("qk_norm", "null_slot", "score_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -109,6 +96,34 @@ class GatedAdapter:
             raise ConfigError(f"resampler must be a Resampler, got {self.resampler!r}")
         if self.resampler is not None and self.score_bias:
             raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
+
+
+@dataclass(frozen=True)
+class GatedAdapter(BlockSettings):
+    """Settings of gated cross-attention for a language model.
+
+    Args:
+        look: "all" slots, or those of the "latest" image that began at or before the token (needs `media_token` or
+            `images` at the call, and segments in the memory).
+        media_token: id of the token that stands for an image in the text.
+
+    The others are those of `BlockSettings`: memory_dim, every, layers, num_heads, head_dim, num_kv_heads, feed_forward,
+    gate, qk_norm, null_slot, length_norm, score_bias, dropout, resampler.
+
+    >>> GatedAdapter(memory_dim=24, layers=[1, 3]).layers
+    (1, 3)
+    """
+
+    look: str = "all"
+    media_token: int | None = None
+
+    kind = "gated"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("look", self.look, LOOKS)
+        if self.media_token is not None:
+            check_int("media_token", self.media_token, at_least=0)
 
     def build(self, host_dim: int, layers: Sequence[int]) -> GatedLayers:
         """Make the trainable part for a host of width `host_dim` at `layers`."""
@@ -140,7 +155,7 @@ class Gate(nn.Module):
 class GatedBlock(nn.Module):
     """The gated cross-attention and feed-forward after one host layer."""
 
-    def __init__(self, config: GatedAdapter, host_dim: int, memory_dim: int) -> None:
+    def __init__(self, config: BlockSettings, host_dim: int, memory_dim: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(host_dim)
         self.attention = CrossAttention(
@@ -212,14 +227,14 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x.to(self.norm.weight.dtype)))))
 
 
-class GatedLayers(AdapterLayers):
-    """The trainable part of one gated adapter on one host.
+class BlockLayers(AdapterLayers):
+    """Gated blocks behind some layers of one host, and how the memory is read for them.
 
     Args:
         config: the settings. host_dim: d. layers: the host layers that get a block.
     """
 
-    def __init__(self, config: GatedAdapter, host_dim: int, layers: Sequence[int]) -> None:
+    def __init__(self, config: BlockSettings, host_dim: int, layers: Sequence[int]) -> None:
         super().__init__(config, host_dim, layers)
         self.score_bias = config.score_bias
         self.memory_norm = nn.LayerNorm(config.memory_dim)
@@ -242,16 +257,28 @@ class GatedLayers(AdapterLayers):
         """Refuse a memory that this adapter, attached as `name`, cannot read.
 
         Raises:
-            ShapeError: another width, or scores or segments are missing.
+            ShapeError: another width, or scores are missing.
         """
         super().check_memory(name, memory)
         if self.config.score_bias and memory.scores is None:
             raise ShapeError(f"adapter {name!r} was made with score_bias=True and the memory has no scores")
-        if self.config.look == "latest" and memory.segments is None:
-            raise ShapeError(f"adapter {name!r} looks at the latest image and the memory has no segments")
 
     def read(self, memory: Memory) -> Memory:
         """The memory as every block sees it: normalised, and resampled where the adapter has a resampler."""
         memory = self._taken_in(memory)
         made = memory.replace(self.memory_norm(memory.tokens))
         return made if self.resampler is None else self.resampler(made)
+
+
+class GatedLayers(BlockLayers):
+    """The trainable part of one gated adapter on one host."""
+
+    def check_memory(self, name: str, memory: Memory) -> None:
+        """Refuse a memory that this adapter, attached as `name`, cannot read.
+
+        Raises:
+            ShapeError: another width, or scores or segments are missing.
+        """
+        super().check_memory(name, memory)
+        if self.config.look == "latest" and memory.segments is None:
+            raise ShapeError(f"adapter {name!r} looks at the latest image and the memory has no segments")

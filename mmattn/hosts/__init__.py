@@ -7,6 +7,7 @@ from typing import overload
 
 from torch import nn
 
+from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.hosts.handle import Handle, find_handle
@@ -16,7 +17,12 @@ from mmattn.hosts.unet import UNet
 
 @overload
 def attach(
-    host: nn.Module, adapter: GatedAdapter, name: str = ..., *, path: str | None = ..., require_memory: bool = ...
+    host: nn.Module,
+    adapter: GatedAdapter | ChunkedAdapter,
+    name: str = ...,
+    *,
+    path: str | None = ...,
+    require_memory: bool = ...,
 ) -> LanguageModel: ...
 
 
@@ -28,7 +34,7 @@ def attach(
 
 def attach(
     host: nn.Module,
-    adapter: GatedAdapter | DecoupledAdapter | None = None,
+    adapter: GatedAdapter | ChunkedAdapter | DecoupledAdapter | None = None,
     name: str = "default",
     *,
     path: str | None = None,
@@ -39,8 +45,8 @@ def attach(
     Args:
         host: any causal language model of transformers, any UNet of diffusers with cross-attention, or what `attach`
             returned for it.
-        adapter: its settings: a `GatedAdapter` for a language model, a `DecoupledAdapter` for a UNet. A UNet may go
-            without: its own text can go through the core, see `UNet.use_core`.
+        adapter: its settings: a `GatedAdapter` or a `ChunkedAdapter` for a language model, a `DecoupledAdapter` for a
+            UNet. A UNet may go without: its own text can go through the core, see `UNet.use_core`.
         name: to switch, combine and save it by.
         path: where the list of decoder layers is, if it cannot be found.
         require_memory: calls without a memory raise instead of giving the host's own answer.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mmattn import __version__
+from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.files import adapter_settings, check_tensors, load_folder, parse_config, save_folder
 from mmattn.adapters.gated import GatedAdapter
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
     from mmattn.hosts.language import LanguageModel
     from mmattn.hosts.unet import UNet
 
-KINDS: dict[str, type[GatedAdapter] | type[DecoupledAdapter]] = {
+KINDS: dict[str, type[GatedAdapter] | type[ChunkedAdapter] | type[DecoupledAdapter]] = {
     GatedAdapter.kind: GatedAdapter,
+    ChunkedAdapter.kind: ChunkedAdapter,
     DecoupledAdapter.kind: DecoupledAdapter,
 }
 
 CALLS = {
     GatedAdapter.kind: "model.generate(input_ids, memory=memory)",
+    ChunkedAdapter.kind: "model.generate(input_ids, memory=retrieve)",
     DecoupledAdapter.kind: "model(sample, timestep, text, memory=memory)",
 }
 
@@ -48,7 +51,9 @@ def host_sizes(host: nn.Module, kind: str) -> dict[str, int | None]:
     return {"hidden_size": host_width(host), "num_layers": host_depth(host)}
 
 
-def build(host: nn.Module, settings: GatedAdapter | DecoupledAdapter, layers: list[int]) -> AdapterLayers:
+def build(
+    host: nn.Module, settings: GatedAdapter | ChunkedAdapter | DecoupledAdapter, layers: list[int]
+) -> AdapterLayers:
     """The trainable part that these settings give on this host."""
     if isinstance(settings, DecoupledAdapter):
         places = find_places(host)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from mmattn.adapters.layers import AdapterLayers
 from mmattn.cache import KeyValue, Made
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
+
+if TYPE_CHECKING:
+    from mmattn.hosts.neighbours import Blocks, Neighbours
+    from mmattn.hosts.texts import Noted
 
 # Kept keys and values decode faster at every size measured, but the memory itself is held once for all layers: above
 # this many bytes of K and V per adapter it is kept instead.
@@ -104,27 +109,31 @@ class Call:
     """The memories of one call or block, by adapter, and what the current piece of text may see.
 
     Args:
-        memories: a prepared memory for each active adapter.
+        memories: for each active adapter a prepared memory, or the neighbours of chunks.
         images: (b, l) how many images began at or before each token, where the caller says so.
         strength: multiplies what the adapters add.
         expands: rows of text may be a multiple of the rows of memory (beams, inside `generate`).
         probe: (host layer -> row) instead of a memory: disturb that row there.
+        prompt: (b, l) ids or (b, l, d) embeddings that `generate` began with. next_noted: what the host gets next.
     """
 
-    memories: Mapping[str, Prepared]
+    memories: Mapping[str, Prepared | Neighbours]
     images: Tensor | None = None
     strength: float = 1.0
     expands: bool = False
     probe: Mapping[int, int] | None = None
     prompt_images: dict[int | None, Tensor] = field(default_factory=dict)
+    prompt: Tensor | None = None
+    next_noted: Noted | None = None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of one forward of the host: their ids and how many tokens went before."""
+    """The tokens of one forward of the host: their ids, how many tokens went before, and who reads which neighbours."""
 
     input_ids: Tensor | None
     past: int | None
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)
 
 
 # One variable for all hosts: entries (key of the host's handle, call), the last one of a host counts.
@@ -136,6 +145,21 @@ def reading(piece: Piece | None) -> None:
     """Note which piece of the text the host is about to read; None when it has."""
     if piece is not None or _piece.get() is not None:
         _piece.set(piece)
+
+
+def blocks_of_piece(name: str) -> Blocks:
+    """Which tokens of what the host is reading read which neighbours through an adapter.
+
+    Raises:
+        ConditionError: the layers of the host were called without the host.
+    """
+    piece = _piece.get()
+    if piece is None or name not in piece.blocks:
+        raise ConditionError(
+            f"adapter {name!r} must see the whole text to count its chunks, and only a part of the host was called: "
+            "call the object that was given to attach"
+        )
+    return piece.blocks[name]
 
 
 @contextmanager
@@ -174,14 +198,14 @@ def current(key: object) -> tuple[bool, Call | None]:
     return False, None
 
 
-def check_rows(rows: int, call: Call, name: str, prepared: Prepared) -> None:
+def check_rows(rows: int, call: Call, name: str, prepared: Prepared | Neighbours) -> None:
     """Rows of text must be rows of memory, or inside `generate` a multiple of them.
 
     Raises:
         ShapeError: they are not.
     """
     memory_rows = prepared.batch
-    if rows == memory_rows or (call.expands and memory_rows and rows % memory_rows == 0):
+    if memory_rows is None or rows == memory_rows or (call.expands and memory_rows and rows % memory_rows == 0):
         return
     hint = f"; to share one memory between all rows say memory.expand({rows})" if memory_rows == 1 else ""
     raise ShapeError(

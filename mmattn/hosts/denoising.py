@@ -33,6 +33,7 @@ class Denoising(Call):
         text: keys and values of the host's own text, where it goes through the core.
     """
 
+    memories: Mapping[str, Prepared]
     strengths: Mapping[str, Strength] = field(default_factory=dict)
     guided: bool = False
     text_mask: Tensor | None = None

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.chunked import ChunkedLayers
 from mmattn.adapters.layers import AdapterLayers
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.hosts import calls
 from mmattn.hosts.calls import Call, Prepared
+from mmattn.hosts.neighbours import Found, Retrieve
 from mmattn.memory import Memory
 
-Memories = Memory | Prepared | Tensor | Mapping[str, "Memory | Prepared | Tensor"]
+OneMemory = Memory | Prepared | Tensor | Retrieve | Found
+Memories = OneMemory | Mapping[str, OneMemory]
 
 
 class Handle(nn.Module, ABC):
@@ -87,7 +90,7 @@ class Handle(nn.Module, ABC):
 
     # Memory --------------------------------------------------------------------------------------------------------
 
-    def prepare(self, memory: Memories) -> Prepared | dict[str, Prepared]:
+    def prepare(self, memory: Memories) -> Prepared | Found | dict[str, Prepared | Found]:
         """Check a memory and keep what the adapters make of it, for many calls; give the result as `memory`."""
         prepared = self._prepare(memory)
         if not prepared:
@@ -121,16 +124,20 @@ class Handle(nn.Module, ABC):
             )
         return call
 
-    def _prepare(self, memory: Memories) -> dict[str, Prepared]:
+    def _prepare(self, memory: Memories) -> dict[str, Any]:
         given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.active, memory)
-        shared: dict[int, Prepared] = {}
+        shared: dict[int, Any] = {}
         out = {}
         for name, one in given.items():
             adapter = self._adapter(name)
+            if isinstance(adapter, ChunkedLayers) and (isinstance(one, Found) or callable(one)):
+                out[name] = one if isinstance(one, Found) else shared.setdefault(id(one), Found(one))
+                continue
             if isinstance(one, Tensor):
                 one = shared[id(one)].memory if id(one) in shared else Memory(one)
             if not isinstance(one, (Memory, Prepared)):
-                raise ShapeError(f"memory must be a Memory or a tensor (b, m, e), got {type(one).__name__}")
+                hint = "; a function that finds neighbours is for a ChunkedAdapter" if callable(one) else ""
+                raise ShapeError(f"memory must be a Memory or a tensor (b, m, e), got {type(one).__name__}{hint}")
             inner = one.memory if isinstance(one, Prepared) else one
             adapter.check_memory(name, inner)
             if isinstance(one, Memory) and one.finite_checked and not torch.compiler.is_compiling():

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.gated import GatedAdapter, GatedLayers
+from mmattn.adapters.chunked import ChunkedAdapter, ChunkedLayers
+from mmattn.adapters.gated import BlockLayers, BlockSettings, GatedAdapter
 from mmattn.attention import combine_masks, visible_rows
 from mmattn.errors import AttachError, ConditionError, check_float
 from mmattn.hosts import calls
@@ -18,6 +19,8 @@ from mmattn.hosts.bank import Bank
 from mmattn.hosts.calls import Call, Piece
 from mmattn.hosts.families import find_layers, host_width
 from mmattn.hosts.handle import Handle, Memories, check_host, forget_compiled
+from mmattn.hosts.neighbours import Blocks, Given, Neighbours
+from mmattn.hosts.texts import forget_texts, inner_host, note_texts, past_length, refuse_packed, text_of
 from mmattn.masks import media
 from mmattn.memory import Memory
 
@@ -48,15 +51,17 @@ class LanguageModel(Handle):
         assert isinstance(layers, nn.ModuleList)
         return layers
 
-    def add_adapter(self, name: str, adapter: GatedAdapter) -> None:
+    def add_adapter(self, name: str, adapter: GatedAdapter | ChunkedAdapter) -> None:
         """Put another adapter on the host, active beside those that are.
 
         Raises:
             AttachError: the name is taken, or the host has no such layers. ConditionError: memory cannot reach them.
         """
         self._check_new(name)
-        if not isinstance(adapter, GatedAdapter):
-            raise AttachError(f"a language model takes a GatedAdapter, got {type(adapter).__name__}")
+        if not isinstance(adapter, (GatedAdapter, ChunkedAdapter)):
+            raise AttachError(
+                f"a language model takes a GatedAdapter or a ChunkedAdapter, got {type(adapter).__name__}"
+            )
         picked = pick_layers(adapter, len(self.layers))
         built = adapter.build(host_width(self.host), picked)
         probe(self, picked)
@@ -76,10 +81,14 @@ class LanguageModel(Handle):
         for hook in self._hooks:
             hook.remove()
         used = sorted({index for name in self.adapters for index in self._adapter(name).layers})
-        self._hooks = [
-            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
-            self.host.register_forward_hook(AfterHost(), always_call=True),
-        ]
+        self._hooks = []
+        # peft's generate calls the model inside its own.
+        for host in dict.fromkeys((self.host, inner_host(self.host))):
+            self._hooks.append(host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
+            self._hooks.append(host.register_forward_hook(AfterHost(), always_call=True))
+        forget_texts(self.host)
+        if any(isinstance(self._adapter(name), ChunkedLayers) for name in self.adapters):
+            note_texts(self, self.host)
         # First among the hooks of a layer: those that record hidden states must see what the adapters added.
         self._hooks += [
             self.layers[index].register_forward_hook(AfterLayer(self, index), prepend=True) for index in used
@@ -130,7 +139,8 @@ class LanguageModel(Handle):
 
         Args:
             memory: (b, m, e), one row for each row of text; one for all adapters or one by adapter name. None: the
-                memory of the surrounding `condition` block, or the host's own output.
+                memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
+                function that finds the neighbours of chunks.
             images, strength: as in `condition`.
             kwargs: the host's own.
         """
@@ -164,8 +174,11 @@ class LanguageModel(Handle):
         if memory is None:
             self._check_not_needed()
             return None
-        prepared = self._prepare(memory)
-        return None if strength == 0 else Call(prepared, images, strength)
+        memories = self._prepare(memory)
+        for name, one in memories.items():
+            if isinstance(self._adapter(name), ChunkedLayers) and not isinstance(one, Neighbours):
+                memories[name] = Given(one, name)
+        return None if strength == 0 else Call(memories, images, strength)
 
     def generate(
         self,
@@ -204,10 +217,11 @@ class LanguageModel(Handle):
         for name, prepared in call.memories.items():
             calls.check_rows(rows, call, name, prepared)
         inner = Call(call.memories, call.images, call.strength, expands=True)
-        for name in call.memories:
-            token = self._adapter(name).config.media_token
-            if token is not None and prompt is not None and not prompt.is_floating_point():
-                inner.prompt_images[token] = calls.images_so_far(prompt, token)
+        inner.prompt = prompt
+        if prompt is not None and not prompt.is_floating_point():
+            for config in (self._adapter(name).config for name in call.memories):
+                if isinstance(config, GatedAdapter) and config.media_token is not None:
+                    inner.prompt_images[config.media_token] = calls.images_so_far(prompt, config.media_token)
         with calls.entered(self._key, inner):
             return self._own_generate(*args, **kwargs)
 
@@ -219,6 +233,11 @@ class LanguageModel(Handle):
         super()._join()
         if hasattr(type(self.host), "generate"):
             self.host.__dict__["generate"] = self._host_generate
+
+    def detach(self) -> nn.Module:
+        """Give back the very same host with no trace of the adapters."""
+        forget_texts(self.host)
+        return super().detach()
 
     def adapt(self, index: int, x: Tensor) -> Tensor:
         """What the hidden states x (b, l, d) behind layer `index` become in the current call."""
@@ -238,8 +257,11 @@ class LanguageModel(Handle):
         return x
 
     def _look(self, x: Tensor, call: Call, name: str, adapter: nn.Module, index: int) -> Tensor:
-        assert isinstance(adapter, GatedLayers)
         prepared = call.memories[name]
+        assert isinstance(adapter, BlockLayers)
+        if isinstance(prepared, Neighbours):
+            assert isinstance(adapter, ChunkedLayers)
+            return prepared.adapt(x, name, adapter, index, calls.blocks_of_piece(name), call.strength)
         rows, length = x.shape[:2]
         calls.check_rows(rows, call, name, prepared)
         queries = rows // max(prepared.batch, 1) * length
@@ -276,9 +298,27 @@ class BeforeHost:
             return
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         refuse_packed(kwargs)
+        blocks = self.blocks(call, input_ids, kwargs)
         # Only where it matters: a compiler cannot follow the note.
-        if any(self.handle._adapter(name).config.look == "latest" for name in call.memories):
-            calls.reading(Piece(input_ids, past_length(kwargs)))
+        if blocks or any(getattr(self.handle._adapter(name).config, "look", "") == "latest" for name in call.memories):
+            calls.reading(Piece(input_ids, past_length(kwargs), blocks))
+
+    def blocks(self, call: Call, input_ids: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Blocks]:
+        """Which tokens read which neighbours, for each adapter that reads chunks; new chunks get theirs here."""
+        handle, out = self.handle, {}
+        reading = {name: one for name, one in call.memories.items() if isinstance(one, Neighbours)}
+        if not reading:
+            return {}
+        piece = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        text = text_of(call, piece, kwargs)
+        for name, neighbours in reading.items():
+            calls.check_rows(len(text.real), call, name, neighbours)
+            adapter = handle._adapter(name)
+            if isinstance(adapter, ChunkedLayers) and name in handle.active and not calls.is_off(handle._key, name):
+                # What finds neighbours may ask this very host, which then reads no memory.
+                with calls.entered(handle._key, None):
+                    out[name] = neighbours.blocks(text, piece.shape[1], name, adapter)
+        return out
 
 
 class AfterHost:
@@ -312,37 +352,7 @@ def runs_hooks_again(layer: nn.Module) -> bool:
     )
 
 
-def past_length(kwargs: dict[str, Any]) -> int | None:
-    """How many tokens the host has in its cache, or None where it does not say."""
-    cache = kwargs.get("past_key_values")
-    if cache is not None:
-        return int(cache.get_seq_length())
-    return None if kwargs.get("cache_params") is not None else 0
-
-
-def refuse_packed(kwargs: dict[str, Any]) -> None:
-    """Several documents in one row would all see the memory of that row.
-
-    Raises:
-        ConditionError: positions start again inside a row, or the call says that it is packed.
-    """
-    packed = any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "seq_idx"))
-    positions = kwargs.get("position_ids")
-    if positions is not None and positions.dim() == 2 and positions.shape[1] > 1 and not torch.compiler.is_compiling():
-        mask = kwargs.get("attention_mask")
-        real = torch.ones_like(positions, dtype=torch.bool)
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= positions.shape[1]:
-            real = mask[:, -positions.shape[1] :].bool().expand(positions.shape)
-        both = real[:, 1:] & real[:, :-1]
-        packed = packed or bool(((positions[:, 1:] <= positions[:, :-1]) & both).any())
-    if packed:
-        raise ConditionError(
-            "positions start again inside a row: several documents share it and would all see the memory of that row. "
-            "Give each document a row of its own (pad instead of packing)"
-        )
-
-
-def pick_layers(adapter: GatedAdapter, depth: int) -> list[int]:
+def pick_layers(adapter: BlockSettings, depth: int) -> list[int]:
     """The host layers an adapter asks for.
 
     Raises:

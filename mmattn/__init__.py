@@ -25,6 +25,7 @@ _HOME = {
     "load": "mmattn.hosts",
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
+    "TextEncoder": "mmattn.encoders.text",
     "load_image": "mmattn.encoders.images",
     "record": "mmattn.inspect.record",
     "MmattnError": "mmattn.errors",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from mmattn.cache import KeyValue
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder
+    from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.errors import (
         AdapterFileError,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmattn.encoders.frozen import PictureEncoder, is_weights_path, read_weights, refuse_keys
 from mmattn.encoders.images import Preparation
-from mmattn.encoders.text import ClipTokenizer
+from mmattn.encoders.tokens import ClipTokenizer
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 
 _SCHEMAS = ("hf-hub:", "local-dir:")

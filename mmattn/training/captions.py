@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.text import tokenize
+from mmattn.encoders.tokens import tokenize
 from mmattn.errors import ConfigError, ShapeError, TextError, check_float, check_int
 from mmattn.memory import Memory
 

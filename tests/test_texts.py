@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmattn.encoders.tokens import ClipTokenizer, check_text, tokenize
 from mmattn.errors import TextError
+from mmattn.texts import ClipTokenizer, check_text, tokenize
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ TIERS = (
     ("conventions",),
     ("masks", "positions", "atomic", "formats", "fingerprints", "texts"),
     ("files",),
-    ("memory", "cache", "weights"),
+    ("memory", "cache", "weights", "pretrained"),
     ("attention",),
     ("heads",),
     ("layers",),
@@ -25,7 +25,7 @@ TIERS = (
     ("__main__",),
 )
 #: Beside the tower: what they may know, and from which tier on others may know them.
-_BELOW = ("errors", "masks", "positions", "atomic", "formats", "fingerprints", "texts", "files", "memory")
+_BELOW = ("errors", "masks", "positions", "atomic", "formats", "fingerprints", "texts", "files", "memory", "pretrained")
 BESIDE = {
     "encoders": (_BELOW, 10),
     "retrieval": (_BELOW, 10),
@@ -33,7 +33,7 @@ BESIDE = {
 }
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
-    "transformers": ("hosts", "training", "encoders.text", "retrieval.rerank"),
+    "transformers": ("hosts", "training", "pretrained"),
     "accelerate": ("training",),
     "datasets": ("training",),
     "peft": ("training",),

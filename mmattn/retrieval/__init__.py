@@ -1,0 +1,1 @@
+"""Retrieval: what is looked up for a query, and how it becomes memory."""

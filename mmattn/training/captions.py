@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.text import tokenize
 from mmattn.errors import ConfigError, ShapeError, TextError, check_float, check_int
 from mmattn.memory import Memory
+from mmattn.texts import tokenize
 
 IGNORED = -100
 

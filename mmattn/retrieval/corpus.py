@@ -1,0 +1,338 @@
+"""A corpus embedded into shards: a job that may be killed and resumed, by one process, by many, or on Ray.
+
+    plan.json              what is embedded with what, and which lines make which shard; written first
+    shard-000007.parquet   id, text, metadata (JSON) and vector of the rows of one stretch of lines
+    manifest.json          rows and sha256 of each shard; written when all shards are there
+
+Every shard is made from its own lines alone and written in one step, so it is the same whoever makes it and however
+often the job was interrupted. Workers need not talk to each other: they take shards by number and see in the folder
+what is done, and whichever finds it complete writes the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.atomic import replacing, write_text
+from mmattn.errors import (
+    AdapterFileError,
+    ConditionError,
+    ConfigError,
+    IndexMismatchError,
+    TextError,
+    check_choice,
+    check_int,
+    import_extra,
+)
+from mmattn.files import read_json
+from mmattn.fingerprints import file_fingerprint
+from mmattn.formats import dump_json
+from mmattn.retrieval.lines import LineFiles, Stretch
+
+FORMAT = "mmattn-corpus"
+MAX_JSON = 256 << 20
+
+_PLAN, _MANIFEST = "plan.json", "manifest.json"
+
+
+class CorpusShards:
+    """The shards of an embedded corpus: iterating gives (ids, texts, metadata, vectors) of one shard after the other.
+
+    Args:
+        folder: where `embed_corpus` wrote.
+
+    Attributes:
+        encoder: fingerprint of the encoder.
+        dim: width e of the vectors.
+        complete: whether all shards were there when this was opened.
+
+    Raises:
+        AdapterFileError: no such folder, or one that `embed_corpus` did not write.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._plan = _read(self.folder / _PLAN)
+        self.encoder: str = self._plan["encoder"]
+        self.dim: int = self._plan["dim"]
+        self.complete = (self.folder / _MANIFEST).is_file()
+        self._shards: list[dict[str, Any]] = _read(self.folder / _MANIFEST)["shards"] if self.complete else []
+
+    def __len__(self) -> int:
+        """The rows of all shards.
+
+        Raises:
+            ConditionError: shards are missing.
+        """
+        self._check_complete()
+        return sum(shard["rows"] for shard in self._shards)
+
+    def __iter__(self) -> Iterator[tuple[list[str], list[str], list[dict[str, Any]], Tensor]]:
+        """Ids, texts, metadata and vectors (n, e) of each shard, in the order of the lines.
+
+        Raises:
+            ConditionError: shards are missing. AdapterFileError: a shard was changed since it was written.
+        """
+        self._check_complete()
+        parquet = import_extra("pyarrow.parquet", "scale")
+        for number, shard in enumerate(self._shards):
+            path = self.folder / _name(number)
+            if not path.is_file() or file_fingerprint(path) != shard["sha256"]:
+                raise AdapterFileError(
+                    f"{str(path)!r} is missing or was changed after it was written (wrong checksum); delete it and run "
+                    "embed_corpus again, which makes what is missing"
+                )
+            table = parquet.read_table(path)
+            flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            vectors = torch.from_numpy(flat.copy()).view(-1, self.dim)
+            metadata = [json.loads(text) for text in table["metadata"].to_pylist()]
+            yield table["id"].to_pylist(), table["text"].to_pylist(), metadata, vectors
+
+    def __repr__(self) -> str:
+        rows = f"rows={len(self)}" if self.complete else "incomplete"
+        return f"CorpusShards({rows}, e={self.dim}, shards={len(self._plan['stretches'])})"
+
+    def _check_complete(self) -> None:
+        if not self.complete:
+            raise ConditionError(
+                f"not all of the {len(self._plan['stretches'])} shards of {str(self.folder)!r} are there: wait for the "
+                "other workers and open it again, or run embed_corpus once more, which makes what is missing"
+            )
+
+
+def embed_corpus(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    encoder: Any,
+    *,
+    field: str = "text",
+    id_field: str | None = None,
+    lines_per_shard: int = 10_000,
+    batch_size: int = 32,
+    skip_broken: bool = False,
+    engine: str = "local",
+    progress: bool = False,
+) -> CorpusShards:
+    """Embed a corpus into shards in a folder, going on where an earlier call ended.
+
+    Under torchrun (or wherever RANK and WORLD_SIZE are set) each process takes its share of the shards and returns when
+    these are done, which may be before the others are: see `CorpusShards.complete`.
+
+    Args:
+        files: JSON lines (.jsonl, .ndjson) or plain text files, one text per line; blank lines are passed over.
+        out: the folder, made where there is none.
+        encoder: has `encode(texts, batch_size=)` that gives a Memory of one slot per text, `dim` and `fingerprint`.
+        field: of a JSON line, what holds the text; what else it holds is kept as metadata.
+        id_field: of a JSON line, what names it; by default a line is named "file name:number".
+        lines_per_shard: lines of each shard.
+        batch_size: texts the encoder reads at once.
+        skip_broken: leave out lines that hold no text (no UTF-8, no JSON, no such field) instead of refusing them.
+        engine: "local", this process; or "ray", the workers of a Ray cluster, which must see `files` and `out`.
+        progress: show the shards done.
+
+    Raises:
+        TextError: broken lines, by file and number. IndexMismatchError: `out` was begun with another encoder, corpus
+        or setting. ConfigError: a setting outside what is allowed, or an encoder of several slots per text.
+        MissingExtraError: pyarrow or ray is not installed. OSError: the disk is full, or `out` is not writable.
+
+    >>> import os, tempfile
+    >>> from mmattn.encoders import TextEncoder
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = os.path.join(folder, "flowers.txt")
+    ...     _ = open(file, "w").write("Bluebells flower in April.\\nDaisies flower all year.\\n")
+    ...     shards = embed_corpus(file, os.path.join(folder, "out"), TextEncoder())
+    ...     for ids, texts, metadata, vectors in shards:
+    ...         print(ids, texts[1], metadata, vectors.shape)
+    ['flowers.txt:1', 'flowers.txt:2'] Daisies flower all year. [{}, {}] torch.Size([2, 384])
+    """
+    check_int("lines_per_shard", lines_per_shard)
+    check_int("batch_size", batch_size)
+    check_choice("engine", engine, ("local", "ray"))
+    given = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    lines = LineFiles(tuple(Path(file).absolute() for file in given), field, id_field)
+    stretches, hashes, faults = lines.survey(lines_per_shard)
+    if faults and not skip_broken:
+        shown = "\n  ".join(faults[:5] + ["…"] * (len(faults) > 5))
+        raise TextError(
+            f"{len(faults)} lines of the corpus hold no text:\n  {shown}\nrepair them, or leave them out with "
+            "skip_broken=True"
+        )
+    plan = {
+        "format": FORMAT,
+        "format_version": 1,
+        "encoder": encoder.fingerprint,
+        "dim": encoder.dim,
+        "files": hashes,
+        "settings": {"field": field, "id_field": id_field, "lines_per_shard": lines_per_shard},
+        "skipped": faults,
+        "stretches": [asdict(stretch) for stretch in stretches],
+    }
+    folder = Path(out).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / _PLAN).exists():
+        _refuse_other(folder, _read(folder / _PLAN), plan)
+    else:
+        _write(folder / _PLAN, plan)
+    job = _Job(lines, folder, encoder, batch_size, stretches, hashlib.sha256(_dumped(plan)).hexdigest())
+    todo = job.missing()
+    if engine == "ray":
+        _on_ray(job, todo)
+    else:
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        mine: Any = [number for number in todo if number % world == rank]
+        if progress:
+            from tqdm import tqdm
+
+            mine = tqdm(mine, desc="embedding", unit="shard")
+        for number in mine:
+            job.make(number)
+    if (todo or not (folder / _MANIFEST).exists()) and not job.missing():
+        _write(folder / _MANIFEST, {"format": FORMAT, "format_version": 1, "shards": job.described()})
+    return CorpusShards(folder)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What makes a shard, anywhere."""
+
+    lines: LineFiles
+    folder: Path
+    encoder: Any
+    batch_size: int
+    stretches: list[Stretch]
+    plan: str
+
+    def missing(self) -> list[int]:
+        """The shards that are not there, or are of no use."""
+        return [number for number in range(len(self.stretches)) if self._rows(number) is None]
+
+    def described(self) -> list[dict[str, Any]]:
+        """Rows and sha256 of each shard."""
+        numbers = range(len(self.stretches))
+        return [{"rows": self._rows(n), "sha256": file_fingerprint(self.folder / _name(n))} for n in numbers]
+
+    def make(self, number: int) -> None:
+        """Embed the lines of a shard and write it, in one step."""
+        pyarrow, parquet = import_extra("pyarrow", "scale"), import_extra("pyarrow.parquet", "scale")
+        stretch = self.stretches[number]
+        rows = list(self.lines.rows(stretch))
+        try:
+            memory = self.encoder.encode([row.text for row in rows], batch_size=self.batch_size)
+        except TextError as error:
+            name = self.lines.files[stretch.file].name
+            raise TextError(f"a text of {name} from line {stretch.first} on cannot be embedded: {error}") from error
+        if memory.length != 1:
+            raise ConfigError(
+                f"a row of the corpus has one vector, and the encoder gave {memory!r}; use an encoder that pools"
+            )
+        memory.check_finite()
+        flat = pyarrow.array(memory.tokens[:, 0].float().cpu().numpy().reshape(-1))
+        table = pyarrow.table(
+            {
+                "id": pyarrow.array([row.id for row in rows], pyarrow.string()),
+                "text": pyarrow.array([row.text for row in rows], pyarrow.string()),
+                "metadata": pyarrow.array(
+                    [json.dumps(row.metadata, ensure_ascii=False) for row in rows], pyarrow.string()
+                ),
+                "vector": pyarrow.FixedSizeListArray.from_arrays(flat, memory.dim),
+            }
+        )
+        buffer = io.BytesIO()
+        parquet.write_table(table.replace_schema_metadata({"plan": self.plan}), buffer)
+        with replacing(self.folder / _name(number)) as file:
+            file.write(buffer.getbuffer())
+
+    def _rows(self, number: int) -> int | None:
+        """How many rows a shard has; None if it is missing, torn, or of another plan."""
+        pyarrow, parquet = import_extra("pyarrow", "scale"), import_extra("pyarrow.parquet", "scale")
+        path = self.folder / _name(number)
+        try:
+            found = parquet.read_metadata(path)
+        except (OSError, pyarrow.ArrowInvalid):
+            return None
+        kept = (found.metadata or {}).get(b"plan", b"")
+        return int(found.num_rows) if kept == self.plan.encode() else None
+
+
+class _Worker:
+    """One actor of Ray: holds the encoder, makes shards."""
+
+    def __init__(self, job: _Job) -> None:
+        self.job = job
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        for number in batch["item"]:
+            self.job.make(int(number))
+        return batch
+
+
+def _on_ray(job: _Job, todo: list[int]) -> None:
+    ray = import_extra("ray", "scale")
+    data = import_extra("ray.data", "scale")
+    if not todo:
+        return
+    on_gpu = getattr(job.encoder, "device", torch.device("cpu")).type == "cuda"
+    if not ray.is_initialized():
+        ray.init()
+    workers = max(1, int(ray.cluster_resources().get("GPU" if on_gpu else "CPU", 1)))
+    made = data.from_items(todo, override_num_blocks=len(todo)).map_batches(
+        _Worker,
+        fn_constructor_args=(job,),
+        batch_size=1,
+        compute=data.ActorPoolStrategy(min_size=1, max_size=min(workers, len(todo))),
+        num_gpus=1 if on_gpu else 0,
+    )
+    for _ in made.iter_batches(batch_size=1):
+        pass
+
+
+def _name(number: int) -> str:
+    return f"shard-{number:06d}.parquet"
+
+
+def _dumped(value: dict[str, Any]) -> bytes:
+    return dump_json("the plan of a corpus", value, MAX_JSON)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    write_text(path, _dumped(value).decode() + "\n")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = read_json(path, MAX_JSON)
+    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("format_version") != 1:
+        raise AdapterFileError(f"{str(path)!r} is not of an embedded corpus of this version")
+    return found
+
+
+def _refuse_other(folder: Path, begun: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Refuse a folder that was begun with something else, by its name."""
+    advice = f"give another folder, or delete {str(folder)!r}"
+    for name in ("encoder", "dim"):
+        if begun[name] != plan[name]:
+            raise IndexMismatchError(
+                f"{str(folder)!r} holds vectors of another encoder ({name} {begun[name]}, and this one has "
+                f"{plan[name]}); {advice}"
+            )
+    names = dict.fromkeys([*begun["files"], *plan["files"]])
+    changed = [name for name in names if begun["files"].get(name) != plan["files"].get(name)]
+    if changed or list(begun["files"]) != list(plan["files"]):
+        raise IndexMismatchError(
+            f"{str(folder)!r} was begun with another corpus: {', '.join(changed[:5]) or 'the order of the files'} "
+            f"changed; {advice}"
+        )
+    for name, value in plan["settings"].items():
+        if begun["settings"][name] != value:
+            raise IndexMismatchError(
+                f"{str(folder)!r} was begun with {name}={begun['settings'][name]!r}, and now it is {value!r}; {advice}"
+            )

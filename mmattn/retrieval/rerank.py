@@ -1,0 +1,146 @@
+"""Reranking, the second stage: a cross-encoder reads query and text together, where an index compared their vectors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.errors import ConfigError, NonFiniteError, ShapeError, TextError, check_bool_mask, check_int
+from mmattn.pretrained import load_pretrained, text_length
+from mmattn.texts import check_text, refuse_empty, tokenize, warn_cut
+
+
+@dataclass(frozen=True)
+class Reranked:
+    """What a reranker found.
+
+    Attributes:
+        scores: (b, k) float32, how well each text answers its query, higher is better; -inf where there is no text.
+        order: (b, k) int, the places of the texts from the best to the worst, then those without a text.
+    """
+
+    scores: Tensor
+    order: Tensor
+
+
+class Reranker(nn.Module):
+    """Scores texts for a query by a frozen cross-encoder: a Hugging Face sequence classifier of one label.
+
+    Scores are the logits of the model: they order the texts of one query, and are no probabilities.
+
+    Args:
+        name: a name or folder that `transformers.AutoModelForSequenceClassification` reads, with safetensors weights.
+        max_length: tokens of the longest pair that is read whole; by default what the tokenizer and the positions of
+            the model allow.
+        device: where the network runs.
+
+    Raises:
+        ConfigError: another number of labels, or a setting outside what is allowed. AdapterFileError: nothing to load,
+        or weights that are no safetensors or incomplete. NonFiniteError: NaN or infinity in the weights.
+    """
+
+    def __init__(
+        self,
+        name: str | os.PathLike[str],
+        *,
+        max_length: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.tokenizer, model = load_pretrained("AutoModelForSequenceClassification", name, "cross-encoder")
+        if model.config.num_labels != 1:
+            raise ConfigError(
+                f"a cross-encoder gives a pair one score, and {os.fspath(name)!r} has {model.config.num_labels} labels"
+            )
+        self.max_length = text_length(max_length, self.tokenizer.model_max_length, model, name)
+        self.model = model.requires_grad_(False).to(device or "cpu")
+        self.eval()
+
+    def train(self, mode: bool = True) -> Reranker:
+        """Stays in evaluation mode, also as part of a model that trains."""
+        super().train(False)
+        return self
+
+    def forward(
+        self,
+        queries: str | Iterable[str],
+        texts: Sequence[str] | Sequence[Sequence[str | None]],
+        mask: Tensor | None = None,
+        *,
+        batch_size: int = 32,
+    ) -> Reranked:
+        """Scores and order of k texts for each of b queries.
+
+        Args:
+            queries: one, or b of them.
+            texts: k texts for one query, or b lists of k. None where there is none.
+            mask: (b, k) bool, True = there is a text. What lies behind the mask is not looked at.
+            batch_size: pairs the model reads at once.
+
+        A UserWarning names the texts that were cut to fit beside their query, counted over all that are there.
+
+        Raises:
+            TextError: naming what is no text, or a query that leaves no room. ShapeError: lists that do not fit.
+            MaskError: a mask that is not bool. NonFiniteError: a score that is no number.
+        """
+        check_int("batch_size", batch_size)
+        asked = check_text(queries)
+        rows: list[Any] = [texts] if isinstance(queries, str) else list(texts)
+        lengths = [len(row) if isinstance(row, (list, tuple)) else None for row in rows]
+        if len(rows) != len(asked) or len(set(lengths)) > 1 or None in lengths:
+            raise ShapeError(
+                f"{len(asked)} queries need as many lists of texts, all of one length; got "
+                f"{len(rows)} of lengths {lengths[:8]}"
+            )
+        shape = (len(rows), (lengths[0] or 0) if lengths else 0)
+        found = torch.tensor([[text is not None for text in row] for row in rows], dtype=torch.bool).view(shape)
+        if mask is not None:
+            check_bool_mask("mask", mask)
+            if tuple(mask.shape) != shape:
+                raise ShapeError(f"mask must be (b, k) = {shape} as the texts are, got {tuple(mask.shape)}")
+            found = found & mask.cpu()
+        places = found.nonzero().tolist()
+        scores = torch.full(shape, -torch.inf)
+        pairs = [(asked[row], rows[row][place]) for row, place in places]
+        if pairs:
+            scores[found] = self._scores(pairs, batch_size)
+        return Reranked(scores, torch.argsort(scores, dim=1, descending=True, stable=True))
+
+    def _scores(self, pairs: list[tuple[str, str]], batch_size: int) -> Tensor:
+        queries, texts = [query for query, _ in pairs], check_text([text for _, text in pairs])
+        refuse_empty([len(text.strip()) for text in texts])
+        asked, _ = tokenize(self.tokenizer, queries)
+        room = self.max_length - self.tokenizer.num_special_tokens_to_add(pair=True)
+        for query, ids in zip(queries, asked, strict=True):
+            if not 0 < len(ids) < room:
+                raise TextError(
+                    f"the query {query!r:.60} has {len(ids)} tokens, and from 1 to {room - 1} leave room for a text "
+                    "beside it; shorten it, or raise max_length"
+                )
+        answers, _ = tokenize(self.tokenizer, texts)
+        sizes = [len(query) + len(text) for query, text in zip(asked, answers, strict=True)]
+        warn_cut([size > room for size in sizes], self.max_length)
+        order = sorted(range(len(pairs)), key=lambda number: -sizes[number])
+        scores = torch.empty(len(pairs))
+        with torch.no_grad():
+            for start in range(0, len(order), batch_size):
+                batch = order[start : start + batch_size]
+                inputs = self.tokenizer(
+                    [queries[number] for number in batch],
+                    [texts[number] for number in batch],
+                    padding=True,
+                    truncation="only_second",
+                    max_length=self.max_length,
+                    split_special_tokens=True,
+                    return_tensors="pt",
+                ).to(next(self.model.parameters()).device)
+                scores[batch] = self.model(**inputs).logits[:, 0].float().cpu()
+        if not torch.isfinite(scores).all():
+            number = int((~torch.isfinite(scores)).nonzero()[0])
+            raise NonFiniteError(f"the score of {texts[number]!r:.60} is {scores[number]}; load the model in float32")
+        return scores

@@ -1,0 +1,143 @@
+"""The one way in for texts: what is no text is refused by name, and special tokens typed by a user stay letters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mmattn.errors import TextError, check_int
+
+
+def check_text(texts: str | Iterable[str]) -> list[str]:
+    """The texts as a list; one string is a list of one.
+
+    Raises:
+        TextError: an entry is not a string (None, bytes, a float NaN of a table) or has a lone surrogate.
+
+    >>> check_text("a text")
+    ['a text']
+    """
+    if isinstance(texts, (bytes, dict)) or not isinstance(texts, Iterable):
+        raise TextError(f"texts must be strings, got {type(texts).__name__}; give a list of str")
+    checked = [texts] if isinstance(texts, str) else list(texts)
+    for number, text in enumerate(checked):
+        if not isinstance(text, str):
+            hint = "; decode it first" if isinstance(text, bytes) else "; leave the row out or give an empty string"
+            raise TextError(f"text {number} must be a string, got {text!r:.40} ({type(text).__name__}){hint}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TextError(
+                f"text {number} has half a surrogate pair ({text[error.start]!r}) at character {error.start}, which no "
+                "file can hold; read it with the right encoding, or repair it: text.encode('utf-8', 'replace').decode()"
+            ) from error
+    return checked
+
+
+def tokenize(
+    tokenizer: Any,
+    texts: str | Iterable[str],
+    max_length: int | None = None,
+    *,
+    add_special_tokens: bool = False,
+    reserved: Sequence[int] = (),
+) -> tuple[list[list[int]], list[bool]]:
+    """Ids of each text, and whether it was cut to `max_length`; "</s>" in a text is four letters, not an end.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        texts: one string or several.
+        max_length: longest list of ids, those of `add_special_tokens` included.
+        add_special_tokens: put the tokenizer's own begin and end around each text.
+        reserved: further ids that no text may spell, such as a media token added as an ordinary word.
+
+    Raises:
+        TextError: as `check_text`, or a text spells an id that stands for something else.
+    """
+    checked = check_text(texts)
+    if max_length is not None:
+        check_int("max_length", max_length)
+    if not checked:
+        return [], []
+    options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    rows = [list(row) for row in tokenizer(checked, **options)["input_ids"]]
+    special = {*tokenizer.all_special_ids, *reserved} - {tokenizer.unk_token_id}
+    for number, row in enumerate(rows):
+        found = special.intersection(row)
+        if found:
+            token = tokenizer.convert_ids_to_tokens(min(found))
+            raise TextError(
+                f"text {number} spells the token {token!r}, which stands for something else here; take it out of the "
+                "text, or add it to the tokenizer as a special token: add_special_tokens([...])"
+            )
+    before, after = _ends(tokenizer, options) if add_special_tokens else ([], [])
+    extra = len(before) + len(after)
+    if max_length is not None and max_length < extra:
+        raise TextError(f"max_length={max_length} leaves no room for text beside {extra} special tokens")
+    cut = [max_length is not None and len(row) + extra > max_length for row in rows]
+    if max_length is not None:
+        rows = [row[: max_length - extra] for row in rows]
+    return [before + row + after for row in rows], cut
+
+
+def _ends(tokenizer: Any, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    bare = list(tokenizer("a", **options)["input_ids"])
+    full = list(tokenizer("a", **options | {"add_special_tokens": True})["input_ids"])
+    start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+    return full[:start], full[start + len(bare) :]
+
+
+def refuse_empty(counts: Sequence[int]) -> None:
+    """Refuse texts of no tokens, by the number of tokens of each."""
+    for number, count in enumerate(counts):
+        if count < 1:
+            raise TextError(
+                f"text {number} is empty: there is nothing to embed, and it would be near to anything; leave it out"
+            )
+
+
+def warn_cut(cut: Sequence[bool], length: int) -> None:
+    """Say which texts were cut to `length` tokens."""
+    numbers = [number for number, was in enumerate(cut) if was]
+    if numbers:
+        warnings.warn(f"{len(numbers)} texts are longer than {length} tokens and were cut: {numbers[:5]}", stacklevel=3)
+
+
+class ClipTokenizer:
+    """A tokenizer of open_clip that checks what it is given, takes special tokens literally and says when it cuts.
+
+    Called as open_clip calls its own: `tokenizer(texts, context_length=None)` gives ids (b, l).
+
+    Attributes:
+        inner: the tokenizer of open_clip.
+        context_length: l.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.context_length: int = inner.context_length
+        if hasattr(inner, "bpe"):
+            inner.cache = {}  # It begins filled with the special tokens, which are then never spelled out.
+        elif hasattr(inner, "tokenizer"):
+            inner.tokenizer.split_special_tokens = True
+
+    def __call__(self, texts: str | Iterable[str], context_length: int | None = None) -> Tensor:
+        """Ids (b, l), cut or padded to the context length; a UserWarning names texts that were cut.
+
+        Raises:
+            TextError: as `check_text`.
+        """
+        checked = check_text(texts)
+        length = context_length or self.context_length
+        ids: Tensor = self.inner(checked, context_length=length)
+        warn_cut([count > length for count in self._lengths(checked)], length)
+        return ids
+
+    def _lengths(self, texts: list[str]) -> list[int]:
+        if hasattr(self.inner, "encode"):
+            return [len(self.inner.encode(text)) + 2 for text in texts]
+        cleaned = [getattr(self.inner, "clean_fn", str)(text) for text in texts]
+        return [len(row) for row in self.inner.tokenizer(cleaned, verbose=False)["input_ids"]] if texts else []

@@ -1,0 +1,274 @@
+"""A corpus in shards: rows and vectors as given, the same after any interruption and by any workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmattn.encoders.text import TextEncoder
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError, IndexMismatchError, TextError
+from mmattn.memory import Memory
+from mmattn.retrieval.corpus import CorpusShards, embed_corpus
+from tests.tiny_texts import WIDTH, save_encoder
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+JOB = """
+import os, signal, sys
+from mmattn.encoders.text import TextEncoder
+from mmattn.retrieval.corpus import embed_corpus
+
+class Killed(TextEncoder):
+    '''Dies like a killed process at its third shard.'''
+    shards = 0
+    def encode(self, texts, **options):
+        self.shards += 1
+        if self.shards == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(texts, **options)
+
+files, out, encoder, kill = sys.argv[1:4] + [len(sys.argv) > 4]
+embed_corpus(files.split(","), out, (Killed if kill else TextEncoder)(encoder), lines_per_shard=7)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(13)
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> TextEncoder:
+    return TextEncoder(folder)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """31 JSON lines and 5 plain ones, with a blank line in each."""
+    rows = [json.dumps({"text": f"flower {n} ü", "key": n, "more": [n, None]}, ensure_ascii=False) for n in range(31)]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "\n".join([*rows[:11], "", *rows[11:]]), encoding="utf-8")
+    (tmp_path / "b.txt").write_bytes(b"one wood\r\n\r\ntwo woods\r\nthe wood\r\nin spring\r\n")
+    return [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
+def run(command: list[str], files: list[Path], out: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """The job in a process of its own."""
+    arguments = [",".join(map(str, files)), str(out), str(folder), *more]
+    surroundings = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=surroundings, timeout=280)
+
+
+def test_rows_and_vectors_come_back(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
+    shards = embed_corpus(files, tmp_path / "out", encoder, lines_per_shard=7)
+    assert shards.complete
+    assert (len(shards), shards.dim, shards.encoder) == (35, WIDTH, encoder.fingerprint)
+    parts = list(CorpusShards(tmp_path / "out"))
+    assert [len(ids) for ids, _, _, _ in parts] == [7, 6, 7, 7, 4, 4]
+    ids, texts, metadata = ([entry for part in parts for entry in part[i]] for i in range(3))
+    assert ids[:12] == [f"a.jsonl:{n}" for n in (*range(1, 12), 13)]
+    assert (ids[31:], texts[31:]) == (
+        ["b.txt:1", "b.txt:3", "b.txt:4", "b.txt:5"],
+        ["one wood", "two woods", "the wood", "in spring"],
+    )
+    assert texts[30] == "flower 30 ü"
+    assert metadata[:2] == [{"key": 0, "more": [0, None]}, {"key": 1, "more": [1, None]}]
+    assert metadata[31:] == [{}] * 4
+    vectors = torch.cat([part[3] for part in parts])
+    assert torch.isfinite(vectors).all()
+    torch.testing.assert_close(vectors, encoder.encode(texts).tokens[:, 0])
+
+
+def test_one_file_one_shard_and_ids_of_its_own(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
+    ((ids, texts, metadata, vectors),) = embed_corpus(files[0], tmp_path / "out", encoder, id_field="key")
+    assert ids == [str(n) for n in range(31)]
+    assert metadata[3] == {"more": [3, None]}
+    assert vectors.shape == (31, WIDTH)
+    (tmp_path / "c.ndjson").write_text('{"body": "a", "text": 3}\n')
+    ((ids, texts, metadata, _),) = embed_corpus(tmp_path / "c.ndjson", tmp_path / "c", encoder, field="body")
+    assert (ids, texts, metadata) == (["c.ndjson:1"], ["a"], [{"text": 3}])
+
+
+def test_shards_of_blank_lines_and_an_empty_file(encoder: TextEncoder, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\n\n\nb\n")
+    (tmp_path / "b.txt").write_text("")
+    shards = embed_corpus([tmp_path / "b.txt", tmp_path / "a.txt"], tmp_path / "out", encoder, lines_per_shard=1)
+    assert [texts for _, texts, _, _ in shards] == [["a"], [], [], ["b"]]
+    assert [len(vectors) for _, _, _, vectors in shards] == [1, 0, 0, 1]
+
+
+def test_a_killed_job_resumes_to_the_same_bytes(
+    files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    embed_corpus(files, whole, encoder, lines_per_shard=7)
+    done = run([sys.executable, "-c", JOB], files, killed, folder, "kill")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    half = contents(killed)
+    assert sorted(half) == ["plan.json", "shard-000000.parquet", "shard-000001.parquet"]
+    with pytest.raises(ConditionError, match="not all of the 6 shards"):
+        list(CorpusShards(killed))
+    (killed / "shard-000001.parquet").write_bytes(half["shard-000001.parquet"][:-9])
+    assert embed_corpus(files, killed, encoder, lines_per_shard=7).complete
+    assert contents(killed) == contents(whole)
+
+
+def test_a_finished_job_does_nothing(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
+    embed_corpus(files, tmp_path / "out", encoder, lines_per_shard=7)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    shards = embed_corpus(files, tmp_path / "out", encoder, lines_per_shard=7, batch_size=3)
+    assert len(shards) == 35
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
+
+
+def test_workers_share_the_shards(
+    files: list[Path], encoder: TextEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, shared = tmp_path / "whole", tmp_path / "shared"
+    embed_corpus(files, whole, encoder, lines_per_shard=7)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert not embed_corpus(files, shared, encoder, lines_per_shard=7).complete
+    assert sorted(contents(shared)) == ["plan.json", *(f"shard-{n:06d}.parquet" for n in (1, 3, 5))]
+    monkeypatch.setenv("RANK", "0")
+    assert embed_corpus(files, shared, encoder, lines_per_shard=7).complete
+    assert contents(shared) == contents(whole)
+
+
+@pytest.mark.slow
+def test_torchrun(files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path) -> None:
+    embed_corpus(files, tmp_path / "whole", encoder, lines_per_shard=7)
+    (tmp_path / "job.py").write_text(JOB)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run([*launcher, str(tmp_path / "job.py")], files, tmp_path / "out", folder)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ray(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray", reason="ray is not installed; it comes with mmattn[scale]")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        embed_corpus(files, tmp_path / "whole", encoder, lines_per_shard=7)
+        (tmp_path / "out").mkdir()
+        for name in ("plan.json", "shard-000002.parquet"):
+            (tmp_path / "out" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+        shards = embed_corpus(files, tmp_path / "out", encoder, lines_per_shard=7, engine="ray")
+        assert shards.complete
+        assert len(shards) == 35
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    finally:
+        ray.shutdown()
+
+
+def test_broken_lines_are_named_and_skipped_only_when_asked(encoder: TextEncoder, tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "a"}',
+        b'{"text": "b',
+        b'["a"]',
+        b'{"words": "c"}',
+        b'{"text": 5}',
+        b'{"text": " "}',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud83c"}',
+        b'{"text": "d", "text": "e"}',
+        b'{"text": "f"}',
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(TextError) as caught:
+        embed_corpus(path, tmp_path / "out", encoder, lines_per_shard=3)
+    message = str(caught.value)
+    assert message.startswith("8 lines of the corpus hold no text:")
+    for words in ("a.jsonl:2 is not sound JSON", "a.jsonl:3 holds no JSON object but list", "a.jsonl:4 has no text in"):
+        assert words in message
+    assert "got 5" in message and "…" in message and "skip_broken=True" in message
+    assert not (tmp_path / "out").exists()
+    shards = embed_corpus(path, tmp_path / "out", encoder, lines_per_shard=3, skip_broken=True)
+    assert [row for ids, _, _, _ in shards for row in ids] == ["a.jsonl:1", "a.jsonl:10"]
+    skipped = json.loads((tmp_path / "out" / "plan.json").read_text())["skipped"]
+    assert [fault.split()[0] for fault in skipped] == [f"a.jsonl:{n}" for n in range(2, 10)]
+    assert "not UTF-8" in skipped[5] and "surrogate" in skipped[6] and "twice" in skipped[7]
+    with pytest.raises(TextError, match="10 lines"):
+        embed_corpus(path, tmp_path / "other", encoder, id_field="key")
+
+
+def test_another_encoder_corpus_or_setting_is_refused_by_name(
+    files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    embed_corpus(files, out, encoder, lines_per_shard=7)
+    before = contents(out)
+
+    def refused(words: str, given: Any = files, other: Any = encoder, **options: Any) -> None:
+        with pytest.raises(IndexMismatchError, match=words):
+            embed_corpus(given, out, other, **({"lines_per_shard": 7} | options))
+        assert contents(out) == before
+
+    refused("another encoder.*give another folder", other=TextEncoder(folder, pooling="max"))
+    refused("lines_per_shard=7, and now it is 8", lines_per_shard=8)
+    refused("another corpus: b.txt changed", files[:1])
+    refused("the order of the files changed", files[::-1])
+    files[1].write_text(files[1].read_text() + "more\n")
+    refused("another corpus: b.txt changed")
+
+
+def test_files_changed_meanwhile_are_refused(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
+    class Slow:
+        dim, fingerprint = encoder.dim, encoder.fingerprint
+
+        def encode(self, texts: list[str], **options: Any) -> Memory:
+            files[1].write_text("another wood\n")
+            return encoder.encode(texts, **options)
+
+    with pytest.raises(IndexMismatchError, match="b.txt' was changed while it was embedded"):
+        embed_corpus(files, tmp_path / "out", Slow(), lines_per_shard=7)
+
+
+def test_a_changed_shard_is_refused(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shards = embed_corpus(files, out, encoder, lines_per_shard=7)
+    path = out / "shard-000003.parquet"
+    good = bytearray(path.read_bytes())
+    good[len(good) // 2] ^= 1
+    path.write_bytes(good)
+    with pytest.raises(AdapterFileError, match=r"shard-000003.parquet.*wrong checksum.*run embed_corpus again"):
+        list(shards)
+    path.unlink()
+    with pytest.raises(AdapterFileError, match="missing"):
+        list(shards)
+    assert len(list(embed_corpus(files, out, encoder, lines_per_shard=7))) == 6
+
+
+def test_settings_that_cannot_be(files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="engine must be one of 'local', 'ray'"):
+        embed_corpus(files, out, encoder, engine="spark")
+    with pytest.raises(ConfigError, match="lines_per_shard"):
+        embed_corpus(files, out, encoder, lines_per_shard=0)
+    with pytest.raises(ConfigError, match="at least one file"):
+        embed_corpus([], out, encoder)
+    with pytest.raises(ConfigError, match="two files of the corpus are called 'b.txt'"):
+        embed_corpus([files[1], files[1]], out, encoder)
+    with pytest.raises(AdapterFileError, match="nowhere.txt"):
+        embed_corpus(tmp_path / "nowhere.txt", out, encoder)
+    with pytest.raises(AdapterFileError, match="no such file"):
+        CorpusShards(tmp_path)
+    assert not out.exists()
+    with pytest.raises(ConfigError, match="use an encoder that pools"):
+        embed_corpus(files, out, TextEncoder(folder, pooling="none"))

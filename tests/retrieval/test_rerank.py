@@ -1,0 +1,136 @@
+"""Reranker: the scores of the model alone with each pair, missing texts stay missing, what is no pair is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from mmattn.errors import AdapterFileError, ConfigError, MaskError, NonFiniteError, ShapeError, TextError
+from mmattn.retrieval.rerank import Reranker
+from tests.tiny_texts import POSITIONS, save_encoder
+
+QUERIES = ["the woods", "in spring"]
+TEXTS = [
+    ["flowers", "the bluebell flowers in the woods", "a </s> b"],
+    ["in spring the flowers", "x", "ünï 🌼"],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(17)
+    return save_encoder(tmp_path_factory.mktemp("reranker"), labels=1)
+
+
+@pytest.fixture(scope="module")
+def reranker(folder: Path) -> Reranker:
+    return Reranker(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> torch.Tensor:
+    """The score (2, 3) of every pair, alone, by transformers itself."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    rows = []
+    for query, texts in zip(QUERIES, TEXTS, strict=True):
+        pairs = [tokenizer(query, text, split_special_tokens=True, return_tensors="pt") for text in texts]
+        with torch.no_grad():
+            rows.append(torch.stack([model(**pair).logits[0, 0] for pair in pairs]))
+    return torch.stack(rows)
+
+
+def test_scores_are_those_of_the_pair_alone(reranker: Reranker, alone: torch.Tensor) -> None:
+    assert not any(module.training for module in reranker.train().modules())
+    for batch_size in (1, 4, 32):
+        found = reranker(QUERIES, TEXTS, batch_size=batch_size)
+        assert torch.isfinite(found.scores).all()
+        torch.testing.assert_close(found.scores, alone)
+    assert len(alone.unique()) == 6
+    assert found.order.tolist() == [sorted(range(3), key=lambda place: -row[place]) for row in alone.tolist()]
+    one = reranker(QUERIES[1], TEXTS[1])
+    torch.testing.assert_close(one.scores, alone[1:])
+
+
+def test_missing_texts_stay_missing(reranker: Reranker, alone: torch.Tensor) -> None:
+    texts: list[list[Any]] = [[*TEXTS[0]], [None, *TEXTS[1][1:]]]
+    texts[0][1] = "\ud83c"
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    found = reranker(QUERIES, texts, mask)
+    there = torch.tensor([[True, False, True], [False, True, False]])
+    torch.testing.assert_close(found.scores[there], alone[there])
+    assert (found.scores[~there] == -torch.inf).all()
+    assert found.order[0].tolist() == ([0, 2, 1] if alone[0, 0] > alone[0, 2] else [2, 0, 1])
+    assert found.order[1].tolist() == [1, 0, 2]
+    nothing = reranker(QUERIES, [[None, None]] * 2)
+    assert nothing.scores.tolist() == [[-torch.inf] * 2] * 2
+    assert nothing.order.tolist() == [[0, 1]] * 2
+
+
+def test_nothing_gives_nothing(reranker: Reranker) -> None:
+    assert reranker("a", []).scores.shape == (1, 0)
+    assert reranker([], []).order.shape == (0, 0)
+
+
+def test_a_long_text_is_cut_and_a_long_query_refused(folder: Path, reranker: Reranker) -> None:
+    assert reranker.max_length == POSITIONS
+    short = Reranker(folder, max_length=11)
+    with pytest.warns(UserWarning, match=r"1 texts are longer than 11 tokens and were cut: \[1\]"):
+        found = short("xxxx", ["yyyy", "yyyyyyyyy"])
+    assert found.scores[0, 0] == pytest.approx(float(found.scores[0, 1]), abs=1e-5)
+    with pytest.raises(TextError, match="the query 'xxxxxxxx' has 8 tokens, and from 1 to 7"):
+        short("xxxxxxxx", ["y"])
+
+
+@pytest.mark.parametrize(
+    ("queries", "texts", "error", "words"),
+    [
+        ("a", ["b", b"c"], TextError, "text 1 must be a string"),
+        ("a", ["b", " "], TextError, "text 1 is empty"),
+        ("", ["b"], TextError, "the query '' has 0 tokens"),
+        (["a", None], [["b"], ["c"]], TextError, "text 1 must be a string"),
+        (["a"], ["b"], ShapeError, "as many lists of texts"),
+        (["a", "b"], [["c"]], ShapeError, "2 queries need as many lists"),
+        (["a", "b"], [["c"], ["d", "e"]], ShapeError, r"of lengths \[1, 2\]"),
+    ],
+)
+def test_what_is_no_pair_is_refused(
+    reranker: Reranker, queries: Any, texts: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        reranker(queries, texts)
+
+
+def test_masks_are_bool_and_fit(reranker: Reranker) -> None:
+    with pytest.raises(MaskError, match="bool"):
+        reranker("a", ["b"], torch.ones(1, 1))
+    with pytest.raises(ShapeError, match=r"\(b, k\) = \(1, 1\)"):
+        reranker("a", ["b"], torch.ones(1, dtype=torch.bool))
+
+
+def test_models_that_are_no_rerankers(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has 3 labels"):
+        Reranker(save_encoder(tmp_path / "three", labels=3))
+    path = save_encoder(tmp_path / "other", labels=1) / "model.safetensors"
+    good = load_file(path)
+    headless = {name: tensor for name, tensor in good.items() if not name.startswith("classifier")}
+    save_file(headless, path, {"format": "pt"})
+    with pytest.raises(AdapterFileError, match="2 missing: classifier.bias, classifier.weight"):
+        Reranker(path.parent)
+    save_file(good | {"classifier.weight": good["classifier.weight"] * torch.inf}, path, {"format": "pt"})
+    with pytest.raises(NonFiniteError, match=r"classifier\.weight"):
+        Reranker(path.parent)
+    with pytest.raises(AdapterFileError, match="no cross-encoder can be loaded from 'nobody/nothing'"):
+        Reranker("nobody/nothing")
+
+
+def test_a_score_that_is_no_number_is_refused(folder: Path) -> None:
+    reranker = Reranker(folder)
+    reranker.model.classifier.bias.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="the score of 'b' is nan"):
+        reranker("a", ["b"])

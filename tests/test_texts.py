@@ -1,0 +1,126 @@
+"""FAULTS 62: texts are taken literally, what is no text is refused by name, cutting is reported."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mmattn.errors import TextError
+from mmattn.texts import ClipTokenizer, check_text, tokenize
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE with begin, end, an image token, and a word added as no special token."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    raw.train_from_iterator(["the bluebell flowers in the woods in spring"] * 7, trainer)
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    made.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    made.add_tokens(["<sound>"])
+    return made
+
+
+@pytest.mark.parametrize("text", ["</s>", "a <image> b", "<s><s></s>", "the</s>woods", "<image>" * 7])
+def test_special_tokens_in_a_text_stay_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    special = set(tokenizer.all_special_ids) | {tokenizer.convert_tokens_to_ids("<image>")}
+    assert special & set(tokenizer(text, add_special_tokens=False)["input_ids"])
+    (ids,), cut = tokenize(tokenizer, text)
+    assert not special & set(ids)
+    assert tokenizer.decode(ids) == text
+    assert cut == [False]
+
+
+def test_the_tokenizers_own_ends_stand_around_the_text_only(tokenizer: PreTrainedTokenizerFast) -> None:
+    (ids,), _ = tokenize(tokenizer, "a </s> b", add_special_tokens=True)
+    assert (ids[0], ids[-1]) == (0, 1)
+    assert not {0, 1} & set(ids[1:-1])
+    (short,), cut = tokenize(tokenizer, "a </s> b", 5, add_special_tokens=True)
+    assert short == [0, *ids[1:4], 1]
+    assert cut == [True]
+    with pytest.raises(TextError, match="no room"):
+        tokenize(tokenizer, "a", 1, add_special_tokens=True)
+
+
+def test_the_tokenizer_is_left_as_it_was(tokenizer: PreTrainedTokenizerFast) -> None:
+    before = tokenizer("a </s> b")["input_ids"]
+    tokenize(tokenizer, "a </s> b")
+    assert tokenizer("a </s> b")["input_ids"] == before
+
+
+def test_a_reserved_word_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    sound = tokenizer.convert_tokens_to_ids("<sound>")
+    with pytest.raises(TextError, match="text 1 spells the token '<sound>'.*add_special_tokens"):
+        tokenize(tokenizer, ["a", "b <sound>"], reserved=[sound])
+
+
+def test_cutting_is_reported(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows, cut = tokenize(tokenizer, ["the woods", "x" * 11, "x" * 12, ""], 11)
+    assert cut == [False, False, True, False]
+    assert [len(row) for row in rows[1:]] == [11, 11, 0]
+
+
+@pytest.mark.parametrize("text", ["", " ", "a\0b", "\0", "ünï 🌼 \U0001f9d1\u200d\U0001f33e", "\r\n\t"])
+def test_odd_texts_come_back(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    (ids,), _ = tokenize(tokenizer, text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_megabyte_without_spaces(tokenizer: PreTrainedTokenizerFast) -> None:
+    start = time.perf_counter()
+    (ids,), cut = tokenize(tokenizer, "bluebell" * 131_072, 17)
+    assert time.perf_counter() - start < 20
+    assert len(ids) == 17
+    assert cut == [True]
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (None, "got NoneType"),
+        (7, "got int"),
+        (b"abc", "got bytes"),
+        ({"a": 1}, "got dict"),
+        (["a", None], "text 1 must be a string, got None"),
+        (["a", float("nan")], "text 1 must be a string, got nan"),
+        ([b"a"], "decode it first"),
+        (["a", "b\ud83c"], r"text 1 has half a surrogate pair \('\\ud83c'\) at character 1"),
+    ],
+)
+def test_what_is_no_text_is_named(tokenizer: PreTrainedTokenizerFast, texts: Any, words: str) -> None:
+    with pytest.raises(TextError, match=words):
+        check_text(texts)
+    with pytest.raises(ValueError, match=words):
+        tokenize(tokenizer, texts)
+
+
+def test_nothing_gives_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenize(tokenizer, []) == ([], [])
+    assert check_text(iter(["a", "b"])) == ["a", "b"]
+
+
+def test_open_clips_hugging_face_tokenizer_is_literal_too(tokenizer: PreTrainedTokenizerFast, tmp_path: Any) -> None:
+    from open_clip.tokenizer import HFTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    literal = ClipTokenizer(HFTokenizer(str(tmp_path), context_length=17))
+    ids = literal(["a </s> b", "the woods"])
+    assert ids.shape == (2, 17)
+    assert ids.dtype == torch.long
+    inside = ids[0].tolist()
+    assert inside[:1] == [0]
+    end = inside.index(1)
+    assert set(inside[end:]) == {1}
+    assert tokenizer.decode(inside[1:end]) == "a </s> b"
+    with pytest.warns(UserWarning, match=r"were cut: \[0\]"):
+        literal(["x" * 40, "x"])

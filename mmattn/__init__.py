@@ -26,6 +26,8 @@ _HOME = {
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
     "load_image": "mmattn.encoders.images",
+    "Index": "mmattn.retrieval.index",
+    "Hits": "mmattn.retrieval.hits",
     "record": "mmattn.inspect.record",
     "MmattnError": "mmattn.errors",
     "MaskError": "mmattn.errors",
@@ -35,6 +37,8 @@ _HOME = {
     "AttachError": "mmattn.errors",
     "ConditionError": "mmattn.errors",
     "AdapterFileError": "mmattn.errors",
+    "IndexMismatchError": "mmattn.errors",
+    "IndexFileError": "mmattn.errors",
     "ImageError": "mmattn.errors",
     "TextError": "mmattn.errors",
 }
@@ -58,6 +62,8 @@ if TYPE_CHECKING:
         ConditionError,
         ConfigError,
         ImageError,
+        IndexFileError,
+        IndexMismatchError,
         MaskError,
         MmattnError,
         NonFiniteError,
@@ -69,6 +75,8 @@ if TYPE_CHECKING:
     from mmattn.inspect.record import record
     from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory
+    from mmattn.retrieval.hits import Hits
+    from mmattn.retrieval.index import Index
 
 
 def __getattr__(name: str) -> Any:

@@ -106,6 +106,7 @@ class IVFPQ:
         index = faiss.index_factory(dim, f"IVF{lists},PQ{size}", _faiss_metric(metric))
         # faiss prints advice about small trainings to stderr, which is nothing a caller could act upon.
         index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1
+        index.do_polysemous_training = False  # seconds, for a kind of search that is not used here
         values = _numpy(vectors, metric)
         index.train(values)
         index.add(values)

@@ -89,6 +89,8 @@ class Entries:
                 f"the index already has an entry {_listed(taken)}, of {len(other)} given ids; to replace entries use "
                 "update. Nothing was changed"
             )
+        if not len(self) or not len(other):
+            return self if len(self) else other
         return Entries(
             self.ids + other.ids,
             self.texts + other.texts,

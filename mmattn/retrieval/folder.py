@@ -60,7 +60,8 @@ def write_version(folder: Path, about: dict[str, Any], write: Callable[[str], No
     made = not os.path.lexists(folder)
     if not made and not os.path.isdir(folder):
         raise NotADirectoryError(errno.ENOTDIR, "an index is saved as a folder, and this is a file", folder)
-    os.makedirs(folder, exist_ok=True)
+    if made:
+        os.makedirs(folder, exist_ok=True)  # another writer may have been quicker
     with _locked(folder, exclusive=True, busy="another writer is saving an index here; save again when it is done"):
         try:
             return _write_version(folder, about, write, expected)

@@ -18,7 +18,7 @@ from mmattn.memory import Memory
 Id = str | int
 Filter = Mapping[str, Any] | Callable[[Any], bool]
 
-MAX_LINE = 16 << 20
+MAX_METADATA = 4 << 30
 
 
 class Entry(NamedTuple):
@@ -193,7 +193,12 @@ def check_metadata(metadata: Iterable[Any], count: int) -> tuple[Any, ...]:
     found = tuple(_listable("metadata", metadata))
     if len(found) != count:
         raise ConfigError(f"each entry needs one value of metadata: got {len(found)} for {count} entries")
-    return tuple(json.loads(dump_json(f"metadata {row}", value, MAX_LINE)) for row, value in enumerate(found))
+    try:
+        return tuple(json.loads(dump_json("metadata", found, MAX_METADATA)))
+    except ConfigError:
+        for row, value in enumerate(found):
+            dump_json(f"metadata {row}", value, MAX_METADATA)  # says which
+        raise
 
 
 def check_tokens(tokens: Any, count: int, device: torch.device) -> tuple[Tensor, ...]:

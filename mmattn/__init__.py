@@ -29,6 +29,8 @@ _HOME = {
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
     "TextEncoder": "mmattn.encoders.text",
     "load_image": "mmattn.encoders.images",
+    "Index": "mmattn.retrieval.index",
+    "Hits": "mmattn.retrieval.hits",
     "knn_log_probs": "mmattn.retrieval.knn_lm",
     "next_token_states": "mmattn.retrieval.knn_lm",
     "record": "mmattn.inspect.record",
@@ -40,6 +42,8 @@ _HOME = {
     "AttachError": "mmattn.errors",
     "ConditionError": "mmattn.errors",
     "AdapterFileError": "mmattn.errors",
+    "IndexMismatchError": "mmattn.errors",
+    "IndexFileError": "mmattn.errors",
     "ImageError": "mmattn.errors",
     "TextError": "mmattn.errors",
 }
@@ -65,6 +69,8 @@ if TYPE_CHECKING:
         ConditionError,
         ConfigError,
         ImageError,
+        IndexFileError,
+        IndexMismatchError,
         MaskError,
         MmattnError,
         NonFiniteError,
@@ -76,6 +82,8 @@ if TYPE_CHECKING:
     from mmattn.inspect.record import record
     from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory
+    from mmattn.retrieval.hits import Hits
+    from mmattn.retrieval.index import Index
     from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
 
 

@@ -47,7 +47,11 @@ class AdapterFileError(MmattnError, ValueError):
 
 
 class IndexMismatchError(MmattnError, ValueError):
-    """A query, index or encoder that do not belong together."""
+    """A query, entries, ids, index or encoder that do not belong together."""
+
+
+class IndexFileError(MmattnError, ValueError):
+    """A saved index that is not what it should be; nothing was changed."""
 
 
 class ImageError(MmattnError, ValueError):

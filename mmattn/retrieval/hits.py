@@ -1,0 +1,237 @@
+"""What a search found: scores, ids, texts, metadata and vectors, and how all of it becomes a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_bool_mask, check_float, check_int
+from mmattn.memory import Memory
+from mmattn.retrieval.vectors import as_vectors, gather
+
+if TYPE_CHECKING:
+    from mmattn.retrieval.index import Index
+
+
+class Hits:
+    """The k entries that fit each of b queries, best first; where fewer were found, the rest is masked.
+
+    Args:
+        scores: (b, k) float, higher is better. Masked ones become -inf.
+        mask: (b, k) bool, True = found; None means all were.
+        vectors: (b, k, e) the vector of each entry. Masked ones become zeros.
+        ids: for each query k ids. Masked ones become None, and so do masked texts, metadata and tokens.
+        texts: for each query k texts, None where an entry has none.
+        metadata: for each query k JSON values.
+        tokens: for each query k tensors (m_i, e'), the encoded tokens of each entry.
+
+    Raises:
+        ShapeError: sizes that do not fit. MaskError: a mask that is not bool.
+
+    >>> hits = Hits(torch.tensor([[0.9, 0.2]]), vectors=torch.ones(1, 2, 3), ids=[["a", "b"]])
+    >>> hits.above(0.5).ids, hits.memory()
+    ([['a', None]], Memory(b=1, m=2, e=3, float32, segments, scores, sources))
+    """
+
+    __slots__ = ("ids", "mask", "metadata", "scores", "texts", "tokens", "vectors")
+
+    def __init__(
+        self,
+        scores: Tensor,
+        mask: Tensor | None = None,
+        vectors: Tensor | None = None,
+        ids: Sequence[Sequence[Any]] | None = None,
+        texts: Sequence[Sequence[str | None]] | None = None,
+        metadata: Sequence[Sequence[Any]] | None = None,
+        tokens: Sequence[Sequence[Tensor | None]] | None = None,
+    ) -> None:
+        if not isinstance(scores, Tensor) or scores.dim() != 2 or not scores.is_floating_point():
+            raise ShapeError(f"scores must be a float tensor (b, k), got {_kind(scores)}")
+        if mask is None:
+            mask = torch.ones_like(scores, dtype=torch.bool)
+        check_bool_mask("mask", mask)
+        if mask.shape != scores.shape:
+            raise ShapeError(f"mask must be (b, k) = {tuple(scores.shape)} as the scores are, got {tuple(mask.shape)}")
+        if vectors is not None and (vectors.dim() != 3 or vectors.shape[:2] != scores.shape):
+            raise ShapeError(f"vectors must be (b, k, e) with (b, k) = {tuple(scores.shape)}, got {_kind(vectors)}")
+        self.mask = mask
+        self.scores = scores.masked_fill(~mask, -torch.inf)
+        self.vectors = None if vectors is None else vectors.masked_fill(~mask[..., None], 0)
+        self.ids = _masked("ids", ids, mask)
+        self.texts = _masked("texts", texts, mask)
+        self.metadata = _masked("metadata", metadata, mask)
+        self.tokens = _masked("tokens", tokens, mask)
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __repr__(self) -> str:
+        return f"Hits(b={self.scores.shape[0]}, k={self.scores.shape[1]}, found={self.mask.sum(1).tolist()[:8]})"
+
+    def above(self, score_threshold: float) -> Hits:
+        """The same hits with those below a score masked.
+
+        Raises:
+            ConfigError: the threshold is not a finite number.
+        """
+        mask = self.mask & (self.scores.detach() >= check_float("score_threshold", score_threshold))
+        return Hits(self.scores, mask, self.vectors, self.ids, self.texts, self.metadata, self.tokens)
+
+    def memory(self, *, tokens: bool = False) -> Memory:
+        """What was found as memory: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
+
+        Masked hits become masked slots. The slots' scores are the hits' (0 where masked), their segments the rank of
+        the entry, and their sources name it: {"id": …, "text": …}, and with tokens also {"slot": …} within the entry.
+
+        Args:
+            tokens: use the encoded tokens of each entry instead of its vector.
+
+        Raises:
+            ConfigError: these hits have no vectors, or no tokens.
+        """
+        if tokens:
+            return self._token_memory()
+        if self.vectors is None:
+            raise ConfigError(
+                "these hits have no vectors, so they make no memory; give vectors (b, k, e) when making them"
+            )
+        ranks = torch.arange(self.scores.shape[1], device=self.scores.device).expand_as(self.scores)
+        sources = [
+            [self._source(i, j) if real else None for j, real in enumerate(row)]
+            for i, row in enumerate(self.mask.tolist())
+        ]
+        mask = None if bool(self.mask.all()) else self.mask
+        scores = self.scores.masked_fill(~self.mask, 0)
+        return Memory(self.vectors, mask, ranks, scores, sources if self.ids is not None else None)
+
+    def _token_memory(self) -> Memory:
+        if self.tokens is None:
+            raise ConfigError(
+                "these hits have no encoded tokens; build the index with tokens=, a Memory with one row per entry"
+            )
+        rows: list[Memory | None] = []
+        for i, line in enumerate(self.tokens):
+            parts = [(j, part) for j, part in enumerate(line) if part is not None]
+            if not parts:
+                rows.append(None)
+                continue
+            lengths = torch.tensor([len(part) for _, part in parts], device=self.scores.device)
+            ranks = torch.tensor([j for j, _ in parts], device=self.scores.device).repeat_interleave(lengths)
+            values = torch.cat([part for _, part in parts]).to(self.scores.device)
+            source = [{**self._source(i, j), "slot": slot} for j, part in parts for slot in range(len(part))]
+            rows.append(Memory(values[None], None, ranks[None], self.scores[i][ranks][None], [source]))
+        widths = {row.dim for row in rows if row is not None}
+        if not widths:
+            raise ConfigError("no query found an entry, so the width of its tokens is not known; use the vectors")
+        nothing = Memory(torch.zeros(1, 0, widths.pop(), device=self.scores.device))
+        return Memory.stack([nothing if row is None else row for row in rows])
+
+    def _source(self, row: int, rank: int) -> dict[str, Any]:
+        source = {} if self.ids is None else {"id": self.ids[row][rank]}
+        return source if self.texts is None else {**source, "text": self.texts[row][rank]}
+
+    @classmethod
+    def from_faiss(cls, distances: Any, rows: Any, index: Index) -> Hits:
+        """Hits of a faiss index of your own over the entries of `index`, in the same order.
+
+        Args:
+            distances: (b, k) as faiss gives them: inner products, or squared distances under "l2", which turn negative.
+            rows: (b, k) as faiss gives them: numbers counted in the order of `index.ids`; -1, "none", becomes masked.
+            index: the entries.
+
+        Raises:
+            ShapeError: sizes that do not fit. IndexMismatchError: a number beyond the entries.
+        """
+        state = index.state
+        place = torch.as_tensor(rows, device=state.entries.vectors.device)
+        scores = torch.as_tensor(distances, device=place.device).float()
+        if place.dim() != 2 or place.shape != scores.shape:
+            raise ShapeError(f"D and I must both be (b, k), got {tuple(scores.shape)} and {tuple(place.shape)}")
+        if place.numel() and int(place.max()) >= len(state.entries):
+            raise IndexMismatchError(
+                f"faiss found entry {int(place.max())}, and this index has {len(state.entries)} entries: they were not "
+                "made of the same vectors"
+            )
+        return found(state.entries, place.long(), -scores if state.metric == "l2" else scores)
+
+    @classmethod
+    def from_retriever(cls, retriever: Any, queries: Tensor, top_k: int) -> Hits:
+        """Hits of an object with `retrieve(queries, n_docs)` as transformers' RagRetriever has it.
+
+        It gives vectors (b, k, e), ids (b, k) and for each query a dict of lists ("text", "title" …). The scores are
+        the inner products with the queries, as RAG takes them (arXiv 2005.11401), and carry gradients to the queries.
+        An id below 0, "none", becomes masked.
+
+        Args:
+            retriever: the object.
+            queries: (b, e).
+            top_k: how many entries per query.
+
+        Raises:
+            IndexMismatchError: what it gives has another width than the queries, or other sizes.
+        """
+        check_int("top_k", top_k)
+        queries = as_vectors("queries", queries, single=True)
+        vectors, ids, documents = retriever.retrieve(queries.detach().cpu().numpy(), top_k)
+        vectors, ids = torch.as_tensor(vectors).to(queries), torch.as_tensor(ids).to(queries.device)
+        if vectors.shape != (*ids.shape, queries.shape[1]) or ids.dim() != 2 or len(ids) != len(queries):
+            raise IndexMismatchError(
+                f"the retriever gave vectors {tuple(vectors.shape)} and ids {tuple(ids.shape)} for queries "
+                f"{tuple(queries.shape)}; (b, k, e), (b, k) and (b, e) were expected"
+            )
+        mask = ids >= 0
+        columns = [
+            {name: _spread(name, values, row) for name, values in document.items() if name != "embeddings"}
+            for document, row in zip(documents, mask.tolist(), strict=True)
+        ]
+        texts = [row.pop("text", [None] * ids.shape[1]) for row in columns]
+        metadata = [[{name: row[name][j] for name in row} for j in range(ids.shape[1])] for row in columns]
+        scores = (vectors @ queries[:, :, None])[..., 0]
+        return cls(scores, mask, vectors, ids.tolist(), texts, metadata)
+
+
+def found(entries: Any, rows: Tensor, scores: Tensor) -> Hits:
+    """Hits of rows (b, k) of entries; -1 is none."""
+    numbers = rows.tolist()
+
+    def column(values: Sequence[Any]) -> list[list[Any]]:
+        return [[values[row] if row >= 0 else None for row in line] for line in numbers]
+
+    return Hits(
+        scores,
+        rows >= 0,
+        gather(entries.vectors, rows),
+        column(entries.ids),
+        column(entries.texts),
+        column(entries.metadata),
+        None if entries.tokens is None else column(entries.tokens),
+    )
+
+
+def _masked(name: str, values: Sequence[Sequence[Any]] | None, mask: Tensor) -> list[list[Any]] | None:
+    if values is None:
+        return None
+    given = [len(row) for row in values]
+    if given != [mask.shape[1]] * mask.shape[0]:
+        raise ShapeError(f"{name} need one value per hit, {mask.shape[0]} rows of {mask.shape[1]}; got rows of {given}")
+    return [
+        [value if kept else None for value, kept in zip(row, line, strict=True)]
+        for row, line in zip(values, mask.tolist(), strict=True)
+    ]
+
+
+def _spread(name: str, values: Sequence[Any], real: list[bool]) -> list[Any]:
+    """Values of all hits of a query, of which some retrievers give those of the real ones only."""
+    if len(values) == len(real):
+        return list(values)
+    if len(values) != sum(real):
+        raise IndexMismatchError(f"the retriever gave {len(values)} {name!r} for {sum(real)} documents")
+    left = iter(values)
+    return [next(left) if one else None for one in real]
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,129 @@
+"""The space of an index: its width, its metric, and whose vectors they are; the way in for entries and queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
+from mmattn.memory import Memory
+from mmattn.retrieval.entries import check_texts
+from mmattn.retrieval.vectors import as_vectors, check_vectors
+
+
+class Encoder(Protocol):
+    """What turns texts into vectors: any object with these three."""
+
+    @property
+    def dim(self) -> int:
+        """Width e of its vectors."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells its vectors from those of every other encoder."""
+
+    def encode(self, texts: list[str]) -> Memory:
+        """The memory of texts: one row each, of one slot."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Width e, metric, encoder, and the fingerprint of the encoder the entries came from (None where nobody said)."""
+
+    dim: int
+    metric: str
+    encoder: Encoder | None = None
+    fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, encoder: Encoder, metric: str) -> Space:
+        """The space an encoder encodes into.
+
+        Raises:
+            ConfigError: it is no encoder.
+        """
+        _check_encoder(encoder)
+        return cls(encoder.dim, metric, encoder, encoder.fingerprint)
+
+    def joined(self, encoder: Encoder) -> Space:
+        """The same space with its encoder at hand.
+
+        Raises:
+            IndexMismatchError: it is another encoder.
+        """
+        self.check(encoder)
+        return Space(self.dim, self.metric, encoder, encoder.fingerprint)
+
+    def check(self, encoder: Encoder) -> None:
+        """Refuse an encoder whose vectors are of another space.
+
+        Raises:
+            IndexMismatchError: its fingerprint or its width is another.
+        """
+        _check_encoder(encoder)
+        if encoder.dim != self.dim:
+            raise IndexMismatchError(f"the encoder has width {encoder.dim} and the index has width {self.dim}")
+        if self.fingerprint is not None and encoder.fingerprint != self.fingerprint:
+            raise IndexMismatchError(
+                f"the entries were encoded by {self.fingerprint[:16]}…, and this encoder is "
+                f"{encoder.fingerprint[:16]}… (another one, or its weights have changed): their vectors cannot be "
+                "compared. Use the encoder of the index, or build the index again with this one"
+            )
+
+    def entries(self, items: Any, texts: Iterable[str | None] | None) -> tuple[Tensor, Iterable[str | None] | None]:
+        """The vectors (n, e) of new entries, checked, and their texts where there are any."""
+        if are_texts(items):
+            if texts is not None:
+                raise ConfigError("texts= is for items that are vectors; these items are texts themselves")
+            texts = check_texts([items] if isinstance(items, str) else items)
+            items = self._encode(list(texts), self.encoder)
+        elif isinstance(items, (list, tuple)) and not items:
+            items = torch.empty(0, self.dim)
+        vectors = as_vectors("vectors", items, dim=self.dim).detach()
+        check_vectors("vectors", vectors, self.metric)
+        return vectors, texts
+
+    def queries(self, given: Any, encoder: Encoder | None, device: torch.device) -> Tensor:
+        """The vectors (b, e) of queries, checked; they keep their gradient."""
+        if encoder is not None:
+            self.check(encoder)
+        if are_texts(given):
+            texts = check_texts([given] if isinstance(given, str) else given)
+            for number, text in enumerate(texts):
+                if not (text or "").strip():
+                    raise TextError(f"query {number} is empty: it would find anything; leave it out")
+            given = self._encode(list(texts), encoder or self.encoder)
+        queries = as_vectors("queries", given, dim=self.dim, single=True).to(device)
+        check_vectors("queries", queries, self.metric)
+        return queries
+
+    def _encode(self, texts: list[Any], encoder: Encoder | None) -> Memory:
+        if encoder is None:
+            raise ConfigError(
+                "texts need an encoder, and this index has none: give encoder= to Index.build or Index.load, or vectors"
+            )
+        self.check(encoder)  # again: its weights may have changed since
+        memory = encoder.encode(texts)
+        if not isinstance(memory, Memory) or memory.batch != len(texts):
+            raise ShapeError(f"the encoder must give a Memory with one row per text, {len(texts)}; got {memory!r:.200}")
+        return memory
+
+
+def are_texts(items: object) -> bool:
+    """Whether items are texts, and not vectors."""
+    return isinstance(items, str) or (
+        isinstance(items, (list, tuple)) and any(isinstance(item, (str, bytes)) for item in items)
+    )
+
+
+def _check_encoder(encoder: Encoder) -> None:
+    lacks = [name for name in ("encode", "dim", "fingerprint") if not hasattr(encoder, name)]
+    if lacks:
+        raise ConfigError(
+            f"an encoder has encode(texts) -> Memory, dim and fingerprint; {type(encoder).__name__} lacks "
+            f"{', '.join(lacks)}"
+        )

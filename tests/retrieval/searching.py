@@ -1,0 +1,76 @@
+"""What the tests of retrieval share: the slow definition of a search, and small indexes of every engine."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmattn import Index, Memory
+from mmattn.retrieval.approximate import HNSW, IVFPQ
+
+METRICS = ("cosine", "ip", "l2")
+#: Every engine, the approximate ones so thorough that they miss nothing in a thousand entries.
+ENGINES: dict[str, Any] = {
+    "exact": "exact",
+    "flat": "flat",
+    "hnsw": HNSW(links=48, build_effort=400, search_effort=1500),
+    "ivfpq": IVFPQ(lists=11, visited=11),
+}
+WIDTH = 12
+
+
+def fit(query: Sequence[float], vector: Sequence[float], metric: str) -> float:
+    """How well two vectors fit: the definition, in exact sums, rounded to float32."""
+    if metric == "l2":
+        value = -math.fsum((x - q) ** 2 for q, x in zip(query, vector, strict=True))
+    else:
+        value = math.fsum(q * x for q, x in zip(query, vector, strict=True))
+    if metric == "cosine":
+        value /= math.sqrt(math.fsum(q * q for q in query)) * math.sqrt(math.fsum(x * x for x in vector))
+    return float(np.float32(value))
+
+
+def reference(
+    queries: torch.Tensor, vectors: dict[Any, Sequence[float]], count: int, metric: str
+) -> tuple[list[list[Any]], list[list[float]]]:
+    """The ids and scores of a search by comparing everything; those of equal score in their order, the rest None."""
+    ids, scores = [], []
+    for query in queries.tolist():
+        fits = sorted(((fit(query, vector, metric), -row, name) for row, (name, vector) in enumerate(vectors.items())))
+        top = fits[::-1][:count]
+        ids.append([name for _, _, name in top] + [None] * (count - len(top)))
+        scores.append([value for value, _, _ in top] + [-math.inf] * (count - len(top)))
+    return ids, scores
+
+
+class Letters:
+    """A text encoder without weights: how often each of some letters occurs, and where."""
+
+    def __init__(self, dim: int = 31, seed: int = 0) -> None:
+        self.dim = dim
+        self.seed = seed
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"letters {self.dim} {self.seed}".encode()).hexdigest()
+
+    def encode(self, texts: list[str]) -> Memory:
+        tokens = torch.zeros(len(texts), 1, self.dim)
+        for row, text in enumerate(texts):
+            for place, letter in enumerate(text):
+                tokens[row, 0, (ord(letter) + self.seed) % self.dim] += 1 + 0.01 * place
+        return Memory(tokens)
+
+
+def small(count: int = 1103, metric: str = "cosine", engine: str = "exact", **kwargs: Any) -> Index:
+    return Index.build(torch.randn(count, WIDTH), metric=metric, engine=ENGINES[engine], **kwargs)
+
+
+def held(index: Index) -> dict[Any, list[float]]:
+    """The vectors of an index by id."""
+    return {name: index[name].vector.tolist() for name in index.ids}

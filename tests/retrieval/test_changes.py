@@ -1,0 +1,170 @@
+"""Adding, removing and updating: ids stay, what is gone is never found, and every engine agrees with the definition."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from mmattn import Index, Memory
+from mmattn.errors import ConfigError, IndexMismatchError, ShapeError
+from tests.retrieval.searching import ENGINES, METRICS, WIDTH, Letters, held, reference, small
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_order_of_changes_agrees_with_a_dict(engine: str, metric: str, seeded: int) -> None:
+    """A dict of vectors is the definition; some of the steps are large enough to make the engine again."""
+    chance = random.Random(seeded)
+    index = small(1201, engine=engine, metric=metric)
+    model: dict[Any, torch.Tensor] = {name: index[name].vector for name in index.ids}
+    engines = [index.state.parts[0].engine]
+    steps = [(verb, size) for verb in ("add", "remove", "update") for size in (1, 7, 400)] + [("add", 1300)]
+    for step, (verb, size) in enumerate(chance.sample(steps, len(steps))):
+        names = chance.sample(list(model), min(size, len(model) // 2))
+        if verb == "add":
+            vectors = torch.randn(size, WIDTH)
+            given = [f"{step} {row}" for row in range(size)] if step % 2 else None
+            model |= dict(zip(index.add(vectors, ids=given), vectors, strict=True))
+        elif verb == "remove":
+            index.remove(names)
+            model = {name: vector for name, vector in model.items() if name not in set(names)}
+        else:
+            vectors = torch.randn(len(names), WIDTH)
+            index.update(names, vectors)
+            model |= dict(zip(names, vectors, strict=True))
+        engines.append(index.state.parts[0].engine)
+        queries = torch.randn(2, WIDTH)
+        ids, _ = reference(queries, {name: vector.tolist() for name, vector in model.items()}, 5, metric)
+        assert index.search(queries, 5).ids == ids, (step, verb, size)
+        assert index.ids == tuple(model)
+    assert engines[-1] is not engines[0]
+
+
+def test_small_changes_leave_the_engine_as_it_is() -> None:
+    index = small(1201, engine="hnsw")
+    engine = index.state.parts[0].engine
+    index.add(torch.randn(3, WIDTH))
+    index.remove([5])
+    index.update([7], torch.randn(1, WIDTH))
+    assert index.state.parts[0].engine is engine and len(index.state.parts) == 2
+    index.add(torch.randn(1031, WIDTH))
+    assert index.state.parts[0].engine is not engine and len(index.state.parts) == 1
+
+
+def test_ids_are_counted_on_and_never_given_again() -> None:
+    index = Index.build(torch.randn(3, WIDTH))
+    assert index.ids == (0, 1, 2)
+    index.remove([2])
+    assert index.add(torch.randn(2, WIDTH)) == (3, 4)
+    index.add(torch.randn(2, WIDTH), ids=[11, "1"])
+    assert index.add(torch.randn(1, WIDTH)) == (12,)
+    assert index.ids == (0, 1, 3, 4, 11, "1", 12)
+    index.add(torch.randn(1, WIDTH), ids=[2])
+    assert 2 in index and index["1"].id == "1" and index[1].id == 1
+
+
+def test_all_can_be_removed_and_others_added() -> None:
+    index = small(5)
+    index.remove(index.ids)
+    assert len(index) == 0 and not index.search(torch.randn(1, WIDTH), 3).mask.any()
+    index.add(torch.eye(WIDTH)[:2], ids=["a", "b"])
+    assert index.search(torch.eye(WIDTH)[1], 1).ids == [["b"]]
+
+
+def test_an_update_replaces_what_is_given_and_keeps_the_place() -> None:
+    index = Index.build(["one", "two", "three"], encoder=Letters(), metadata=[{"n": 1}, {"n": 2}, {"n": 3}])
+    index.update([1], ["zebra"])
+    assert index[1][:3] == (1, "zebra", {"n": 2}) and index.search("zebra", 1).ids == [[1]]
+    index.update([1, 0], metadata=[{"n": 20}, None])
+    assert index[1][:3] == (1, "zebra", {"n": 20}) and index[0].metadata is None and index.ids == (0, 1, 2)
+    index.update([2], torch.ones(1, 31), texts=["drei"])
+    assert index[2].text == "drei" and index[2].vector.tolist() == [1.0] * 31
+
+
+def test_later_changes_by_the_caller_do_not_reach_the_index() -> None:
+    vectors, metadata = torch.eye(WIDTH)[:3].clone(), [{"tags": ["a"]}, {}, {}]
+    index = Index.build(vectors, metadata=metadata)
+    before = held(index)
+    vectors.zero_()
+    metadata[0]["tags"].append("b")
+    assert held(index) == before and index[0].metadata == {"tags": ["a"]}
+
+
+def test_hits_keep_the_version_they_were_found_in() -> None:
+    index = small(17)
+    hits = index.search(torch.randn(2, WIDTH), 17)
+    assert hits.vectors is not None and hits.ids is not None
+    before = hits.vectors.clone()
+    index.update(index.ids, torch.zeros(17, WIDTH) + 1)
+    index.remove([hits.ids[0][0]])
+    assert torch.equal(hits.vectors, before)
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "an id twice": (
+        lambda index: index.add(torch.ones(2, WIDTH), ids=["a", "a"]),
+        IndexMismatchError,
+        "'a'.*more than",
+    ),
+    "an id again": (lambda index: index.add(torch.ones(2, WIDTH), ids=["a", 3]), IndexMismatchError, "already.* 3"),
+    "too few ids": (lambda index: index.add(torch.ones(2, WIDTH), ids=["a"]), IndexMismatchError, "1 ids for 2"),
+    "a float id": (lambda index: index.add(torch.ones(1, WIDTH), ids=[0.5]), IndexMismatchError, "text or ints.*0.5"),
+    "a bool id": (lambda index: index.add(torch.ones(1, WIDTH), ids=[True]), IndexMismatchError, "text or ints.*True"),
+    "another width": (lambda index: index.add(torch.ones(1, 7)), IndexMismatchError, "7.*12"),
+    "no numbers": (lambda index: index.add([[None]]), ShapeError, "numbers"),
+    "unsound metadata": (
+        lambda index: index.add(torch.ones(1, WIDTH), metadata=[{"n": float("nan")}]),
+        ConfigError,
+        "metadata 0",
+    ),
+    "too little metadata": (lambda index: index.add(torch.ones(2, WIDTH), metadata=[{}]), ConfigError, "1 for 2"),
+    "removing nobody": (lambda index: index.remove([3, "nobody", 90]), IndexMismatchError, "'nobody', 90"),
+    "removing twice": (lambda index: index.remove([3, 3]), IndexMismatchError, "3 is given more"),
+    "removing no list": (lambda index: index.remove(3), ConfigError, r"\[3\]"),
+    "updating nobody": (lambda index: index.update([3, 77], torch.ones(2, WIDTH)), IndexMismatchError, "77"),
+    "updating too few": (lambda index: index.update([3, 4], torch.ones(1, WIDTH)), IndexMismatchError, "1 items for 2"),
+    "half a character": (lambda index: index.add(torch.ones(1, WIDTH), texts=["\ud800"]), ValueError, "surrogate"),
+    "half a character later": (lambda index: index.update([3], texts=["\ud800"]), ValueError, "surrogate"),
+    "tokens for some": (
+        lambda index: index.add(torch.ones(1, WIDTH), tokens=Memory(torch.ones(1, 2, 3))),
+        ShapeError,
+        "no encoded tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_change_changes_nothing(case: str) -> None:
+    change, error, match = REFUSED[case]
+    index = small(7)
+    state, next_id = index.state, index._next_id
+    with pytest.raises(error, match=match):
+        change(index)
+    assert index.state is state and index._next_id == next_id
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_what_cannot_be_compared_is_refused_with_its_row(value: float, metric: str) -> None:
+    index = small(7, metric=metric)
+    vectors = torch.randn(5, WIDTH)
+    vectors[3, 2] = value
+    for change in (lambda: index.add(vectors), lambda: index.update([0, 1, 2, 3, 4], vectors)):
+        with pytest.raises(ValueError, match="row 3 .*Nothing was changed"):
+            change()
+    assert len(index) == 7 and index.search(torch.randn(WIDTH), 7).scores.isfinite().all()
+    with pytest.raises(ValueError, match="queries: row 3"):
+        index.search(vectors, 2)
+
+
+def test_zeros_have_no_direction() -> None:
+    vectors = torch.eye(WIDTH)[:3] * torch.tensor([[1.0], [0.0], [1.0]])
+    with pytest.raises(ShapeError, match="row 1 is all zeros"):
+        Index.build(vectors)
+    with pytest.raises(ShapeError, match="row 0 is all zeros"):
+        small(3).search(torch.zeros(WIDTH), 1)
+    assert Index.build(vectors, metric="l2").search(torch.zeros(WIDTH), 1).ids == [[1]]
+    assert Index.build(vectors, metric="ip").search(torch.zeros(WIDTH), 2).ids == [[0, 1]]

@@ -1,0 +1,107 @@
+"""The scan in few bits loses nothing: its candidates hold all that comparing everything in float64 finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmattn import Index
+from mmattn.retrieval.exact import Exact, scan_dtype
+from mmattn.retrieval.vectors import best
+from tests.retrieval.searching import METRICS
+
+
+def truth(queries: torch.Tensor, vectors: torch.Tensor, metric: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and scores by comparing everything in float64; equal ones (in float32) in their order."""
+    q, x = queries.double(), vectors.double()
+    if metric == "l2":
+        scores = torch.stack([-(x - one).square().sum(1) for one in q])
+    else:
+        if metric == "cosine":
+            q, x = q / q.norm(dim=1, keepdim=True), x / x.norm(dim=1, keepdim=True)
+        scores = torch.stack([(x * one).sum(1) for one in q])
+    values, rows = scores.float().sort(dim=1, descending=True, stable=True)
+    return rows[:, :count], values[:, :count]
+
+
+def near_ties(n: int, e: int) -> torch.Tensor:
+    """Copies of one vector that differ in far less than bfloat16 can hold, and some twins."""
+    vectors = torch.randn(e) + 1e-4 * torch.randn(n, e)
+    vectors[n // 2 :: 7] = vectors[3]
+    return vectors
+
+
+def outliers(n: int, e: int) -> torch.Tensor:
+    """Lengths over nine orders of magnitude."""
+    return torch.randn(n, e) * 10 ** torch.linspace(-4, 5, n)[torch.randperm(n), None]
+
+
+def crossed(n: int, e: int) -> torch.Tensor:
+    """bfloat16 rounds most rows up and the true best ones down, in every one of their places."""
+    vectors = torch.full((n, e), 1 + 2**-8 + 2**-20)
+    vectors[:5, ::2] = 1 + 2**-8 - 2**-20
+    vectors[:5, 1::2] = 1 + 2**-7
+    return vectors[torch.randperm(n)]
+
+
+CORPORA = {
+    "plain": lambda n, e: torch.randn(n, e),
+    "near ties": near_ties,
+    "outliers": outliers,
+    "crossed": crossed,
+    "tiny": lambda n, e: 1e-17 * torch.randn(n, e),
+    "huge": lambda n, e: 1e13 * torch.randn(n, e),
+    "all the same": lambda n, e: torch.randn(1, e).expand(n, e),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_equals_comparing_everything(corpus: str, metric: str, dtype: torch.dtype) -> None:
+    vectors = CORPORA[corpus](1511, 67)
+    engine = Exact(vectors, metric, dtype)
+    near = vectors[:7] * 1.01 + 0.003 * vectors[:7].norm(dim=1, keepdim=True) / 8 * torch.randn(7, 67)
+    for queries in (near, near[:1], 3000 * near, torch.ones(2, 67)):
+        expected, _ = truth(queries, vectors, metric, 11)
+        assert torch.equal(best(queries, vectors, engine.candidates(queries, 11), metric, 11), expected)
+        allowed = torch.rand(1511) < 0.1
+        rows = best(queries, vectors, engine.candidates(queries, 11, allowed), metric, 11)
+        expected, _ = truth(queries, vectors[allowed], metric, 11)
+        assert torch.equal(rows, allowed.nonzero()[:, 0][expected])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_through_the_front_door_where_bfloat16_scans(metric: str) -> None:
+    vectors = near_ties(3203, 331)
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        pytest.skip("bfloat16 is no faster than float32 on this processor, so it is not used")
+    assert scan_dtype(vectors) == torch.bfloat16 and scan_dtype(vectors[:100]) == torch.float32
+    queries = vectors[:5] + 1e-3 * torch.randn(5, 331)
+    rows, scores = truth(queries, vectors, metric, 13)
+    hits = Index.build(vectors, metric=metric).search(queries, 13)
+    assert hits.ids == rows.tolist()
+    assert torch.equal(hits.scores, scores)
+
+
+def test_few_candidates_where_few_are_near() -> None:
+    """The scan decides nearly everything; that it never errs does not come from looking at all."""
+    vectors = torch.randn(5003, 211)
+    found = Exact(vectors, "cosine", torch.bfloat16).candidates(torch.randn(7, 211), 5)
+    assert 5 <= found.shape[1] < 200
+
+
+def test_coarse_products_of_float32_change_nothing() -> None:
+    """Under "medium" a product of float32 matrices may round its factors to bfloat16."""
+    vectors = near_ties(1511, 67)
+    engine = Exact(vectors, "ip", torch.float32)
+    queries = vectors[:7] + 1e-4 * torch.randn(7, 67)
+    fine = engine.candidates(queries, 11)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        coarse = engine.candidates(queries, 11)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert coarse.shape[1] > fine.shape[1]
+    assert torch.equal(best(queries, vectors, coarse, "ip", 11), truth(queries, vectors, "ip", 11)[0])

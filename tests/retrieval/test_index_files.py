@@ -1,0 +1,422 @@
+"""Saving and loading an index: whole, or refused by name; and one writer at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmattn import Index, Memory
+from mmattn.errors import IndexFileError, IndexMismatchError
+from mmattn.retrieval import folder as folders
+from tests.retrieval.searching import ENGINES, METRICS, WIDTH, Letters, held, small
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def same(a: Index, b: Index) -> None:
+    assert (a.ids, a.metric, a.dim) == (b.ids, b.metric, b.dim)
+    for name in a.ids:
+        x, y = a[name], b[name]
+        assert x[:3] == y[:3] and torch.equal(x.vector, y.vector)
+        assert (x.tokens is None) == (y.tokens is None)
+        assert x.tokens is None or y.tokens is None or torch.equal(x.tokens, y.tokens)
+    queries = torch.randn(3, a.dim)
+    one, two = a.search(queries, 5), b.search(queries, 5)
+    assert one.ids == two.ids and torch.equal(one.scores, two.scores)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["loaded", "mapped"])
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_was_saved_is_loaded(tmp_path: Path, engine: str, metric: str, mapped: bool) -> None:
+    index = small(1201, metric=metric, engine=engine, metadata=[{"n": i, "ü": [None, 0.5]} for i in range(1201)])
+    index.remove([5, 900])
+    index.add(torch.randn(3, WIDTH), ids=["one", "zwö", "🌷"], texts=["a", None, "line\nbreak"])
+    index.update([7], torch.randn(1, WIDTH))
+    index.save(tmp_path / "index")
+    again = Index.load(tmp_path / "index", mapped=mapped)
+    same(index, again)
+    if engine != "exact":
+        with open("/proc/self/maps") as maps:
+            named = [line for line in maps if str(tmp_path / "index") in line]
+        assert bool(named) == mapped
+    # What was loaded goes on as if it had never been away.
+    for one in (index, again):
+        one.add(torch.ones(2, WIDTH))
+        one.remove(["one", 11])
+    same(index, again)
+    again.save(tmp_path / "index")
+    same(again, Index.load(tmp_path / "index"))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_index_mapped_from_a_version_that_is_gone_still_searches(tmp_path: Path, mapped: bool) -> None:
+    index = small(1201, engine="ivfpq")
+    index.save(tmp_path / "index")
+    again = Index.load(tmp_path / "index", mapped=mapped)
+    small(7).save(tmp_path / "index")
+    same(index, again)
+    shutil.rmtree(tmp_path / "index")
+    same(index, again)
+    again.save(tmp_path / "new")
+    same(index, Index.load(tmp_path / "new"))
+
+
+def test_small_and_empty(tmp_path: Path) -> None:
+    Index.build(torch.empty(0, 7), metric="l2", engine="hnsw").save(tmp_path / "empty")
+    index = Index.load(tmp_path / "empty")
+    assert (len(index), index.dim, index.metric) == (0, 7, "l2")
+    index.add(torch.eye(7), tokens=Memory.pad([torch.randn(m, 5) for m in (2, 3, 1, 1, 4, 1, 2)]))
+    index.save(tmp_path / "empty")
+    same(index, Index.load(tmp_path / "empty"))
+
+
+def test_encoders(tmp_path: Path) -> None:
+    index = Index.build(["a text", "another"], encoder=Letters())
+    index.save(tmp_path / "index")
+    assert Index.load(tmp_path / "index", encoder=Letters()).search("a text", 1).ids == [[0]]
+    alone = Index.load(tmp_path / "index")
+    assert alone.search(Letters().encode(["a text"]), 1).ids == [[0]]
+    for other in (Letters(seed=3), Letters(7)):
+        with pytest.raises(IndexMismatchError, match="width 7|another one"):
+            Index.load(tmp_path / "index", encoder=other)
+        with pytest.raises(IndexMismatchError):
+            alone.search("a text", 1, encoder=other)
+
+
+def test_a_removed_id_is_not_given_again_after_loading(tmp_path: Path) -> None:
+    index = small(3)
+    index.remove([2])
+    index.save(tmp_path / "index")
+    assert Index.load(tmp_path / "index").add(torch.ones(1, WIDTH)) == (3,)
+
+
+def test_a_folder_holds_one_version(tmp_path: Path) -> None:
+    index = small(1201, engine="hnsw")
+    for _ in range(3):
+        index.save(tmp_path / "index")
+    version = ["v3/engine.faiss", "v3/entries.jsonl", "v3/vectors.safetensors"]
+    assert files(tmp_path / "index") == ["index.json", *version]
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "index").rglob("*") if path.is_file()} == {0o644}
+
+
+# ---- damage
+
+
+def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def forge(folder: Path, **about: Any) -> None:
+    """Change what the index says it is, with checksums that fit."""
+    manifest = json.loads((folder / "index.json").read_text())
+    manifest["about"] |= about
+    for name in manifest["files"]:
+        raw = (folder / f"v{manifest['version']}" / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    del manifest["sha256"]
+    manifest["sha256"] = folders._checksum(manifest)
+    (folder / "index.json").write_text(json.dumps(manifest))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "torn vectors": (lambda f: edit(f / "v1/vectors.safetensors", lambda raw: raw[:-1]), "truncated"),
+    "torn entries": (lambda f: edit(f / "v1/entries.jsonl", lambda raw: raw[:-9]), "truncated"),
+    "torn engine": (lambda f: edit(f / "v1/engine.faiss", lambda raw: raw[:1000]), "truncated"),
+    "bytes after the vectors": (
+        lambda f: edit(f / "v1/vectors.safetensors", lambda raw: raw + b"\0"),
+        "belong to noth",
+    ),
+    "a line more": (lambda f: edit(f / "v1/entries.jsonl", lambda raw: raw + b"{}\n"), "belong to nothing"),
+    "bytes after the engine": (lambda f: edit(f / "v1/engine.faiss", lambda raw: raw + b"\0"), "belong to nothing"),
+    "no entries": (lambda f: (f / "v1/entries.jsonl").unlink(), "entries.jsonl"),
+    "no version": (lambda f: shutil.rmtree(f / "v1"), "v1"),
+    "no manifest": (lambda f: (f / "index.json").unlink(), "it has no index.json"),
+    "no folder": (lambda f: shutil.rmtree(f), "no such folder"),
+    "a manifest cut": (lambda f: edit(f / "index.json", lambda raw: raw[:100]), "not sound JSON"),
+    "an edited manifest": (lambda f: edit(f / "index.json", lambda raw: raw.replace(b'"ip"', b'"l2"')), "checksum"),
+    "another manifest": (lambda f: (f / "index.json").write_text('{"a": 1}'), "not describe an index"),
+    "a newer one": (
+        lambda f: edit(f / "index.json", lambda raw: raw.replace(b'"format_version": 1', b'"format_version": 2')),
+        "format version 2.*reads 1",
+    ),
+    "an entry fewer": (
+        lambda f: (edit(f / "v1/entries.jsonl", lambda raw: raw[: raw.index(b"\n") + 1]), forge(f)),
+        "1 entries with 1 ids, and 1201 were saved",
+    ),
+    "an entry twice": (
+        lambda f: (edit(f / "v1/entries.jsonl", lambda raw: raw.replace(b'"id": 1,', b'"id": 0,')), forge(f)),
+        "1201 entries with 1200 ids",
+    ),
+    "another count": (lambda f: forge(f, count=1200), r"\(1201, 12\), and 1200 of width 12"),
+    "another width": (lambda f: forge(f, dim=13), r"\(1201, 12\), and 1201 of width 13"),
+    "an unknown metric": (lambda f: forge(f, metric="dot"), "described by"),
+    "an unknown engine": (lambda f: forge(f, engine={"kind": "os.system"}), "no engine"),
+    "another engine": (lambda f: forge(f, engine={"kind": "exact"}), "has no file"),
+    "faiss of something else": (
+        lambda f: (edit(f / "v1/engine.faiss", lambda raw: b"nonsense"), forge(f)),
+        "faiss says",
+    ),
+    "a line that is no entry": (
+        lambda f: (edit(f / "v1/entries.jsonl", lambda raw: b"[" * 99999 + raw), forge(f)),
+        "line 1 is not an entry",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("good") / "index"
+    small(1201, engine="hnsw", metric="ip").save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_refused_by_name(good: Path, tmp_path: Path, case: str) -> None:
+    shutil.copytree(good, tmp_path / "index")
+    Index.load(tmp_path / "index")
+    damage, match = DAMAGE[case]
+    damage(tmp_path / "index")
+    with pytest.raises(IndexFileError, match=match):
+        Index.load(tmp_path / "index")
+
+
+@pytest.mark.parametrize("name", ["index.json", "v1/vectors.safetensors", "v1/entries.jsonl", "v1/engine.faiss"])
+def test_any_flipped_bit_is_noticed(good: Path, tmp_path: Path, name: str, seeded: int) -> None:
+    shutil.copytree(good, tmp_path / "index")
+    path, chance = tmp_path / "index" / name, random.Random(seeded)
+    raw = path.read_bytes()
+    for _ in range(16):
+        changed = bytearray(raw)
+        changed[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(IndexFileError):
+            Index.load(tmp_path / "index")
+    path.write_bytes(raw)
+    Index.load(tmp_path / "index")
+
+
+def test_a_file_is_no_index(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"%PDF")
+    with pytest.raises(IndexFileError, match="a PDF document; name the folder"):
+        Index.load(tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match="this is a file"):
+        small(3).save(tmp_path / "file")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.tex").write_text("years of work")
+    with pytest.raises(IndexFileError, match="holds other things.*thesis.tex"):
+        small(3).save(tmp_path / "home")
+    assert files(tmp_path) == ["file", "home/thesis.tex"]
+
+
+# ---- writers
+
+
+def test_a_second_writer_is_refused_while_one_saves(tmp_path: Path) -> None:
+    index = small(7)
+    index.save(tmp_path / "index")
+    handle = os.open(tmp_path / "index", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(BlockingIOError, match="another writer is saving"):
+        index.save(tmp_path / "index")
+    same(index, Index.load(tmp_path / "index"))  # readers need not wait
+    os.close(handle)
+    index.save(tmp_path / "index")
+
+
+def test_a_writer_who_did_not_see_the_last_save_is_refused(tmp_path: Path) -> None:
+    small(7).save(tmp_path / "index")
+    one, two = Index.load(tmp_path / "index"), Index.load(tmp_path / "index")
+    one.add(torch.ones(1, WIDTH), ids=["mine"])
+    one.save(tmp_path / "index")
+    two.remove([0])
+    with pytest.raises(IndexFileError, match="another writer has saved there"):
+        two.save(tmp_path / "index")
+    same(one, Index.load(tmp_path / "index"))
+    two.save(tmp_path / "elsewhere")
+    one.save(tmp_path / "index")
+    new = small(3)
+    new.save(tmp_path / "index")  # an index made anew replaces what was there
+    same(new, Index.load(tmp_path / "index"))
+
+
+def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
+    """A version is removed by the second save after it, if nobody reads it; a reader never sees half."""
+    index = Index.build(torch.ones(11, WIDTH), metadata=[0] * 11)
+    index.save(tmp_path / "index")
+    done, wrong, seen = threading.Event(), [], set()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                loaded = Index.load(tmp_path / "index")
+                versions = {loaded[name].metadata for name in loaded.ids}
+                values = {int(loaded[name].vector[0]) - 1 for name in loaded.ids}
+                seen.update(versions)
+                if len(versions) != 1 or versions != values:
+                    wrong.append((versions, values))
+            except Exception as error:
+                wrong.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for version in range(1, 30):
+        index.update(index.ids, torch.full((11, WIDTH), version + 1.0), metadata=[version] * 11)
+        index.save(tmp_path / "index")
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong and len(seen) > 1
+
+
+# ---- crashes
+
+WRITER = """
+import os, sys, torch
+from mmattn import Index
+torch.set_num_threads(1)
+indexes = [Index.build(torch.ones(701, 31), engine=engine) for engine in ("exact", "flat")]
+indexes[0].update(range(701), metadata=[1] * 701)
+indexes[0].save(sys.argv[1])
+for line in sys.stdin:
+    version = int(line)
+    child = os.fork()
+    if not child:
+        index = indexes[version // 1000 % 2]
+        while True:
+            index.update(index.ids, torch.full((701, 31), float(version)), metadata=[version] * 701)
+            index.save(sys.argv[1])
+            version += 1
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def killed_saves(folder: Path, kills: int, seed: int) -> set[int]:
+    """Kill a process that saves again and again; after each kill the index is whole. The versions found."""
+    chance, found = random.Random(seed), set()
+    command = [sys.executable, "-W", "ignore", "-c", WRITER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as writers:
+        assert writers.stdin is not None and writers.stdout is not None
+        for kill in range(kills):
+            writers.stdin.write(f"{1000 * kill + 1}\n")
+            writers.stdin.flush()
+            child = int(writers.stdout.readline())
+            time.sleep(chance.uniform(0.01, 0.6))
+            os.kill(child, signal.SIGKILL)
+            assert int(writers.stdout.readline()) == signal.SIGKILL  # and it did not die of something else
+            index = Index.load(folder)
+            versions = {index[name].metadata for name in index.ids}
+            assert len(index) == 701 and len(versions) == 1
+            version = versions.pop()
+            assert all(torch.equal(index[name].vector, torch.full((31,), float(version))) for name in index.ids)
+            found.add(version)
+    small(3).save(folder)
+    assert len(files(folder)) == 3  # what the killed ones left behind is gone
+    return found
+
+
+def test_kills_during_saves(tmp_path: Path, seeded: int) -> None:
+    assert len(killed_saves(tmp_path / "index", 8, seeded)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_two_hundred_kills_during_saves(tmp_path: Path, seeded: int) -> None:
+    assert len(killed_saves(tmp_path / "index", 200, seeded)) > 20
+
+
+STEPS = ("os.mkdir", "os.replace", "os.fsync", "mmattn.retrieval.folder.sync_folder", "mmattn.retrieval.folder._digest")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("step", STEPS)
+def test_an_interruption_at_every_step_leaves_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
+) -> None:
+    old, new = small(1201, engine="hnsw"), small(1300, engine="hnsw")
+    old.save(tmp_path / "index")
+    module, _, name = step.rpartition(".")
+    target = os if module == "os" else folders
+    original = getattr(target, name)
+    outcomes = []
+    for place in range(50):
+        left = [place]
+
+        def interrupt(*args: Any, left: list[int] = left, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise error
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, interrupt)
+        try:
+            new.save(tmp_path / "index")
+            finished = left[0] >= 0
+        except error:
+            finished = False
+        monkeypatch.undo()
+        loaded = Index.load(tmp_path / "index")
+        assert len(loaded) in (1201, 1300)
+        same(old if len(loaded) == 1201 else new, loaded)
+        outcomes.append(len(loaded))
+        assert len([name for name in os.listdir(tmp_path / "index") if name.startswith("v")]) <= 2
+        old._saved.clear()
+        new._saved.clear()
+        if finished:
+            break
+        old.save(tmp_path / "index")
+    assert finished and len(outcomes) > 1 and outcomes[-1] == 1300 and outcomes[0] == 1201
+
+
+def test_disk_full_at_twenty_sizes(tmp_path: Path) -> None:
+    """The system refuses to let a file grow; what was there stays, and nothing else is left."""
+    index = small(1201, engine="hnsw", ids=[f"entry {i}" for i in range(1201)])
+    index.save(tmp_path / "index")
+    before = {name: (tmp_path / "index" / name).read_bytes() for name in files(tmp_path / "index")}
+    code = """
+import resource, sys, torch
+from mmattn import Index
+index = Index.build(torch.randn(2000, 12), engine="hnsw")
+for size in range(0, 600_000, 30_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    for folder in sys.argv[1:]:
+        try:
+            index.save(folder)
+            print("saved")
+        except OSError as error:
+            print(type(error).__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "index"), str(tmp_path / "new")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["OSError"] * 40, done.stderr
+    assert {name: (tmp_path / "index" / name).read_bytes() for name in files(tmp_path / "index")} == before
+    assert os.listdir(tmp_path) == ["index"]
+    same(index, Index.load(tmp_path / "index"))
+    assert held(index)

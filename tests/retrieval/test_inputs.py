@@ -1,0 +1,142 @@
+"""What is refused when an index is built or asked, and what the messages say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmattn import Index, Memory
+from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
+from mmattn.retrieval.approximate import HNSW, IVFPQ
+from tests.retrieval.searching import WIDTH, Letters, small
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("queries", "error", "match"),
+    [
+        (torch.randn(2, 7), IndexMismatchError, "width 7 and the index has width 12"),
+        (torch.randn(7), IndexMismatchError, "width 7 and the index has width 12"),
+        (np.zeros((2, 5)), IndexMismatchError, "width 5 and the index has width 12"),
+        (Memory(torch.randn(2, 1, 7)), IndexMismatchError, "width 7 and the index has width 12"),
+        (Memory(torch.randn(2, 3, WIDTH)), ShapeError, "one real slot per row"),
+        (Memory(torch.ones(1, 1, WIDTH), mask=torch.tensor([[False]])), ShapeError, "one real slot per row"),
+        (torch.randn(2, 3, WIDTH), ShapeError, r"\(b, e\), got \(2, 3, 12\)"),
+        (torch.ones(2, WIDTH, dtype=torch.bool), ShapeError, "real numbers"),
+        (None, ShapeError, "NoneType"),
+        ([[1.0], [2.0, 3.0]], ShapeError, "numbers"),
+        (["a text"], ConfigError, "no(ne| encoder)"),
+    ],
+)
+def test_queries(queries: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        small(3).search(queries, 2)
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 2.0, True, None])
+def test_top_k(top_k: Any) -> None:
+    with pytest.raises(ConfigError, match="top_k"):
+        small(3).search(torch.randn(1, WIDTH), top_k)
+
+
+def test_thresholds_and_filters() -> None:
+    index = small(3)
+    with pytest.raises(ConfigError, match="score_threshold"):
+        index.search(torch.randn(1, WIDTH), 1, score_threshold=float("nan"))
+    with pytest.raises(ConfigError, match="filter must be a dict"):
+        index.search(torch.randn(1, WIDTH), 1, filter="lang=de")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("queries", "match"),
+    [("", "query 0 is empty"), (["a", " \n"], "query 1 is empty"), (["a", None], "text 1.*None"), ([b"a"], "text 0")],
+)
+def test_query_texts(queries: Any, match: str) -> None:
+    index = Index.build(["a text"], encoder=Letters())
+    with pytest.raises(TextError, match=match):
+        index.search(queries, 1)
+
+
+def test_another_encoder_is_known_by_its_fingerprint() -> None:
+    encoder = Letters(seed=1)
+    index = Index.build(["a text", "another"], encoder=encoder)
+    other = Letters(seed=2)
+    for queries in ("a text", other.encode(["a text"]), other.encode(["a text"]).tokens[:, 0]):
+        with pytest.raises(IndexMismatchError, match=f"{encoder.fingerprint[:16]}.*{other.fingerprint[:16]}"):
+            index.search(queries, 1, encoder=other)
+    assert index.search(encoder.encode(["a text"]), 1, encoder=Letters(seed=1)).ids == [[0]]
+    with pytest.raises(IndexMismatchError, match="width 7 and the index has width 31"):
+        index.search("a text", 1, encoder=Letters(7))
+    encoder.seed = 2
+    with pytest.raises(IndexMismatchError, match="weights have changed"):
+        index.search("a text", 1)
+    with pytest.raises(IndexMismatchError, match="weights have changed"):
+        index.add(["a third"])
+
+
+class Tokens(Letters):
+    """Gives every letter a slot: not what an index compares."""
+
+    def encode(self, texts: list[str]) -> Memory:
+        return Memory.pad([torch.ones(len(text), self.dim) for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"items": ["a", "b"]}, ConfigError, "texts need an encoder"),
+        ({"items": ["a", None], "encoder": Letters()}, TextError, "text 1.*None"),
+        ({"items": ["a"], "encoder": Letters(), "texts": ["b"]}, ConfigError, "texts themselves"),
+        ({"items": ["a"], "encoder": object()}, ConfigError, "encode, dim, fingerprint"),
+        ({"items": ["abc", "de"], "encoder": Tokens()}, ShapeError, "an encoder that pools"),
+        ({"items": torch.ones(2, 7), "encoder": Letters()}, IndexMismatchError, "width 7 and the index has width 31"),
+        ({"items": []}, ShapeError, r"torch.empty\(0, e\)"),
+        ({"items": torch.ones(7)}, ShapeError, r"vector\[None\]"),
+        ({"items": torch.ones(2, 3), "metric": "dot"}, ConfigError, "'cosine', 'ip', 'l2'; got 'dot'"),
+        ({"items": torch.ones(2, 3), "engine": "annoy"}, ConfigError, "engine must be one of 'exact'.*'annoy'"),
+        ({"items": torch.ones(2, 3), "texts": ["a"]}, TextError, "1 texts for 2"),
+        ({"items": torch.ones(2, 3), "ids": "ab"}, ConfigError, "ids must be a list"),
+        ({"items": torch.ones(2, 3), "tokens": torch.ones(2, 3, 5)}, ShapeError, "tokens must be a Memory"),
+        ({"items": torch.ones(2, 3), "tokens": Memory(torch.ones(3, 3, 5))}, ShapeError, "3 rows for 2 entries"),
+        ({"items": torch.ones(2, 10), "engine": IVFPQ(bytes=3)}, ConfigError, "bytes=3, width 10"),
+    ],
+)
+def test_building(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Index.build(**arguments)
+
+
+def test_engine_settings() -> None:
+    for wrong in (lambda: HNSW(links=1), lambda: HNSW(search_effort=0), lambda: IVFPQ(lists=2.5)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            wrong()
+
+
+def test_an_empty_list_of_texts_waits_for_more() -> None:
+    index = Index.build([], encoder=Letters())
+    assert len(index) == 0 and index.dim == 31 and not index.search("anything", 3).mask.any()
+    index.add(["a text"])
+    assert index.search("a text", 2).ids == [[0, None]]
+
+
+def test_the_exact_engine_needs_no_faiss_and_the_others_name_the_extra() -> None:
+    code = """
+import sys
+sys.modules["faiss"] = None
+import torch, mmattn
+print(mmattn.Index.build(torch.eye(3)).search(torch.eye(3)[1], 1).ids)
+try:
+    mmattn.Index.build(torch.eye(3), engine="hnsw")
+except mmattn.errors.MissingExtraError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[[1]]\n") and "mmattn[rag]" in done.stdout

@@ -20,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+index_app = typer.Typer(help="Build, search and describe an index of texts.", no_args_is_help=True)
+app.add_typer(index_app, name="index")
 
 
 @app.callback()
@@ -97,6 +99,94 @@ def draw(
     recipe = load_recipe(find_recipe("diffusion").folder, "drawing")
     written = recipe.draw(sentence, out, like=like, strength=strength, w=w, steps=steps, seed=seed)
     typer.echo(str(written))
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help='Such as "What is the currency of Allemagne?"')],
+    index: Annotated[Path, typer.Option(help="The folder of an index.")],
+    adapter: Annotated[Path, typer.Option(help="The folder of an adapter, such as runs/rag-facts/adapter.")],
+    lm: Annotated[str, typer.Option(help="The language model that the adapter was trained on.")] = "assets/rag",
+    show_sources: Annotated[int, typer.Option("--show-sources", help="Print so many of the entries looked at.")] = 3,
+) -> None:
+    """Answer a question from what an index holds, and say what was looked at.
+
+    The number before a source is its share of the attention at the first word of the answer.
+    """
+    from mmattn.recipes import find_recipe, load_recipe
+
+    check_adapter_folder(adapter)
+    answer, sources = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)(question)
+    typer.echo(answer)
+    for source in sources[:show_sources]:
+        typer.echo(f"{source.weight:6.1%}  {source.text}")
+
+
+@index_app.command("build")
+def build_index(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="JSON lines, or plain text: an entry per line.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the index; what is there is replaced.")],
+    field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
+    id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
+    encoder: Annotated[str, typer.Option(help="Any encoder of Hugging Face.")] = "all-MiniLM-L6-v2",
+    search: Annotated[str, typer.Option(help="exact, flat, hnsw or ivfpq.")] = "exact",
+    engine: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
+) -> None:
+    """Embed the lines of files and make an index of them.
+
+    An interrupted build goes on where it was: the finished part lies beside the index until that is saved.
+    """
+    import shutil
+
+    import torch
+
+    from mmattn.encoders.text import TextEncoder
+    from mmattn.retrieval.corpus import embed_corpus
+    from mmattn.retrieval.index import Index
+
+    shards, reader = out.with_name(f"{out.name}.shards"), TextEncoder(encoder)
+    made = embed_corpus(
+        files, shards, reader, field=field, id_field=id_field, skip_broken=skip_broken, engine=engine, progress=True
+    )
+    ids, texts, metadata, vectors = [], [], [], [torch.empty(0, reader.dim)]
+    for part in made:
+        ids += part[0]
+        texts += part[1]
+        metadata += part[2]
+        vectors.append(part[3])
+    index = Index.build(torch.cat(vectors), encoder=reader, ids=ids, texts=texts, metadata=metadata, engine=search)
+    index.save(out)
+    shutil.rmtree(shards)
+    typer.echo(f"{index} in {out}")
+
+
+@index_app.command("search")
+def search_index(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an index.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY")],
+    top_k: Annotated[int, typer.Option(help="How many entries.")] = 5,
+    encoder: Annotated[str, typer.Option(help="The encoder that the index was built with.")] = "all-MiniLM-L6-v2",
+) -> None:
+    """Print the entries that fit a query best, each with its score."""
+    from mmattn.encoders.text import TextEncoder
+    from mmattn.retrieval.index import Index
+
+    hits = Index.load(folder, encoder=TextEncoder(encoder)).search([query], top_k)
+    for score, name, text, real in zip(hits.scores[0].tolist(), hits.ids[0], hits.texts[0], hits.mask[0], strict=True):
+        if real:
+            typer.echo(f"{score:.3f}  {name}  {text}")
+
+
+@index_app.command("info")
+def describe_index(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an index.")]) -> None:
+    """Check an index and say what it holds."""
+    from mmattn.retrieval.index import Index
+
+    index = Index.load(folder)
+    typer.echo(
+        f"{index}\nencoder {index.space.fingerprint or 'unknown'}\nmemory {index.state.entries.vectors.nbytes:,} bytes"
+    )
 
 
 @app.command()

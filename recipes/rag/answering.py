@@ -1,0 +1,97 @@
+"""Questions with a memory: how hits become what an adapter looks at, how answers are learned and written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from settings import Config, ScoreSettings
+from torch import Tensor
+
+import mmattn
+from mmattn import training
+from mmattn.errors import ConfigError
+from mmattn.recipes import assets_folder
+
+
+def load_lm(name: str) -> tuple[Any, Any]:
+    """The frozen language model and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = Path(name)
+    if name.startswith("assets/") and not place.exists():
+        place = assets_folder().joinpath(*place.parts[1:])
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        lm = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}"
+        ) from error
+    tokenizer.padding_side = "left"
+    return lm.eval(), tokenizer
+
+
+def adapter_settings(config: Config, memory_dim: int) -> mmattn.GatedAdapter:
+    """The adapter of the settings."""
+    given = config.adapter.model_dump()
+    norm = float(config.data.view) if given.pop("length_norm") else None
+    return mmattn.GatedAdapter(memory_dim=memory_dim, score_bias=True, length_norm=norm, **given)
+
+
+def looked_at(hits: mmattn.Hits, settings: ScoreSettings) -> mmattn.Memory:
+    """The memory of hits; the scores say how far each is above the middle."""
+    memory = hits.memory(tokens=True)
+    return mmattn.Memory(
+        memory.tokens, memory.mask, scores=settings.scale * (memory.scores - settings.middle), sources=memory.sources
+    )
+
+
+def answer_batch(
+    tokenizer: Any, prompts: Sequence[str], answers: Sequence[str], memory: mmattn.Memory | None
+) -> training.TextBatch:
+    """Prompts and answers as rows that learn the answers alone."""
+    begin, end = training.begin_and_end(tokenizer)
+    asked = tokenizer(list(prompts))["input_ids"]
+    said = tokenizer([f" {answer}" for answer in answers])["input_ids"]
+    rows = [[begin, *one, *other, end] for one, other in zip(asked, said, strict=True)]
+    batch = training.collate(rows, memory)
+    for row, one in enumerate(asked):
+        batch.labels[row, : len(one) + 1] = -100
+    return batch
+
+
+@torch.no_grad()
+def write_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Memory | None, batch: int = 64, longest: int = 24
+) -> list[str]:
+    """What the model writes behind each prompt, greedily."""
+    out: list[str] = []
+    begin, end = training.begin_and_end(tokenizer)
+    for start in range(0, len(prompts), batch):
+        part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]
+        given = tokenizer(part, return_tensors="pt", padding=True)
+        seen = {} if memory is None else {"memory": memory[list(range(start, start + len(part)))]}
+        ids = model.generate(
+            given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=longest, do_sample=False,
+            eos_token_id=end, pad_token_id=tokenizer.pad_token_id, **seen,
+        )  # fmt: skip
+        new = ids[:, given["input_ids"].shape[1] :]
+        out += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    return out
+
+
+@torch.no_grad()
+def looks(model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Memory, batch: int = 32) -> Tensor:
+    """For each prompt the weights (b, m) of the slots at its last token: the mean over layers and heads."""
+    begin, _ = training.begin_and_end(tokenizer)
+    out = []
+    for start in range(0, len(prompts), batch):
+        part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]
+        given = tokenizer(part, return_tensors="pt", padding=True)
+        with mmattn.record(model) as weights:
+            model(**given, memory=memory[list(range(start, start + len(part)))])
+        out.append(weights.mean()[0][:, -1])
+    return torch.cat(out)

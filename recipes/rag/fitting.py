@@ -1,0 +1,37 @@
+"""The loop that both parts train with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from settings import Config
+from torch import nn
+
+from mmattn import training
+
+
+def fit(
+    config: Config,
+    model: nn.Module,
+    trained: nn.Module,
+    loss_at: Callable[[int], torch.Tensor],
+    steps: int,
+    label: str,
+    run: training.RunFolder | None,
+) -> float:
+    """Train a part of a model with the settings of the run, which keeps the metrics where it is given; seconds."""
+    optim = config.optim
+    model.train()
+    fitted = training.fit(
+        training.parameter_groups(trained, optim.lr, gate_lr=optim.gate_lr, weight_decay=optim.weight_decay),
+        loss_at,
+        steps,
+        warmup=optim.warmup,
+        clip=optim.clip,
+        label=label,
+        log=None if run is None else lambda line: run.log(model=label, **line),
+        progress=config.progress,
+    )
+    model.eval()
+    return fitted.seconds

@@ -1,0 +1,76 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class DataSettings(Strict):
+    train: int = Field(12_000, ge=200)  # facts to train on, of 43,000
+    ask: int = Field(300, ge=1)  # held-out questions for each size, half of them without an answer
+    sizes: tuple[int, ...] = (10, 100, 1000, 10_000)  # entries of an index when measured
+    view: int = Field(100, ge=2)  # entries that are looked at, at most, in training and after
+    absent: float = Field(0.3, ge=0, lt=1)  # share of questions whose answer is left out, in training
+    cache: str = "runs/cache"  # embeddings are kept here, by encoder and texts
+
+
+class AdapterSettings(Strict):
+    layers: list[int] | None = None
+    every: int | None = 2
+    num_heads: int = Field(4, ge=1)
+    head_dim: int = Field(40, ge=1)
+    feed_forward: float = Field(2.0, ge=0)
+    null_slot: bool = True
+    length_norm: bool = True  # to as many slots as are viewed
+
+
+class ScoreSettings(Strict):
+    scale: float = Field(20.0, gt=0)  # of the retriever's scores inside the softmax, before the learned temperature
+    middle: float = 0.8  # the cosine that adds nothing
+
+
+class DocsAdapterSettings(Strict):
+    layers: list[int] | None = None
+    every: int | None = 2
+    num_heads: int = Field(4, ge=1)
+    head_dim: int = Field(40, ge=1)
+    feed_forward: float = Field(2.0, ge=0)
+
+
+class DocsSettings(Strict):
+    chunk: int = Field(32, ge=2)  # tokens
+    window: int = Field(8, ge=1)  # chunks
+    neighbours: int = Field(2, ge=1)
+    steps: int = Field(600, ge=1)
+    batch: int = Field(8, ge=1)  # windows
+    adapter: DocsAdapterSettings = DocsAdapterSettings()
+
+
+class OptimSettings(Strict):
+    steps: int = Field(1500, ge=1)
+    batch: int = Field(32, ge=1)
+    lr: float = Field(3e-3, gt=0)
+    gate_lr: float = Field(3e-2, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    warmup: int = Field(50, ge=0)
+    clip: float = Field(1.0, gt=0)
+
+
+class Config(Strict):
+    out: str = "runs/rag-facts"
+    part: Literal["facts", "docs"] = "facts"
+    seed: int = Field(0, ge=0)
+    lm: str = "assets/rag"
+    controls: bool = True  # LoRA without memory, passages in the prompt, kNN-LM, and adapters without their parts
+    progress: bool = True
+    data: DataSettings = DataSettings()
+    adapter: AdapterSettings = AdapterSettings()
+    scores: ScoreSettings = ScoreSettings()
+    optim: OptimSettings = OptimSettings()
+    docs: DocsSettings = DocsSettings()

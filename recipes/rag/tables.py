@@ -1,0 +1,58 @@
+"""The table of answers by size of the index, beside its controls, and its plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from mmattn import training
+
+FACTS = {
+    "accuracy": ("answers right", 100, ".1f", " %"),
+    "looked": ("looked at the right entry first", 100, ".1f", " %"),
+    "precision": ("refusals right", 100, ".1f", " %"),
+    "recall": ("unanswerable refused", 100, ".1f", " %"),
+}
+DOCS = {"bits": ("bits per byte", 1, ".3f", ""), "seconds": ("seconds of training", 1, ".0f", "")}
+
+
+def table(tables: list[dict[str, Any]]) -> str:
+    """The rows of one or several `table.json`, and what was trained."""
+    facts = tables[0]["part"] == "facts"
+    runs = [[{"seconds": None, **row, "name": label(row)} for row in one["rows"]] for one in tables]
+    made = training.spread_table("", FACTS if facts else DOCS, runs)
+    parameters = f"{tables[0]['parameters']:,} trained parameters"
+    if not facts:
+        return f"{made}\n\n{parameters}; {tables[0]['bytes']:,} bytes of held-out topics at seed {tables[0]['seed']}."
+    seconds = training.mean_and_spread([one["seconds"] for one in tables], 1, ".0f", " s")
+    return f"{made}\n\nadapter: {parameters}, {tables[0]['steps']} steps in {seconds}."
+
+
+def label(row: dict[str, Any]) -> str:
+    """A row's name with its size."""
+    return row["name"] if row.get("entries") is None else f"{row['name']}, {row['entries']:,} entries"
+
+
+def plot_sizes(rows: list[dict[str, Any]], path: Path) -> None:
+    """Answers right by the size of the index; a dashed line for what knows no index."""
+    figure, axis = plt.subplots(figsize=(6, 3.6))
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        values = [100 * row["accuracy"] for row in own]
+        if own[0]["entries"] is None:
+            axis.axhline(values[0], linestyle="--", linewidth=1, label=name, color=f"C{len(axis.lines)}")
+        else:
+            axis.plot([row["entries"] for row in own], values, marker="o", label=name, color=f"C{len(axis.lines)}")
+    axis.set_xscale("log")
+    axis.set_xlabel("entries in the index")
+    axis.set_ylabel("answers right, %")
+    axis.set_ylim(-2, 102)
+    axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

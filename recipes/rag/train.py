@@ -1,0 +1,141 @@
+"""Train adapters that answer from retrieved facts, and measure them: `mmattn train CONFIG`, or `python train.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from answering import adapter_settings, answer_batch, load_lm
+from entries import Entries
+from facts import UNKNOWN, Fact, load_facts
+from fitting import fit
+from make_lm import prompt
+from measure import Measure
+from settings import Config
+from tables import plot_sizes, table
+from train_docs import train_documents
+
+import mmattn
+from mmattn import training
+
+LESS = {"without null slot": {"null_slot": False}, "without size normalisation": {"length_norm": False}}
+
+
+def main(settings: dict[str, Any]) -> Path:
+    """Leave settings, metrics, adapter, plots and the table with its controls in the run's folder."""
+    config = Config(**settings)
+    run = training.RunFolder(config.out)
+    run.write_config(config.model_dump(mode="json"))
+    content = {"part": config.part, "seed": config.seed}
+    content |= (train_facts if config.part == "facts" else train_documents)(config, run)
+    run.write_json("table.json", content)
+    if config.part == "facts":
+        plot_sizes(content["rows"], run.path / "sizes.png")
+    text = table([content])
+    run.write_text("table.md", text)
+    print(text)
+    return run.path
+
+
+def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
+    """Every row of the table of answers, and what the training took."""
+    lm, tokenizer = load_lm(config.lm)
+    known, entries, held_out = load_entries(config)
+    measure = Measure(config, tokenizer, entries, held_out)
+    rows = [*measure.rows("closed book, frozen LM", lm, None)]
+    if config.controls:
+        rows += measure.rows("facts in the prompt, frozen LM", lm, "prompt")
+        rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
+    model, seconds = train_adapter(config, lm, tokenizer, known, run)
+    model.save_adapter(run.path / "adapter")
+    rows += measure.rows("adapter, retrieved memory", model, "hits", run.path / "answers.json")
+    rows += measure.rows("adapter, shuffled memory", model, "shuffled")
+    rows += measure.rows("adapter, no memory", model, None)
+    parameters, _ = model.trainable_parameters()
+    model.detach()
+    if config.controls:
+        for name, change in LESS.items():
+            less = config.model_copy(update={"adapter": config.adapter.model_copy(update=change)})
+            model, _ = train_adapter(less, lm, tokenizer, known, None, name)
+            rows += measure.rows(f"adapter {name}", model, "hits")
+            model.detach()
+        lora = train_lora(config, lm, tokenizer, known, parameters)
+        rows += measure.rows("LoRA, closed book", lora, None)
+        lora.unload()
+    return {"rows": rows, "seconds": seconds, "steps": config.optim.steps, "parameters": parameters}
+
+
+def load_entries(config: Config) -> tuple[Entries, Entries, int]:
+    """Facts to train on; what worlds are made of, the held-out facts first; and how many those are."""
+    facts, held = load_facts(seed=config.seed)
+    needed = max(config.data.sizes) + config.data.ask
+    facts, held = some(facts, len(facts), config.seed), some(held, needed, config.seed)
+    known, fill = facts[: config.data.train], facts[config.data.train :][: needed - len(held)]
+    given = (mmattn.TextEncoder(), Path(config.data.cache), config.progress)
+    return Entries.of(known, *given), Entries.of(held + fill, *given), len(held)
+
+
+def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
+    """At most so many facts in a random order of their keys, all facts of a key together."""
+    keys = sorted({fact.key for fact in facts})
+    Random(seed).shuffle(keys)
+    place = {key: number for number, key in enumerate(keys)}
+    return sorted(facts, key=lambda fact: place[fact.key])[:count]
+
+
+def make_batch(config: Config, known: Entries, random: Random) -> tuple[list[str], list[str], mmattn.Memory]:
+    """Questions, answers, and for each question a small index in full, from which the answer may be missing."""
+    prompts, answers, parts = [], [], []
+    for _ in range(config.optim.batch):
+        asked = random.randrange(len(known))
+        absent = random.random() < config.data.absent
+        size = random.randint(2, config.data.view)
+        rows = random.sample(range(len(known)), size)
+        if random.random() < 0.5:
+            rows += known.kin[known.facts[asked].key]
+        rows = [row for row in dict.fromkeys(rows) if row != asked][: size - 1 + absent]
+        if not absent:
+            rows.append(asked)
+        random.shuffle(rows)
+        scores = known.titles[rows] @ known.questions[asked]
+        parts.append(
+            mmattn.Memory(known.slots(rows)[None], scores=config.scores.scale * (scores[None] - config.scores.middle))
+        )
+        prompts.append(prompt(known.facts[asked], []))
+        answers.append(UNKNOWN if absent else known.facts[asked].value)
+    return prompts, answers, mmattn.Memory.stack(parts)
+
+
+def train_adapter(
+    config: Config, lm: Any, tokenizer: Any, known: Entries, run: training.RunFolder | None, label: str = "adapter"
+) -> tuple[Any, float]:
+    """Attach an adapter and teach it to answer from what is in view."""
+    torch.manual_seed(config.seed)
+    model = mmattn.attach(lm, adapter_settings(config, 2 * known.titles.shape[1]))
+    random = Random(config.seed)
+
+    def loss_at(step: int) -> torch.Tensor:
+        prompts, answers, memory = make_batch(config, known, random)
+        return training.mean_nats(model, answer_batch(tokenizer, prompts, answers, memory))
+
+    return model, fit(config, model, model.adapters, loss_at, config.optim.steps, label, run)
+
+
+def train_lora(config: Config, lm: Any, tokenizer: Any, known: Entries, parameters: int) -> Any:
+    """The control: as many parameters, the same questions, no memory."""
+    torch.manual_seed(config.seed)
+    lora = training.matched_lora(lm, parameters)
+    random = Random(config.seed)
+
+    def loss_at(step: int) -> torch.Tensor:
+        prompts, answers, _ = make_batch(config, known, random)
+        return training.mean_nats(lora, answer_batch(tokenizer, prompts, answers, None))
+
+    fit(config, lora, lora, loss_at, config.optim.steps, "LoRA", None)
+    return lora
+
+
+if __name__ == "__main__":
+    main({})

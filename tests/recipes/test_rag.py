@@ -1,0 +1,216 @@
+"""The retrieval recipe: real facts, worlds of them, documents in chunks, and both parts from beginning to end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.cli import main
+from mmattn.errors import ConfigError, TextError
+
+TOPICS = {
+    "loops": 'The "while" statement repeats a suite as long as an expression is true.\n\nA "break" leaves the loop.',
+    "calls": "A call runs a function with arguments.\n\nArguments may be given by name.\n\nA call gives a value.",
+    "names": "Names refer to objects.\n\nNames are bound by assignment, by import and by definition of functions.",
+}
+HELD = {"tests": "A test calls a function and compares the value.\n\nArguments may be given by name."}
+
+
+@pytest.fixture(scope="module")
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    """The files of the recipe."""
+    names = ("settings", "facts", "documents", "make_lm", "entries", "answering", "measure", "passages", "train")
+    return load_files("rag", *names, "train_docs", "tables", "table", "ask", "neighbours")
+
+
+@pytest.fixture(scope="module")
+def facts(recipe: SimpleNamespace) -> Any:
+    """Facts to train on and held-out facts."""
+    return recipe.facts.load_facts()
+
+
+@pytest.fixture(scope="module")
+def lm(recipe: SimpleNamespace, facts: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random language model and a tokenizer that knows the words of some questions."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("lm")
+    texts = list(recipe.make_lm.questions(facts[0], 50, Random(0)))
+    tokenizer = recipe.make_lm.train_tokenizer([*texts, *TOPICS.values()], 500)
+    recipe.make_lm.build(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def small(lm: Path, out: Path, **more: Any) -> dict[str, Any]:
+    """Settings of a run that takes seconds."""
+    return {
+        "lm": str(lm),
+        "out": str(out),
+        "progress": False,
+        "data": {"train": 200, "ask": 6, "sizes": [10, 20], "view": 12, "cache": str(out.parent / "cache")},
+        "optim": {"steps": 2, "batch": 3},
+        "docs": {"chunk": 5, "window": 3, "steps": 2, "batch": 2},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def run(recipe: SimpleNamespace, lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run over facts."""
+    return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run"))
+
+
+def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:
+    known, held = facts
+    assert len(known) > 30_000 and len(held) > 5000
+    assert not {fact.key for fact in known} & {fact.key for fact in held}
+    assert {fact.value for fact in held} <= {fact.value for fact in known}, "answers are shared, keys are not"
+    told = {(fact.key, fact.property): fact.value for fact in known + held}
+    assert told["Allemagne", "name"] == "Germany" and told["Allemagne", "currency"] == "Euro"
+    assert told["Allemagne", "language"] == "German" and told["Schweden", "currency"] == "Swedish Krona"
+    assert len(told) == len(known + held), "no key means two things"
+
+
+def test_the_language_model_is_taught_no_fact(recipe: SimpleNamespace, facts: Any) -> None:
+    true = {(fact.question, fact.value) for part in facts for fact in part}
+    said = [
+        text.rsplit("Question: ", 1)[1].split("\nAnswer: ")
+        for text in recipe.make_lm.questions(facts[0], 300, Random(0))
+    ]
+    answered = [(question, answer) for question, answer in said if answer != recipe.facts.UNKNOWN]
+    assert len(answered) > 200 and sum(pair in true for pair in answered) < 0.1 * len(answered)
+    assert not {question for question, _ in said} & {fact.question for fact in facts[1]}
+
+
+def test_worlds_hold_the_answers_they_should(recipe: SimpleNamespace, facts: Any) -> None:
+    vectors = torch.zeros(400, 3)
+    entries = recipe.entries.Entries(recipe.train.some(facts[1], 150, 0) + facts[0][:250], vectors, vectors, vectors)
+    for size in (10, 50, 300):
+        made = recipe.entries.worlds(entries, 150, size, 30, 0)
+        assert sum(len(world.asked) for world in made) == 30
+        for world in made:
+            assert len(world.rows) == size == len(set(world.rows))
+            for row, here in zip(world.asked, world.present, strict=True):
+                assert (row in world.rows) == here and row < 150
+        assert abs(sum(sum(world.present) for world in made) - 15) <= len(made)
+
+
+def test_rows_learn_answers_alone(recipe: SimpleNamespace, lm: Path) -> None:
+    _, tokenizer = recipe.answering.load_lm(str(lm))
+    batch = recipe.answering.answer_batch(tokenizer, ["Question: a?\nAnswer:", "b:"], ["Euro", "US Dollar"], None)
+    for labels, answer in zip(batch.labels, [" Euro", " US Dollar"], strict=True):
+        said = labels[labels != -100]
+        assert int(said[-1]) == tokenizer.eos_token_id and tokenizer.decode(said[:-1]) == answer
+
+
+def test_counts_are_what_their_heads_say(recipe: SimpleNamespace) -> None:
+    lines = [
+        ("Euro", "Euro", True),
+        ("Euro", "unknown", False),
+        ("unknown", "unknown", None),
+        ("unknown", "Euro", None),
+    ]
+    said = [{"right": right, "said": text, "looked_right": top} for right, text, top in lines]
+    assert recipe.measure.count(said) == {"accuracy": 0.5, "looked": 0.5, "precision": 0.5, "recall": 0.5}
+
+
+def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -> None:
+    names = {"config.resolved.yaml", "metrics.jsonl", "table.json", "table.md", "sizes.png", "answers.json", "adapter"}
+    assert names <= {path.name for path in run.iterdir()}
+    table = json.loads((run / "table.json").read_text())
+    rows = [recipe.tables.label(row) for row in table["rows"]]
+    for name in ("facts in the prompt, frozen LM", "kNN-LM, frozen LM", "adapter, retrieved memory"):
+        assert {f"{name}, 10 entries", f"{name}, 20 entries"} <= set(rows)
+    for name in ("adapter, shuffled memory", "adapter without null slot", "adapter without size normalisation"):
+        assert {f"{name}, 10 entries", f"{name}, 20 entries"} <= set(rows)
+    assert {"closed book, frozen LM", "adapter, no memory", "LoRA, closed book"} <= set(rows)
+    answers = json.loads((run / "answers.json").read_text())
+    assert len(answers) == 12 and {"question", "right", "said", "looked_right", "entries"} == set(answers[0])
+
+
+def test_without_memory_the_adapter_is_the_frozen_model(recipe: SimpleNamespace, run: Path) -> None:
+    rows = {recipe.tables.label(row): row for row in json.loads((run / "table.json").read_text())["rows"]}
+    assert {**rows["adapter, no memory"], "name": ""} == {**rows["closed book, frozen LM"], "name": ""}
+
+
+def test_ask_shows_what_was_looked_at(
+    recipe: SimpleNamespace, run: Path, lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = ["The currency of Allemagne is Euro.", "The language of Allemagne is German.", "Schweden is called Sweden."]
+    encoder = mmattn.TextEncoder()
+    read = torch.cat([encoder.encode(facts).tokens, encoder.encode(["Euro", "German", "Sweden"]).tokens], -1)
+    mmattn.Index.build(facts, encoder=encoder, tokens=mmattn.Memory(read)).save(tmp_path / "index")
+    given = ["--index", str(tmp_path / "index"), "--adapter", str(run / "adapter"), "--lm", str(lm)]
+    with pytest.raises(SystemExit) as ended:
+        main(["ask", "What is the currency of Allemagne?", *given, "--show-sources", "2"])
+    assert ended.value.code == 0
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines()][-2:]
+    weights = [float(line.split("%")[0]) for line in shown]
+    assert weights == sorted(weights, reverse=True) and all(line.split("%", 1)[1].strip() in facts for line in shown)
+    asked = recipe.ask.Asked(tmp_path / "index", run / "adapter", str(lm))
+    assert sum(source.weight for source in asked("What is the currency of Allemagne?")[1]) <= 1.0001
+    with pytest.raises(TextError, match="the question is empty"):
+        asked("  ")
+
+
+def test_held_out_topics_share_no_paragraph_with_the_others(recipe: SimpleNamespace) -> None:
+    train, held = recipe.documents.load_topics()
+    told = {" ".join(part.split()).lower() for text in train.values() for part in recipe.documents.paragraphs(text)}
+    parts = [part for text in held.values() for part in recipe.documents.paragraphs(text)]
+    assert len(held) > 8 and len(parts) > 200 and len(train) > 50
+    assert not any(" ".join(part.split()).lower() in told for part in parts)
+
+
+@pytest.fixture
+def passages(recipe: SimpleNamespace, lm: Path) -> Any:
+    """Three short documents in chunks of five tokens, encoded."""
+    _, tokenizer = recipe.answering.load_lm(str(lm))
+    made = recipe.passages.Passages.of(list(TOPICS.values()), tokenizer, 5)
+    made.encode(mmattn.TextEncoder(), mmattn.TextEncoder(pooling="none"), False)
+    return made
+
+
+def test_neighbours_are_of_other_documents(recipe: SimpleNamespace, passages: Any) -> None:
+    found = recipe.passages.neighbours(passages, passages, 3, same=True)
+    assert len(found) == len(passages) > 12
+    for row, line in enumerate(found):
+        assert len(line) == 3 and all(passages.document[other] != passages.document[row] for other in line)
+    itself = recipe.passages.neighbours(passages, passages, 1, same=False)
+    assert sum(line == [row] for row, line in enumerate(itself)) > 0.9 * len(itself), "leakage where it is allowed"
+
+
+def test_windows_keep_to_their_document_and_chunks_to_what_they_found(recipe: SimpleNamespace, passages: Any) -> None:
+    found = recipe.passages.neighbours(passages, passages, 2, same=True)
+    made = recipe.passages.windows(passages, found, 3)
+    assert [token for window in made for token in window.ids] == [token for one in passages.chunks for token in one]
+    memory = recipe.passages.memory_of(made[:2], passages, "both")
+    first = [passages.slots(row, "both") for row in made[0].found[1]]
+    assert torch.equal(memory.tokens[0][memory.segments[0] == 1][: sum(map(len, first))], torch.cat(first))
+    last = next(row for row in range(len(passages)) if passages.following(row) is None)
+    assert len(passages.slots(last, "continuations")) == 0
+    assert torch.equal(passages.slots(0, "both"), torch.cat([passages.states[0], passages.states[1]]))
+
+
+def test_a_run_over_documents_has_its_controls(
+    recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe.train_docs, "load_topics", lambda seed: (TOPICS, HELD))
+    out = recipe.train.main(small(lm, tmp_path / "docs", part="docs"))
+    rows = {row["name"]: row["bits"] for row in json.loads((out / "table.json").read_text())["rows"]}
+    assert len(rows) == 10 and rows["the same without memory"] == rows["frozen LM"]
+    assert {"neighbours", "continuations", "both", "both, random ones instead", "LoRA, text only"} <= set(rows)
+    assert all(2 < bits < 20 for bits in rows.values())
+    assert (out / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_language_model_that_is_not_there(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a folder with a language model"):
+        recipe.answering.load_lm(str(tmp_path / "nothing"))

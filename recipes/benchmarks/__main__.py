@@ -13,9 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from recipes.benchmarks import bank, core, decoding, denoising, training_memory
+from recipes.benchmarks import bank, core, decoding, denoising, search, training_memory
 
-PARTS = ("core", "decoding", "beams", "bank", "denoising", "training")
+PARTS = ("core", "decoding", "beams", "bank", "denoising", "search", "training")
 
 
 def main() -> None:
@@ -38,6 +38,7 @@ def main() -> None:
         "beams": lambda: print_beams(dtypes, asked.quick),
         "bank": lambda: print_bank(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
+        "search": lambda: print_search(asked.quick),
         "training": print_training,
     }
     results = {part: runs[part]() for part in asked.parts or PARTS}
@@ -137,6 +138,16 @@ def print_denoising(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[st
         print(f"### {what}, an IP-Adapter beside the text\n\n{table('its memory', beside)}\n", flush=True)
         results |= {f"{dtype}: {name}": row for name, row in (rows | beside).items()}
     return results
+
+
+def print_search(quick: bool) -> dict[str, dict[str, float]]:
+    """Top-10 search for each unit of faiss' flat index."""
+    print("## Search: time of the ten best of so many entries of width 384, for each unit of faiss IndexFlatIP\n")
+    rows: dict[str, dict[str, float]] = {}
+    for count in search.QUICK_SIZES if quick else search.SIZES:
+        rows |= search.measure(count, 1.0 if quick else 6.0)
+    print(f"{table('index', rows)}\n", flush=True)
+    return rows
 
 
 def print_training() -> dict[str, dict[str, float]]:

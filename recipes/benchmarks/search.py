@@ -1,0 +1,90 @@
+"""Top-10 search by inner product over vectors of width 384, against faiss, torch and numpy.
+
+    python -m recipes.benchmarks search [--quick]
+
+Vectors lie around as many centres as there are thousands of them, and queries near some of the vectors. "exact" is
+`Index.search` as a user calls it, ids and hits included; "flat", "hnsw" and "ivfpq" are the engines of faiss behind the
+same verb. The others are the bare libraries, which answer with numbers of rows. hnsw stops at a hundred thousand
+entries, where building it takes minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import torch
+
+import mmattn
+from recipes.benchmarks.timing import interleaved, ratio
+
+WIDTH, TOP = 384, 10
+SIZES, QUICK_SIZES = (10_000, 100_000, 1_000_000), (10_000,)
+QUERIES = (1, 32, 256)
+LARGEST_GRAPH = 100_000
+
+
+def make_vectors(count: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unit vectors (n, e) around centres, and queries (b, e) near some of them."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(max(10, count // 1000), WIDTH, generator=generator)
+    vectors = torch.empty(count, WIDTH)
+    for block in vectors.split(100_000):
+        picked = torch.randint(len(centres), (len(block),), generator=generator)
+        block.copy_(centres[picked] + 0.7 * torch.randn(len(block), WIDTH, generator=generator))
+    vectors = torch.nn.functional.normalize(vectors, dim=-1, out=vectors)
+    near = vectors[torch.randint(count, (queries,), generator=generator)]
+    near = near + 0.3 * torch.randn(near.shape, generator=generator) / WIDTH**0.5
+    return vectors, torch.nn.functional.normalize(near, dim=-1)
+
+
+@torch.no_grad()
+def measure(count: int, seconds: float = 6.0) -> dict[str, dict[str, float]]:
+    """For each number of queries: time for each unit of faiss' flat index, queries per second, and recall@10."""
+    import faiss
+
+    vectors, queries = make_vectors(count, max(QUERIES))
+    arrays, rows = vectors.numpy(), {}
+    flat = faiss.IndexFlatIP(WIDTH)
+    flat.add(arrays)
+    indexes = {}
+    for engine in ("exact", "flat", "ivfpq", *(("hnsw",) if count <= LARGEST_GRAPH else ())):
+        indexes[engine] = mmattn.Index.build(vectors, metric="ip", engine=engine)
+    for number in QUERIES:
+        asked = queries[:number]
+        array = asked.numpy()
+        true = (asked @ vectors.T).topk(TOP).indices
+
+        def by_numpy(array: np.ndarray = array) -> object:
+            scores = array @ arrays.T
+            near = np.argpartition(scores, -TOP, axis=1)[:, -TOP:]
+            order = np.argsort(np.take_along_axis(scores, near, 1), axis=1)[:, ::-1]
+            return np.take_along_axis(near, order, 1)
+
+        times = interleaved(
+            {
+                "faiss": lambda array=array: flat.search(array, TOP),
+                "torch": lambda asked=asked: (asked @ vectors.T).topk(TOP),
+                "numpy": by_numpy,
+                **{
+                    f"mmattn {name}": lambda index=index, asked=asked: index.search(asked, TOP)
+                    for name, index in indexes.items()
+                },
+            },
+            seconds=seconds,
+            most=100,
+        )
+        row = {name: ratio(times, name, "faiss") for name in times if name != "faiss"}
+        best = times["mmattn exact"]
+        row["mmattn exact, queries a second"] = number / statistics.median(best) * 1e3
+        for name, index in indexes.items():
+            if name != "flat":
+                row[f"{name} recall@10"] = recall(index.search(asked, TOP), true)
+        rows[f"{count:,} entries, {number} quer{'ies' if number > 1 else 'y'}"] = row
+    return rows
+
+
+def recall(hits: mmattn.Hits, true: torch.Tensor) -> float:
+    """Share of the true best that were found."""
+    found = [len(set(line) & set(best)) / len(best) for line, best in zip(hits.ids, true.tolist(), strict=True)]
+    return sum(found) / len(found)

@@ -84,6 +84,20 @@ def test_through_the_front_door_where_bfloat16_scans(metric: str) -> None:
     assert torch.equal(hits.scores, scores)
 
 
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_bound_holds_where_all_roundings_agree(metric: str) -> None:
+    """Every place of both vectors is 1/√e, which some widths round by nearly 2**-8, all in one direction."""
+    for e in range(2, 1500):
+        ones = torch.ones(1, e)
+        engine = Exact(ones, metric, torch.bfloat16)
+        scaled, stretch = engine._scaled(ones)
+        rounded = scaled.bfloat16()
+        slack = engine._slack((scaled - rounded).norm(dim=1).float(), stretch, engine.norms, engine.errors)
+        value = engine._scores(rounded, stretch)
+        true = 0.5 if metric == "l2" else 1.0
+        assert engine._bound(value, slack, -1) <= true <= engine._bound(value, slack, 1), e
+
+
 def test_few_candidates_where_few_are_near() -> None:
     """The scan decides nearly everything; that it never errs does not come from looking at all."""
     vectors = torch.randn(5003, 211)

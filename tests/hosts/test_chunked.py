@@ -378,10 +378,10 @@ def test_a_prepared_function_is_asked_once():
         embeddings.weight.requires_grad_()
         model(ids[:2], labels=ids[:2], memory=prepared).loss.backward()
     assert embeddings.weight.grad.any()
-    longer = torch.cat([ids, tiny.text(ROWS, 3, seed=1)], 1)
+    longer = torch.cat([ids, tiny.text(ROWS, 4, seed=1)], 1)
     model(longer, memory=prepared)
     assert [tuple(asked.shape) for asked in library.asked] == [(3 * ROWS, SIZE), (ROWS, SIZE)]
-    assert torch.equal(library.asked[1], longer[:, 3 * SIZE :])
+    assert torch.equal(library.asked[1], longer[:, 3 * SIZE : 4 * SIZE])
     # Training reads what came in several batches, too.
     gradients = []
     for memory in (prepared, Library()):

@@ -87,7 +87,9 @@ def test_through_the_front_door_where_bfloat16_scans(metric: str) -> None:
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_bound_holds_where_all_roundings_agree(metric: str) -> None:
     """Every place of both vectors is 1/√e, which some widths round by nearly 2**-8, all in one direction."""
-    for e in range(2, 1500):
+    places = torch.arange(2, 1500).double().rsqrt()
+    worst = (places.bfloat16() / places - 1).abs().argsort(descending=True)[:40] + 2
+    for e in worst.tolist():
         ones = torch.ones(1, e)
         engine = Exact(ones, metric, torch.bfloat16)
         scaled, stretch = engine._scaled(ones)

@@ -46,6 +46,7 @@ def alone(folder: Path) -> torch.Tensor:
 
 
 def test_scores_are_those_of_the_pair_alone(reranker: Reranker, alone: torch.Tensor) -> None:
+    assert not reranker.training
     assert not any(module.training for module in reranker.train().modules())
     for batch_size in (1, 4, 32):
         found = reranker(QUERIES, TEXTS, batch_size=batch_size)

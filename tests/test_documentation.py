@@ -112,6 +112,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_commands_the_readme_names_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    commands |= {group.name for group in app.registered_groups}
     named = set(re.findall(r"`mmattn ([a-z]+)", text))
     assert named and named <= commands
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))

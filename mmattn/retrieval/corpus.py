@@ -145,12 +145,12 @@ def embed_corpus(
         or setting. ConfigError: a setting outside what is allowed, or an encoder of several slots per text.
         MissingExtraError: pyarrow or ray is not installed. OSError: the disk is full, or `out` is not writable.
 
-    >>> import os, tempfile
+    >>> import tempfile
     >>> from mmattn.encoders import TextEncoder
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = os.path.join(folder, "flowers.txt")
-    ...     _ = open(file, "w").write("Bluebells flower in April.\\nDaisies flower all year.\\n")
-    ...     shards = embed_corpus(file, os.path.join(folder, "out"), TextEncoder())
+    ...     file = Path(folder) / "flowers.txt"
+    ...     _ = file.write_text("Bluebells flower in April.\\nDaisies flower all year.\\n")
+    ...     shards = embed_corpus(file, Path(folder) / "out", TextEncoder())
     ...     for ids, texts, metadata, vectors in shards:
     ...         print(ids, texts[1], metadata, vectors.shape)
     ['flowers.txt:1', 'flowers.txt:2'] Daisies flower all year. [{}, {}] torch.Size([2, 384])

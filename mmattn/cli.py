@@ -173,9 +173,11 @@ def search_index(
     from mmattn.retrieval.index import Index
 
     hits = Index.load(folder, encoder=TextEncoder(encoder)).search([query], top_k)
-    for score, name, text, real in zip(hits.scores[0].tolist(), hits.ids[0], hits.texts[0], hits.mask[0], strict=True):
+    texts = hits.texts[0] if hits.texts is not None else [None] * top_k
+    names = hits.ids[0] if hits.ids is not None else [None] * top_k
+    for score, name, text, real in zip(hits.scores[0].tolist(), names, texts, hits.mask[0].tolist(), strict=True):
         if real:
-            typer.echo(f"{score:.3f}  {name}  {text}")
+            typer.echo(f"{score:.3f}  {name}  {text or ''}".rstrip())
 
 
 @index_app.command("info")

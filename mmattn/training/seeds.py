@@ -24,7 +24,10 @@ def spread_table(corner: str, columns: Columns, tables: Sequence[Sequence[Mappin
     lines = []
     for place, first in enumerate(tables[0]):
         rows = [table[place] for table in tables]
-        cells = [mean_and_spread([row[name] for row in rows], *how) for name, (_, *how) in columns.items()]
+        cells = [
+            mean_and_spread([row[name] for row in rows], scale, form, unit)
+            for name, (_, scale, form, unit) in columns.items()
+        ]
         lines.append([first["name"], *cells])
     return markdown_table([corner, *(head for head, *_ in columns.values())], lines)
 

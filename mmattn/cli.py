@@ -105,17 +105,19 @@ def draw(
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help='Such as "What is the currency of Allemagne?"')],
     index: Annotated[Path, typer.Option(help="The folder of an index.")],
-    adapter: Annotated[Path, typer.Option(help="The folder of an adapter, such as runs/rag-facts/adapter.")],
+    adapter: Annotated[Path | None, typer.Option(help="The folder of an adapter; the shipped one by default.")] = None,
     lm: Annotated[str, typer.Option(help="The language model that the adapter was trained on.")] = "assets/rag",
     show_sources: Annotated[int, typer.Option("--show-sources", help="Print so many of the entries looked at.")] = 3,
 ) -> None:
     """Answer a question from what an index holds, and say what was looked at.
 
-    The number before a source is its share of the attention at the first word of the answer.
+    The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
+    with the text instead, and the number is the share over all of it.
     """
     from mmattn.recipes import find_recipe, load_recipe
 
-    check_adapter_folder(adapter)
+    if adapter is not None:
+        check_adapter_folder(adapter)
     answer, sources = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)(question)
     typer.echo(answer)
     for source in sources[:show_sources]:

@@ -66,6 +66,8 @@ class Handle(nn.Module, ABC):
         self._refresh_hooks()
 
     def _check_new(self, name: str) -> None:
+        if self.adapters:
+            self._check_reachable()
         if name in self.adapters:
             raise AttachError(f"an adapter {name!r} is already attached; pick another name or delete_adapter({name!r})")
         if not isinstance(name, str) or not name or "." in name:

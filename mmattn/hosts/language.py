@@ -55,7 +55,8 @@ class LanguageModel(Handle):
         """Put another adapter on the host, active beside those that are.
 
         Raises:
-            AttachError: the name is taken, or the host has no such layers. ConditionError: memory cannot reach them.
+            AttachError: the name is taken, or the host has no such layers. ConditionError: memory cannot reach them, or
+            this handle was detached.
         """
         self._check_new(name)
         if not isinstance(adapter, (GatedAdapter, ChunkedAdapter)):

@@ -74,8 +74,6 @@ class UNet(Handle):
             AttachError: the name is taken, or the host has no such blocks. ConditionError: this handle was detached.
         """
         self._check_new(name)
-        if self.adapters:
-            self._check_reachable()
         if not isinstance(adapter, DecoupledAdapter):
             raise AttachError(f"a UNet takes a DecoupledAdapter, got {type(adapter).__name__}")
         picked = pick_places(adapter, self.places)

@@ -1,21 +1,28 @@
-"""Ask a trained adapter: what `mmattn ask` does."""
+"""Ask a trained adapter: what `mmattn ask` does.
+
+An adapter of the facts answers; a chunked one goes on with the text, and looks for new passages as it writes.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from answering import load_lm, looked_at, looks, write_answers
-from settings import ScoreSettings
+from settings import DocsSettings, ScoreSettings
+from torch import Tensor
 
 import mmattn
 from mmattn.errors import TextError
+from mmattn.recipes import assets_folder
 
 
 @dataclass(frozen=True)
 class Source:
-    """An entry that was looked at, and how much: a share of the weights at the first token of the answer."""
+    """An entry that was looked at, and how much: its share of the weights."""
 
     text: str
     weight: float
@@ -24,29 +31,81 @@ class Source:
 class Asked:
     """An index, a language model with an adapter, and an encoder, loaded once for many questions."""
 
-    def __init__(self, index: Path, adapter: Path, lm: str = "assets/rag", view: int = 100) -> None:
+    def __init__(self, index: Path, adapter: Path | None = None, lm: str = "assets/rag", view: int = 100) -> None:
         self.encoder = mmattn.TextEncoder()
         self.index = mmattn.Index.load(index, encoder=self.encoder)
         host, self.tokenizer = load_lm(lm)
-        self.model = mmattn.load(host, adapter)
+        self.model = mmattn.load(host, assets_folder() / "rag" / "adapter" if adapter is None else adapter)
         self.view = view
 
     def __call__(self, question: str) -> tuple[str, list[Source]]:
-        """An answer, and the entries that were looked at, the most first; what is left of 1 went to "nothing here".
+        """An answer or a continuation, and the entries that were looked at, the most first.
+
+        The weights are those of the first word of an answer, where what is left of 1 went to "nothing here", and the
+        mean over all words that could look of a continuation.
 
         Raises:
             TextError: an empty question.
         """
         if not question.strip():
             raise TextError("the question is empty: ask something")
+        if isinstance(self.model.adapters["default"].config, mmattn.ChunkedAdapter):
+            return Continuation(self.index, self.model, self.tokenizer)(question)
         memory = looked_at(self.index.search([question], self.view), ScoreSettings())
         prompt = f"Question: {question.strip()}\nAnswer:"
         answer = write_answers(self.model, self.tokenizer, [prompt], memory)[0]
         weights = looks(self.model, self.tokenizer, [prompt], memory)[0]
-        return answer, sources(memory.sources[0] if memory.sources else [], weights.tolist())
+        named = memory.sources[0] if memory.sources else []
+        found = [Source(one["text"], weight) for one, weight in zip(named, weights.tolist(), strict=False) if one]
+        return answer, sorted(found, key=lambda source: -source.weight)
 
 
-def sources(named: list[Any], weights: list[float]) -> list[Source]:
-    """Entries with a weight, the most first."""
-    found = [Source(one["text"], weight) for one, weight in zip(named, weights, strict=False) if one is not None]
-    return sorted(found, key=lambda source: -source.weight)
+class Continuation:
+    """One text with the passages that its chunks found."""
+
+    def __init__(self, index: mmattn.Index, model: Any, tokenizer: Any, neighbours: int = DocsSettings().neighbours):
+        self.index, self.model, self.tokenizer, self.neighbours = index, model, tokenizer, neighbours
+        self.reader = mmattn.TextEncoder(pooling="none")
+        self.size = model.adapters["default"].config.chunk_size
+        self.found: dict[tuple[int, ...], list[str]] = {}  # for each chunk the passage of each slot
+
+    @torch.no_grad()
+    def __call__(self, text: str, new: int = 48) -> tuple[str, list[Source]]:
+        """What the model writes behind a text, and the passages it looked at."""
+        asked = self.tokenizer(text)["input_ids"]
+        # Whole chunks, so that the last one ends with the question and what it finds is read at once.
+        line = self.tokenizer("\n")["input_ids"][-1:]
+        ids = torch.tensor([line * (-len(asked) % self.size) + asked])
+        memory = self.model.prepare(self.retrieve)
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), memory=memory, max_new_tokens=new, do_sample=False,
+            repetition_penalty=1.2, pad_token_id=self.tokenizer.pad_token_id,
+        )  # fmt: skip
+        with mmattn.record(self.model) as weights:
+            self.model(out, memory=memory)
+        shares: Counter[str] = Counter()
+        seen = weights.mean()[0].mean(1)
+        chunks = out[0][: len(out[0]) // self.size * self.size].view(-1, self.size).tolist()
+        for chunk, row in zip(chunks, seen.tolist(), strict=False):
+            for passage, weight in zip(self.found[tuple(chunk)], row, strict=False):
+                shares[passage] += weight / len(seen)
+        written = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return written, [Source(passage, share) for passage, share in shares.most_common()]
+
+    def retrieve(self, chunks: Tensor) -> mmattn.Memory:
+        """The passages nearest to chunks (c, s), each with what follows it where the index says so, read by tokens."""
+        texts = [text if text.strip() else "." for text in self.tokenizer.batch_decode(chunks)]
+        hits = self.index.search(texts, self.neighbours)
+        rows = []
+        for chunk, line, about in zip(chunks.tolist(), hits.texts, hits.metadata, strict=True):
+            parts: list[Tensor] = []
+            self.found[tuple(chunk)] = slots = []
+            for passage, more in zip(line, about, strict=True):
+                if passage is None:
+                    continue
+                after = more.get("following") if isinstance(more, dict) else None
+                read = self.reader.encode([part for part in (passage, after) if part])
+                parts += [tokens[:length] for tokens, length in zip(read.tokens, read.lengths, strict=True)]
+                slots += [passage] * sum(read.lengths)
+            rows.append(mmattn.Memory(torch.cat(parts)[None]))
+        return mmattn.Memory.stack(rows)

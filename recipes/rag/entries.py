@@ -30,12 +30,13 @@ def embed(encoder: Any, texts: Sequence[str], cache: Path, progress: bool = Fals
 
 @dataclass
 class Entries:
-    """Facts and the vectors (n, e) of their titles, values and questions."""
+    """Facts and the vectors (n, e) of their titles, values and questions, and the encoder that made them."""
 
     facts: list[Fact]
     titles: Tensor
     values: Tensor
     questions: Tensor
+    encoder: Any = None
 
     def __post_init__(self) -> None:
         self.kin: dict[str, list[int]] = {}  # the rows of each key
@@ -55,6 +56,7 @@ class Entries:
             embed(encoder, [fact.title for fact in facts], cache, progress),
             embed(encoder, known, cache)[[place[fact.value] for fact in facts]],
             embed(encoder, [fact.question for fact in facts], cache, progress),
+            encoder,
         )
 
     def slots(self, rows: Sequence[int] | Tensor) -> Tensor:
@@ -66,6 +68,7 @@ class Entries:
         rows = list(rows)
         return mmattn.Index.build(
             self.titles[rows],
+            encoder=self.encoder,
             ids=rows,
             texts=[self.facts[row].sentence for row in rows],
             tokens=mmattn.Memory(self.slots(rows)[:, None]),

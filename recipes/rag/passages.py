@@ -52,6 +52,12 @@ class Passages:
         read = reader.encode(texts, batch_size=128, progress=progress)
         self.states = [tokens[: int(length)] for tokens, length in zip(read.tokens, read.lengths, strict=True)]
 
+    def index(self, finder: Any) -> mmattn.Index:
+        """Every chunk as a text with what follows it: what `mmattn ask` reads."""
+        after = [self.following(row) for row in range(len(self))]
+        about = [{} if row is None else {"following": self.texts[row]} for row in after]
+        return mmattn.Index.build(self.vectors, encoder=finder, texts=self.texts, metadata=about)
+
     def following(self, row: int) -> int | None:
         """The next chunk of the same document."""
         after = row + 1

@@ -50,6 +50,7 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
         rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
     model, seconds = train_adapter(config, lm, tokenizer, known, run)
     model.save_adapter(run.path / "adapter")
+    entries.index(range(min(1000, held_out))).save(run.path / "index")
     rows += measure.rows("adapter, retrieved memory", model, "hits", run.path / "answers.json")
     rows += measure.rows("adapter, shuffled memory", model, "shuffled")
     rows += measure.rows("adapter, no memory", model, None)

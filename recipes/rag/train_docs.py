@@ -45,6 +45,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
         rows.append({"name": f"{kind}, random ones instead", "bits": bits})
         if kind == "both":
             model.save_adapter(run.path / "adapter")
+            library.index(finder).save(run.path / "index")
             rows.append({"name": "the same without memory", "bits": bits_per_byte(config, model, test, size)})
         model.detach()
     model, seconds = train_adapter(config, lm, train, library, "both", None, Random(config.seed))

@@ -209,6 +209,12 @@ def test_a_run_over_documents_has_its_controls(
     assert {"neighbours", "continuations", "both", "both, random ones instead", "LoRA, text only"} <= set(rows)
     assert all(2 < bits < 20 for bits in rows.values())
     assert (out / "adapter" / "adapter_model.safetensors").is_file()
+    asked = recipe.ask.Asked(out / "index", out / "adapter", str(lm))
+    written, sources = asked("A call gives a value, and a loop")
+    assert isinstance(written, str) and len({source.text for source in sources}) == len(sources) > 0
+    assert {source.text for source in sources} <= set(asked.index.state.entries.texts)
+    assert sum(source.weight for source in sources) == pytest.approx(1, abs=1e-4)
+    assert [source.weight for source in sources] == sorted((one.weight for one in sources), reverse=True)
 
 
 def test_a_language_model_that_is_not_there(recipe: SimpleNamespace, tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""Questions about facts whose keys were never trained on: what `mmattn demo` does with the shipped adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import mmattn
+from ask import Asked
+from entries import Entries
+from facts import load_facts
+from train import some
+
+ENTRIES, QUESTIONS = 300, 4
+
+
+def demo(run: Path) -> Path:
+    """Make an index of held-out facts, ask some of them and one that is not in it, and show what was looked at."""
+    _, held = load_facts()
+    facts = some(held, ENTRIES + 20, 0)
+    entries = Entries.of(facts, mmattn.TextEncoder(), run / "cache")
+    folder = run / "facts"
+    entries.index(range(ENTRIES)).save(folder)
+    asked, picks = Asked(folder), Random(2)
+    print(f"\n{ENTRIES} facts in {folder}, whose keys the adapter was never trained on:")
+    rows = [*picks.sample(range(ENTRIES), QUESTIONS - 1), picks.randrange(ENTRIES, len(facts))]
+    for row in rows:
+        answer, sources = asked(facts[row].question)
+        note = "" if row < ENTRIES else " (not in the index)"
+        print(f"  {facts[row].question}{note} {answer}\n    {sources[0].weight:4.0%} on: {sources[0].text}")
+    print(f"try  mmattn ask {facts[rows[0]].question!r} --index {folder}")
+    return folder

@@ -167,7 +167,7 @@ def search_index(
     query: Annotated[str, typer.Argument(metavar="QUERY")],
     top_k: Annotated[int, typer.Option(help="How many entries.")] = 5,
     encoder: Annotated[str, typer.Option(help="The encoder that the index was built with.")] = "all-MiniLM-L6-v2",
-    rerank: Annotated[str | None, typer.Option(help="A cross-encoder of Hugging Face, which reads ten times K.")] = None,
+    rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
     from mmattn.encoders.text import TextEncoder

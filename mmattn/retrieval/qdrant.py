@@ -271,7 +271,7 @@ class QdrantIndex:
         return hits if score_threshold is None else hits.above(score_threshold)
 
     def _propose(self, queries: Tensor, count: int, only: Any) -> list[list[Any]]:
-        """For each query (b, e) at most `count` points that probably fit best, of those a Qdrant filter lets through."""
+        """For each query (b, e) at most `count` points that probably fit best, of those a filter lets through."""
         models, cosine = qdrant().models, self.metric == "cosine"
         requests = [
             models.QueryRequest(

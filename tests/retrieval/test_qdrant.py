@@ -1,4 +1,4 @@
-"""QdrantIndex beside Index on the same data: the same ids, scores and vectors, in memory, in a folder and on a server."""
+"""QdrantIndex beside Index on the same data: equal ids, scores and vectors, in memory, in a folder, on a server."""
 
 from __future__ import annotations
 

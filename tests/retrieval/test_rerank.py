@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from mmattn import Hits, Index
+from mmattn import Hits, Index, TextEncoder
+from mmattn.cli import main
 from mmattn.errors import AdapterFileError, ConfigError, MaskError, NonFiniteError, ShapeError, TextError
 from mmattn.retrieval.rerank import Reranker
 from tests.tiny_texts import POSITIONS, save_encoder
@@ -187,7 +188,7 @@ def test_the_first_of_hits() -> None:
     before = hits()
     first = before.first(2)
     assert first.ids == [["a", "b"], ["d", "e"]] and first.mask.all()
-    first.scores.sum().backward()
+    assert first.scores.requires_grad
     assert before.first(5).ids == before.ids
     for count in (0, 1.0):
         with pytest.raises(ConfigError, match="count"):
@@ -201,3 +202,17 @@ def test_hits_that_cannot_be_reranked(reranker: Reranker) -> None:
         Hits(torch.ones(1, 2), ids=[["x", "y"]], texts=[["a", None]]).rerank("a", reranker)
     with pytest.raises(ShapeError, match="1 queries need as many lists of texts"):
         hits().rerank("a", reranker)
+
+
+def test_the_command_line_reranks(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder = save_encoder(tmp_path / "encoder")
+    texts = [*TEXTS[0], *TEXTS[1]]
+    index = Index.build(texts, encoder=TextEncoder(encoder))
+    index.save(tmp_path / "index")
+    asked = ["index", "search", str(tmp_path / "index"), "the woods", "--encoder", str(encoder), "--top-k", "2"]
+    with pytest.raises(SystemExit):
+        main([*asked, "--rerank", str(folder)])
+    expected = index.search("the woods", 6).rerank("the woods", Reranker(folder)).first(2)
+    assert expected.texts is not None and expected.ids is not None
+    lines = zip(expected.scores[0].tolist(), expected.ids[0], expected.texts[0], strict=True)
+    assert capsys.readouterr().out.splitlines() == [f"{score:.3f}  {name}  {text}" for score, name, text in lines]

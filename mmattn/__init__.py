@@ -30,6 +30,7 @@ _HOME = {
     "TextEncoder": "mmattn.encoders.text",
     "load_image": "mmattn.encoders.images",
     "Index": "mmattn.retrieval.index",
+    "QdrantIndex": "mmattn.retrieval.qdrant",
     "Hits": "mmattn.retrieval.hits",
     "knn_log_probs": "mmattn.retrieval.knn_lm",
     "next_token_states": "mmattn.retrieval.knn_lm",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
+    from mmattn.retrieval.qdrant import QdrantIndex
 
 
 def __getattr__(name: str) -> Any:

@@ -169,12 +169,18 @@ def search_index(
     query: Annotated[str, typer.Argument(metavar="QUERY")],
     top_k: Annotated[int, typer.Option(help="How many entries.")] = 5,
     encoder: Annotated[str, typer.Option(help="The encoder that the index was built with.")] = "all-MiniLM-L6-v2",
+    rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
     from mmattn.encoders.text import TextEncoder
     from mmattn.retrieval.index import Index
 
-    hits = Index.load(folder, encoder=TextEncoder(encoder)).search([query], top_k)
+    wanted = top_k if rerank is None else 10 * top_k
+    hits = Index.load(folder, encoder=TextEncoder(encoder)).search([query], wanted)
+    if rerank is not None:
+        from mmattn.retrieval.rerank import Reranker
+
+        hits = hits.rerank(query, Reranker(rerank)).first(top_k)
     texts = hits.texts[0] if hits.texts is not None else [None] * top_k
     names = hits.ids[0] if hits.ids is not None else [None] * top_k
     for score, name, text, real in zip(hits.scores[0].tolist(), names, texts, hits.mask[0].tolist(), strict=True):

@@ -22,6 +22,7 @@ HEAVY = (
         "torchvision",
         "timm",
         "faiss",
+        "qdrant_client",
         "PIL",
     ),
     *("matplotlib", "pandas", "sklearn", "tensorboard", "sentence_transformers", "pyarrow", "plotly"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -68,13 +68,7 @@ class Entries:
         Raises:
             IndexMismatchError: an id that is not here, or one given twice.
         """
-        unknown = [name for name in names if name not in self.rows]
-        if unknown:
-            raise IndexMismatchError(
-                f"the index has no entry {_listed(unknown)}, of {len(names)} given ids (it has {len(self)} entries, "
-                f"{_listed(self.ids)}); nothing was changed"
-            )
-        _refuse_twice(names)
+        check_known(names, self.rows)
         return [self.rows[name] for name in names]
 
     def joined(self, other: Entries) -> Entries:
@@ -146,6 +140,32 @@ class Entries:
                 f"True or False; got {type(chosen).__name__}"
             )
         return torch.tensor(found, dtype=torch.bool, device=self.vectors.device)
+
+
+def as_id_list(ids: Iterable[Id]) -> list[Id]:
+    """Ids of entries that are there, as a list.
+
+    Raises:
+        ConfigError: one id, and no list of them.
+    """
+    if isinstance(ids, (str, int)):
+        raise ConfigError(f"ids must be a list, got {ids!r}; for one entry give [{ids!r}]")
+    return list(ids)
+
+
+def check_known(names: Sequence[Id], known: Collection[Id]) -> None:
+    """Refuse ids of entries that are not there.
+
+    Raises:
+        IndexMismatchError: an id that is not known, or one given twice.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise IndexMismatchError(
+            f"the index has no entry {_listed(unknown)}, of {len(names)} given ids (it has {len(known)} entries, "
+            f"{_listed(list(known))}); nothing was changed"
+        )
+    _refuse_twice(names)
 
 
 def check_ids(ids: Iterable[Any], count: int) -> tuple[Id, ...]:

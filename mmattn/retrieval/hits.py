@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from mmattn.retrieval.vectors import as_vectors, gather
 
 if TYPE_CHECKING:
     from mmattn.retrieval.index import Index
+    from mmattn.retrieval.rerank import Reranker
 
 
 class Hits:
@@ -79,6 +80,55 @@ class Hits:
         """
         mask = self.mask & (self.scores.detach() >= check_float("score_threshold", score_threshold))
         return Hits(self.scores, mask, self.vectors, self.ids, self.texts, self.metadata, self.tokens)
+
+    def first(self, count: int) -> Hits:
+        """The best `count` of each query, or all where there are fewer.
+
+        Raises:
+            ConfigError: the count is no int of at least 1.
+        """
+        places = torch.arange(self.scores.shape[1], device=self.scores.device)[: check_int("count", count)]
+        return self._taken(self.scores, places.expand(len(self), -1))
+
+    def rerank(self, queries: str | Iterable[str], reranker: Reranker, *, batch_size: int = 32) -> Hits:
+        """The second stage: the same hits with the scores of a cross-encoder, in their order.
+
+        Masked hits stay masked and come last. The new scores carry no gradient.
+
+        Args:
+            queries: the texts that were searched for: one, or b of them.
+            reranker: `retrieval.rerank.Reranker`.
+            batch_size: pairs the model reads at once.
+
+        Raises:
+            ConfigError: a hit without a text. Else what the reranker raises.
+
+        A search takes many, reading keeps few: `index.search(q, 50).rerank(q, reranker).first(5)`.
+        """
+        texts: list[list[Any]] = self.texts or [[None] * self.scores.shape[1]] * len(self)
+        for i, j in self.mask.nonzero().tolist():
+            if texts[i][j] is None:
+                name = f"hit {j} of query {i}" if self.ids is None else f"{self.ids[i][j]!r}, hit {j} of query {i},"
+                raise ConfigError(f"reranking reads texts, and {name} has none: give texts= when building the index")
+        found = reranker([queries] if isinstance(queries, str) else queries, texts, self.mask, batch_size=batch_size)
+        return self._taken(found.scores.to(self.scores.device), found.order.to(self.scores.device))
+
+    def _taken(self, scores: Tensor, places: Tensor) -> Hits:
+        """The hits at places (b, c), with scores (b, k) by where the hits were."""
+        lines = places.tolist()
+
+        def column(values: list[list[Any]] | None) -> list[list[Any]] | None:
+            return values and [[row[place] for place in line] for row, line in zip(values, lines, strict=True)]
+
+        return Hits(
+            scores.gather(1, places),
+            self.mask.gather(1, places),
+            None if self.vectors is None else self.vectors.take_along_dim(places[..., None], 1),
+            column(self.ids),
+            column(self.texts),
+            column(self.metadata),
+            column(self.tokens),
+        )
 
     def memory(self, *, tokens: bool = False) -> Memory:
         """What was found as memory: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').

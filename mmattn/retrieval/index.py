@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmattn.atomic import Path
-from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_choice, check_float, check_int
+from mmattn.errors import IndexMismatchError, ShapeError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.approximate import describe_maker, engine_maker
 from mmattn.retrieval.entries import (
@@ -18,6 +18,7 @@ from mmattn.retrieval.entries import (
     Entry,
     Filter,
     Id,
+    as_id_list,
     check_ids,
     check_lines,
     check_metadata,
@@ -26,9 +27,9 @@ from mmattn.retrieval.entries import (
 )
 from mmattn.retrieval.files import load_index, save_index
 from mmattn.retrieval.hits import Hits, found
-from mmattn.retrieval.space import Encoder, Space, are_texts
+from mmattn.retrieval.space import Encoder, Space
 from mmattn.retrieval.state import EngineMaker, State
-from mmattn.retrieval.vectors import METRICS, as_vectors, gather, score
+from mmattn.retrieval.vectors import gather, score
 
 
 class Index:
@@ -97,14 +98,7 @@ class Index:
         tensor([[1.]])
         """
         make = engine_maker(engine)
-        check_choice("metric", metric, METRICS)
-        if encoder is not None:
-            space = Space.of(encoder, metric)
-        elif are_texts(items):
-            raise ConfigError("texts need an encoder: give encoder=, or vectors as items and these as texts=")
-        else:
-            items = as_vectors("vectors", items)
-            space = Space(items.shape[1], metric)
+        space, items = Space.first(items, encoder, metric)
         nothing = Entries((), (), (), torch.empty(0, space.dim))
         index = cls(State.made(nothing, metric, make), space, make)
         index.add(items, ids=ids, texts=texts, metadata=metadata, tokens=tokens)
@@ -181,7 +175,7 @@ class Index:
         Raises:
             IndexMismatchError: an id that is not in the index.
         """
-        names = _id_list(ids)
+        names = as_id_list(ids)
         with self._writing, torch.inference_mode(False), torch.no_grad():
             old = self.state.entries
             gone = set(old.find(names))
@@ -204,7 +198,7 @@ class Index:
         Raises:
             IndexMismatchError: an id that is not in the index, or another width.
         """
-        names = _id_list(ids)
+        names = as_id_list(ids)
         columns: dict[str, Any] = {}
         if items is not None:
             columns["vectors"], texts = self.space.entries(items, texts)
@@ -316,9 +310,3 @@ def _check_tokens_fit(entries: Entries, tokens: tuple[Tensor, ...] | None) -> No
     widths = {part.shape[1] for part in (*(entries.tokens or ())[:1], *(tokens or ()))}
     if len(widths) > 1:
         raise ShapeError(f"encoded tokens of one index have one width, got {sorted(widths)}")
-
-
-def _id_list(ids: Iterable[Id]) -> list[Id]:
-    if isinstance(ids, (str, int)):
-        raise ConfigError(f"ids must be a list, got {ids!r}; for one entry give [{ids!r}]")
-    return list(ids)

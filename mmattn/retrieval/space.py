@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
+from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError, check_choice
 from mmattn.memory import Memory
 from mmattn.retrieval.entries import check_texts
-from mmattn.retrieval.vectors import as_vectors, check_vectors
+from mmattn.retrieval.vectors import METRICS, as_vectors, check_vectors
 
 
 class Encoder(Protocol):
@@ -48,6 +48,21 @@ class Space:
         """
         _check_encoder(encoder)
         return cls(encoder.dim, metric, encoder, encoder.fingerprint)
+
+    @classmethod
+    def first(cls, items: Any, encoder: Encoder | None, metric: str) -> tuple[Space, Any]:
+        """The space of a new index, and its first items: as they are where an encoder is given, else vectors.
+
+        Raises:
+            ConfigError: texts without an encoder, no encoder, or an unknown metric. ShapeError: no vectors (b, e).
+        """
+        check_choice("metric", metric, METRICS)
+        if encoder is not None:
+            return cls.of(encoder, metric), items
+        if are_texts(items):
+            raise ConfigError("texts need an encoder: give encoder=, or vectors as items and these as texts=")
+        vectors = as_vectors("vectors", items)
+        return cls(vectors.shape[1], metric), vectors
 
     def joined(self, encoder: Encoder) -> Space:
         """The same space with its encoder at hand.
@@ -104,7 +119,7 @@ class Space:
     def _encode(self, texts: list[Any], encoder: Encoder | None) -> Memory:
         if encoder is None:
             raise ConfigError(
-                "texts need an encoder, and this index has none: give encoder= to Index.build or Index.load, or vectors"
+                "texts need an encoder, and this index has none: give encoder= when building or opening it, or vectors"
             )
         self.check(encoder)  # again: its weights may have changed since
         memory = encoder.encode(texts)

@@ -100,11 +100,12 @@ def score(queries: Tensor, vectors: Tensor, metric: str) -> Tensor:
     if metric == "l2":
         return -(vectors - queries).square().sum(-1).float()
     if metric == "cosine":
-        queries, vectors = _directions(queries), _directions(vectors)
+        queries, vectors = directions(queries), directions(vectors)
     return (vectors @ queries.transpose(1, 2))[..., 0].float()
 
 
-def _directions(vectors: Tensor) -> Tensor:
+def directions(vectors: Tensor) -> Tensor:
+    """Vectors (…, e) divided by their length; zeros stay zeros."""
     # The zeros that stand for a missing entry must not become NaN, which would reach the gradients.
     lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / lengths.clamp(min=torch.finfo(lengths.dtype).tiny)

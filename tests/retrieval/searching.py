@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmattn import Index, Memory
+from mmattn import Index, Memory, QdrantIndex
 from mmattn.retrieval.approximate import HNSW, IVFPQ
 
 METRICS = ("cosine", "ip", "l2")
@@ -21,6 +21,8 @@ ENGINES: dict[str, Any] = {
     "hnsw": HNSW(links=48, build_effort=400, search_effort=1500),
     "ivfpq": IVFPQ(lists=11, visited=11),
 }
+#: An index in this process and one over a Qdrant collection: one set of verbs, ids and refusals.
+KINDS = ("exact", "qdrant")
 WIDTH = 12
 
 
@@ -67,10 +69,19 @@ class Letters:
         return Memory(tokens)
 
 
-def small(count: int = 1103, metric: str = "cosine", engine: str = "exact", **kwargs: Any) -> Index:
-    return Index.build(torch.randn(count, WIDTH), metric=metric, engine=ENGINES[engine], **kwargs)
+def built(items: Any, engine: str = "exact", **kwargs: Any) -> Any:
+    """An index of an engine, or a QdrantIndex in memory."""
+    return (
+        QdrantIndex.build(items, **kwargs)
+        if engine == "qdrant"
+        else Index.build(items, engine=ENGINES[engine], **kwargs)
+    )
 
 
-def held(index: Index) -> dict[Any, list[float]]:
+def small(count: int = 1103, metric: str = "cosine", engine: str = "exact", **kwargs: Any) -> Any:
+    return built(torch.randn(count, WIDTH), engine, metric=metric, **kwargs)
+
+
+def held(index: Any) -> dict[Any, list[float]]:
     """The vectors of an index by id."""
     return {name: index[name].vector.tolist() for name in index.ids}

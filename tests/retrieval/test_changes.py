@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmattn import Index, Memory
+from mmattn import Memory
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError
-from tests.retrieval.searching import ENGINES, METRICS, WIDTH, Letters, held, reference, small
+from tests.retrieval.searching import ENGINES, KINDS, METRICS, WIDTH, Letters, built, held, reference, small
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -54,8 +54,9 @@ def test_small_changes_leave_the_engine_as_it_is() -> None:
     assert index.state.parts[0].engine is not engine and len(index.state.parts) == 1
 
 
-def test_ids_are_counted_on_and_never_given_again() -> None:
-    index = Index.build(torch.randn(3, WIDTH))
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_counted_on_and_never_given_again(kind: str) -> None:
+    index = built(torch.randn(3, WIDTH), kind)
     assert index.ids == (0, 1, 2)
     index.remove([2])
     assert index.add(torch.randn(2, WIDTH)) == (3, 4)
@@ -66,16 +67,18 @@ def test_ids_are_counted_on_and_never_given_again() -> None:
     assert 2 in index and index["1"].id == "1" and index[1].id == 1
 
 
-def test_all_can_be_removed_and_others_added() -> None:
-    index = small(5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_can_be_removed_and_others_added(kind: str) -> None:
+    index = small(5, engine=kind)
     index.remove(index.ids)
     assert len(index) == 0 and not index.search(torch.randn(1, WIDTH), 3).mask.any()
     index.add(torch.eye(WIDTH)[:2], ids=["a", "b"])
     assert index.search(torch.eye(WIDTH)[1], 1).ids == [["b"]]
 
 
-def test_an_update_replaces_what_is_given_and_keeps_the_place() -> None:
-    index = Index.build(["one", "two", "three"], encoder=Letters(), metadata=[{"n": 1}, {"n": 2}, {"n": 3}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_replaces_what_is_given_and_keeps_the_place(kind: str) -> None:
+    index = built(["one", "two", "three"], kind, encoder=Letters(), metadata=[{"n": 1}, {"n": 2}, {"n": 3}])
     index.update([1], ["zebra"])
     assert index[1][:3] == (1, "zebra", {"n": 2}) and index.search("zebra", 1).ids == [[1]]
     index.update([1, 0], metadata=[{"n": 20}, None])
@@ -84,17 +87,19 @@ def test_an_update_replaces_what_is_given_and_keeps_the_place() -> None:
     assert index[2].text == "drei" and index[2].vector.tolist() == [1.0] * 31
 
 
-def test_later_changes_by_the_caller_do_not_reach_the_index() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_changes_by_the_caller_do_not_reach_the_index(kind: str) -> None:
     vectors, metadata = torch.eye(WIDTH)[:3].clone(), [{"tags": ["a"]}, {}, {}]
-    index = Index.build(vectors, metadata=metadata)
+    index = built(vectors, kind, metadata=metadata)
     before = held(index)
     vectors.zero_()
     metadata[0]["tags"].append("b")
     assert held(index) == before and index[0].metadata == {"tags": ["a"]}
 
 
-def test_hits_keep_the_version_they_were_found_in() -> None:
-    index = small(17)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_keep_the_version_they_were_found_in(kind: str) -> None:
+    index = small(17, engine=kind)
     hits = index.search(torch.randn(2, WIDTH), 17)
     assert hits.vectors is not None and hits.ids is not None
     before = hits.vectors.clone()
@@ -128,28 +133,34 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "updating too few": (lambda index: index.update([3, 4], torch.ones(1, WIDTH)), IndexMismatchError, "1 items for 2"),
     "half a character": (lambda index: index.add(torch.ones(1, WIDTH), texts=["\ud800"]), ValueError, "surrogate"),
     "half a character later": (lambda index: index.update([3], texts=["\ud800"]), ValueError, "surrogate"),
-    "tokens for some": (
-        lambda index: index.add(torch.ones(1, WIDTH), tokens=Memory(torch.ones(1, 2, 3))),
-        ShapeError,
-        "no encoded tokens",
-    ),
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_change_changes_nothing(case: str) -> None:
+def test_a_refused_change_changes_nothing(case: str, kind: str) -> None:
     change, error, match = REFUSED[case]
-    index = small(7)
-    state, next_id = index.state, index._next_id
+    index = small(7, engine=kind)
+    before = held(index)
     with pytest.raises(error, match=match):
         change(index)
-    assert index.state is state and index._next_id == next_id
+    assert held(index) == before and len(index) == 7
+    assert index.add(torch.randn(1, WIDTH)) == (7,)
 
 
+def test_tokens_are_for_all_entries_or_for_none() -> None:
+    index = small(7)
+    state = index.state
+    with pytest.raises(ShapeError, match="no encoded tokens"):
+        index.add(torch.ones(1, WIDTH), tokens=Memory(torch.ones(1, 2, 3)))
+    assert index.state is state
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
-def test_what_cannot_be_compared_is_refused_with_its_row(value: float, metric: str) -> None:
-    index = small(7, metric=metric)
+def test_what_cannot_be_compared_is_refused_with_its_row(value: float, metric: str, kind: str) -> None:
+    index = small(7, metric, kind)
     vectors = torch.randn(5, WIDTH)
     vectors[3, 2] = value
     for change in (lambda: index.add(vectors), lambda: index.update([0, 1, 2, 3, 4], vectors)):
@@ -160,11 +171,12 @@ def test_what_cannot_be_compared_is_refused_with_its_row(value: float, metric: s
         index.search(vectors, 2)
 
 
-def test_zeros_have_no_direction() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_have_no_direction(kind: str) -> None:
     vectors = torch.eye(WIDTH)[:3] * torch.tensor([[1.0], [0.0], [1.0]])
     with pytest.raises(ShapeError, match="row 1 is all zeros"):
-        Index.build(vectors)
+        built(vectors, kind)
     with pytest.raises(ShapeError, match="row 0 is all zeros"):
-        small(3).search(torch.zeros(WIDTH), 1)
-    assert Index.build(vectors, metric="l2").search(torch.zeros(WIDTH), 1).ids == [[1]]
-    assert Index.build(vectors, metric="ip").search(torch.zeros(WIDTH), 2).ids == [[0, 1]]
+        small(3, engine=kind).search(torch.zeros(WIDTH), 1)
+    assert built(vectors, kind, metric="l2").search(torch.zeros(WIDTH), 1).ids == [[1]]
+    assert built(vectors, kind, metric="ip").search(torch.zeros(WIDTH), 2).ids == [[0, 1]]

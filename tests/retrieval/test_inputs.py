@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from qdrant_client import QdrantClient
 
-from mmattn import Index, Memory
+from mmattn import Index, Memory, QdrantIndex
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
 from mmattn.retrieval.approximate import HNSW, IVFPQ
-from tests.retrieval.searching import WIDTH, Letters, small
+from tests.retrieval.searching import KINDS, WIDTH, Letters, built, small
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("queries", "error", "match"),
     [
@@ -35,19 +37,21 @@ ROOT = Path(__file__).resolve().parent.parent.parent
         (["a text"], ConfigError, "no(ne| encoder)"),
     ],
 )
-def test_queries(queries: Any, error: type[Exception], match: str) -> None:
+def test_queries(queries: Any, error: type[Exception], match: str, kind: str) -> None:
     with pytest.raises(error, match=match):
-        small(3).search(queries, 2)
+        small(3, engine=kind).search(queries, 2)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("top_k", [0, -1, 2.0, True, None])
-def test_top_k(top_k: Any) -> None:
+def test_top_k(top_k: Any, kind: str) -> None:
     with pytest.raises(ConfigError, match="top_k"):
-        small(3).search(torch.randn(1, WIDTH), top_k)
+        small(3, engine=kind).search(torch.randn(1, WIDTH), top_k)
 
 
-def test_thresholds_and_filters() -> None:
-    index = small(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_thresholds_and_filters(kind: str) -> None:
+    index = small(3, engine=kind)
     with pytest.raises(ConfigError, match="score_threshold"):
         index.search(torch.randn(1, WIDTH), 1, score_threshold=float("nan"))
     with pytest.raises(ConfigError, match="filter must be a dict"):
@@ -64,9 +68,10 @@ def test_query_texts(queries: Any, match: str) -> None:
         index.search(queries, 1)
 
 
-def test_another_encoder_is_known_by_its_fingerprint() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_encoder_is_known_by_its_fingerprint(kind: str) -> None:
     encoder = Letters(seed=1)
-    index = Index.build(["a text", "another"], encoder=encoder)
+    index = built(["a text", "another"], kind, encoder=encoder)
     other = Letters(seed=2)
     for queries in ("a text", other.encode(["a text"]), other.encode(["a text"]).tokens[:, 0]):
         with pytest.raises(IndexMismatchError, match=f"{encoder.fingerprint[:16]}.*{other.fingerprint[:16]}"):
@@ -111,6 +116,11 @@ class Tokens(Letters):
 def test_building(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         Index.build(**arguments)
+    if not {"engine", "tokens"} & set(arguments):
+        client = QdrantClient(":memory:")
+        with pytest.raises(error, match=match):
+            QdrantIndex.build(**arguments, client=client)
+        assert not client.get_collections().collections
 
 
 def test_engine_settings() -> None:

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from mmattn import Hits, Index, TextEncoder
+from mmattn.cli import main
 from mmattn.errors import AdapterFileError, ConfigError, MaskError, NonFiniteError, ShapeError, TextError
 from mmattn.retrieval.rerank import Reranker
 from tests.tiny_texts import POSITIONS, save_encoder
@@ -135,3 +137,82 @@ def test_a_score_that_is_no_number_is_refused(folder: Path) -> None:
     reranker.model.classifier.bias.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="the score of 'b' is nan"):
         reranker("a", ["b"])
+
+
+def hits() -> Hits:
+    """Of two queries; the second found two of three."""
+    return Hits(
+        torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]], requires_grad=True),
+        torch.tensor([[True] * 3, [True, True, False]]),
+        torch.arange(2.0 * 3 * 5).view(2, 3, 5),
+        [["a", "b", "c"], ["d", "e", "f"]],
+        TEXTS,
+        [[{"n": 3 * row + place} for place in range(3)] for row in range(2)],
+        [[torch.full((place + 1, 7), float(3 * row + place)) for place in range(3)] for row in range(2)],
+    )
+
+
+def test_hits_are_read_again_and_ordered(reranker: Reranker, alone: torch.Tensor) -> None:
+    before = hits()
+    found = before.rerank(QUERIES, reranker)
+    order = [sorted(range(3), key=lambda place: -alone[0, place]), sorted(range(2), key=lambda place: -alone[1, place])]
+    assert order[0] != [0, 1, 2]
+    order[1].append(2)
+    assert found.mask.tolist() == before.mask.tolist() and not found.scores.requires_grad
+    torch.testing.assert_close(found.scores[0], alone[0, order[0]])
+    torch.testing.assert_close(found.scores[1, :2], alone[1, order[1][:2]])
+    assert found.scores[1, 2] == -torch.inf
+    for row, places in enumerate(order):
+        for rank, place in enumerate(places):
+            for name in ("ids", "texts", "metadata"):
+                assert getattr(found, name)[row][rank] == getattr(before, name)[row][place]
+            assert torch.equal(found.vectors[row, rank], before.vectors[row, place])
+            tokens = found.tokens[row][rank]
+            assert tokens is before.tokens[row][place] and (tokens is None) == (place == 2 and row == 1)
+    best = found.first(1)
+    assert best.ids == [[found.ids[0][0]], [found.ids[1][0]]] and best.scores.shape == (2, 1)
+    assert best.memory(tokens=True).lengths == [order[0][0] + 1, order[1][0] + 1]
+
+
+def test_a_search_is_reranked(reranker: Reranker) -> None:
+    index = Index.build(torch.randn(7, 5), texts=["flowers", "x", "in spring", "a", "b", "c", "the woods"])
+    query = torch.randn(1, 5)
+    found = index.search(query, 11).rerank("the woods", reranker, batch_size=2).first(3)
+    scores = reranker("the woods", [index[name].text for name in range(7)]).scores[0]
+    assert found.ids == [sorted(range(7), key=lambda name: -scores[name])[:3]] and found.mask.all()
+    nobody = index.search(query, 2, filter={"no": 1}).rerank("the woods", reranker)
+    assert nobody.ids == [[None] * 2] and not nobody.mask.any()
+
+
+def test_the_first_of_hits() -> None:
+    before = hits()
+    first = before.first(2)
+    assert first.ids == [["a", "b"], ["d", "e"]] and first.mask.all()
+    assert first.scores.requires_grad
+    assert before.first(5).ids == before.ids
+    for count in (0, 1.0):
+        with pytest.raises(ConfigError, match="count"):
+            before.first(count)  # type: ignore[arg-type]
+
+
+def test_hits_that_cannot_be_reranked(reranker: Reranker) -> None:
+    with pytest.raises(ConfigError, match="texts, and hit 0 of query 0 has none"):
+        Hits(torch.ones(1, 2)).rerank("a", reranker)
+    with pytest.raises(ConfigError, match="'y', hit 1 of query 0, has none: give texts="):
+        Hits(torch.ones(1, 2), ids=[["x", "y"]], texts=[["a", None]]).rerank("a", reranker)
+    with pytest.raises(ShapeError, match="1 queries need as many lists of texts"):
+        hits().rerank("a", reranker)
+
+
+def test_the_command_line_reranks(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder = save_encoder(tmp_path / "encoder")
+    texts = [*TEXTS[0], *TEXTS[1]]
+    index = Index.build(texts, encoder=TextEncoder(encoder))
+    index.save(tmp_path / "index")
+    asked = ["index", "search", str(tmp_path / "index"), "the woods", "--encoder", str(encoder), "--top-k", "2"]
+    with pytest.raises(SystemExit):
+        main([*asked, "--rerank", str(folder)])
+    expected = index.search("the woods", 6).rerank("the woods", Reranker(folder)).first(2)
+    assert expected.texts is not None and expected.ids is not None
+    lines = zip(expected.scores[0].tolist(), expected.ids[0], expected.texts[0], strict=True)
+    assert capsys.readouterr().out.splitlines() == [f"{score:.3f}  {name}  {text}" for score, name, text in lines]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmattn import Hits, Index, Memory
-from tests.retrieval.searching import ENGINES, METRICS, WIDTH, Letters, held, reference, small
+from mmattn import Hits, Memory
+from mmattn.errors import ConfigError
+from tests.retrieval.searching import ENGINES, KINDS, METRICS, WIDTH, Letters, built, held, reference, small
 
 
 def agree(hits: Hits, queries: torch.Tensor, vectors: dict[Any, Any], metric: str) -> None:
@@ -19,26 +20,36 @@ def agree(hits: Hits, queries: torch.Tensor, vectors: dict[Any, Any], metric: st
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, "qdrant"])
 class TestEveryEngine:
     def test_finds_what_the_definition_finds(self, engine: str, metric: str) -> None:
-        index = small(engine=engine, metric=metric)
+        index = small(499 if engine == "qdrant" else 1103, engine=engine, metric=metric)
         queries = torch.randn(3, WIDTH)
         agree(index.search(queries, 7), queries, held(index), metric)
 
     def test_filters_and_thresholds(self, engine: str, metric: str) -> None:
-        index = small(2221, engine=engine, metric=metric, metadata=[{"odd": i % 2, "n": i} for i in range(2221)])
+        count = 499 if engine == "qdrant" else 2221
+        index = small(count, engine=engine, metric=metric, metadata=[{"odd": i % 2, "n": i} for i in range(count)])
         queries = torch.randn(3, WIDTH)
         vectors = held(index)
         odd = {name: vector for name, vector in vectors.items() if name % 2}
-        few = {name: vector for name, vector in vectors.items() if name % 191 == 5}
         agree(index.search(queries, 7, filter={"odd": 1}), queries, odd, metric)
-        agree(index.search(queries, 7, filter=lambda metadata: metadata["n"] % 191 == 5), queries, few, metric)
         agree(index.search(queries, 17, filter={"odd": 1, "n": 4}), queries, {}, metric)
         bar = float(index.search(queries, 7).scores[1, 3])
         hits = index.search(queries, 7, score_threshold=bar)
         assert hits.mask.tolist() == (index.search(queries, 7).scores >= bar).tolist()
         assert hits.ids is not None and hits.ids[1][4:] == [None] * 3 and None not in hits.ids[1][:4]
+
+    def test_filters_by_a_function(self, engine: str, metric: str) -> None:
+        count = 11 if engine == "qdrant" else 2221
+        index = small(count, engine=engine, metric=metric, metadata=range(count))
+        queries = torch.randn(3, WIDTH)
+        if engine == "qdrant":
+            with pytest.raises(ConfigError, match="got function: Qdrant .* cannot call .* use Index"):
+                index.search(queries, 7, filter=lambda number: number % 191 == 5)
+            return
+        few = {name: vector for name, vector in held(index).items() if name % 191 == 5}
+        agree(index.search(queries, 7, filter=lambda number: number % 191 == 5), queries, few, metric)
 
     def test_more_than_there_is_is_masked(self, engine: str, metric: str) -> None:
         index = small(5, engine=engine, metric=metric)
@@ -49,17 +60,17 @@ class TestEveryEngine:
         assert not hits.vectors[:, 5:].any() and (hits.scores[:, 5:] == -torch.inf).all()
 
     def test_nothing_is_found_in_nothing(self, engine: str, metric: str) -> None:
-        index = Index.build(torch.empty(0, WIDTH), metric=metric, engine=ENGINES[engine])
+        index = built(torch.empty(0, WIDTH), engine, metric=metric)
         hits = index.search(torch.randn(2, WIDTH), 3)
         assert not hits.mask.any() and hits.ids == [[None] * 3] * 2 and hits.memory().lengths == [0, 0]
         assert len(small(7, engine=engine).search(torch.empty(0, WIDTH), 3)) == 0
 
     def test_equal_vectors_come_in_their_order(self, engine: str, metric: str) -> None:
-        index = Index.build(torch.eye(WIDTH)[torch.arange(36) % 3], metric=metric, engine=ENGINES[engine])
+        index = built(torch.eye(WIDTH)[torch.arange(36) % 3], engine, metric=metric)
         assert index.search(torch.eye(WIDTH)[1], 5).ids == [[1, 4, 7, 10, 13]]
 
     def test_scores_carry_gradients(self, engine: str, metric: str) -> None:
-        index = small(1103, engine=engine, metric=metric)
+        index = small(101 if engine == "qdrant" else 1103, engine=engine, metric=metric)
         queries = torch.randn(2, WIDTH, requires_grad=True)
         hits = index.search(queries, 5)
         (gradient,) = torch.autograd.grad(hits.scores.sum(), queries)
@@ -85,8 +96,9 @@ class TestEveryEngine:
 
 
 class TestQueries:
-    def test_of_every_kind_find_the_same(self) -> None:
-        index = small(97)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_of_every_kind_find_the_same(self, kind: str) -> None:
+        index = small(97, engine=kind)
         query = torch.randn(WIDTH).half().float()
         expected = index.search(query[None], 3)
         for same in (query, query.double(), query.half(), query.tolist(), query.numpy(), Memory(query[None, None])):
@@ -94,33 +106,36 @@ class TestQueries:
             assert hits.ids == expected.ids
             torch.testing.assert_close(hits.scores, expected.scores, rtol=1e-6, atol=0)
 
-    def test_texts(self) -> None:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_texts(self, kind: str) -> None:
         texts = ["sun and moon", "a grey cat", "the moon"]
-        index = Index.build(texts, encoder=Letters())
+        index = built(texts, kind, encoder=Letters())
         hits = index.search(["the moon", "cat"], 2)
         assert hits.texts is not None and [row[0] for row in hits.texts] == ["the moon", "a grey cat"]
         assert index.search("the moon", 1, encoder=Letters()).ids == [[2]]
         assert index[1].text == "a grey cat" and len(index) == 3 and 2 in index and "2" not in index
 
-    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize("engine", [*ENGINES, "qdrant"])
     def test_autocast_changes_nothing(self, engine: str) -> None:
-        index = small(1499, engine=engine)
+        index = small(101 if engine == "qdrant" else 1499, engine=engine)
         queries = torch.randn(3, WIDTH)
         expected = index.search(queries, 5)
         with torch.autocast("cpu", torch.bfloat16):
             hits = index.search(queries, 5)
         assert hits.ids == expected.ids and torch.equal(hits.scores, expected.scores)
 
-    def test_an_index_made_in_inference_mode_serves_training(self) -> None:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_an_index_made_in_inference_mode_serves_training(self, kind: str) -> None:
         with torch.inference_mode():
-            index = small(7)
+            index = small(7, engine=kind)
             index.add(torch.randn(2, WIDTH))
         query = torch.randn(1, WIDTH, requires_grad=True)
         index.search(query, 3).scores.sum().backward()
         assert query.grad is not None and query.grad.any()
 
-    def test_a_batch_finds_what_each_row_finds_alone(self) -> None:
-        index = small(1103)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_batch_finds_what_each_row_finds_alone(self, kind: str) -> None:
+        index = small(101 if kind == "qdrant" else 1103, engine=kind)
         queries = torch.randn(13, WIDTH)
         together = index.search(queries, 5)
         for row in range(13):

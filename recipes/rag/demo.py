@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-import mmattn
 from ask import Asked
 from entries import Entries
 from facts import load_facts
 from train import some
+
+import mmattn
 
 ENTRIES, QUESTIONS = 300, 4
 

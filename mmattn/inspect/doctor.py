@@ -73,10 +73,7 @@ def heeds(trial: Trial) -> Verdict:
         index for index in adding if not apart(trial.places[index][1], trial.places[index][0]).max() > trial.nothing
     ]
     if deaf:
-        return (
-            False,
-            f"layers {deaf} add the same for another memory: look for a gate of 0 or keys and values that died",
-        )
+        return False, f"layers {deaf} add the same for another memory: a gate of 0, or keys and values that died"
     return True, "another memory is another share, for the same hidden states"
 
 

@@ -290,19 +290,19 @@ class UNet(Handle):
 
 
 def load_unet(name: str | PathLike[str]) -> Any:
-    """The UNet under a name on the hub or in a folder, by itself or as the `unet` of a pipeline.
+    """The UNet in a folder, or the `unet` of a pipeline in a folder or under a name on the hub.
 
     Raises:
         AdapterFileError: there is none, or its weights are no safetensors.
     """
     diffusers: Any = import_extra("diffusers", "diffusion")
-    inner = {} if os.path.isfile(os.path.join(name, diffusers.utils.CONFIG_NAME)) else {"subfolder": "unet"}
+    inner = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": "unet"}
     try:
         return diffusers.UNet2DConditionModel.from_pretrained(name, use_safetensors=True, **inner).eval()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise AdapterFileError(
-            f"no UNet can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
-            "kept from before, or the folder of a UNet or a pipeline, with safetensors"
+            f"no UNet can be loaded from {os.fspath(name)!r} ({error}); give a pipeline on the hub that is "
+            "reachable or kept from before, or the folder of a UNet or a pipeline, with safetensors"
         ) from error
 
 

@@ -101,8 +101,10 @@ def random_batch(model: Handle, name: str = "default") -> dict[str, Any]:
 
 def random_text(model: Handle, config: Any, generator: torch.Generator) -> dict[str, Any]:
     """Ids of a text, long enough for two chunks where there are chunks, and where images are in it."""
-    length = max(TOKENS, 2 * getattr(config, "chunk_size", 0) + 2)
-    size = getattr(text_config(model.host), "vocab_size", 2)
+    known = text_config(model.host)
+    wanted = max(TOKENS, 2 * getattr(config, "chunk_size", 0) + 2)
+    length = min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
+    size = getattr(known, "vocab_size", 2)
     batch = {"input_ids": torch.randint(size, (ROWS, length), generator=generator)}
     if getattr(config, "look", "all") == "latest":
         batch["images"] = (torch.arange(length) // 3).clamp(max=2).expand(ROWS, -1)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmattn.errors import MmattnError
 from mmattn.hosts.calls import Prepared
 from mmattn.inspect.batches import memories_of
 from mmattn.inspect.environment import version
@@ -43,8 +42,8 @@ def examine(model: Handle, batch: Mapping[str, Any]) -> Report:
             for question, experiment in QUESTIONS.items():
                 try:
                     verdict, answer = experiment(trial)
-                except MmattnError as error:
-                    verdict, answer = False, f"the experiment was refused: {error}"
+                except Exception as error:
+                    verdict, answer = False, f"the experiment stopped with {type(error).__name__}: {error}"
                 report.add(verdict, title + question, answer)
     trained, total = model.trainable_parameters()
     report.add(None, "trainable parameters", f"{trained:,} of {total:,} ({trained / max(total, 1):.2%})")

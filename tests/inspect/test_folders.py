@@ -48,7 +48,7 @@ def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_fresh_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = save(tmp_path, tiny.attach(tiny.make("llama"), opened=False))
     code, out, _ = doctor(capsys, adapter)
-    assert code == 1 and "\nFAIL  gates" in out and "0.gate, 0.feed_forward_gate, 2.gate" in out
+    assert code == 1 and "\nFAIL  gates" in out and "0.feed_forward_gate, 0.gate, 2.feed_forward_gate, 2.gate" in out
 
 
 def test_a_unet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,15 +200,18 @@ def describe_index(folder: Annotated[Path, typer.Argument(metavar="DIR", help="T
 
 
 @app.command()
-def doctor(folder: Annotated[Path, typer.Argument(metavar="DIR", help="An adapter's folder.")]) -> None:
-    """Examine an adapter folder.
+def doctor(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="An adapter's folder.")],
+    host: Annotated[str | None, typer.Option(help="The model it was trained on, to be examined with it.")] = None,
+) -> None:
+    """Examine an adapter folder, and with --host the adapter at work on a random batch.
 
     One verdict per line, and exit code 1 if one of them is bad.
     """
     check_adapter_folder(folder)
-    from mmattn.inspect.doctor import diagnose
+    from mmattn.inspect.folders import diagnose
 
-    report = diagnose(folder)
+    report = diagnose(folder, host)
     typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mmattn.errors import AdapterFileError, ConfigError, check_int
 from mmattn.files import check_values
@@ -26,23 +26,41 @@ def load_pretrained(
         NonFiniteError: NaN or infinity in the weights.
     """
     import transformers
-    from safetensors import SafetensorError
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        _refuse(name, what, error)
+    return tokenizer, load_model(kind, name, what, unused)
+
+
+def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = ()) -> Any:
+    """The model alone, as `load_pretrained` loads it.
+
+    Raises:
+        AdapterFileError, NonFiniteError: as there.
+    """
+    import transformers
+    from safetensors import SafetensorError
+
+    try:
         model, found = getattr(transformers, kind).from_pretrained(
             name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise AdapterFileError(
-            f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
-            "kept from before, or a folder with config.json, the tokenizer and model.safetensors"
-        ) from error
+        _refuse(name, what, error)
     missing = sorted(key for key in found["missing_keys"] if key.split(".")[0] not in unused)
     refuse_keys(name, type(model).__name__, missing, [])
     for key, tensor in model.state_dict().items():
         check_values(key, tensor)
-    return tokenizer, model
+    return model
+
+
+def _refuse(name: str | os.PathLike[str], what: str, error: Exception) -> NoReturn:
+    raise AdapterFileError(
+        f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
+        "kept from before, or a folder with config.json, the tokenizer and model.safetensors"
+    ) from error
 
 
 def refuse_keys(path: str | os.PathLike[str], name: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from mmattn.hosts import calls
 from mmattn.hosts.calls import Call, Prepared
 from mmattn.hosts.neighbours import Found, Retrieve
 from mmattn.memory import Memory
+
+if TYPE_CHECKING:
+    from mmattn.inspect.doctor import Report
 
 OneMemory = Memory | Prepared | Tensor | Retrieve | Found
 Memories = OneMemory | Mapping[str, OneMemory]
@@ -163,6 +166,34 @@ class Handle(nn.Module, ABC):
         """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
         named = ((name, self._adapter(name)) for name in self.adapters)
         return {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+
+    @abstractmethod
+    def place(self, index: int) -> nn.Module:
+        """The host's layer of this number, at which adapters act."""
+
+    def doctor(self, batch: Mapping[str, Any]) -> Report:
+        """Examine the active adapters on a batch: does memory arrive, is what must not be seen unseen, is all alive.
+
+        The model is called some twenty times and is afterwards as it was.
+
+        Args:
+            batch: what the model takes, by name, `memory` with it; two rows or more tell most.
+
+        Raises:
+            ConfigError: no batch with a memory. ConditionError: no adapter is active, or the batch has a cache.
+
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> import mmattn
+        >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        ...                                   num_attention_heads=4))
+        >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2, num_heads=3))
+        >>> report = model.doctor(dict(input_ids=torch.tensor([[5, 6, 7], [8, 9, 1]]), memory=torch.randn(2, 11, 24)))
+        >>> report.ok, report.failed  # fresh
+        (False, ['gates', 'each layer adds something', 'another memory'])
+        """
+        from mmattn.inspect.doctor import examine
+
+        return examine(self, batch)
 
     # Being together ------------------------------------------------------------------------------------------------
 

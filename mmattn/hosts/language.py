@@ -51,6 +51,10 @@ class LanguageModel(Handle):
         assert isinstance(layers, nn.ModuleList)
         return layers
 
+    def place(self, index: int) -> nn.Module:
+        """The decoder layer of this number."""
+        return self.layers[index]
+
     def add_adapter(self, name: str, adapter: GatedAdapter | ChunkedAdapter) -> None:
         """Put another adapter on the host, active beside those that are.
 

@@ -9,6 +9,7 @@ our core.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayers
-from mmattn.errors import AttachError, ConditionError, check_bool_mask
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, check_bool_mask, import_extra
 from mmattn.hosts import calls
 from mmattn.hosts.attention_layers import find_places, head_size, pick_places, text_width
 from mmattn.hosts.denoising import (
@@ -283,6 +285,23 @@ class UNet(Handle):
             if isinstance(checkpoint, InContext):
                 module.__dict__["_gradient_checkpointing_func"] = checkpoint.checkpoint
         return super().detach()
+
+
+def load_unet(name: str | PathLike[str]) -> Any:
+    """The UNet in a folder, or the `unet` of a pipeline in a folder or under a name on the hub.
+
+    Raises:
+        AdapterFileError: there is none, or its weights are no safetensors.
+    """
+    diffusers: Any = import_extra("diffusers", "diffusion")
+    inner = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": "unet"}
+    try:
+        return diffusers.UNet2DConditionModel.from_pretrained(name, use_safetensors=True, **inner).eval()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise AdapterFileError(
+            f"no UNet can be loaded from {os.fspath(name)!r} ({error}); give a pipeline on the hub that is "
+            "reachable or kept from before, or the folder of a UNet or a pipeline, with safetensors"
+        ) from error
 
 
 @torch.no_grad()

@@ -1,0 +1,324 @@
+"""`model.doctor`: a healthy model passes, each sickness is found by its own line, and the patient does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmattn
+from mmattn import heads
+from tests import chunks, tiny, tiny_unets
+
+ROWS, LENGTH, SLOTS = 3, 7, 5
+
+
+def batch(**memory: Any) -> dict[str, Any]:
+    """A text and its memory, every slot of it real unless told."""
+    return {"input_ids": tiny.text(ROWS, LENGTH), "memory": tiny.memory(ROWS, SLOTS, **memory)}
+
+
+def pictures(**memory: Any) -> dict[str, Any]:
+    """What a UNet is given, with a memory."""
+    sample, time, text = tiny_unets.given()[0]
+    memory = tiny.memory(tiny_unets.ROWS, **memory)
+    return {"sample": sample, "timestep": time, "encoder_hidden_states": text, "memory": memory}
+
+
+def answer(report: Any, question: str) -> str:
+    """What a report says to one question."""
+    (found,) = [line[2] for line in report.lines if line[1] == question]
+    return found
+
+
+def latest(**settings: Any) -> tuple[Any, dict[str, Any]]:
+    """A model whose tokens look at the last image before them, a batch with two images, and the token for one."""
+    token = 3
+    model = tiny.attach(tiny.make("llama"), look="latest", media_token=token, **settings)
+    ids = tiny.text(ROWS, 11).masked_fill_(tiny.text(ROWS, 11) == token, 4)
+    ids[:, 1] = token
+    ids[:2, 6] = token
+    segments = torch.tensor([0, 0, 0, 1, 1]).expand(ROWS, -1)
+    tokens = tiny.memory(ROWS, SLOTS).tokens
+    return model, {"input_ids": ids, "memory": mmattn.Memory(tokens, segments=segments)}
+
+
+def healthy() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
+    """Models and batches with nothing wrong, by name."""
+    left = tiny.left_padded([row[: 4 + i] for i, row in enumerate(tiny.text(ROWS, LENGTH))])
+    prompt = {"input_ids": left[0], "attention_mask": left[1]}
+    settings = {"null_slot": True, "length_norm": 7.0, "gate": "head", "qk_norm": True}
+    scored = mmattn.Memory(tiny.memory(ROWS, SLOTS).tokens, scores=torch.rand(ROWS, SLOTS))
+    return {
+        "llama": lambda: (tiny.attach(tiny.make("llama")), batch(lengths=[5, 2, 4])),
+        "one row empty": lambda: (tiny.attach(tiny.make("llama")), batch(lengths=[5, 0, 4])),
+        "gpt2, padded": lambda: (tiny.attach(tiny.make("gpt2"), **settings), prompt | {"memory": batch()["memory"]}),
+        "tuples": lambda: (tiny.attach(tiny.make("gpt_neo")), batch()),
+        "mixtral": lambda: (tiny.attach(tiny.make("mixtral")), batch()),
+        "bfloat16": lambda: (tiny.attach(tiny.make("llama")).to(torch.bfloat16), batch(lengths=[5, 2, 4])),
+        "scores": lambda: (tiny.attach(tiny.make("llama"), score_bias=True), batch() | {"memory": scored}),
+        "latest": latest,
+        "resampled": lambda: latest(resampler=mmattn.Resampler(num_latents=2, num_heads=2, head_dim=4)),
+        "chunked": lambda: (
+            chunks.attach(tiny.make("llama")),
+            {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.neighbours()},
+        ),
+        "chunked, a function": lambda: (
+            chunks.attach(tiny.make("gpt2")),
+            {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.Library()},
+        ),
+        "unet": lambda: (tiny_unets.attach(tiny_unets.make()), pictures(lengths=[5, 2, 3])),
+        "unet, tokens": lambda: (tiny_unets.attach(tiny_unets.make(), tokens=2), pictures(lengths=[5, 0, 3])),
+        "unet, core": lambda: (tiny_unets.attach(tiny_unets.make()).use_core(), pictures()),
+        "unet, in 4d": lambda: (tiny_unets.attach(tiny_unets.make("simple")), pictures()),
+    }
+
+
+@pytest.mark.parametrize("name", healthy())
+def test_a_healthy_model_passes(name: str) -> None:
+    model, given = healthy()[name]()
+    report = model.doctor(given)
+    assert report.ok, report
+    asked = {question: ok for ok, question, _ in report.lines}
+    must = {"gates", "each layer adds something", "each layer heeds the memory", "another memory", "padding", "rows"}
+    must |= {"empty memory", "disabled", "attention on padding"}
+    assert all(asked[question] is True for question in must), report
+    waits = name in ("latest", "resampled") or name.startswith("chunked")
+    assert asked["slots for later tokens"] is (True if waits else None)
+
+
+def test_the_table() -> None:
+    model = tiny.attach(tiny.make("llama"), null_slot=True)
+    report = model.doctor(batch(lengths=[5, 2, 4]))
+    lines = str(report).splitlines()
+    assert len(lines) == len(report.lines) == 16
+    begin = len("ok    ") + max(len(question) for _, question, _ in report.lines) + 2
+    assert all(line[begin - 2 : begin] == "  " and line[begin] != " " for line in lines), "answers are not aligned"
+    assert all(line.startswith(("ok    ", "note  ")) for line in lines)
+    trained, total = model.trainable_parameters()
+    assert answer(report, "trainable parameters").startswith(f"{trained:,} of {total:,}")
+    assert f"torch {torch.__version__.split('+')[0]}" in answer(report, "versions")
+    made = 2 * 2 * 2 * ROWS * (SLOTS + 1) * 8 * 4  # keys and values, layers, heads, slots and null, width, bytes
+    assert answer(report, "memory cost").startswith(f"{made:,} bytes")
+
+
+def test_figures_are_those_of_the_weights() -> None:
+    model, given = tiny.attach(tiny.make("llama"), null_slot=True), batch(lengths=[5, 2, 4])
+    report = model.doctor(given)
+    with mmattn.record(model) as weights:
+        model(**given)
+    for layer in (0, 2):
+        (seen,) = weights["default", layer]
+        shares = seen / seen.sum(-1, keepdim=True)
+        bits = -(shares * shares.clamp_min(1e-30).log2()).sum(-1).mean()
+        uniform = torch.tensor([5.0, 2.0, 4.0]).log2().mean()
+        assert f"{layer} {bits:.2f} of {uniform:.2f}" in answer(report, "attention entropy")
+        assert f"{layer} {1 - seen.sum(-1).mean():.1%}" in answer(report, "null slot")
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_patient_does_not_notice(mode: bool) -> None:
+    model = tiny.attach(tiny.make("llama"), dropout=0.5)
+    model.train(mode)
+    model.host.model.layers[1].train(not mode)
+    given = batch(lengths=[5, 2, 4]) | {"labels": tiny.text(ROWS, LENGTH)}
+
+    def state() -> Any:
+        hooks = [(name, sorted(m.__dict__), list(m._forward_hooks), m.training) for name, m in model.named_modules()]
+        return hooks, [list(m._forward_pre_hooks) for m in model.modules()], [p.grad for p in model.parameters()]
+
+    before, weights = state(), {name: value.clone() for name, value in model.state_dict().items()}
+    random, keys = torch.random.get_rng_state(), set(given)
+    assert model.doctor(given).ok
+    assert state() == before and set(given) == keys
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert torch.is_grad_enabled()
+
+
+class TestSickness:
+    def test_a_gate_at_zero(self) -> None:
+        model = tiny.attach(tiny.make("gpt2"))
+        block = model.adapters["default"].block(2)
+        with torch.no_grad():
+            block.gate.gate.zero_()
+            block.feed_forward_gate.gate.zero_()
+        report = model.doctor(batch(lengths=[5, 2, 4]))
+        assert report.failed == ["gates", "each layer adds something"]
+        assert "2.gate" in answer(report, "gates") and "0.gate" not in answer(report, "gates")
+        assert "layers [2]" in answer(report, "each layer adds something")
+
+    def test_a_gate_at_zero_before_a_feed_forward_that_is_open(self) -> None:
+        model = tiny.attach(tiny.make("llama"))
+        torch.nn.init.zeros_(model.adapters["default"].block(0).gate.gate)
+        report = model.doctor(batch())
+        assert report.failed == ["gates", "each layer heeds the memory"]
+        assert "layers [0]" in answer(report, "each layer heeds the memory")
+
+    def test_a_fresh_adapter(self) -> None:
+        for model, given in (
+            (tiny.attach(tiny.make("llama"), opened=False), batch()),
+            (tiny_unets.attach(tiny_unets.make(), opened=False), pictures()),
+        ):
+            report = model.doctor(given)
+            assert report.failed == ["gates", "each layer adds something", "another memory"]
+            assert "fresh" in answer(report, "gates") and "rows [0, 1, 2]" in answer(report, "another memory")
+
+    def test_a_block_that_ignores_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny.attach(tiny.make("llama"))
+
+        def constant(x: Tensor, *args: Any, seen: Tensor | None = None, **kwargs: Any) -> Tensor:
+            return x + 0.5 if seen is None else torch.where(seen, x + 0.5, x)
+
+        monkeypatch.setattr(model.adapters["default"].block(2), "forward", constant)
+        report = model.doctor(batch(lengths=[5, 2, 4]))
+        assert report.failed == ["each layer heeds the memory"]
+        assert "layers [2]" in answer(report, "each layer heeds the memory")
+        monkeypatch.setattr(model.adapters["default"].block(0), "forward", constant)
+        assert model.doctor(batch()).failed == ["each layer heeds the memory", "another memory"]
+
+    @pytest.mark.parametrize("leak", [lambda x: x.roll(1, 0), lambda x: x.mean(0, True).expand_as(x)])
+    @pytest.mark.parametrize("kind", ["llama", "gpt2", "unet"])
+    def test_rows_that_mix(self, kind: str, leak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        unet = kind == "unet"
+        model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make(kind))
+        adapter, given = model.adapters["default"], pictures() if unet else batch()
+        read = adapter.read
+        monkeypatch.setattr(adapter, "read", lambda memory: read(memory.replace(leak(memory.tokens))))
+        report = model.doctor(given)
+        assert report.failed == ["rows"]
+        assert "rows are mixed" in answer(report, "rows")
+
+    def test_one_row_that_looks_into_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny.attach(tiny.make("llama"))
+        adapter, ids = model.adapters["default"], tiny.text(7, LENGTH)
+        read = adapter.read
+
+        def peeping(memory: mmattn.Memory) -> mmattn.Memory:
+            tokens = memory.tokens.clone()
+            tokens[6, :1] += tokens[4, :1]
+            return read(memory.replace(tokens))
+
+        monkeypatch.setattr(adapter, "read", peeping)
+        report = model.doctor({"input_ids": ids, "memory": tiny.memory(7, SLOTS)})
+        assert report.failed == ["rows"]
+        assert "row 6" in answer(report, "rows") and answer(report, "rows").count("row ") == 1
+
+    @pytest.mark.parametrize("unet", [False, True])
+    def test_padding_that_is_attended_to(self, unet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make("llama"))
+        given = pictures() if unet else batch()
+        monkeypatch.setattr(heads, "combine_masks", lambda *args: None)
+        report = model.doctor(given)
+        assert report.failed == ["padding", "attention on padding"]
+        assert "being there" in answer(report, "padding")
+
+    def test_what_lies_in_padding(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny.attach(tiny.make("llama"))
+        adapter = model.adapters["default"]
+        read = adapter.read
+
+        def mixing(memory: mmattn.Memory) -> mmattn.Memory:
+            made = read(memory)
+            return made.replace(made.tokens + 1e-3 * memory.tokens.mean(1, keepdim=True))
+
+        monkeypatch.setattr(adapter, "read", mixing)
+        report = model.doctor(batch(lengths=[5, 2, 4]))
+        assert "padding" in report.failed and "rows" not in report.failed
+        assert "large numbers" in answer(report, "padding") and "NaN inf" in answer(report, "padding")
+
+    @pytest.mark.parametrize("unet", [False, True])
+    def test_something_where_there_is_nothing(self, unet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make("llama"))
+        adapter = model.adapters["default"]
+        part = adapter.attention(1) if unet else adapter.block(2)
+        forward = part.forward
+
+        def biased(*args: Any, **kwargs: Any) -> Any:
+            found = forward(*args, **kwargs)
+            return (found[0] + 0.1, *found[1:]) if isinstance(found, tuple) else found + 0.1
+
+        monkeypatch.setattr(part, "forward", biased)
+        report = model.doctor(pictures(lengths=[5, 2, 3]) if unet else batch(lengths=[5, 2, 4]))
+        assert report.failed == ["empty memory"]
+        assert all(word in answer(report, "empty memory") for word in ("0 slots", "all slots masked", "rows without"))
+
+    def test_a_token_that_sees_the_next_image(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from mmattn.hosts import language
+
+        model, given = latest()
+        rule = language.media
+        monkeypatch.setattr(language, "media", lambda images, segments: rule(images + 1, segments))
+        report = model.doctor(given)
+        assert "slots for later tokens" in report.failed and "padding" not in report.failed
+        assert "before token 6" in answer(report, "slots for later tokens")
+
+    def test_a_token_that_sees_what_its_own_chunk_found(self) -> None:
+        model = chunks.attach(tiny.make("llama"))
+        given = {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.neighbours()}
+        with early(model):
+            report = model.doctor(given)
+        assert report.failed == ["slots for later tokens"]
+
+    def test_an_experiment_that_breaks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny.attach(tiny.make("llama"))
+        adapter = model.adapters["default"]
+        read = adapter.read
+        monkeypatch.setattr(adapter, "read", lambda memory: memory.tokens[0, 0, 0] and read(memory))
+        report = model.doctor(batch())
+        assert report.failed == ["empty memory"]
+        assert "stopped with IndexError" in answer(report, "empty memory")
+
+    def test_an_adapter_that_cannot_be_disabled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny.attach(tiny.make("llama"))
+        monkeypatch.setattr(model, "adapt", lambda index, x: x + 0.1)
+        report = model.doctor(batch())
+        assert {"disabled", "empty memory"} <= set(report.failed)
+
+
+@contextmanager
+def early(model: Any) -> Iterator[None]:
+    """Inside the block tokens read the neighbours of their own chunk: the text looks a chunk longer than it is."""
+    from mmattn.hosts.neighbours import Given
+
+    places = Given.places
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Given,
+            "places",
+            lambda self, wanted, *rest: places(self, [(row, min(chunk + 1, 2)) for row, chunk in wanted], *rest),
+        )
+        yield
+
+
+def test_each_of_two_adapters_has_its_own_lines() -> None:
+    lm = tiny.make("llama")
+    model = tiny.attach(lm)
+    tiny.attach(lm, name="second", opened=False, layers=(1,))
+    report = model.doctor(batch())
+    assert report.failed == [f"second: {q}" for q in ("gates", "each layer adds something", "another memory")]
+    model.set_adapter("default")
+    assert model.doctor(batch()).ok
+
+
+def test_what_cannot_be_asked() -> None:
+    model = tiny.attach(tiny.make("llama"))
+    with pytest.raises(mmattn.ConfigError, match=r"with a memory .* got \['input_ids'\]"):
+        model.doctor({"input_ids": tiny.text(2)})
+    with pytest.raises(mmattn.ConfigError, match="got Memory"):
+        model.doctor(tiny.memory(2))
+    with pytest.raises(mmattn.ConfigError, match="no slot"):
+        model.doctor(batch(lengths=[0, 0, 0]))
+    with pytest.raises(mmattn.ShapeError, match="2 rows"):
+        model.doctor(batch() | {"input_ids": tiny.text(2)})
+    with pytest.raises(mmattn.ConditionError, match="past_key_values"):
+        model.doctor(batch() | {"past_key_values": model(tiny.text(ROWS, LENGTH)).past_key_values})
+    model.set_adapter([])
+    with pytest.raises(mmattn.ConditionError, match="no active adapter"):
+        model.doctor(batch())
+    one = tiny.attach(tiny.make("llama")).doctor({"input_ids": tiny.text(1), "memory": tiny.memory(1)})
+    assert one.ok and answer(one, "rows").startswith("not asked")

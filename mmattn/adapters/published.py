@@ -156,7 +156,8 @@ def read_published(
     strange = [block[name] for block in blocks.values() for name in block if name and name not in names]
     refuse_keys(source, f"the gated cross-attention of {family}", missing, strange)
     layers = _layers(family, sorted(blocks), others, host.depth, source)
-    first = {ours: tensors[blocks[min(blocks)][theirs]] for theirs, all_ours in names.items() for ours in all_ours}
+    lowest = {theirs: tensors[blocks[min(blocks)][theirs]] for theirs in names}
+    first = {ours: lowest[theirs] for theirs, all_ours in names.items() for ours in all_ours}
     settings = known.settings | _sizes(known, first, host, num_heads, f"{source} ({prefix}…)")
     adapter = GatedAdapter(
         **settings, layers=layers, place="before", memory_norm=False, look=look, media_token=media_token
@@ -169,7 +170,7 @@ def read_published(
         for theirs, all_ours in names.items():
             name, ours = blocks[number][theirs], [f"blocks.{layer}.{one}" for one in all_ours]
             value, shape = tensors[name], own[ours[0]].shape
-            needed = _published_shape(family, tuple(shape), theirs, len(ours))
+            needed = _published_shape(ours[0], tuple(shape), len(ours))
             if tuple(value.shape) != needed or not value.is_floating_point():
                 wrong.append(f"{name} {list(value.shape)} of {value.dtype}, needed {list(needed)} of floating point")
                 continue
@@ -211,9 +212,7 @@ def _layers(family: str, numbers: list[int], others: int, depth: int, source: st
         # Block i stands before layer i · interval.
         count = len(numbers)
         if numbers != list(range(count)) or depth % count:
-            raise AdapterFileError(
-                f"{source} has blocks {numbers}, which do not divide the {depth} layers of this host"
-            )
+            raise AdapterFileError(f"{source} has blocks {numbers}, which do not divide the {depth} layers of the host")
         return tuple(number * depth // count for number in numbers)
     layers = tuple(numbers)
     if family == "mllama":
@@ -236,9 +235,8 @@ def _sizes(
     known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads: int | None, source: str
 ) -> dict[str, Any]:
     """The settings that the tensors of a block and the host decide."""
-    q, k, up = (
-        first[name] for name in ("attention.q_proj.weight", "attention.k_proj.weight", "feed_forward.up.weight")
-    )
+    q, k = first["attention.q_proj.weight"], first["attention.k_proj.weight"]
+    up = first["feed_forward.up.weight"]
     if not all(matrix.dim() == 2 and matrix.numel() for matrix in (q, k, up)):
         raise AdapterFileError(f"{source}: the projections must be matrices, got {[list(m.shape) for m in (q, k, up)]}")
     if q.shape[1] != host.width:
@@ -251,8 +249,7 @@ def _sizes(
         head_dim = norm.numel()
     else:
         head_dim = known.head_dim or rows // (host.num_heads or 1)
-    stacked = 2 if first["attention.v_proj.weight"] is k else 1
-    kv_rows = k.shape[0] // stacked
+    kv_rows = k.shape[0] // max(len(stacked) for stacked in known.names.values())
     if not head_dim or rows % head_dim or kv_rows % head_dim:
         raise AdapterFileError(f"{source}: {rows} rows of queries and {kv_rows} of keys are no heads; give num_heads=")
     heads, kv_heads = rows // head_dim, kv_rows // head_dim
@@ -275,9 +272,9 @@ def _sizes(
     return settings
 
 
-def _published_shape(family: str, shape: tuple[int, ...], theirs: str, parts: int) -> tuple[int, ...]:
+def _published_shape(ours: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
     """The shape in which a tensor is published that has `shape` here."""
-    if "alpha" in theirs or "gate" in theirs.split(".")[-1]:
+    if ours.endswith(".gate"):
         return (1, 1, *shape) if shape else (1,)
     return (shape[0] * parts, *shape[1:])
 

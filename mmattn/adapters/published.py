@@ -158,7 +158,7 @@ def read_published(
     layers = _layers(family, sorted(blocks), others, host.depth, source)
     lowest = {theirs: tensors[blocks[min(blocks)][theirs]] for theirs in names}
     first = {ours: lowest[theirs] for theirs, all_ours in names.items() for ours in all_ours}
-    settings = known.settings | _sizes(known, first, host, num_heads, f"{source} ({prefix}…)")
+    settings = {**known.settings, **_sizes(known, first, host, num_heads, f"{source} ({prefix}…)")}
     adapter = GatedAdapter(
         **settings, layers=layers, place="before", memory_norm=False, look=look, media_token=media_token
     )

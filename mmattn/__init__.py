@@ -24,6 +24,7 @@ _HOME = {
     "Guidance": "mmattn.hosts.guidance",
     "attach": "mmattn.hosts",
     "load": "mmattn.hosts",
+    "load_published": "mmattn.hosts",
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "OpenCLIPTextEncoder": "mmattn.encoders.openclip",
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
         ShapeError,
         TextError,
     )
-    from mmattn.hosts import attach, load
+    from mmattn.hosts import attach, load, load_published
     from mmattn.hosts.guidance import Guidance
     from mmattn.inspect.record import record
     from mmattn.layers import CrossAttention, SelfAttention

@@ -231,9 +231,10 @@ def attend_checked(
         nothing = q.new_zeros(rows, h, l, v.shape[3]) + sum(tensor.reshape(-1)[:0].sum() for tensor in (q, k, v))
         return (nothing, q.new_zeros(rows, h, l, m)) if return_weights else nothing
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    if m <= _WIDEN_UP_TO and q.element_size() == 2 and q.device.type == "cpu" and not (backend or return_weights):
+    if q.element_size() == 2 and q.device.type == "cpu" and not (backend or return_weights):
         needed = q.requires_grad or k.requires_grad or v.requires_grad
-        if needed and torch.is_grad_enabled():
+        # The length is asked last: a traced graph would hold only for lengths of the same answer.
+        if needed and torch.is_grad_enabled() and m <= _WIDEN_UP_TO:
             with torch.autocast("cpu", enabled=False):
                 wide = q.float(), k.float(), v.float()
                 out = attend_checked(*wide, allowed, bias, causal, scale, dropout, None, False)

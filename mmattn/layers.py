@@ -31,6 +31,7 @@ class CrossAttention(FromWeights, MemoryHeads, nn.Module):
         num_heads: h. num_kv_heads: g, dividing h; g = 1 is multi-query. head_dim: k, d / h by default.
         bias: biases on the q, k, v projections. out_bias: on the output projection, as `bias` by default.
         qk_norm: RMSNorm on each head's queries and keys (arXiv 2010.04245 with a learned scale per channel).
+            norm_eps: its ε.
         rotary: rotary positions for queries and keys, at `query_positions` and `memory_positions`.
         null_slot: a learned slot that every query may look at ("nothing here answers"); it does not rescue a query
             that sees no real slot.
@@ -64,6 +65,7 @@ class CrossAttention(FromWeights, MemoryHeads, nn.Module):
         length_norm: float | None = None,
         score_bias: bool = False,
         dropout: float = 0.0,
+        norm_eps: float = 1e-6,
         scale: float | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -81,6 +83,7 @@ class CrossAttention(FromWeights, MemoryHeads, nn.Module):
         self.query_dim, self.memory_dim, self.num_heads, self.num_kv_heads = d, e, h, g
         self.value_dim = e if value_dim is None else check_int("value_dim", value_dim)
         self.dropout = check_float("dropout", dropout, at_least=0, below=1)
+        check_float("norm_eps", norm_eps, at_least=0)
         self.length_norm = None if length_norm is None else check_float("length_norm", length_norm, at_least=1)
         self.scale = 1 / math.sqrt(k) if scale is None else check_float("scale", scale)
         self.backend = None if backend is None else check_choice("backend", backend, BACKENDS)
@@ -91,8 +94,8 @@ class CrossAttention(FromWeights, MemoryHeads, nn.Module):
         self.k_proj = nn.Linear(e, g * k, bias, **made)
         self.v_proj = nn.Linear(self.value_dim, g * k, bias, **made)
         self.out_proj = nn.Linear(h * k, d, bias if out_bias is None else out_bias, **made)
-        self.q_norm = nn.RMSNorm(k, eps=1e-6, **made) if qk_norm else None
-        self.k_norm = nn.RMSNorm(k, eps=1e-6, **made) if qk_norm else None
+        self.q_norm = nn.RMSNorm(k, eps=norm_eps, **made) if qk_norm else None
+        self.k_norm = nn.RMSNorm(k, eps=norm_eps, **made) if qk_norm else None
         self.rotary = rotary
         self.score_scale = nn.Parameter(torch.ones((), **made)) if score_bias else None
         self.null_key = nn.Parameter(torch.randn(g, k, **made) * 0.02) if null_slot else None

@@ -100,6 +100,8 @@ class DecoupledLayers(AdapterLayers):
         sizes: of each of them.
     """
 
+    memory_norm: nn.LayerNorm
+
     def __init__(
         self, config: DecoupledAdapter, host_dim: int, layers: Sequence[int], sizes: Sequence[HeadSize]
     ) -> None:

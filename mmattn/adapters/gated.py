@@ -6,8 +6,9 @@ With x (b, l, d) the output of a host layer, M (b, m, e) the memory and α, β g
     z = y + tanh(β) · feed_forward(norm(y))
 
 Departures from the paper: the block follows a host layer instead of preceding the next one (the same place in the
-stack); a gate may be one number, one per head or one per channel; the memory is normalised once for all layers; a token
-that may look at nothing passes through bit for bit, feed-forward included.
+stack; `place` has it the other way); a gate may be one number, one per head or one per channel; the memory is
+normalised once for all layers; a token that may look at nothing passes through bit for bit, feed-forward included.
+Norms, place and feed-forward can be those of the models that followed: see `published.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from mmattn.layers import CrossAttention
 from mmattn.memory import Memory
 
 GATES = ("scalar", "head", "channel")
-LOOKS = ("all", "latest")
+LOOKS = ("all", "previous", "latest")
+PLACES = ("behind", "before")
+NORMS = ("layer", "rms")
+ACTIVATIONS = ("gelu", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class BlockSettings:
         gate: "scalar", "head" or "channel": how many numbers the attention gate has.
         qk_norm, null_slot, length_norm, score_bias, dropout: as in `CrossAttention`.
         resampler: turn the memory into few latents first.
+        place: the block is "behind" its host layer, or "before" it.
+        norm: "layer" or "rms", of what goes into the attention and the feed-forward. norm_eps: of these norms and of
+            qk_norm; what torch and `CrossAttention` have by default.
+        memory_norm: normalise the memory, once for all layers.
+        activation: "gelu", or "swiglu", which has a third matrix (arXiv 2002.05202).
     """
 
     memory_dim: int
@@ -61,6 +70,11 @@ class BlockSettings:
     score_bias: bool = False
     dropout: float = 0.0
     resampler: Resampler | None = None
+    place: str = "behind"
+    norm: str = "layer"
+    norm_eps: float | None = None
+    memory_norm: bool = True
+    activation: str = "gelu"
 
     def __post_init__(self) -> None:
         check_int("memory_dim", self.memory_dim, at_most=65536)
@@ -81,9 +95,13 @@ class BlockSettings:
             raise ConfigError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {heads}")
         check_float("feed_forward", self.feed_forward, at_least=0, below=64.1)
         check_choice("gate", self.gate, GATES)
-        for name in ("qk_norm", "null_slot", "score_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        check_choice("place", self.place, PLACES)
+        check_choice("norm", self.norm, NORMS)
+        check_choice("activation", self.activation, ACTIVATIONS)
+        if self.norm_eps is not None:
+            check_float("norm_eps", self.norm_eps, at_least=1e-12, below=1)
+        for name in ("qk_norm", "null_slot", "score_bias", "memory_norm"):
+            _check_bool(name, getattr(self, name))
         if self.length_norm is not None:
             check_float("length_norm", self.length_norm, at_least=1)
         check_float("dropout", self.dropout, at_least=0, below=1)
@@ -98,17 +116,25 @@ class BlockSettings:
             raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
 
 
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
+
+
 @dataclass(frozen=True)
 class GatedAdapter(BlockSettings):
     """Settings of gated cross-attention for a language model.
 
     Args:
-        look: "all" slots, or those of the "latest" image that began at or before the token (needs `media_token` or
-            `images` at the call, and segments in the memory).
+        look: "all" slots, or those of the "latest" image that began at or before the token, or of all "previous" ones
+            (needs `media_token` or `images` at the call, and segments in the memory).
         media_token: id of the token that stands for an image in the text.
+        feed_forward_all: the feed-forward also acts on tokens that may look at nothing, as in OpenFlamingo and Idefics;
+            by default they pass through bit for bit.
 
     The others are those of `BlockSettings`: memory_dim, every, layers, num_heads, head_dim, num_kv_heads, feed_forward,
-    gate, qk_norm, null_slot, length_norm, score_bias, dropout, resampler.
+    gate, qk_norm, null_slot, length_norm, score_bias, dropout, resampler, place, norm, norm_eps, memory_norm,
+    activation.
 
     >>> GatedAdapter(memory_dim=24, layers=[1, 3]).layers
     (1, 3)
@@ -116,12 +142,14 @@ class GatedAdapter(BlockSettings):
 
     look: str = "all"
     media_token: int | None = None
+    feed_forward_all: bool = False
 
     kind = "gated"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("look", self.look, LOOKS)
+        _check_bool("feed_forward_all", self.feed_forward_all)
         if self.media_token is not None:
             check_int("media_token", self.media_token, at_least=0)
 
@@ -153,11 +181,11 @@ class Gate(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """The gated cross-attention and feed-forward after one host layer."""
+    """The gated cross-attention and feed-forward at one host layer."""
 
     def __init__(self, config: BlockSettings, host_dim: int, memory_dim: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(host_dim)
+        self.norm = make_norm(config, host_dim)
         self.attention = CrossAttention(
             host_dim,
             memory_dim,
@@ -169,12 +197,13 @@ class GatedBlock(nn.Module):
             length_norm=config.length_norm,
             score_bias=config.score_bias,
             dropout=config.dropout,
+            norm_eps=1e-6 if config.norm_eps is None else config.norm_eps,
         )
         self.per_head = config.gate == "head"
         shape = {"scalar": (), "head": (config.num_heads,), "channel": (host_dim,)}[config.gate]
         self.gate = Gate(*shape)
         hidden = int(config.feed_forward * host_dim)
-        self.feed_forward = FeedForward(host_dim, hidden) if hidden else None
+        self.feed_forward = FeedForward(config, host_dim, hidden) if hidden else None
         self.feed_forward_gate = Gate(*(shape if config.gate == "channel" else ())) if hidden else None
 
     def forward(
@@ -214,21 +243,29 @@ class GatedBlock(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """norm, up, GELU, down."""
+    """norm, up, GELU, down; or for SwiGLU swish(x W₁) · (x W₂) between norm and down (arXiv 2002.05202, equation 6)."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, config: BlockSettings, dim: int, hidden: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(dim)
+        self.norm = make_norm(config, dim)
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
+        self.swish = nn.Linear(dim, hidden, bias=False) if config.activation == "swiglu" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, d) to (…, d)."""
-        return self.down(F.gelu(self.up(self.norm(x.to(self.norm.weight.dtype)))))
+        x = self.norm(x.to(self.norm.weight.dtype))
+        return self.down(F.gelu(self.up(x)) if self.swish is None else F.silu(self.swish(x)) * self.up(x))
+
+
+def make_norm(config: BlockSettings, dim: int) -> nn.LayerNorm | nn.RMSNorm:
+    """The norm in front of an attention or a feed-forward."""
+    kind = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
+    return kind(dim, eps=1e-5 if config.norm_eps is None else config.norm_eps)
 
 
 class BlockLayers(AdapterLayers):
-    """Gated blocks behind some layers of one host, and how the memory is read for them.
+    """Gated blocks at some layers of one host, and how the memory is read for them.
 
     Args:
         config: the settings. host_dim: d. layers: the host layers that get a block.
@@ -237,20 +274,25 @@ class BlockLayers(AdapterLayers):
     def __init__(self, config: BlockSettings, host_dim: int, layers: Sequence[int]) -> None:
         super().__init__(config, host_dim, layers)
         self.score_bias = config.score_bias
-        self.memory_norm = nn.LayerNorm(config.memory_dim)
+        self.memory_norm = nn.LayerNorm(config.memory_dim) if config.memory_norm else None
         self._add_resampler(config.resampler)
         self.blocks = nn.ModuleDict(
             {name: GatedBlock(config, host_dim, config.memory_dim) for name in self.names.values()}
         )
 
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the memory's norm, or of the first block where there is none."""
+        return self.block(self.layers[0]).norm.weight if self.memory_norm is None else self.memory_norm.weight
+
     def block(self, layer: int) -> GatedBlock:
-        """The block behind host layer `layer`."""
+        """The block at host layer `layer`."""
         block = self.blocks[self.names[layer]]
         assert isinstance(block, GatedBlock)
         return block
 
     def attention(self, layer: int) -> CrossAttention:
-        """The cross-attention of the block behind host layer `layer`."""
+        """The cross-attention of the block at host layer `layer`."""
         return self.block(layer).attention
 
     def check_memory(self, name: str, memory: Memory) -> None:
@@ -264,9 +306,10 @@ class BlockLayers(AdapterLayers):
             raise ShapeError(f"adapter {name!r} was made with score_bias=True and the memory has no scores")
 
     def read(self, memory: Memory) -> Memory:
-        """The memory as every block sees it: normalised, and resampled where the adapter has a resampler."""
-        memory = self._taken_in(memory)
-        made = memory.replace(self.memory_norm(memory.tokens))
+        """The memory as every block sees it: normalised and resampled where the adapter has it so."""
+        made = self._taken_in(memory)
+        if self.memory_norm is not None:
+            made = made.replace(self.memory_norm(made.tokens))
         return made if self.resampler is None else self.resampler(made)
 
 
@@ -280,5 +323,6 @@ class GatedLayers(BlockLayers):
             ShapeError: another width, or scores or segments are missing.
         """
         super().check_memory(name, memory)
-        if self.config.look == "latest" and memory.segments is None:
-            raise ShapeError(f"adapter {name!r} looks at the latest image and the memory has no segments")
+        if self.config.look != "all" and memory.segments is None:
+            images = "latest image" if self.config.look == "latest" else "previous images"
+            raise ShapeError(f"adapter {name!r} looks at the {images} and the memory has no segments")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
 from mmattn.errors import ShapeError
@@ -23,7 +23,7 @@ class AdapterLayers(nn.Module, ABC):
         layers: the host layers that get a block.
     """
 
-    memory_norm: nn.LayerNorm
+    memory_norm: nn.LayerNorm | None
     score_bias = False
 
     def __init__(self, config: Any, host_dim: int, layers: Sequence[int]) -> None:
@@ -36,6 +36,12 @@ class AdapterLayers(nn.Module, ABC):
     def _add_resampler(self, settings: Resampler | None) -> None:
         self.resampler = None if settings is None else PerceiverResampler(settings, self.config.memory_dim)
 
+    @property
+    def weight(self) -> Tensor:
+        """A weight that tells on which device and in which dtype a memory is read."""
+        assert self.memory_norm is not None
+        return self.memory_norm.weight
+
     @abstractmethod
     def attention(self, layer: int) -> CrossAttention | PlainHeads:
         """What attends to the memory for host layer `layer`."""
@@ -46,7 +52,8 @@ class AdapterLayers(nn.Module, ABC):
 
     def reading_parameters(self) -> Iterator[nn.Parameter]:
         """The weights that `read` uses."""
-        yield from self.memory_norm.parameters()
+        if self.memory_norm is not None:
+            yield from self.memory_norm.parameters()
         if self.resampler is not None:
             yield from self.resampler.parameters()
 
@@ -64,7 +71,7 @@ class AdapterLayers(nn.Module, ABC):
 
     def _taken_in(self, memory: Memory) -> Memory:
         """The memory on the device and in the dtype of the weights, padding set to 0."""
-        weight = self.memory_norm.weight
+        weight = self.weight
         tokens = memory.tokens.to(weight.device)
         if not torch.is_autocast_enabled(tokens.device.type):
             tokens = tokens.to(weight.dtype)

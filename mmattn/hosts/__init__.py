@@ -1,11 +1,12 @@
-"""Frozen models that gain a memory: `attach` joins, `load` joins with weights from a folder."""
+"""Frozen models that gain a memory: `attach` joins, `load` and `load_published` join with weights from files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
@@ -82,3 +83,44 @@ def load(
     from mmattn.hosts.adapter_files import load as load_folder
 
     return load_folder(host, folder, name, path)
+
+
+def load_published(
+    host: nn.Module,
+    family: str,
+    weights: Mapping[str, Tensor] | str | PathLike[str],
+    name: str = "default",
+    *,
+    look: str = "latest",
+    media_token: int | None = None,
+    num_heads: int | None = None,
+    path: str | None = None,
+) -> LanguageModel:
+    """Put the gated cross-attention of a published model on a host that holds the rest of its text part.
+
+    The memory is what the published blocks attend to: for Idefics the states of its vision model, resampled where it
+    has a resampler, for Mllama those behind `multi_modal_projector`, for OpenFlamingo those behind its perceiver; with
+    segments that number the images of each row.
+
+    Args:
+        host: for Idefics the Llama with its `layers`; for Mllama the Llama made of the layers that are not
+            cross-attention, in their order; for OpenFlamingo its language model.
+        family: "idefics", "mllama" or "openflamingo".
+        weights: a state dict, a `.safetensors` or `.bin` file, or a folder of safetensors files; other tensors than
+            those of the blocks are left alone.
+        name, path: as in `attach`.
+        look: what a token sees: the "latest" image, all "previous" ones, or "all".
+        media_token: id of the token that stands for an image; or give `images` at each call.
+        num_heads: where it cannot be read off: OpenFlamingo with heads of another width than 64.
+
+    Raises:
+        AdapterFileError: tensors are missing, unknown or of another shape, the host is not the one they were made
+            for, or its feed-forward is no SwiGLU (Idefics, Mllama). AttachError: the name is taken. Nothing is changed.
+    """
+    from mmattn.hosts.published import load_published as load_weights
+
+    model = load_weights(
+        host, family, weights, name, look=look, media_token=media_token, num_heads=num_heads, path=path
+    )
+    assert isinstance(model, LanguageModel)
+    return model

@@ -85,7 +85,7 @@ def page_rows(model: LanguageModel, names: Iterable[str], memory: Memory) -> dic
     made = {}
     for name in names:
         adapter = model._adapter(name)
-        with torch.autocast(adapter.memory_norm.weight.device.type, enabled=False):
+        with torch.autocast(adapter.weight.device.type, enabled=False):
             read = adapter.read(memory)
             made[f"{name}.mask"] = read._filled("mask")
             for layer in adapter.layers:

@@ -92,7 +92,7 @@ class Prepared:
         )
 
     def _kept_by(self, name: str, adapter: AdapterLayers) -> Kept:
-        autocast = torch.is_autocast_enabled(adapter.memory_norm.weight.device.type)
+        autocast = torch.is_autocast_enabled(adapter.weight.device.type)
         kept = self._kept.get(name)
         # Another host may have an adapter of this name.
         if kept is None or kept.adapter() is not adapter or kept.autocast != autocast:
@@ -113,7 +113,7 @@ class Call:
         images: (b, l) how many images began at or before each token, where the caller says so.
         strength: multiplies what the adapters add.
         expands: rows of text may be a multiple of the rows of memory (beams, inside `generate`).
-        probe: (host layer -> row) instead of a memory: disturb that row there.
+        probe: (place, host layer) -> row instead of a memory: disturb that row there.
         prompt: (b, l) ids or (b, l, d) embeddings that `generate` began with. next_noted: what the host gets next.
     """
 
@@ -121,7 +121,7 @@ class Call:
     images: Tensor | None = None
     strength: float = 1.0
     expands: bool = False
-    probe: Mapping[int, int] | None = None
+    probe: Mapping[tuple[str, int], int] | None = None
     prompt_images: dict[int | None, Tensor] = field(default_factory=dict)
     prompt: Tensor | None = None
     next_noted: Noted | None = None
@@ -232,8 +232,8 @@ def images_of_piece(call: Call, media_token: int | None, rows: int, length: int)
         known = images_so_far(piece.input_ids, media_token)
     if known is None:
         raise ConditionError(
-            "look='latest' must know which images began before each token: give images=(b, l), or media_token= to the "
-            "adapter and the text from its first token on"
+            "look='latest' and 'previous' must know which images began before each token: give images=(b, l), or "
+            "media_token= to the adapter and the text from its first token on"
         )
     if known.shape[1] == length and not call.expands:
         past = 0

@@ -1,9 +1,9 @@
-"""Causal language models of transformers as hosts: adapters act on the output of chosen decoder layers."""
+"""Causal language models of transformers as hosts: adapters act behind or before chosen decoder layers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from os import PathLike
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.chunked import ChunkedAdapter, ChunkedLayers
-from mmattn.adapters.gated import BlockLayers, BlockSettings, GatedAdapter
+from mmattn.adapters.gated import BlockLayers, GatedAdapter
 from mmattn.attention import combine_masks, visible_rows
-from mmattn.errors import AttachError, ConditionError, check_float
+from mmattn.errors import AttachError, check_float
 from mmattn.hosts import calls
 from mmattn.hosts.bank import Bank
 from mmattn.hosts.calls import Call, Piece
+from mmattn.hosts.decoder_layers import device_of, listen, maker_of, pick_layers, probe
 from mmattn.hosts.families import find_layers, host_width
 from mmattn.hosts.handle import Handle, Memories, check_host, forget_compiled
 from mmattn.hosts.neighbours import Blocks, Given, Neighbours
@@ -69,13 +70,14 @@ class LanguageModel(Handle):
             )
         picked = pick_layers(adapter, len(self.layers))
         built = adapter.build(host_width(self.host), picked)
-        probe(self, picked)
-        for index in picked:
-            # A block lives where the output of its layer is: with a device map, on several devices.
-            built.block(index).to(device_of(self.layers[index]))
-        built.memory_norm.to(device_of(self.layers[picked[0]]))
-        if built.resampler is not None:
-            built.resampler.to(device_of(self.layers[picked[0]]))
+        probe(self, picked, adapter.place)
+        # A block lives where the states that it changes are: with a device map, on several devices.
+        devices = [device_of(maker_of(self, index, adapter.place)) for index in picked]
+        for index, device in zip(picked, devices, strict=True):
+            built.block(index).to(device)
+        for part in (built.memory_norm, built.resampler):
+            if part is not None:
+                part.to(devices[0])
         built.train(self.host.training)
         self.adapters[name] = built
         self.active.append(name)
@@ -85,19 +87,17 @@ class LanguageModel(Handle):
         forget_compiled()
         for hook in self._hooks:
             hook.remove()
-        used = sorted({index for name in self.adapters for index in self._adapter(name).layers})
+        parts = [self._adapter(name) for name in self.adapters]
+        used = sorted({(index, part.config.place) for part in parts for index in part.layers})
         self._hooks = []
         # peft's generate calls the model inside its own.
         for host in dict.fromkeys((self.host, inner_host(self.host))):
             self._hooks.append(host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
             self._hooks.append(host.register_forward_hook(AfterHost(), always_call=True))
         forget_texts(self.host)
-        if any(isinstance(self._adapter(name), ChunkedLayers) for name in self.adapters):
+        if any(isinstance(part, ChunkedLayers) for part in parts):
             note_texts(self, self.host)
-        # First among the hooks of a layer: those that record hidden states must see what the adapters added.
-        self._hooks += [
-            self.layers[index].register_forward_hook(AfterLayer(self, index), prepend=True) for index in used
-        ]
+        self._hooks += [listen(self, index, place) for index, place in used]
 
     # Entries that many requests look at ------------------------------------------------------------------------------
 
@@ -244,20 +244,21 @@ class LanguageModel(Handle):
         forget_texts(self.host)
         return super().detach()
 
-    def adapt(self, index: int, x: Tensor) -> Tensor:
-        """What the hidden states x (b, l, d) behind layer `index` become in the current call."""
+    def adapt(self, index: int, x: Tensor, place: str) -> Tensor:
+        """What the hidden states x (b, l, d) behind or before layer `index` become in the current call."""
         call = self._current()
         if call is None:
             return x
         if call.probe is not None:
-            if index not in call.probe:
+            if (place, index) not in call.probe:
                 return x
             disturbed = x.clone()
-            disturbed[call.probe[index]] += torch.linspace(-1, 1, x.shape[-1], device=x.device).to(x.dtype)
+            disturbed[call.probe[place, index]] += torch.linspace(-1, 1, x.shape[-1], device=x.device).to(x.dtype)
             return disturbed
         for name in call.memories:
             adapter = self._adapter(name)
-            if name in self.active and index in adapter.layers and not calls.is_off(self._key, name):
+            here = index in adapter.layers and adapter.config.place == place
+            if here and name in self.active and not calls.is_off(self._key, name):
                 x = self._look(x, call, name, adapter, index)
         return x
 
@@ -272,11 +273,13 @@ class LanguageModel(Handle):
         queries = rows // max(prepared.batch, 1) * length
         memory, kept = prepared.look(name, adapter, index, queries)
         attention_mask = None
-        if adapter.config.look == "latest":
+        look = adapter.config.look
+        if look != "all":
             images = calls.images_of_piece(call, adapter.config.media_token, rows, length).to(x.device)
             segments = memory.segments
             assert segments is not None
-            attention_mask = media(images, segments.repeat_interleave(rows // prepared.batch, 0)).tensor
+            segments = segments.repeat_interleave(rows // prepared.batch, 0)
+            attention_mask = media(images, segments, "latest" if look == "latest" else "all").tensor
         sizes = (rows, prepared.batch, 1, length, memory.length)
         allowed = combine_masks(memory.mask, attention_mask, sizes)
         seen = visible_rows(allowed, rows, memory.length, device=x.device)
@@ -286,7 +289,7 @@ class LanguageModel(Handle):
             mask=memory.mask if kept is None else None,
             scores=memory.scores if adapter.config.score_bias and kept is None else None,
             attention_mask=attention_mask,
-            seen=seen,
+            seen=None if adapter.config.feed_forward_all else seen,
             strength=call.strength,
         )
 
@@ -305,7 +308,7 @@ class BeforeHost:
         refuse_packed(kwargs)
         blocks = self.blocks(call, input_ids, kwargs)
         # Only where it matters: a compiler cannot follow the note.
-        if blocks or any(getattr(self.handle._adapter(name).config, "look", "") == "latest" for name in call.memories):
+        if blocks or any(getattr(self.handle._adapter(name).config, "look", "all") != "all" for name in call.memories):
             calls.reading(Piece(input_ids, past_length(kwargs), blocks))
 
     def blocks(self, call: Call, input_ids: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Blocks]:
@@ -331,83 +334,3 @@ class AfterHost:
 
     def __call__(self, host: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls.reading(None)
-
-
-class AfterLayer:
-    """Hands the hidden states behind one decoder layer to the adapters."""
-
-    def __init__(self, handle: LanguageModel, index: int) -> None:
-        self.handle, self.index = handle, index
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if layer.training and getattr(layer, "gradient_checkpointing", False) and runs_hooks_again(layer):
-            raise ConditionError(
-                "gradient checkpointing of this transformers runs hooks a second time in the backward pass, when the "
-                "memory may be another: upgrade transformers, or call gradient_checkpointing_disable()"
-            )
-        if isinstance(output, Tensor):
-            return self.handle.adapt(self.index, output)
-        return (self.handle.adapt(self.index, output[0]), *output[1:])
-
-
-def runs_hooks_again(layer: nn.Module) -> bool:
-    """Whether checkpointing wraps the call of a layer, hooks included, as in transformers 5.0, and not its forward."""
-    return any(
-        base.__name__ == "GradientCheckpointingLayer" and "__call__" in vars(base) for base in type(layer).__mro__
-    )
-
-
-def pick_layers(adapter: BlockSettings, depth: int) -> list[int]:
-    """The host layers an adapter asks for.
-
-    Raises:
-        AttachError: the host is not that deep.
-    """
-    if adapter.layers is not None:
-        if adapter.layers[-1] >= depth:
-            raise AttachError(f"layers {list(adapter.layers)} were asked for and the host has layers 0 to {depth - 1}")
-        return list(adapter.layers)
-    every = 4 if adapter.every is None else adapter.every
-    if every > depth:
-        raise AttachError(f"every={every} was asked for and the host has only {depth} layers: choose at most {depth}")
-    return list(range(every - 1, depth, every))
-
-
-@torch.no_grad()
-def probe(model: LanguageModel, picked: Sequence[int]) -> None:
-    """Prove that what is written behind each picked layer changes the host's answer.
-
-    One forward of two tokens; row r is disturbed behind the r-th picked layer only, row 0 nowhere.
-
-    Raises:
-        ConditionError: a layer whose output does not matter. ShapeError: hidden states of another width.
-    """
-    host, layers = model.host, model.layers
-    modes = [(module, module.training) for module in host.modules()]
-    hooks = [layers[index].register_forward_hook(AfterLayer(model, index), prepend=True) for index in picked]
-    get_embeddings: Any = getattr(host, "get_input_embeddings", None)
-    embeddings = host if get_embeddings is None else get_embeddings()
-    rows = {index: row + 1 for row, index in enumerate(picked)}
-    ids = torch.ones(len(picked) + 1, 2, dtype=torch.long, device=device_of(embeddings))
-    try:
-        for module, _ in modes:
-            module.training = False
-        with calls.entered(model._key, Call({}, probe=rows)):
-            logits = host(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for hook in hooks:
-            hook.remove()
-    blind = [index for index, row in rows.items() if torch.equal(logits[row], logits[0])]
-    if blind:
-        raise ConditionError(
-            f"what is written behind layers {blind} does not reach the answer of {type(host).__name__}: memory would "
-            "be lost there; name the list of decoder layers with path=, or choose other layers"
-        )
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """The device of a module's first weight, the CPU where it has none or is offloaded."""
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device

@@ -22,6 +22,10 @@ SETTINGS = {
     "length norm": {"length_norm": 17.0},
     "score bias": {"score_bias": True},
     "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
+    "before the layer": {"place": "before"},
+    "RMS norm": {"norm": "rms", "norm_eps": 1e-3, "qk_norm": True},
+    "no memory norm": {"memory_norm": False},
+    "SwiGLU": {"activation": "swiglu"},
 }
 
 settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))

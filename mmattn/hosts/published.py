@@ -1,0 +1,127 @@
+"""Gated cross-attention of published models onto their own text part: from a state dict, a file or a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.published import TextHost, read_published
+from mmattn.errors import AdapterFileError, AttachError
+from mmattn.hosts.families import host_depth, host_width, text_config
+from mmattn.hosts.handle import Handle
+
+Weights = Mapping[str, Tensor] | str | PathLike[str]
+
+
+def text_host(host: nn.Module) -> TextHost:
+    """What the config of a language model says of its layers.
+
+    Raises:
+        AttachError: no language model.
+    """
+    config, depth = text_config(host), host_depth(host)
+    if depth is None:
+        raise AttachError(f"the config of {type(host).__name__} has no num_hidden_layers: is it a language model?")
+    return TextHost(
+        depth,
+        host_width(host),
+        getattr(config, "num_attention_heads", None),
+        getattr(config, "rms_norm_eps", None),
+        getattr(config, "hidden_act", None),
+    )
+
+
+class Files(Mapping[str, Tensor]):
+    """The tensors of safetensors files, read when they are asked for.
+
+    Raises:
+        AdapterFileError: a file that is torn or something else, or a tensor in two files.
+    """
+
+    def __init__(self, paths: list[str]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._home: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise AdapterFileError(f"{path!r} cannot be read as safetensors: {error}; fetch it again") from error
+            twice = [name for name in file.keys() if name in self._home]  # noqa: SIM118
+            if twice:
+                raise AdapterFileError(f"{path!r} and another file beside it both hold {twice[:3]}; name one file")
+            self._home.update(dict.fromkeys(file.keys(), file))
+
+    def __getitem__(self, name: str) -> Tensor:
+        value: Tensor = self._home[name].get_tensor(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+
+def read_weights(weights: Weights) -> tuple[Mapping[str, Tensor], str]:
+    """The tensors by name, and what messages call them; a `.bin`, `.pt` or `.pth` is unpickled with `weights_only`.
+
+    Raises:
+        AdapterFileError: they cannot be read, or are no tensors by name.
+    """
+    if isinstance(weights, Mapping):
+        given: Any = weights
+        source = "the state dict"
+    else:
+        path = os.fspath(weights)
+        source = repr(path)
+        if os.path.isdir(path):
+            paths = sorted(os.path.join(path, name) for name in os.listdir(path) if name.endswith(".safetensors"))
+            if not paths:
+                raise AdapterFileError(f"{source} holds no safetensors file; name the file with the weights")
+            return Files(paths), source
+        if not path.endswith((".bin", ".pt", ".pth")):
+            return Files([path]), source
+        try:
+            given = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torn pickles raise all there is
+            raise AdapterFileError(f"{source} cannot be read as weights: {error}; fetch it again") from error
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in given.items()
+    ):
+        raise AdapterFileError(f"{source} must hold tensors by name, as a state dict does")
+    return given, source
+
+
+def load_published(
+    host: nn.Module,
+    family: str,
+    weights: Weights,
+    name: str = "default",
+    *,
+    look: str = "latest",
+    media_token: int | None = None,
+    num_heads: int | None = None,
+    path: str | None = None,
+) -> Any:
+    """What `mmattn.load_published` does; everything is checked before the host is touched."""
+    from mmattn.hosts import attach
+
+    if isinstance(host, Handle):
+        host = host.host
+    tensors, source = read_weights(weights)
+    try:
+        facts = text_host(host)
+    except AttachError as error:
+        raise AdapterFileError(f"cannot load {family} onto {type(host).__name__}: {error}") from error
+    settings, state = read_published(
+        family, tensors, facts, look=look, media_token=media_token, num_heads=num_heads, source=source
+    )
+    model = attach(host, settings, name, path=path)
+    model._adapter(name).load_state_dict(state)
+    return model

@@ -84,13 +84,13 @@ def random_batch(model: Handle, name: str = "default") -> dict[str, Any]:
     """A batch of random numbers for one adapter of a model, some of the memory's slots masked."""
     generator = torch.Generator().manual_seed(0)
     adapter = model._adapter(name)
-    device = adapter.memory_norm.weight.device
+    device = adapter.weight.device
 
     def random(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator).to(device)
 
     batch = random_picture(model, random) if isinstance(model, UNet) else random_text(model, adapter.config, generator)
-    parts = 2 if adapter.config.kind == "chunked" or getattr(adapter.config, "look", "all") == "latest" else 1
+    parts = 2 if adapter.config.kind == "chunked" or getattr(adapter.config, "look", "all") != "all" else 1
     m = parts * SLOTS
     segments = torch.arange(parts).repeat_interleave(SLOTS).expand(ROWS, m).to(device) if parts > 1 else None
     mask = (torch.arange(m) % SLOTS < torch.tensor([SLOTS, SLOTS - 2, SLOTS - 1])[:, None]).to(device)
@@ -106,7 +106,7 @@ def random_text(model: Handle, config: Any, generator: torch.Generator) -> dict[
     length = min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
     size = getattr(known, "vocab_size", 2)
     batch = {"input_ids": torch.randint(size, (ROWS, length), generator=generator)}
-    if getattr(config, "look", "all") == "latest":
+    if getattr(config, "look", "all") != "all":
         batch["images"] = (torch.arange(length) // 3).clamp(max=2).expand(ROWS, -1)
     return batch
 

@@ -135,7 +135,7 @@ class Trial:
             shape = (ids if ids is not None else self.batch["inputs_embeds"]).shape[:2]
             real = self.batch.get("attention_mask")
             begun = (torch.ones(shape) if real is None else real.cpu()).bool().cumsum(1) // config.chunk_size
-        elif getattr(config, "look", "all") == "latest":
+        elif getattr(config, "look", "all") != "all":
             images = self.batch.get("images")
             begun = images_so_far(ids, config.media_token) if images is None else images  # type: ignore[arg-type]
         else:
@@ -227,14 +227,17 @@ def _tapped(
     place: nn.Module, index: int, into: dict[int, Tensor], out: dict[int, Tensor], given: Mapping[int, Tensor] | None
 ) -> Iterator[None]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else kwargs["hidden_states"]
-        into[index] = x if given is None else given[index]
-        return ((into[index], *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": into[index]})
+        into[index] = _states(args, kwargs) if given is None else given[index]
+        return _with_states(into[index], args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         out[index] = output if isinstance(output, Tensor) else output[0]
 
-    hooks = [place.register_forward_pre_hook(before, with_kwargs=True), place.register_forward_hook(after)]
+    # First: an adapter that acts before its layer must be handed what is given here.
+    hooks = [
+        place.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        place.register_forward_hook(after),
+    ]
     try:
         yield
     finally:
@@ -245,8 +248,15 @@ def _tapped(
 @contextlib.contextmanager
 def _taken_back(place: nn.Module) -> Iterator[None]:
     own: list[Any] = []
+    given: list[Tensor] = []
     # The first hook hears the host alone, the last one has the last word.
     hooks = [
+        place.register_forward_pre_hook(
+            lambda module, args, kwargs: given.append(_states(args, kwargs)), with_kwargs=True, prepend=True
+        ),
+        place.register_forward_pre_hook(
+            lambda module, args, kwargs: _with_states(given.pop(), args, kwargs), with_kwargs=True
+        ),
         place.register_forward_hook(lambda module, args, output: own.append(output), prepend=True),
         place.register_forward_hook(lambda module, args, output: own.pop()),
     ]
@@ -255,3 +265,12 @@ def _taken_back(place: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    states: Tensor = args[0] if args else kwargs["hidden_states"]
+    return states
+
+
+def _with_states(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})

@@ -35,10 +35,10 @@ def answer(report: Any, question: str) -> str:
     return found
 
 
-def latest(**settings: Any) -> tuple[Any, dict[str, Any]]:
-    """A model whose tokens look at the last image before them, a batch with two images, and the token for one."""
+def latest(look: str = "latest", **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """A model whose tokens look at images before them, and a batch with two images."""
     token = 3
-    model = tiny.attach(tiny.make("llama"), look="latest", media_token=token, **settings)
+    model = tiny.attach(tiny.make("llama"), look=look, media_token=token, **settings)
     ids = tiny.text(ROWS, 11).masked_fill_(tiny.text(ROWS, 11) == token, 4)
     ids[:, 1] = token
     ids[:2, 6] = token
@@ -62,6 +62,8 @@ def healthy() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
         "bfloat16": lambda: (tiny.attach(tiny.make("llama")).to(torch.bfloat16), batch(lengths=[5, 2, 4])),
         "scores": lambda: (tiny.attach(tiny.make("llama"), score_bias=True), batch() | {"memory": scored}),
         "latest": latest,
+        "previous": lambda: latest("previous"),
+        "before": lambda: (tiny.attach(tiny.make("llama"), place="before"), batch(lengths=[5, 0, 4])),
         "resampled": lambda: latest(resampler=mmattn.Resampler(num_latents=2, num_heads=2, head_dim=4)),
         "chunked": lambda: (
             chunks.attach(tiny.make("llama")),
@@ -87,7 +89,7 @@ def test_a_healthy_model_passes(name: str) -> None:
     must = {"gates", "each layer adds something", "each layer heeds the memory", "another memory", "padding", "rows"}
     must |= {"empty memory", "disabled", "attention on padding"}
     assert all(asked[question] is True for question in must), report
-    waits = name in ("latest", "resampled") or name.startswith("chunked")
+    waits = name in ("latest", "previous", "resampled") or name.startswith("chunked")
     assert asked["slots for later tokens"] is (True if waits else None)
 
 

@@ -33,7 +33,7 @@ def options(
 
 @app.command()
 def demo() -> None:
-    """Train on drawn flowers, caption pictures, print the table; then write digits in the hand of examples.
+    """Train on drawn flowers, caption pictures, print the table; write digits in the hand of examples; ask for facts.
 
     The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
     """
@@ -42,6 +42,7 @@ def demo() -> None:
     run = load_recipe(find_recipe("vision").folder, "demo").main()
     drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
     typer.echo(f"digits in the hand of examples {drawn}")
+    load_recipe(find_recipe("rag").folder, "demo").demo(run)
 
 
 @app.command()

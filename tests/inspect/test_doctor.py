@@ -254,7 +254,7 @@ class TestSickness:
 
         model, given = latest()
         rule = language.media
-        monkeypatch.setattr(language, "media", lambda images, segments: rule(images + 1, segments))
+        monkeypatch.setattr(language, "media", lambda images, *rest: rule(images + 1, *rest))
         report = model.doctor(given)
         assert "slots for later tokens" in report.failed and "padding" not in report.failed
         assert "before token 6" in answer(report, "slots for later tokens")
@@ -277,7 +277,7 @@ class TestSickness:
 
     def test_an_adapter_that_cannot_be_disabled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny.attach(tiny.make("llama"))
-        monkeypatch.setattr(model, "adapt", lambda index, x: x + 0.1)
+        monkeypatch.setattr(model, "adapt", lambda index, x, place: x + 0.1)
         report = model.doctor(batch())
         assert {"disabled", "empty memory"} <= set(report.failed)
 

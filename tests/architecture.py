@@ -9,7 +9,7 @@ from pathlib import Path
 
 #: From the bottom up; a module imports from tiers below its own, and a sub-package from within itself.
 TIERS = (
-    ("errors",),
+    ("errors", "progress"),
     ("conventions",),
     ("masks", "positions", "atomic", "formats", "fingerprints", "texts"),
     ("files",),
@@ -25,7 +25,19 @@ TIERS = (
     ("__main__",),
 )
 #: Beside the tower: what they may know, and from which tier on others may know them.
-_BELOW = ("errors", "masks", "positions", "atomic", "formats", "fingerprints", "texts", "files", "memory", "pretrained")
+_BELOW = (
+    "errors",
+    "progress",
+    "masks",
+    "positions",
+    "atomic",
+    "formats",
+    "fingerprints",
+    "texts",
+    "files",
+    "memory",
+    "pretrained",
+)
 BESIDE = {
     "encoders": (_BELOW, 10),
     "retrieval": (_BELOW, 10),

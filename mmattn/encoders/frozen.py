@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmattn.encoders.images import MAX_PIXELS, Preparation, pictures
 from mmattn.errors import AdapterFileError, ConfigError, check_int
 from mmattn.memory import Memory
+from mmattn.progress import batches
 
 
 class FrozenEncoder(nn.Module):
@@ -125,16 +126,11 @@ class PictureEncoder(FrozenEncoder):
         """
         check_int("batch_size", batch_size)
         todo = pictures(images)
-        starts: Any = range(0, len(todo), batch_size)
-        if progress:
-            from tqdm import tqdm
-
-            starts = tqdm(starts, desc="encoding", unit="batch")
         # no_grad and not inference_mode: an adapter's backward may keep these tensors.
         with torch.no_grad():
             parts = [
                 self._slots(self.preparation(todo[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
-                for start in starts
+                for start in batches(len(todo), batch_size, "encoding", progress)
             ]
         tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
         return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(todo))])

@@ -18,6 +18,7 @@ from mmattn.encoders.images import Preparation
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.pretrained import refuse_keys
+from mmattn.progress import batches
 from mmattn.texts import ClipTokenizer, check_text, refuse_empty
 
 _SCHEMAS = ("hf-hub:", "local-dir:")
@@ -147,15 +148,10 @@ class OpenCLIPTextEncoder(FrozenEncoder):
         checked = check_text(texts)
         refuse_empty([len(text.strip()) for text in checked])
         ids = self.tokenizer(checked)
-        starts: Any = range(0, len(checked), batch_size)
-        if progress:
-            from tqdm import tqdm
-
-            starts = tqdm(starts, desc="encoding", unit="batch")
         rows = [torch.zeros(0, self.dim, dtype=self.dtype, device=self.device)]
         clip: Any = self.model
         with torch.no_grad():
-            for start in starts:
+            for start in batches(len(checked), batch_size, "encoding", progress):
                 batch = ids[start : start + batch_size].to(self.device)
                 rows.append(clip.encode_text(batch, normalize=self.normalize))
         return Memory(torch.cat(rows)[:, None], sources=[[{"text": number}] for number in range(len(checked))])

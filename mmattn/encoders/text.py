@@ -17,6 +17,7 @@ from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int
 from mmattn.fingerprints import file_fingerprint
 from mmattn.memory import Memory
 from mmattn.pretrained import load_pretrained, text_length
+from mmattn.progress import batches
 from mmattn.texts import refuse_empty, tokenize, warn_cut
 
 MINILM = "all-MiniLM-L6-v2"
@@ -118,15 +119,10 @@ class TextEncoder(FrozenEncoder):
         if self.pooling != "none":
             refuse_empty([len(row) - self.tokenizer.num_special_tokens_to_add() for row in rows])
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
-        starts: Any = range(0, len(rows), batch_size)
-        if progress:
-            from tqdm import tqdm
-
-            starts = tqdm(starts, desc="encoding", unit="batch")
         slots = [torch.empty(0)] * len(rows)
         # no_grad and not inference_mode: an adapter's backward may keep these tensors.
         with torch.no_grad():
-            for start in starts:
+            for start in batches(len(rows), batch_size, "encoding", progress):
                 batch = order[start : start + batch_size]
                 for number, row in zip(batch, self._slots([rows[number] for number in batch]), strict=True):
                     slots[number] = row

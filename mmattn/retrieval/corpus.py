@@ -37,6 +37,7 @@ from mmattn.errors import (
 from mmattn.files import read_json
 from mmattn.fingerprints import file_fingerprint
 from mmattn.formats import dump_json
+from mmattn.progress import tracked
 from mmattn.retrieval.lines import LineFiles, Stretch
 
 FORMAT = "mmattn-corpus"
@@ -189,13 +190,9 @@ def embed_corpus(
         _on_ray(job, todo)
     else:
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        mine: Any = [number for number in todo if number % world == rank]
-        if progress:
-            from tqdm import tqdm
-
-            mine = tqdm(mine, desc="embedding", unit="shard")
-        for number in mine:
-            job.make(number)
+        mine = [number for number in todo if number % world == rank]
+        for place in tracked(len(mine), "embedding", progress):
+            job.make(mine[place])
     if (todo or not (folder / _MANIFEST).exists()) and not job.missing():
         _write(folder / _MANIFEST, {"format": FORMAT, "format_version": 1, "shards": job.described()})
     return CorpusShards(folder)

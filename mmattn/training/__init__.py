@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from mmattn.progress import tracked
 from mmattn.training.captions import PairOrder, TextBatch, begin_and_end, check_prompt, collate, disturb, encode_texts
 from mmattn.training.controls import matched_lora, ranks_for
-from mmattn.training.loop import Fitted, fit, parameter_groups, tracked
+from mmattn.training.loop import Fitted, fit, parameter_groups
 from mmattn.training.runs import RunFolder, markdown_table
 from mmattn.training.scores import mean_nats, perplexity, text_nats, token_nats
 from mmattn.training.seeds import mean_and_spread, spread_table

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConfigError, NonFiniteError, check_float, check_int
+from mmattn.progress import tracked
 
 
 @dataclass
@@ -121,27 +121,6 @@ def fit(
         done.interrupted = True
     done.seconds = time.perf_counter() - began
     return done
-
-
-def tracked(total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: "") -> Iterator[int]:
-    """0 … total - 1 with a bar on a terminal, and with ten plain lines in all where there is none."""
-    if not progress:
-        yield from range(total)
-    elif sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(total=total, desc=label, dynamic_ncols=True) as bar:
-            for step in range(total):
-                yield step
-                bar.update()
-                bar.set_postfix_str(note(), refresh=False)
-    else:
-        began = time.perf_counter()
-        for step in range(total):
-            yield step
-            if (step + 1) * 10 // total != step * 10 // total:
-                seconds = time.perf_counter() - began
-                print(f"{label} {step + 1}/{total} {note()} {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attributes import Subject
-from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, UNet2DConditionModel
+from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 from mmattn.errors import ConfigError, TextError
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
 
 WIDTH = 64
 LONGEST = 16

@@ -131,7 +131,7 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
 
     Args:
         held_out: a share below 1, or a number of rows from 1 on; of a stream its first ones, in numbers only.
-        seed: of the choice, where rows have numbers.
+        seed: of the choice, where rows have numbers; a file's rows of one picture stay together.
 
     Raises:
         ConfigError: a share of a stream, or nothing left to train on.
@@ -147,10 +147,22 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
     count = max(1, count) if held_out else 0
     if count >= len(rows):
         raise ConfigError(f"{count} of {len(rows)} rows held out leave none to train on: give more rows, or less of it")
-    order = list(range(len(rows)))
-    random.Random(f"held out/{seed}").shuffle(order)
-    away, kept = sorted(order[:count]), sorted(order[count:])
     if isinstance(rows, DatasetRows):
+        kept, away = _split(range(len(rows)), count, seed)
         picked = [DatasetRows(rows.dataset.select(part), rows.columns, rows.host) for part in (kept, away)]
         return picked[0], picked[1]
-    return [rows[i] for i in kept], [rows[i] for i in away]
+    # A picture with several captions must not be on both sides.
+    groups: dict[Any, list[int]] = {}
+    for number, row in enumerate(rows):
+        paths = row.images if row.images and all(isinstance(image, str) for image in row.images) else number
+        groups.setdefault(paths, []).append(number)
+    chosen = set(_split(range(len(groups)), min(count, len(groups) - 1), seed)[1])
+    away_numbers = {number for place, group in enumerate(groups.values()) if place in chosen for number in group}
+    sides = ([row for i, row in enumerate(rows) if (i in away_numbers) == side] for side in (False, True))
+    return next(sides), next(sides)
+
+
+def _split(numbers: Sequence[int], count: int, seed: int) -> tuple[list[int], list[int]]:
+    order = list(numbers)
+    random.Random(f"held out/{seed}").shuffle(order)
+    return sorted(order[count:]), sorted(order[:count])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from mmattn.errors import ConfigError, check_int
@@ -39,7 +39,7 @@ class LengthOrder:
         self.seed, self.epoch = check_int("seed", seed, at_least=0), 0
 
     def batches(self, epoch: int) -> list[list[int]]:
-        """The batches of an epoch; one of them is shorter where rows do not divide evenly."""
+        """The batches of an epoch; the last one is shorter where rows do not divide evenly."""
         rng = random.Random(f"order/{self.seed}/{epoch}")
         numbers = list(range(len(self.lengths)))
         rng.shuffle(numbers)
@@ -117,8 +117,10 @@ def seed_of(*parts: Any) -> int:
     return random.Random("/".join(map(str, parts))).getrandbits(63)
 
 
-def _cut(block: Iterable[T], lengths: Sequence[int], batch: int, rng: random.Random) -> list[list[T]]:
-    ordered = [item for _, _, item in sorted(zip(lengths, itertools.count(), block), key=lambda one: one[:2])]
-    parts = [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
+def _cut(block: Sequence[T], lengths: Sequence[int], batch: int, rng: random.Random) -> list[list[T]]:
+    """Batches of like length in any order, and what is left over from them at the end."""
+    whole = len(block) // batch * batch
+    ordered = [block[i] for i in sorted(range(whole), key=lambda i: lengths[i])]
+    parts = [ordered[start : start + batch] for start in range(0, whole, batch)]
     rng.shuffle(parts)
-    return parts
+    return parts + ([list(block[whole:])] if whole < len(block) else [])

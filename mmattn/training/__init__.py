@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmattn.training.captions import PairOrder, TextBatch, begin_and_end, check_prompt, collate, disturb, encode_texts
+from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
 from mmattn.training.controls import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.loop import Fitted, fit, parameter_groups, tracked
@@ -44,6 +45,7 @@ __all__ = [
     "encode_texts",
     "finish",
     "fit",
+    "last_step",
     "load_lora",
     "make_accelerator",
     "make_row",

@@ -76,6 +76,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
 
 
+def last_step(folder: Path) -> int:
+    """The step of the last checkpoint in a folder; 0 where there is none."""
+    found = list_checkpoints(folder)
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
 def remove_checkpoints(folder: Path) -> None:
     """Begin anew."""
     for path in list_checkpoints(folder):

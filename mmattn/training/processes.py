@@ -81,10 +81,11 @@ class Metrics:
 
     Args:
         folder: of the run. step: lines of later steps, which a run taken up again makes anew, are dropped.
+        name: of the files.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
-        self.lines, self.table = Path(folder) / "metrics.jsonl", Path(folder) / "metrics.csv"
+    def __init__(self, folder: str | os.PathLike[str], step: int = 0, name: str = "metrics") -> None:
+        self.lines, self.table = Path(folder) / f"{name}.jsonl", Path(folder) / f"{name}.csv"
         kept = [line for line in _read(self.lines) if line.get("step", math.inf) <= step] if step else []
         write_text(self.lines, "".join(json.dumps(line) + "\n" for line in kept))
         write_text(self.table, "".join(_cells(line) for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *kept]))

@@ -233,7 +233,8 @@ class _Run:
 
     def measure(self) -> float:
         """The mean loss over all targets of the held-out rows; the same noise every time."""
-        return mean_loss(self.model, self.loss, self.held_out, self.batches.batch, self.accelerator, self.tuning)
+        given = (self.held_out, self.batches.batch, self.accelerator, self.tuning.pieces, self.tuning.seed)
+        return mean_loss(self.model, self.loss, *given)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -283,14 +284,20 @@ class _Run:
 
 
 @torch.no_grad()
-def mean_loss(model: Any, loss: Loss, rows: Sequence[Row], batch: int, accelerator: Any, tuning: Tuning) -> float:
-    """The mean of a loss over all targets of these rows, in evaluation mode; processes share the rows."""
+def mean_loss(
+    model: Any, loss: Loss, rows: Sequence[Row], batch: int, accelerator: Any, pieces: int = 1, seed: int = 0
+) -> float:
+    """The mean of a loss over all targets of these rows, in evaluation mode; processes share the rows.
+
+    Args:
+        batch: rows at once, over all processes and pieces. seed: of the loss's own noise, the same every time.
+    """
     was = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
-    placed = [(rows[i], seed_of(tuning.seed, "held out", i)) for i in range(len(rows))]
-    own = share(placed, accelerator.process_index, accelerator.num_processes)[0]
-    size = max(1, batch // (tuning.pieces * accelerator.num_processes))
+    placed = [(rows[i], seed_of(seed, "held out", i)) for i in range(len(rows))]
+    (own,) = share(placed, accelerator.process_index, accelerator.num_processes)
+    size = max(1, batch // (pieces * accelerator.num_processes))
     for start in range(0, len(own), size):
         part = own[start : start + size]
         with accelerator.autocast():

@@ -104,7 +104,9 @@ class RowMemories:
 
     def _widened(self, memory: Memory) -> Memory:
         if memory.dim > self.dim:
-            raise ShapeError(f"a row's memory is {memory.dim} wide, and the adapter reads {self.dim}: set dim={memory.dim}")
+            raise ShapeError(
+                f"a row's memory is {memory.dim} wide, and the adapter reads {self.dim}: set dim={memory.dim}"
+            )
         return memory.replace(torch.nn.functional.pad(memory.tokens, (0, self.dim - memory.dim)))
 
     def _place(self, kind: str, piece: Any) -> Path:

@@ -34,9 +34,7 @@ def adapter_trainer() -> type:
                 kept with the adapters. All else is the Trainer's.
         """
 
-        def __init__(
-            self, *args: Any, gate_lr: float | None = None, encoder: str | None = None, **kwargs: Any
-        ) -> None:
+        def __init__(self, *args: Any, gate_lr: float | None = None, encoder: str | None = None, **kwargs: Any) -> None:
             self.gate_lr, self.encoder = gate_lr, encoder
             super().__init__(*args, **kwargs)
 

@@ -144,6 +144,7 @@ class Painting:
         latents: torch.Tensor = self.vae.encode(clean).latent_dist.mode() * self.vae.config.scaling_factor
         return latents
 
+
 def _own(folder: Path) -> tuple[Any, ...]:
     """What recipes/diffusion leaves behind: it works in pixels, on a squared cosine, and predicts v."""
     from diffusers import DDPMScheduler, UNet2DConditionModel

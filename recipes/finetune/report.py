@@ -14,7 +14,14 @@ from mmattn import training
 def table(lines: Sequence[Any], host: str) -> str:
     """The held-out loss of each line, and what it saves over the text-only LoRA where there is one."""
     writes = host == "language"
-    head = ["", "held-out loss", *(["perplexity"] if writes else []), "less than the LoRA", "trained parameters", "seconds"]
+    head = [
+        "",
+        "held-out loss",
+        *(["perplexity"] if writes else []),
+        "less than the LoRA",
+        "trained parameters",
+        "seconds",
+    ]
     control = next((one.loss for one in lines if one.name.startswith("LoRA")), math.nan)
     rows = []
     for one in lines:
@@ -32,7 +39,9 @@ def table(lines: Sequence[Any], host: str) -> str:
     unit = "nats per token" if writes else "weighted squared error per picture"
     notes = [f"- Loss in {unit}, over rows that were never trained on."]
     if len(lines) > 1:
-        notes.append("- Shuffled: each row with the memory of another. LoRA: as many trained parameters, the same texts.")
+        notes.append(
+            "- Shuffled: each row with the memory of another. LoRA: as many trained parameters, the same texts."
+        )
     return training.markdown_table(head, rows) + "\n\n" + "\n".join(notes)
 
 

@@ -1,4 +1,4 @@
-"""Training: data and its memories, the loop for any host, checkpoints; the text-only control, scores, the run's folder."""
+"""Training: rows and their memories, loops, checkpoints, the text-only control, scores, the run's folder."""
 
 from __future__ import annotations
 

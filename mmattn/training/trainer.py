@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` for hosts with adapters: memory goes through, checkpoints hold what is trained and no host."""
+"""A `transformers.Trainer` for hosts with adapters: memory goes through, checkpoints hold only what is trained."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def adapter_trainer() -> type:
 
         def __init__(self, *args: Any, gate_lr: float | None = None, encoder: str | None = None, **kwargs: Any) -> None:
             self.gate_lr, self.encoder = gate_lr, encoder
+            model = args[0] if args else kwargs.get("model")
+            if getattr(model, "is_quantized", False):
+                # The Trainer trains a quantised model only if told that it has adapters of some kind.
+                model.__dict__["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
 
         def create_optimizer(self, model: Any = None) -> Any:

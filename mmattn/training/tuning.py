@@ -191,9 +191,7 @@ class _Run:
     def _from_here(self) -> Iterator[list[Row]]:
         """Batches from where the run is, epoch after epoch."""
         while self.done.step < self.total and not self.done.stopped:
-            began = self.done.place
-            for batch in self.batches.epoch(self.done.epoch, began):
-                yield batch
+            yield from self.batches.epoch(self.done.epoch, self.done.place)
             if not self.done.place:
                 raise ConfigError("the data has no rows to train on")
             self.done.epoch, self.done.place = self.done.epoch + 1, 0
@@ -247,11 +245,19 @@ class _Run:
             # JSON has no infinity and no nan.
             at = {name: str(getattr(self.done, name)) for name in _KEPT}
             scaler = None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()
-            about = {"run": self.about, "at": at, "recent": self.recent, "scaler": scaler}
-            checkpoints.save_checkpoint(
-                self.folder, self.done.step, tensors, about, keep=self.tuning.keep, beside=self.save
-            )
+            recent = [[str(value) for value in one] for one in self.recent]
+            about = {"run": self.about, "at": at, "recent": recent, "scaler": scaler}
+            where, keep = self.folder, self.tuning.keep
+            checkpoints.save_checkpoint(where, self.done.step, tensors, about, keep=keep, beside=self._beside)
         self.accelerator.wait_for_everyone()
+
+    def _beside(self, folder: Path) -> None:
+        """What lies in a checkpoint to be used as it is: with the averaged weights where there are some."""
+        if self.save is not None:
+            own = checkpoints.copied(self.parameters) if self.averaged else {}
+            checkpoints.put(self.parameters, self.averaged)
+            self.save(folder)
+            checkpoints.put(self.parameters, own)
 
     def take_up(self) -> None:
         """Go on from the last checkpoint, if there is one."""

@@ -14,14 +14,7 @@ from mmattn import training
 def table(lines: Sequence[Any], host: str) -> str:
     """The held-out loss of each line, and what it saves over the text-only LoRA where there is one."""
     writes = host == "language"
-    head = [
-        "",
-        "held-out loss",
-        *(["perplexity"] if writes else []),
-        "less than the LoRA",
-        "trained parameters",
-        "seconds",
-    ]
+    measures = ["held-out loss", *(["perplexity"] if writes else []), "less than the LoRA"]
     control = next((one.loss for one in lines if one.name.startswith("LoRA")), math.nan)
     rows = []
     for one in lines:
@@ -42,7 +35,7 @@ def table(lines: Sequence[Any], host: str) -> str:
         notes.append(
             "- Shuffled: each row with the memory of another. LoRA: as many trained parameters, the same texts."
         )
-    return training.markdown_table(head, rows) + "\n\n" + "\n".join(notes)
+    return training.markdown_table(["", *measures, "trained parameters", "seconds"], rows) + "\n\n" + "\n".join(notes)
 
 
 def plot_losses(path: Path, metrics: Path) -> None:

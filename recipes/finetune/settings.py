@@ -110,9 +110,9 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _for_this_host(self) -> Config:
-        others = {"language": {"unet", "decoupled"}, "unet": {"lm", "quantise", "adapter", "lora", "caption"}}[
-            self.host
-        ]
+        others = {"unet", "decoupled"}
+        if self.host == "unet":
+            others = {"lm", "quantise", "adapter", "lora", "caption"}
         plain = type(self).model_fields
         given = sorted(name for name in others if getattr(self, name) != plain[name].default)
         if given:

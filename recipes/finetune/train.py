@@ -108,9 +108,7 @@ class Run:
                 self.host.host.save_pretrained(str(self.out / "lora"))
             report.plot_losses(self.out / "loss.png", self.out / "metrics.jsonl")
         if done.interrupted:
-            accelerator.print(
-                f"stopped after {done.step} steps; the same command goes on, the adapter is in {self.out}"
-            )
+            accelerator.print(f"stopped after {done.step} steps; the same command goes on from the last checkpoint")
             return
         if self.held_out:
             self._samples(model, memories)

@@ -124,9 +124,7 @@ class TestFolders:
         picture(tmp_path, "a.png")
         picture(tmp_path, "b.png")
         (tmp_path / "b.txt").write_text(" \n")
-        with pytest.raises(ConfigError, match=r"2 of 2 pictures .*
-  a.png: no a.txt .*
-  b.txt: 'text' is empty"):
+        with pytest.raises(ConfigError, match=r"2 of 2 pictures .*\n  a.png: no a.txt .*\n  b.txt: 'text' is empty"):
             training.read_folder(tmp_path)
         (tmp_path / "empty").mkdir()
         with pytest.raises(ConfigError, match="holds no pictures"):

@@ -206,7 +206,7 @@ def _checked(key: str, value: Any) -> str:
 
 
 def _several(key: str, value: Any) -> list[Any]:
-    if value is None or value == "":
+    if value is None or (isinstance(value, str) and not value):
         return []
     if isinstance(value, Mapping):
         raise ConfigError(f"{key!r} must be one or a list of them, got an object")

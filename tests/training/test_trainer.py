@@ -27,6 +27,7 @@ def trainer(folder: Path, model: Any = None, **arguments: Any) -> Any:
         "logging_steps": 1,
         "report_to": "none",
         "use_cpu": True,
+        "dataloader_pin_memory": False,
         "disable_tqdm": True,
         "seed": 3,
         "train_sampling_strategy": "group_by_length",

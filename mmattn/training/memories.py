@@ -7,6 +7,7 @@ with other settings, and other processes, find what is there.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from mmattn.errors import ConfigError, ShapeError, check_int
 from mmattn.fingerprints import file_fingerprint
 from mmattn.memory import Memory
 from mmattn.training.rows import Row
+
+# Rows whose pictures are held at once while what is missing is encoded.
+_TOGETHER = 1024
 
 
 class RowMemories:
@@ -69,6 +73,12 @@ class RowMemories:
         Raises:
             ImageError, TextError: a picture or a passage that cannot be read. ConfigError: no encoder for it.
         """
+        encoded, left = 0, iter(rows)
+        while some := list(itertools.islice(left, _TOGETHER)):
+            encoded += self._prepare(some, rank, processes, progress)
+        return encoded
+
+    def _prepare(self, rows: Sequence[Row], rank: int, processes: int, progress: bool) -> int:
         wanted: dict[Path, tuple[str, Any]] = {}
         for row in rows:
             for kind, piece in _pieces(row):

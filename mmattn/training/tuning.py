@@ -104,7 +104,8 @@ class _Run:
         self.done = Tuned()
         self.recent: list[tuple[float, float]] = []  # losses and norms since the last metrics
         settings = {name: value for name, value in asdict(tuning).items() if name not in _FREE}
-        self.about = {**settings, "batch": batches.batch, **about}
+        lengths = None if batches.order is None else str(seed_of(*batches.order.lengths))
+        self.about = {**settings, "batch": batches.batch, "lengths of the rows": lengths, **about}
 
     # A step --------------------------------------------------------------------------------------------------------
 

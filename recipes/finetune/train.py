@@ -146,7 +146,7 @@ class Run:
             self.accelerator,
             held_out=self.held_out,
             folder=checkpoints,
-            about={"encoder": encoder, "rows": str(self.batches.per_epoch), "host": self.settings.host},
+            about={"encoder": encoder},
             resume=self.settings.resume,
             log=log,
             label=name,

@@ -1,0 +1,47 @@
+"""Kill a training at random moments, three times a run, and see whether it ends where the uninterrupted one does.
+
+    python -m tests.stress.kills_in_training [RUNS]
+
+A run is `tests/training/small_run.py` in a process of its own: nine steps in two pieces with dropout, averaged weights
+and held-out losses. It is killed with signal 9 while a loss is computed (in either piece) or while a checkpoint is
+written, and started again with the same command. Prints one line for each run and exits with 1 if one differs.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.training import small_run
+
+
+def main(runs: int) -> int:
+    chance, wrong = random.Random(0), 0
+    with tempfile.TemporaryDirectory() as folder:
+        small_run.start(Path(folder) / "whole")
+        want = small_run.sha256(Path(folder) / "whole")
+        for number in range(runs):
+            place, kills = Path(folder) / str(number), []
+            while len(kills) < 3:
+                kill = (
+                    {"at_loss": chance.randint(1, 18)} if chance.random() < 0.6 else {"at_save": chance.randint(1, 5)}
+                )
+                found = small_run.start(place, kill=kill)
+                if found.returncode != -signal.SIGKILL:
+                    break  # it came to its end first
+                kills.append(kill)
+            found = small_run.start(place)
+            same = found.returncode == 0 and small_run.sha256(place) == want
+            wrong += not same
+            print(
+                f"run {number}: killed {kills}, {'equal' if same else 'DIFFERENT ' + found.stderr[-300:]}", flush=True
+            )
+    print(f"{runs} runs, {wrong} different")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20))

@@ -103,6 +103,7 @@ class Run:
             model.print_trainable_parameters()
         done = self._tune(model, self.host.loss(model, memories), "adapter", self.tuning, memories.fingerprint)
         if self.first:
+            self._write_config(self.folder)
             model.save_adapter(self.out / "adapter", encoder=memories.fingerprint)
             if settings.lora.rank:
                 self.host.host.save_pretrained(str(self.out / "lora"))
@@ -120,8 +121,13 @@ class Run:
         if not self.first:
             return None
         folder = training.RunFolder(self.out, fresh=False)
-        folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
+        # A run that is to go on may yet be refused for its settings, and must not leave them here then.
+        if not (self.settings.resume and training.last_step(self.out / "checkpoints")):
+            self._write_config(folder)
         return folder
+
+    def _write_config(self, folder: Any) -> None:
+        folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
 
     def _tune(self, model: Any, loss: Any, name: str, tuning: training.Tuning, encoder: str | None) -> Any:
         """Train, with checkpoints and metrics of this name."""

@@ -150,19 +150,21 @@ class TestSplit:
             assert len(away) == 5
 
 
-class TestDatasets:
-    @pytest.fixture(scope="class")
-    def saved(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        datasets = pytest.importorskip("datasets")
-        folder = tmp_path_factory.mktemp("dataset")
-        images = [Image.new("RGB", (7, 5), (20 * n, 0, 0)) for n in range(6)]
-        content = {"caption": [f"picture {n}" for n in range(6)], "picture": images, "source": ["here"] * 6}
-        features = datasets.Features(
-            {"caption": datasets.Value("string"), "picture": datasets.Image(), "source": datasets.Value("string")}
-        )
-        datasets.Dataset.from_dict(content, features=features).save_to_disk(folder)
-        return folder
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    datasets = pytest.importorskip("datasets")
+    """A small dataset of Hugging Face on the disk."""
+    folder = tmp_path_factory.mktemp("dataset")
+    images = [Image.new("RGB", (7, 5), (20 * n, 0, 0)) for n in range(6)]
+    content = {"caption": [f"picture {n}" for n in range(6)], "picture": images, "source": ["here"] * 6}
+    features = datasets.Features(
+        {"caption": datasets.Value("string"), "picture": datasets.Image(), "source": datasets.Value("string")}
+    )
+    datasets.Dataset.from_dict(content, features=features).save_to_disk(folder)
+    return folder
 
+
+class TestDatasets:
     def test_columns(self, saved: Path) -> None:
         columns = {"text": "caption", "image": "picture"}
         rows = training.read_rows(str(saved), columns=columns)

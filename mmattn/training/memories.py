@@ -115,7 +115,7 @@ class RowMemories:
     def _widened(self, memory: Memory) -> Memory:
         if memory.dim > self.dim:
             raise ShapeError(
-                f"a row's memory is {memory.dim} wide, and the adapter reads {self.dim}: set dim={memory.dim}"
+                f"a row's memory is {memory.dim} wide, and the adapter reads {self.dim}: give dim={memory.dim}"
             )
         return memory.replace(torch.nn.functional.pad(memory.tokens, (0, self.dim - memory.dim)))
 

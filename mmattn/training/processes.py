@@ -48,6 +48,9 @@ def make_accelerator(
         made = accelerate.Accelerator(**given)
     except ValueError as error:
         raise ConfigError(f"precision={precision}, trackers={list(trackers)}: {error}") from error
+    if precision != "no" and not made.native_amp:
+        # accelerate leaves fp16 on the CPU out without a word.
+        raise ConfigError(f"precision={precision} is not to be had on {made.device.type}: use bf16 there, or no")
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != made.num_processes:
         raise ConfigError(

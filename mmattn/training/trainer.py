@@ -64,12 +64,19 @@ def adapter_trainer() -> type:
                 if cached is not None:
                     config.use_cache = cached
 
+        def _by_length(self, rows: Any, batch: int) -> Any:
+            """The order of rows that have lengths, where the arguments ask for like lengths together."""
+            if self.args.train_sampling_strategy != "group_by_length" or not hasattr(rows, "__len__"):
+                return None
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            return LengthOrder(row_letters(rows), batch * self.args.world_size, seed)
+
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             rows = self.train_dataset if train_dataset is None else train_dataset
-            if self.args.train_sampling_strategy == "group_by_length" and hasattr(rows, "__len__"):
-                seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-                return LengthOrder(row_letters(rows), self.args.train_batch_size * self.args.world_size, seed)
-            return super()._get_train_sampler(train_dataset)
+            return self._by_length(rows, self.args.train_batch_size) or super()._get_train_sampler(train_dataset)
+
+        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+            return self._by_length(eval_dataset, self.args.eval_batch_size) or super()._get_eval_sampler(eval_dataset)
 
         # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
         def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:

@@ -42,12 +42,18 @@ def make_accelerator(
     cpu = device == "cpu" or not torch.accelerator.is_available()
     given: dict[str, Any] = {"cpu": cpu, "mixed_precision": precision}
     if trackers:
+        there = sorted(name.value for name in accelerate.tracking.get_available_trackers())
+        if lacking := sorted(set(trackers) - set(there)):
+            raise ConfigError(
+                f"the tracker {lacking[0]!r} is not installed, or accelerate does not know it; there are: "
+                f"{', '.join(there) or 'none'}. Metrics are written as JSON lines and CSV in any case"
+            )
         given |= {"log_with": list(trackers), "project_dir": None if folder is None else str(folder)}
     _forget_last(accelerate)
     try:
         made = accelerate.Accelerator(**given)
     except ValueError as error:
-        raise ConfigError(f"precision={precision}, trackers={list(trackers)}: {error}") from error
+        raise ConfigError(f"precision={precision}: {error}") from error
     if precision != "no" and not made.native_amp:
         # accelerate leaves fp16 on the CPU out without a word.
         raise ConfigError(f"precision={precision} is not to be had on {made.device.type}: use bf16 there, or no")
@@ -57,9 +63,6 @@ def make_accelerator(
             f"{launched} processes were launched and this one knows of {made.num_processes}: each would train alone. "
             "Launch with torchrun --nproc-per-node N -m mmattn train CONFIG"
         )
-    lacking = set(trackers) - {str(getattr(name, "value", name)) for name in made.log_with}
-    if lacking:
-        raise ConfigError(f"the tracker {sorted(lacking)[0]!r} is not installed; install it, or leave it out")
     if trackers:
         made.init_trackers("tensorboard" if trackers == ("tensorboard",) else "mmattn")
     return made

@@ -20,6 +20,7 @@ from language import Language, write_texts
 from memories import exchanged, row_memories, without
 from painting import Painting
 from settings import Config, place
+from transformers.utils import logging as transformers_said
 
 from mmattn import training
 
@@ -30,6 +31,9 @@ def main(config: dict[str, Any]) -> Path:
     accelerator = training.make_accelerator(
         settings.out, precision=settings.precision, device=settings.device, trackers=tuple(settings.trackers)
     )
+    if not accelerator.is_main_process:
+        # Their bars are not asked whether they may.
+        transformers_said.disable_progress_bar()
     Run(settings, accelerator).run()
     training.finish(accelerator)
     return Path(settings.out)

@@ -22,7 +22,7 @@ def adapter_trainer() -> type:
     """The class `AdapterTrainer`; transformers is imported here and not before."""
     transformers = import_extra("transformers", "train")
 
-    class AdapterTrainer(transformers.Trainer):  # type: ignore[name-defined,misc]
+    class AdapterTrainer(transformers.Trainer):  # type: ignore[name-defined]
         """A Trainer for what `mmattn.attach` returned, with a `RowCollator` as `data_collator`.
 
         A checkpoint holds each adapter as `save_adapter` writes it, under `adapters/`, and all trained weights (a
@@ -33,6 +33,8 @@ def adapter_trainer() -> type:
             gate_lr: learning rate of the gates; that of the others by default. encoder: fingerprint of the encoder,
                 kept with the adapters. All else is the Trainer's.
         """
+
+        optimizer: Any
 
         def __init__(self, *args: Any, gate_lr: float | None = None, encoder: str | None = None, **kwargs: Any) -> None:
             self.gate_lr, self.encoder = gate_lr, encoder
@@ -56,7 +58,7 @@ def adapter_trainer() -> type:
             """Train; with True, from the last whole checkpoint, or from the beginning where there is none."""
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = last_whole(Path(self.args.output_dir))
-            config = getattr(self.model, "config", None)
+            config: Any = getattr(self.model, "config", None)
             cached = getattr(config, "use_cache", None)
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)

@@ -311,8 +311,8 @@ def mean_loss(
             total, count = loss([row for row, _ in part], [seed for _, seed in part])
         sums += torch.tensor([float(total), count], dtype=torch.float64)
     model.train(was)
-    total, count = _summed(accelerator, sums)
-    return total / max(1.0, count)
+    losses, targets = _summed(accelerator, sums)
+    return losses / max(1.0, targets)
 
 
 def _summed(accelerator: Any, sums: Tensor) -> list[float]:

@@ -168,6 +168,8 @@ class _Run:
         next(bar, None)
         try:
             for batch in self._from_here():
+                if done.step % self.tuning.log_every == 0:
+                    recent.clear()
                 recent.append(self.step(batch))
                 done.step, done.place = done.step + 1, done.place + 1
                 last = done.step == self.total
@@ -175,8 +177,6 @@ class _Run:
                     self._judge()
                 if log is not None and (done.step % self.tuning.log_every == 0 or last or done.stopped):
                     log(**self._figures(), seconds=round(time.perf_counter() - began, 2))
-                if done.step % self.tuning.log_every == 0:
-                    recent.clear()
                 if done.step % self.tuning.save_every == 0 or last or done.stopped:
                     self._save()
                 next(bar, None)

@@ -6,7 +6,8 @@ step is a function of the weights and moments before it, and a run taken up at a
 uninterrupted one does (on the CPU).
 
 The host needs no wrapper for many processes: it is frozen, and the gradients of the adapters are summed here, those of
-adapters that a process had no use for as zeros.
+adapters that a process had no use for as zeros. A host sharded by FSDP2 needs a row with a memory in the share of every
+process: one that has no backward pass would leave the others waiting for its shards.
 """
 
 from __future__ import annotations

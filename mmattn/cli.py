@@ -62,19 +62,44 @@ def train(
 
 
 @app.command()
+def schema(
+    name: Annotated[str, typer.Argument(metavar="RECIPE|CONFIG", help="A name from `mmattn ls`, or a settings file.")],
+) -> None:
+    """Print the JSON schema of a recipe's settings.
+
+    Editors that know it complete and check a config.yaml while it is written.
+    """
+    import json
+
+    from mmattn.errors import ConfigError
+    from mmattn.recipes import find_recipe, load_recipe, read_settings
+
+    config = Path(name)
+    if config.suffix in (".yaml", ".yml"):
+        folder = recipe_of(config, read_settings(config))
+    else:
+        folder = find_recipe(name).folder
+    if not (folder / "settings.py").is_file():
+        raise ConfigError(f"{folder} has no settings.py, so the recipe {name!r} has no settings to describe")
+    typer.echo(json.dumps(load_recipe(folder, "settings").Config.model_json_schema(), indent=2))
+
+
+@app.command()
 def caption(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format.")],
     adapter: Annotated[Path, typer.Option(help="The adapter's folder, such as runs/vision/adapter.")],
 ) -> None:
     """Describe pictures with a trained adapter."""
     from mmattn.errors import ImageError
-    from mmattn.recipes import find_recipe, load_recipe
+    from mmattn.recipes import find_recipe, load_recipe, read_settings
 
     for image in images:
         if not Path(image).is_file():
             raise ImageError(f"cannot caption {image}: there is no such file")
     check_adapter_folder(adapter)
-    texts = load_recipe(find_recipe("vision").folder, "caption").caption(images, adapter)
+    run = adapter.parent / "config.resolved.yaml"
+    recipe = read_settings(run).get("recipe", "vision") if run.is_file() else "vision"
+    texts = load_recipe(find_recipe(str(recipe)).folder, "caption").caption(images, adapter)
     for image, text in zip(images, texts, strict=True):
         typer.echo(f"{image}: {text}")
 
@@ -271,16 +296,9 @@ def run_recipe(config: Path, settings: dict[str, Any]) -> None:
     """
     from pydantic import ValidationError
 
-    from mmattn.errors import ConfigError
-    from mmattn.recipes import check_settings, find_recipe, load_recipe, raise_settings_error
+    from mmattn.recipes import check_settings, load_recipe, raise_settings_error
 
-    folder = config.resolve().parent
-    if not (folder / "train.py").is_file():
-        name = settings.get("recipe")
-        if not isinstance(name, str):
-            raise ConfigError(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
-        folder = find_recipe(name).folder
-    module = load_recipe(folder, "train")
+    module = load_recipe(recipe_of(config, settings), "train")
     model = getattr(module, "Config", None)
     if model is not None:
         if "recipe" not in model.model_fields:
@@ -290,6 +308,24 @@ def run_recipe(config: Path, settings: dict[str, Any]) -> None:
         module.main(settings)
     except ValidationError as error:
         raise_settings_error(error)
+
+
+def recipe_of(config: Path, settings: dict[str, Any]) -> Path:
+    """The folder of the recipe that a settings file belongs to: its own, or that of the recipe it names.
+
+    Raises:
+        ConfigError: neither.
+    """
+    from mmattn.errors import ConfigError
+    from mmattn.recipes import find_recipe
+
+    folder = config.resolve().parent
+    if (folder / "train.py").is_file():
+        return folder
+    name = settings.get("recipe")
+    if not isinstance(name, str):
+        raise ConfigError(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
+    return find_recipe(name).folder
 
 
 def check_adapter_folder(folder: Path) -> None:

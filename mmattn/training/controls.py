@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from typing import Any
 
 from torch import nn
 
-from mmattn.errors import ConfigError, check_int, import_extra
+from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 
 
 def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
@@ -21,16 +22,9 @@ def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
         ConfigError: not even one layer's rank of 1 is as small as that.
     """
     check_int("parameters", parameters)
-    get_head: Any = getattr(host, "get_output_embeddings", None)
-    head = None if get_head is None else get_head()
-    costs: dict[str, int] = {}
-    limits: dict[str, int] = {}
-    for name, module in host.named_modules():
-        weight = getattr(module, "weight", None)
-        # GPT-2 keeps its linear layers as Conv1D, whose weight is transposed; the sum of its sides is the same.
-        linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if linear and module is not head and weight is not None and weight.dim() == 2:
-            costs[name], limits[name] = sum(weight.shape), min(weight.shape)
+    sizes = _linear_sizes(host)
+    costs = {name: sum(shape) for name, shape in sizes.items()}
+    limits = {name: min(shape) for name, shape in sizes.items()}
     if not costs or min(costs.values()) > parameters:
         raise ConfigError(
             f"a LoRA of {parameters} parameters is smaller than one rank of the smallest of {len(costs)} linear layers "
@@ -47,6 +41,20 @@ def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
     return {name: rank for name, rank in ranks.items() if rank}
 
 
+def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The two sides of each linear layer of a host, head excepted, by name."""
+    get_head: Any = getattr(host, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, module in host.named_modules():
+        weight = getattr(module, "weight", None)
+        # GPT-2 keeps its linear layers as Conv1D, whose weight is transposed; the sum of its sides is the same.
+        linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if linear and module is not head and weight is not None and weight.dim() == 2:
+            sizes[name] = tuple(weight.shape)
+    return sizes
+
+
 def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> Any:
     """Put a LoRA with as many trained parameters as `parameters` on a host; returns the peft model.
 
@@ -55,8 +63,47 @@ def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> A
     Raises:
         ConfigError: as `ranks_for`, or the ranks cannot come within 5 %. MissingExtraError: peft is not installed.
     """
+    model = _with_ranks(host, ranks_for(host, parameters), dropout)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if abs(trained - parameters) > 0.05 * parameters:
+        model.unload()
+        raise ConfigError(
+            f"a LoRA of {trained:,} parameters is the nearest to the {parameters:,} of the adapter on this host: "
+            "further than 5 %, so the comparison would not be fair; change the size of the adapter"
+        )
+    return model
+
+
+def add_lora(host: nn.Module, rank: int, *, dropout: float = 0.0) -> Any:
+    """Put a LoRA of one rank on every linear layer of a host, head excepted; returns the peft model, to be attached to.
+
+    Raises:
+        ConfigError: the host has no such layers. MissingExtraError: peft is not installed.
+    """
+    check_int("rank", rank)
+    sizes = _linear_sizes(host)
+    if not sizes:
+        raise ConfigError(f"{type(host).__name__} has no linear layers for a LoRA")
+    return _with_ranks(host, {name: min(rank, *shape) for name, shape in sizes.items()}, dropout)
+
+
+def load_lora(host: nn.Module, folder: str | os.PathLike[str]) -> Any:
+    """Put a LoRA that `save_pretrained` of the peft model wrote on a host.
+
+    Raises:
+        AdapterFileError: the folder holds none that fits. MissingExtraError: peft is not installed.
+    """
     peft = import_extra("peft", "train")
-    ranks = ranks_for(host, parameters)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return peft.PeftModel.from_pretrained(host, os.fspath(folder))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise AdapterFileError(f"{os.fspath(folder)!r} holds no LoRA for {type(host).__name__}: {error}") from error
+
+
+def _with_ranks(host: nn.Module, ranks: dict[str, int], dropout: float) -> Any:
+    peft = import_extra("peft", "train")
     highest = max(ranks.values())
     config = peft.LoraConfig(
         r=highest,
@@ -66,16 +113,8 @@ def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> A
         rank_pattern={re.escape(name): rank for name, rank in ranks.items()},
         alpha_pattern={re.escape(name): 2 * rank for name, rank in ranks.items()},
         fan_in_fan_out=any(type(host.get_submodule(name)).__name__ == "Conv1D" for name in ranks),
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if hasattr(host, "prepare_inputs_for_generation") else None,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in words that are going away
-        model = peft.get_peft_model(host, config)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if abs(trained - parameters) > 0.05 * parameters:
-        model.unload()
-        raise ConfigError(
-            f"a LoRA of {trained:,} parameters is the nearest to the {parameters:,} of the adapter on this host: "
-            "further than 5 %, so the comparison would not be fair; change the size of the adapter"
-        )
-    return model
+        return peft.get_peft_model(host, config)

@@ -15,19 +15,20 @@ from mmattn.atomic import write_text
 class RunFolder:
     """A folder that a run writes into.
 
-    An earlier run's `metrics.jsonl` starts anew; other files are replaced as they are written.
+    Files of an earlier run are replaced as they are written.
 
     Args:
-        path: made where it is missing.
+        path: made where it is missing. fresh: whether the metrics start anew; a run that is taken up keeps its own.
 
     Raises:
         OSError: it cannot be made or written to.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], fresh: bool = True) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.path / "metrics.jsonl", "")
+        if fresh:
+            write_text(self.path / "metrics.jsonl", "")
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         """All settings as they were used, as `config.resolved.yaml`."""

@@ -31,6 +31,11 @@ def mean_nats(model: Any, batch: TextBatch) -> Tensor:
     return token_nats(model, batch).sum() / (batch.labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
+def sum_nats(model: Any, batch: TextBatch) -> tuple[Tensor, int]:
+    """Sum of `token_nats` over the tokens of the batch, and how many they are: what `tune` asks of a loss."""
+    return token_nats(model, batch).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
+
+
 @torch.no_grad()
 def text_nats(
     model: Any,

@@ -1,0 +1,176 @@
+"""Memories of rows, encoded once: every picture and every passage is kept in a file named after encoder and content.
+
+A frozen encoder gives the same memory in every epoch, so it runs in the first one only, or before it (`prepare`); runs
+with other settings, and other processes, find what is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConfigError, ShapeError, check_int
+from mmattn.fingerprints import file_fingerprint
+from mmattn.memory import Memory
+from mmattn.training.rows import Row
+
+# Rows whose pictures are held at once while what is missing is encoded.
+_TOGETHER = 1024
+
+
+class RowMemories:
+    """From rows to memory: pictures by one encoder, passages by another, saved memories as they are.
+
+    Vectors narrower than the widest are filled with zeros, so that one adapter reads all of them.
+
+    Args:
+        folder: where what the encoders said is kept, a file for each picture and passage.
+        pictures, passages: the encoders; None where no row has any.
+        dim: width e of the memory; by default that of the wider encoder.
+        batch_size: pictures or passages encoded at once.
+
+    Raises:
+        ConfigError: no encoder and no width, or an encoder wider than it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        pictures: Any = None,
+        passages: Any = None,
+        dim: int | None = None,
+        batch_size: int = 32,
+    ) -> None:
+        widths = [encoder.dim for encoder in (pictures, passages) if encoder is not None]
+        if dim is None and not widths:
+            raise ConfigError("without an encoder the width of the memory must be said: dim=")
+        self.dim = check_int("dim", max(widths) if dim is None else dim)
+        if widths and max(widths) > self.dim:
+            raise ConfigError(f"an encoder gives vectors {max(widths)} wide, and the memory is to have {self.dim}")
+        self.folder, self.batch_size = Path(folder), check_int("batch_size", batch_size)
+        self.encoders = {"pictures": pictures, "passages": passages}
+        self._prints: dict[tuple[Any, ...], str] = {}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What identifies the encoders; None where there are none."""
+        prints = [encoder.fingerprint for encoder in self.encoders.values() if encoder is not None]
+        if len(prints) < 2:
+            return prints[0] if prints else None
+        return hashlib.sha256(" ".join(prints).encode()).hexdigest()
+
+    def prepare(self, rows: Iterable[Row], *, rank: int = 0, processes: int = 1, progress: bool = False) -> int:
+        """Encode what has no file yet, of several processes each its share; how many pieces this one encoded.
+
+        Raises:
+            ImageError, TextError: a picture or a passage that cannot be read. ConfigError: no encoder for it.
+        """
+        encoded, left = 0, iter(rows)
+        while some := list(itertools.islice(left, _TOGETHER)):
+            encoded += self._prepare(some, rank, processes, progress)
+        return encoded
+
+    def _prepare(self, rows: Sequence[Row], rank: int, processes: int, progress: bool) -> int:
+        wanted: dict[Path, tuple[str, Any]] = {}
+        for row in rows:
+            for kind, piece in _pieces(row):
+                wanted.setdefault(self._place(kind, piece), (kind, piece))
+        # Shared out by name: how far another process has come must not change who does what.
+        own = sorted(wanted)[rank::processes]
+        missing = [place for place in own if not place.is_file()]
+        for kind in self.encoders:
+            self._encode(kind, {place: wanted[place][1] for place in missing if wanted[place][0] == kind}, progress)
+        return len(missing)
+
+    def of(self, rows: Sequence[Row]) -> Memory | None:
+        """The memory of these rows, one row each and padded; a row without one is empty; None if none has any."""
+        if not any(row.remembers for row in rows):
+            return None
+        self.prepare(rows)
+        return Memory.stack([self._of(row) for row in rows])
+
+    def _of(self, row: Row) -> Memory:
+        parts = [Memory.load(self._place(kind, piece)).to(torch.float32) for kind, piece in _pieces(row)]
+        if row.memory is not None:
+            parts.append(self._given(row.memory))
+        parts = [self._widened(part) for part in parts]
+        # Segments say which picture or passage a slot is of.
+        numbered = [Memory(p.tokens, p.mask, _filled(p), check_finite=False) for p in parts]
+        return Memory.cat(numbered) if numbered else Memory(torch.zeros(1, 0, self.dim))
+
+    def _given(self, memory: Any) -> Memory:
+        found = memory if isinstance(memory, Memory) else Memory.load(memory)
+        if found.batch != 1:
+            raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {found.batch}")
+        return Memory(found.tokens.float(), found.mask, found.segments, check_finite=False)
+
+    def _widened(self, memory: Memory) -> Memory:
+        if memory.dim > self.dim:
+            raise ShapeError(
+                f"a row's memory is {memory.dim} wide, and the adapter reads {self.dim}: give dim={memory.dim}"
+            )
+        return memory.replace(torch.nn.functional.pad(memory.tokens, (0, self.dim - memory.dim)))
+
+    def _place(self, kind: str, piece: Any) -> Path:
+        encoder = self.encoders[kind]
+        if encoder is None:
+            raise ConfigError(f"a row has {kind}, and there is no encoder for them: name one")
+        name = self._print(kind, piece)
+        return self.folder / encoder.fingerprint[:24] / name[:2] / f"{name[:40]}.safetensors"
+
+    def _print(self, kind: str, piece: Any) -> str:
+        """A sha256 of the content; a file is read once in this process, unless it changes."""
+        if kind == "passages":
+            return hashlib.sha256(piece.encode()).hexdigest()
+        if isinstance(piece, (str, os.PathLike)):
+            about = os.stat(piece)
+            key = (os.fspath(piece), about.st_size, about.st_mtime_ns)
+            if key not in self._prints:
+                self._prints[key] = file_fingerprint(piece)
+            return self._prints[key]
+        if isinstance(piece, (bytes, bytearray)):
+            return hashlib.sha256(piece).hexdigest()
+        if isinstance(piece, Tensor):
+            piece = piece.detach().cpu().numpy()
+        if not hasattr(piece, "tobytes"):
+            raise ConfigError(f"a picture must be a path, bytes, a PIL image or an array, got {type(piece).__name__}")
+        palette = piece.getpalette() if getattr(piece, "mode", "") == "P" else None
+        about_it = (getattr(piece, "mode", None), getattr(piece, "size", None), getattr(piece, "shape", None), palette)
+        return hashlib.sha256(repr(about_it).encode() + piece.tobytes()).hexdigest()
+
+    def _encode(self, kind: str, missing: dict[Path, Any], progress: bool) -> None:
+        places = list(missing)
+        starts: Any = range(0, len(places), self.batch_size)
+        if progress and places:
+            from tqdm import tqdm
+
+            starts = tqdm(starts, desc=f"encoding {kind}", unit="batch")
+        for start in starts:
+            part = places[start : start + self.batch_size]
+            seen: Memory = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
+            for number, place in enumerate(part):
+                row = seen[number]
+                tokens = row.tokens if row.mask is None else row.tokens[row.mask][None]
+                half = tokens.detach().cpu().half()
+                # Half precision halves the file, where it can hold the values.
+                kept = half if bool(torch.isfinite(half).all()) else tokens.detach().cpu()
+                place.parent.mkdir(parents=True, exist_ok=True)
+                Memory(kept, check_finite=False).save(place)
+
+
+def _pieces(row: Row) -> list[tuple[str, Any]]:
+    return [("pictures", image) for image in row.images] + [("passages", text) for text in row.passages]
+
+
+def _filled(memory: Memory) -> Tensor:
+    if memory.segments is not None:
+        return memory.segments
+    return torch.zeros(memory.tokens.shape[:2], dtype=torch.long)

@@ -1,0 +1,168 @@
+"""Where rows come from: a file, a folder, or a dataset of Hugging Face, in memory or as a stream; and their split."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmattn.errors import ConfigError, check_float, import_extra
+from mmattn.training.rows import KEYS, Row, make_row, read_folder, read_lines
+
+
+class DatasetRows(Sequence[Row]):
+    """The rows of a dataset of Hugging Face that lies on the disk, made when they are asked for.
+
+    Args:
+        dataset: a `datasets.Dataset`. columns: which column holds which key of a row; the others are not read.
+    """
+
+    def __init__(self, dataset: Any, columns: Mapping[str, str], host: str = "language") -> None:
+        self.dataset, self.columns, self.host = dataset, dict(columns), host
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            picked = range(len(self))[number]
+            return DatasetRows(self.dataset.select(picked), self.columns, self.host)
+        return _row_of(self.dataset[number], self.columns, self.host, number)
+
+    def letters(self) -> list[int]:
+        """`Row.letters` of every row, for which no picture is opened."""
+        texts = [column for key, column in self.columns.items() if key in ("text", "prompt")]
+        if not texts:
+            return [0] * len(self)
+        return [sum(len(one[name] or "") for name in texts) for one in self.dataset.select_columns(texts)]
+
+
+class StreamRows:
+    """The rows of a dataset that is read as it arrives: it has no length, and is read once an epoch from its beginning.
+
+    Args:
+        dataset: a `datasets.IterableDataset`. skip, take: leave out the first rows; read so many at most.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        columns: Mapping[str, str],
+        host: str = "language",
+        skip: int = 0,
+        take: int | None = None,
+    ) -> None:
+        self.dataset, self.columns, self.host, self.skip, self.take = dataset, dict(columns), host, skip, take
+
+    def __iter__(self) -> Iterator[Row]:
+        end = None if self.take is None else self.skip + self.take
+        for number, given in enumerate(itertools.islice(self.dataset, self.skip, end), start=self.skip):
+            yield _row_of(given, self.columns, self.host, number)
+
+
+Rows = Sequence[Row] | StreamRows
+
+
+def read_rows(
+    path: str,
+    host: str = "language",
+    *,
+    split: str = "train",
+    streaming: bool = False,
+    columns: Mapping[str, str] | None = None,
+) -> Rows:
+    """Rows of a .jsonl file, a folder of pictures, or a dataset of Hugging Face (saved to a folder, or on the hub).
+
+    Args:
+        host: "language" or "unet": what the rows are for.
+        split, streaming: of a dataset of Hugging Face, as `datasets.load_dataset` has them.
+        columns: which of its columns holds which key of a row; by default those of the same name.
+
+    Raises:
+        ConfigError: nothing of that name, or rows that cannot be used. MissingExtraError: datasets is not installed.
+    """
+    place = Path(path)
+    if place.is_file():
+        return read_lines(place, host)
+    saved = place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if place.is_dir() and not saved and not streaming:
+        return read_folder(place, host)
+    dataset = _dataset(path, saved, split, streaming)
+    names = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
+    picked = dict(columns) if columns else {key: key for key in KEYS[host] if key in names}
+    wrong = {key: name for key, name in picked.items() if key not in KEYS[host] or name not in names}
+    needed = {"text"} if host == "language" else {"image"}
+    if wrong or not needed <= set(picked):
+        said = ", ".join(f"{key}={name}" for key, name in wrong.items()) or f"nothing for {', '.join(needed)}"
+        raise ConfigError(
+            f"the columns of {path} are {', '.join(names)}, and the rows of this host have {', '.join(KEYS[host])}: "
+            f"{said} does not fit; say which column is which with columns={{text: NAME, …}}"
+        )
+    return StreamRows(dataset, picked, host) if streaming else DatasetRows(dataset, picked, host)
+
+
+def _dataset(path: str, saved: bool, split: str, streaming: bool) -> Any:
+    datasets = import_extra("datasets", "train")
+    try:
+        if not saved:
+            return datasets.load_dataset(path, split=split, streaming=streaming)
+        dataset = datasets.load_from_disk(path)
+        if isinstance(dataset, datasets.DatasetDict):
+            dataset = dataset[split]
+        return dataset.to_iterable_dataset() if streaming else dataset
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"{path!r} is neither a .jsonl file, a folder of pictures with texts, nor a dataset of Hugging Face with "
+            f"the split {split!r}: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def _row_of(given: Mapping[str, Any], columns: Mapping[str, str], host: str, number: int) -> Row:
+    try:
+        return make_row({key: given[name] for key, name in columns.items()}, host)
+    except ConfigError as error:
+        raise ConfigError(f"row {number} of the dataset: {error}") from error
+
+
+def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequence[Row]]:
+    """Rows to train on, and rows that are never trained on.
+
+    Args:
+        held_out: a share below 1, or a number of rows from 1 on; of a stream its first ones, in numbers only.
+        seed: of the choice, where rows have numbers; a file's rows of one picture stay together.
+
+    Raises:
+        ConfigError: a share of a stream, or nothing left to train on.
+    """
+    check_float("held_out", held_out, at_least=0)
+    if isinstance(rows, StreamRows):
+        if held_out != int(held_out):
+            raise ConfigError(f"a stream has no length, so held_out must be a number of its rows, got {held_out}")
+        count = int(held_out)
+        first = StreamRows(rows.dataset, rows.columns, rows.host, take=count)
+        return StreamRows(rows.dataset, rows.columns, rows.host, skip=count), list(first)
+    count = round(held_out * len(rows)) if held_out < 1 else int(held_out)
+    count = max(1, count) if held_out else 0
+    if count >= len(rows):
+        raise ConfigError(f"{count} of {len(rows)} rows held out leave none to train on: give more rows, or less of it")
+    if isinstance(rows, DatasetRows):
+        kept, away = _split(range(len(rows)), count, seed)
+        picked = [DatasetRows(rows.dataset.select(part), rows.columns, rows.host) for part in (kept, away)]
+        return picked[0], picked[1]
+    # A picture with several captions must not be on both sides.
+    groups: dict[Any, list[int]] = {}
+    for number, row in enumerate(rows):
+        paths = row.images if row.images and all(isinstance(image, str) for image in row.images) else number
+        groups.setdefault(paths, []).append(number)
+    chosen = set(_split(range(len(groups)), min(count, len(groups) - 1), seed)[1])
+    away_numbers = {number for place, group in enumerate(groups.values()) if place in chosen for number in group}
+    sides = ([row for i, row in enumerate(rows) if (i in away_numbers) == side] for side in (False, True))
+    return next(sides), next(sides)
+
+
+def _split(numbers: Sequence[int], count: int, seed: int) -> tuple[list[int], list[int]]:
+    order = list(numbers)
+    random.Random(f"held out/{seed}").shuffle(order)
+    return sorted(order[count:]), sorted(order[:count])

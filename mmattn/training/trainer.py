@@ -1,0 +1,124 @@
+"""A `transformers.Trainer` for hosts with adapters: memory goes through, checkpoints hold only what is trained."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from mmattn.errors import AdapterFileError, import_extra
+from mmattn.files import read_tensors, write_tensors
+from mmattn.training.checkpoints import put_weights, trained
+from mmattn.training.loop import parameter_groups
+from mmattn.training.order import LengthOrder, row_letters
+
+FORMAT = "mmattn-trained"
+WEIGHTS = "trained.safetensors"
+
+
+@functools.cache
+def adapter_trainer() -> type:
+    """The class `AdapterTrainer`; transformers is imported here and not before."""
+    transformers = import_extra("transformers", "train")
+
+    class AdapterTrainer(transformers.Trainer):  # type: ignore[name-defined]
+        """A Trainer for what `mmattn.attach` returned, with a `RowCollator` as `data_collator`.
+
+        A checkpoint holds each adapter as `save_adapter` writes it, under `adapters/`, and all trained weights (a
+        LoRA's among them) in `trained.safetensors`, beside what every Trainer keeps there. `resume_from_checkpoint`
+        ends bit for bit where the uninterrupted run does on the CPU; `True` takes the last checkpoint that is whole.
+
+        Args:
+            gate_lr: learning rate of the gates; that of the others by default. encoder: fingerprint of the encoder,
+                kept with the adapters. All else is the Trainer's.
+        """
+
+        optimizer: Any
+
+        def __init__(self, *args: Any, gate_lr: float | None = None, encoder: str | None = None, **kwargs: Any) -> None:
+            self.gate_lr, self.encoder = gate_lr, encoder
+            model = args[0] if args else kwargs.get("model")
+            if getattr(model, "is_quantized", False):
+                # The Trainer trains a quantised model only if told that it has adapters of some kind.
+                model.__dict__["_hf_peft_config_loaded"] = True
+            super().__init__(*args, **kwargs)
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""
+            if self.optimizer is None:
+                made, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+                groups = parameter_groups(
+                    self.model, self.args.learning_rate, gate_lr=self.gate_lr, weight_decay=self.args.weight_decay
+                )
+                self.optimizer = made(groups, **options)
+            return self.optimizer
+
+        def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            """Train; with True, from the last whole checkpoint, or from the beginning where there is none."""
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = last_whole(Path(self.args.output_dir))
+            config: Any = getattr(self.model, "config", None)
+            cached = getattr(config, "use_cache", None)
+            try:
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                if cached is not None:
+                    config.use_cache = cached
+
+        def _by_length(self, rows: Any, batch: int) -> Any:
+            """The order of rows that have lengths, where the arguments ask for like lengths together."""
+            if self.args.train_sampling_strategy != "group_by_length" or not hasattr(rows, "__len__"):
+                return None
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            return LengthOrder(row_letters(rows), batch * self.args.world_size, seed)
+
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            rows = self.train_dataset if train_dataset is None else train_dataset
+            return self._by_length(rows, self.args.train_batch_size) or super()._get_train_sampler(train_dataset)
+
+        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+            return self._by_length(eval_dataset, self.args.eval_batch_size) or super()._get_eval_sampler(eval_dataset)
+
+        # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
+        def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+            return dataset
+
+        def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+            return data_collator
+
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            if not self.args.should_save:
+                return
+            folder = Path(self.args.output_dir if output_dir is None else output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            model = self.accelerator.unwrap_model(self.model)
+            for name in model.adapters:
+                model.save_adapter(folder / "adapters" / name, name, encoder=self.encoder)
+            weights = {name: parameter.detach() for name, parameter in trained(model).items()}
+            write_tensors(folder / WEIGHTS, weights, {"format": FORMAT})
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+            tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
+            put_weights(trained(self.accelerator.unwrap_model(self.model)), tensors, resume_from_checkpoint)
+
+        def _load_best_model(self) -> None:
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    return AdapterTrainer
+
+
+def last_whole(folder: Path) -> str | None:
+    """The checkpoint of the last step whose files are all there and sound; None where there is none.
+
+    The Trainer writes its own state last, so a process killed in a save leaves a folder without it.
+    """
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    for path in sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
+        if (path / "trainer_state.json").is_file():
+            try:
+                read_tensors(path / WEIGHTS, FORMAT)
+            except AdapterFileError:
+                continue
+            return str(path)
+    return None

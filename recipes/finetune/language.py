@@ -1,0 +1,127 @@
+"""A language model that learns to write texts with a memory beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from settings import Config, place
+
+import mmattn
+from mmattn import training
+from mmattn.errors import ConfigError
+
+
+class Language:
+    """The frozen language model of the settings, and the loss of its rows.
+
+    Attributes:
+        host: the language model, with a LoRA where one is asked for. tokenizer: its own.
+    """
+
+    def __init__(self, settings: Config, device: torch.device) -> None:
+        self.settings = settings
+        self.lm, self.tokenizer = load_lm(settings.lm, settings.quantise, device)
+        self.host = self.lm
+        known = getattr(self.lm.config, "max_position_embeddings", None)
+        self.longest = min(filter(None, (settings.data.max_length, known)), default=None)
+
+    def collator(self, memories: training.RowMemories | None) -> training.RowCollator:
+        """Rows to batches, with these memories beside them or none."""
+        return training.RowCollator(self.tokenizer, memories, self.longest, self.settings.data.cut)
+
+    def check(self, rows: Any) -> None:
+        """Refuse rows that this host cannot learn, before anything is trained."""
+        self.collator(None).check(rows)
+
+    def attach(self, memories: training.RowMemories) -> Any:
+        """The language model with the adapter of the settings, and with a LoRA if asked for."""
+        if self.settings.lora.rank:
+            self.host = training.add_lora(self.lm, self.settings.lora.rank, dropout=self.settings.lora.dropout)
+        given = self.settings.adapter.model_dump()
+        latents = given.pop("latents")
+        if given["every"] is None and given["layers"] is None:
+            given["every"] = 1
+        heads = {"num_heads": given["num_heads"], "head_dim": given["head_dim"]}
+        resampler = None if latents is None else mmattn.Resampler(num_latents=latents, **heads)
+        model = mmattn.attach(self.host, mmattn.GatedAdapter(memory_dim=memories.dim, resampler=resampler, **given))
+        if self.settings.optim.recompute_host:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def loss(self, model: Any, memories: training.RowMemories | None) -> Any:
+        """The loss that `training.tune` asks for: minus log p of the texts, over their tokens."""
+        collator = self.collator(memories)
+
+        def loss(rows: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+            return training.sum_nats(model, collator.batch(rows).to(next(model.parameters()).device))
+
+        return loss
+
+    def control(self, parameters: int) -> tuple[Any, Any]:
+        """The text-only LoRA with as many parameters, and what takes it off again; the host is bare before it."""
+        if self.host is not self.lm:
+            self.host.unload()
+            self.host = self.lm
+        lora = training.matched_lora(self.lm, parameters)
+        return lora, lora.unload
+
+
+def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tuple[Any, Any]:
+    """The frozen language model and its tokenizer.
+
+    Raises:
+        ConfigError: neither a folder nor a name on the hub, or its quantisation is not installed.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = place(name)
+    options: dict[str, Any] = {"dtype": torch.float32}
+    try:
+        if quantise is not None:
+            options |= {"quantization_config": quantisation(quantise), "device_map": {"": str(device)}}
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        lm = AutoModelForCausalLM.from_pretrained(name, **options)
+    except (OSError, ValueError, ImportError) as error:
+        asked = "" if quantise is None else f" as {quantise}"
+        raise ConfigError(f"lm={name!r} cannot be loaded{asked}: {error}") from error
+    return (lm if quantise is not None else lm.to(device)).eval(), tokenizer
+
+
+def quantisation(kind: str) -> Any:
+    """The settings of transformers for weights in 8 or 4 bit."""
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    return BitsAndBytesConfig(load_in_8bit=True) if kind == "bnb8" else BitsAndBytesConfig(load_in_4bit=True)
+
+
+@torch.no_grad()
+def write_texts(
+    model: Any, tokenizer: Any, memory: mmattn.Memory, prompt: str = "", max_new_tokens: int = 64, num_beams: int = 1
+) -> list[str]:
+    """What the model writes behind a prompt, a text for each row of the memory."""
+    begin, end = training.begin_and_end(tokenizer)
+    ids = [begin, *(tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else [])]
+    device = next(model.parameters()).device
+    texts: list[str] = []
+    for start in range(0, memory.batch, 64):
+        part = memory[slice(start, start + 64)]
+        given = torch.tensor([ids] * part.batch, device=device)
+        training.check_prompt(given, torch.ones_like(given), model.config, max_new_tokens)
+        made = model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            memory=part,
+            max_new_tokens=max_new_tokens,
+            num_beams=num_beams,
+            do_sample=False,
+            eos_token_id=end,
+            pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        )
+        texts += [text.strip() for text in tokenizer.batch_decode(made[:, len(ids) :], skip_special_tokens=True)]
+    return texts

@@ -1,0 +1,70 @@
+"""What the rows are seen with: the encoders that the data needs, and where their memories are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from settings import Config, place
+
+import mmattn
+from mmattn import training
+from mmattn.errors import ConfigError
+
+
+def load_pictures(name: str, device: Any = "cpu") -> Any:
+    """The encoder of a setting: "torchvision:NAME[:WEIGHTS]", a folder of open_clip, or an open_clip "NAME:TAG"."""
+    if name.startswith("torchvision:"):
+        _, network, *weights = name.split(":", 2)
+        return mmattn.TorchvisionEncoder(network, weights=weights[0] if weights else None, device=device)
+    name = place(name)
+    return mmattn.OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)
+
+
+def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemories:
+    """The memories of rows, by the encoders they need.
+
+    Raises:
+        ConfigError: no row has anything to be remembered.
+    """
+    images, passages, saved = needs(rows)
+    if not (images or passages or saved):
+        raise ConfigError(
+            f"no row of {settings.data.path} has a picture, a passage or a memory: there would be nothing to look at"
+        )
+    eye = load_pictures(settings.encoder, device) if images else None
+    reader = mmattn.TextEncoder(settings.text_encoder, pooling=settings.pooling, device=device) if passages else None
+    widths = [encoder.dim for encoder in (eye, reader) if encoder is not None]
+    if saved:
+        found = next(row.memory for row in rows if row.memory is not None)
+        widths.append((found if isinstance(found, mmattn.Memory) else mmattn.Memory.load(found)).dim)
+    return training.RowMemories(settings.data.cache, pictures=eye, passages=reader, dim=max(widths))
+
+
+def needs(rows: Any) -> tuple[bool, bool, bool]:
+    """Whether rows have pictures, passages and saved memories; of a dataset its columns say so."""
+    if isinstance(rows, (training.DatasetRows, training.StreamRows)):
+        named = set(rows.columns)
+        pictures = {"image", "images", "example"} & named
+        return bool(pictures), bool({"passage", "passages"} & named), "memory" in named
+    return (
+        any(row.images for row in rows),
+        any(row.passages for row in rows),
+        any(row.memory is not None for row in rows),
+    )
+
+
+def exchanged(rows: Sequence[training.Row]) -> list[training.Row]:
+    """Each row with the memory of another one, where two or more have one: what a shuffled memory is worth."""
+    having = [number for number, row in enumerate(rows) if row.remembers]
+    out = list(rows)
+    for place_, number in enumerate(having):
+        row, other = rows[number], rows[having[(place_ + 1) % len(having)]]
+        out[number] = training.Row(row.text, row.prompt, other.images, other.passages, other.memory, row.picture)
+    return out
+
+
+def without(rows: Sequence[training.Row]) -> list[training.Row]:
+    """The rows without their memories."""
+    return [training.Row(row.text, row.prompt, picture=row.picture) for row in rows]

@@ -1,0 +1,59 @@
+"""What a run leaves behind besides the adapter: the table with its controls, and the plot of the losses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmattn import training
+
+
+def table(lines: Sequence[Any], host: str) -> str:
+    """The held-out loss of each line, and what it saves over the text-only LoRA where there is one."""
+    writes = host == "language"
+    measures = ["held-out loss", *(["perplexity"] if writes else []), "less than the LoRA"]
+    control = next((one.loss for one in lines if one.name.startswith("LoRA")), math.nan)
+    rows = []
+    for one in lines:
+        saved = control - one.loss
+        rows.append(
+            [
+                one.name,
+                f"{one.loss:.4f}",
+                *([f"{math.exp(min(one.loss, 700.0)):.2f}"] if writes else []),
+                "–" if math.isnan(saved) else f"{saved:+.4f}",
+                f"{one.parameters:,}",
+                f"{one.seconds:.0f}",
+            ]
+        )
+    unit = "nats per token" if writes else "weighted squared error per picture"
+    notes = [f"- Loss in {unit}, over rows that were never trained on."]
+    if len(lines) > 1:
+        notes.append(
+            "- Shuffled: each row with the memory of another. LoRA: as many trained parameters, the same texts."
+        )
+    return training.markdown_table(["", *measures, "trained parameters", "seconds"], rows) + "\n\n" + "\n".join(notes)
+
+
+def plot_losses(path: Path, metrics: Path) -> None:
+    """Training and held-out loss over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for key, label in (("loss", "training"), ("held_out_loss", "held out")):
+        seen = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        if seen:
+            axes.plot(*zip(*seen, strict=True), label=label, marker="o", markersize=3)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    if lines:
+        axes.legend()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(figure)

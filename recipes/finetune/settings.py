@@ -1,0 +1,132 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mmattn.errors import ConfigError
+from mmattn.recipes import assets_folder
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class DataSettings(Strict):
+    path: str = "assets/flora"  # a .jsonl file, a folder of pictures with texts, or a dataset of Hugging Face
+    split: str = "train"  # of a dataset of Hugging Face
+    streaming: bool = False  # read it as it arrives; needs optim.steps
+    columns: dict[str, str] | None = None  # key of a row: column of the dataset; by default the same names
+    held_out: float = Field(0.1, ge=0)  # never trained on: a share, or from 1 on a number of rows (a stream's first)
+    max_length: int | None = Field(None, ge=3)  # tokens of a row; by default what the language model can read
+    cut: bool = False  # cut longer texts instead of refusing them
+    cache: str = "runs/cache"  # what the encoders said is kept here
+
+
+class AdapterSettings(Strict):
+    every: int | None = Field(None, ge=1)
+    layers: list[int] | None = None
+    num_heads: int = Field(4, ge=1)
+    head_dim: int = Field(32, ge=1)
+    num_kv_heads: int | None = 1
+    feed_forward: float = Field(2.0, ge=0)
+    gate: Literal["scalar", "head", "channel"] = "scalar"
+    qk_norm: bool = False
+    null_slot: bool = False
+    dropout: float = Field(0.0, ge=0, lt=1)
+    latents: int | None = None  # a Perceiver resampler with so many latents in front
+
+
+class DecoupledSettings(Strict):
+    tokens: int | None = None
+    blocks: list[str] | None = None
+    start: Literal["nothing", "host"] = "nothing"
+    latents: int | None = None
+    drop: float = Field(0.1, ge=0, lt=1)  # chance of leaving out the text, and the memory, for guidance
+    min_snr: float = Field(5.0, gt=0)  # arXiv 2303.09556
+
+
+class LoraSettings(Strict):
+    rank: int = Field(0, ge=0)  # a LoRA on the language model, trained beside the adapter; 0: none
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class OptimSettings(Strict):
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)  # 20 where steps are not given either
+    batch: int = Field(8, ge=1)  # rows that one step learns from, over all processes
+    pieces: int = Field(1, ge=1)  # a process learns its share in so many, one after another (gradient accumulation)
+    lr: float = Field(2e-3, gt=0)
+    gate_lr: float | None = Field(3e-2, gt=0)
+    lora_lr: float = Field(1e-3, gt=0)  # of the control
+    weight_decay: float = Field(0.05, ge=0)
+    warmup: int = Field(10, ge=0)
+    clip: float | None = Field(1.0, gt=0)
+    ema: float = Field(0.0, ge=0, lt=1)
+    recompute: bool = False  # gradient checkpointing of the adapters themselves
+    recompute_host: bool = False  # and of the host
+    save_every: int = Field(100, ge=1)
+    keep: int = Field(2, ge=1)  # checkpoints
+    log_every: int = Field(10, ge=1)
+
+
+class EvalSettings(Strict):
+    every: int = Field(50, ge=0)  # steps between held-out losses; 0: never
+    patience: int = Field(0, ge=0)  # so many held-out losses without a better one end the run; 0: no early stopping
+    controls: bool = False  # no memory, shuffled memory, and a text-only LoRA of equal size, trained as long
+
+
+class CaptionSettings(Strict):
+    prompt: str = ""
+    max_new_tokens: int = Field(64, ge=1)
+    num_beams: int = Field(1, ge=1)
+
+
+class Config(Strict):
+    out: str = "runs/finetune"
+    seed: int = Field(0, ge=0)
+    host: Literal["language", "unet"] = "language"
+    lm: str = "assets/lm"  # language: a folder or a name on the hub
+    quantise: Literal["int8", "bnb8", "bnb4"] | None = None  # language: by torchao, or by bitsandbytes
+    unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or a Stable Diffusion
+    encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
+    text_encoder: str = "all-MiniLM-L6-v2"  # of passages; any encoder of Hugging Face
+    pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token
+    device: Literal["auto", "cpu"] = "auto"
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    trackers: list[str] = []  # those of accelerate, such as tensorboard, besides metrics.jsonl and metrics.csv
+    resume: bool = True  # go on from the last checkpoint in `out`; false: begin anew
+    progress: bool = True
+    data: DataSettings = DataSettings()
+    adapter: AdapterSettings = AdapterSettings()  # language
+    decoupled: DecoupledSettings = DecoupledSettings()  # unet
+    lora: LoraSettings = LoraSettings()
+    optim: OptimSettings = OptimSettings()
+    eval: EvalSettings = EvalSettings()
+    caption: CaptionSettings = CaptionSettings()
+
+    @model_validator(mode="after")
+    def _for_this_host(self) -> Config:
+        others = {"unet", "decoupled"}
+        if self.host == "unet":
+            others = {"lm", "quantise", "adapter", "lora", "caption"}
+        plain = type(self).model_fields
+        given = sorted(name for name in others if getattr(self, name) != plain[name].default)
+        if given:
+            raise ValueError(f"{', '.join(given)} is for another host than host: {self.host}")
+        if self.optim.steps is not None and self.optim.epochs is not None:
+            raise ValueError("give optim.steps or optim.epochs, not both")
+        return self
+
+
+def place(path: str) -> str:
+    """`path` where it exists; "assets/…" is looked for in the installation, too. Other names are returned as given."""
+    if path.startswith("assets/") and not Path(path).exists():
+        shipped = assets_folder() / path.removeprefix("assets/")
+        if not shipped.exists():
+            raise ConfigError(f"this installation carries no {path}; name another, or use a checkout")
+        return str(shipped)
+    return path

@@ -1,0 +1,217 @@
+"""Fine-tune an adapter on your own data: a language model that writes, or a UNet that draws, with a memory beside.
+
+    mmattn train config.yaml data.path=FOLDER                                 # one process
+    torchrun --nproc-per-node 2 -m mmattn train config.yaml data.path=FOLDER  # two: the same losses and weights
+
+Killed at any moment and started again with the same command, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+from language import Language, write_texts
+from memories import exchanged, row_memories, without
+from painting import Painting
+from settings import Config, place
+from transformers.utils import logging as transformers_said
+
+from mmattn import training
+
+
+def main(config: dict[str, Any]) -> Path:
+    """Run with these settings (see settings.py) and return the run's folder."""
+    settings = Config.model_validate(config)
+    accelerator = training.make_accelerator(
+        settings.out, precision=settings.precision, device=settings.device, trackers=tuple(settings.trackers)
+    )
+    if not accelerator.is_main_process:
+        # Their bars are not asked whether they may.
+        transformers_said.disable_progress_bar()
+    Run(settings, accelerator).run()
+    training.finish(accelerator)
+    return Path(settings.out)
+
+
+@dataclass
+class Line:
+    """One line of the table."""
+
+    name: str
+    loss: float
+    parameters: int
+    seconds: float
+
+
+class Run:
+    """One run: its data, its host, and what the first of its processes writes down."""
+
+    def __init__(self, settings: Config, accelerator: Any) -> None:
+        self.settings, self.accelerator = settings, accelerator
+        self.out, self.first = Path(settings.out), accelerator.is_main_process
+        self.progress = settings.progress and self.first
+        optim = settings.optim
+        self.tuning = training.Tuning(
+            steps=optim.steps,
+            epochs=optim.epochs if optim.epochs or optim.steps else 20,
+            pieces=optim.pieces,
+            lr=optim.lr,
+            gate_lr=optim.gate_lr,
+            weight_decay=optim.weight_decay,
+            warmup=optim.warmup,
+            clip=optim.clip,
+            ema=optim.ema,
+            recompute=optim.recompute,
+            evaluate_every=settings.eval.every,
+            patience=settings.eval.patience,
+            save_every=optim.save_every,
+            keep=optim.keep,
+            log_every=optim.log_every,
+            seed=settings.seed,
+        )
+
+    def run(self) -> None:
+        settings, accelerator = self.settings, self.accelerator
+        rows = training.read_rows(
+            place(settings.data.path),
+            settings.host,
+            split=settings.data.split,
+            streaming=settings.data.streaming,
+            columns=settings.data.columns,
+        )
+        rows, self.held_out = training.split_rows(rows, settings.data.held_out, settings.seed)
+        if not self.held_out:
+            self.tuning = training.Tuning(**{**vars(self.tuning), "evaluate_every": 0, "patience": 0})
+        self.host: Any = (Language if settings.host == "language" else Painting)(settings, accelerator.device)
+        memories = row_memories(settings, rows, accelerator.device)
+        for part in (rows, self.held_out):
+            if not isinstance(part, training.StreamRows):
+                self.host.check(part)
+                shared = {"rank": accelerator.process_index, "processes": accelerator.num_processes}
+                memories.prepare(part, **shared, progress=self.progress)
+        accelerator.wait_for_everyone()
+        self.batches = training.RowBatches(rows, settings.optim.batch, settings.seed)
+        self.folder = self._begin()
+        count = "a stream of" if isinstance(rows, training.StreamRows) else len(rows)
+        accelerator.print(f"{count} rows to train on, {len(self.held_out)} held out; memories of width {memories.dim}")
+
+        torch.manual_seed(settings.seed)
+        model = self.host.attach(memories)
+        if self.first:
+            model.print_trainable_parameters()
+        done = self._tune(model, self.host.loss(model, memories), "adapter", self.tuning, memories.fingerprint)
+        if self.first:
+            self._write_config(self.folder)
+            model.save_adapter(self.out / "adapter", encoder=memories.fingerprint)
+            if settings.lora.rank:
+                self.host.host.save_pretrained(str(self.out / "lora"))
+            report.plot_losses(self.out / "loss.png", self.out / "metrics.jsonl")
+        if done.interrupted:
+            accelerator.print(f"stopped after {done.step} steps; the same command goes on from the last checkpoint")
+            return
+        if self.held_out:
+            self._samples(model, memories)
+            self._table(model, memories, done)
+        accelerator.print(f"the adapter is in {self.out / 'adapter'}")
+
+    def _begin(self) -> Any:
+        """The run's folder, in the first process."""
+        if not self.first:
+            return None
+        folder = training.RunFolder(self.out, fresh=False)
+        # A run that is to go on may yet be refused for its settings, and must not leave them here then.
+        if not (self.settings.resume and training.last_step(self.out / "checkpoints")):
+            self._write_config(folder)
+        return folder
+
+    def _write_config(self, folder: Any) -> None:
+        folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
+
+    def _tune(self, model: Any, loss: Any, name: str, tuning: training.Tuning, encoder: str | None) -> Any:
+        """Train, with checkpoints and metrics of this name."""
+        own = name == "adapter"
+        checkpoints = self.out / ("checkpoints" if own else f"checkpoints_{name}")
+        metrics = None
+        if self.first:
+            step = training.last_step(checkpoints) if self.settings.resume else 0
+            metrics = training.Metrics(self.out, step, name="metrics" if own else f"metrics_{name}")
+
+        def log(**figures: Any) -> None:
+            assert metrics is not None
+            metrics.log(**figures)
+            step = figures.pop("step")
+            self.accelerator.log({f"{name}/{key}": value for key, value in figures.items()}, step=step)
+
+        return training.tune(
+            model,
+            loss,
+            self.batches,
+            tuning,
+            self.accelerator,
+            held_out=self.held_out,
+            folder=checkpoints,
+            about={"encoder": encoder},
+            resume=self.settings.resume,
+            log=log,
+            label=name,
+            progress=self.progress,
+            save=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
+        )
+
+    def _samples(self, model: Any, memories: training.RowMemories) -> None:
+        """What is written of the first few held-out rows."""
+        rows = [row for row in self.held_out if row.remembers][:8]
+        if not self.first or self.settings.host != "language" or not rows:
+            return
+        lines = []
+        for row in rows:
+            memory = memories.of([row])
+            (text,) = write_texts(model, self.host.tokenizer, memory, row.prompt, **self._length())
+            shown = ", ".join(str(image) for image in row.images if isinstance(image, str)) or row.prompt or "row"
+            lines.append(f"{shown}: {text}")
+        self.folder.write_text("samples.txt", "\n".join(lines))
+
+    def _length(self) -> dict[str, int]:
+        return {"max_new_tokens": self.settings.caption.max_new_tokens, "num_beams": self.settings.caption.num_beams}
+
+    def _table(self, model: Any, memories: training.RowMemories, done: training.Tuned) -> None:
+        """The held-out loss, and beside it the controls, where they are asked for."""
+        loss, parameters = self.host.loss(model, memories), model.trainable_parameters()[0]
+
+        def line(name: str, rows: Sequence[training.Row]) -> Line:
+            return Line(name, self._measured(model, loss, rows), parameters, done.seconds)
+
+        lines = [line("adapter, its own memory", self.held_out)]
+        if self.settings.eval.controls:
+            lines.append(line("adapter, shuffled memory", exchanged(self.held_out)))
+            lines.append(line("adapter, no memory", without(self.held_out)))
+            model.detach()
+            lines.insert(0, self._control(parameters))
+        if self.first:
+            text = report.table(lines, self.settings.host)
+            self.folder.write_text("table.md", text)
+            self.folder.write_json("table.json", {"seed": self.settings.seed, "rows": [vars(one) for one in lines]})
+            print(text)
+
+    def _control(self, parameters: int) -> Line:
+        """The text-only LoRA of equal size, on the same rows in the same order for as long."""
+        torch.manual_seed(self.settings.seed)
+        lora, undo = self.host.control(parameters)
+        loss = self.host.loss(lora, None)
+        rate = self.settings.optim.lora_lr
+        tuning = training.Tuning(**{**vars(self.tuning), "lr": rate, "gate_lr": None, "recompute": False})
+        done = self._tune(lora, loss, "lora", tuning, None)
+        found = self._measured(lora, loss, self.held_out)
+        count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
+        undo()
+        return Line("LoRA, text only", found if not done.interrupted else math.nan, count, done.seconds)
+
+    def _measured(self, model: Any, loss: Any, rows: Sequence[training.Row]) -> float:
+        optim, seed = self.settings.optim, self.settings.seed
+        return training.mean_loss(model, loss, rows, optim.batch, self.accelerator, optim.pieces, seed)

@@ -1,0 +1,212 @@
+"""The recipe of fine-tuning: both kinds of hosts from one file of settings each, controls, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import mmattn
+from mmattn import training
+from mmattn.cli import main
+from mmattn.errors import AdapterFileError, ConfigError
+from tests.tiny import assert_close
+
+ROOT = Path(__file__).parents[2]
+FLORA = ROOT / "assets" / "flora"
+
+
+@pytest.fixture(scope="module")
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    """The files of the recipe."""
+    return load_files("finetune", "settings", "memories", "language", "painting", "train", "caption")
+
+
+def short(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a run that takes seconds."""
+    return {
+        "out": str(folder / "run"),
+        "progress": False,
+        "device": "cpu",
+        "data": {"path": str(FLORA), "held_out": 2, "cache": str(folder / "cache")},
+        "adapter": {"every": 3, "num_heads": 2, "head_dim": 16, "feed_forward": 1},
+        "optim": {"steps": 4, "batch": 3, "warmup": 1, "save_every": 2, "log_every": 2},
+        "eval": {"every": 2, "controls": True},
+        "caption": {"max_new_tokens": 5},
+        **changes,
+    }
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `mmattn WORDS`."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+@pytest.fixture(scope="module")
+def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a few steps, with its controls."""
+    return recipe.train.main(short(tmp_path_factory.mktemp("finetune")))
+
+
+class TestLanguage:
+    def test_it_leaves_everything(self, run: Path) -> None:
+        assert {path.name for path in run.iterdir()} == {
+            "adapter",
+            "checkpoints",
+            "checkpoints_lora",
+            "config.resolved.yaml",
+            "loss.png",
+            "metrics.csv",
+            "metrics.jsonl",
+            "metrics_lora.csv",
+            "metrics_lora.jsonl",
+            "samples.txt",
+            "table.json",
+            "table.md",
+        }
+        for name in ("metrics", "metrics_lora"):
+            lines = [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+            assert [line["step"] for line in lines] == [2, 4] and all("held_out_loss" in line for line in lines)
+        assert len((run / "samples.txt").read_text().splitlines()) == 2
+        assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000002", "step-00000004"}
+
+    def test_the_table_has_its_controls(self, run: Path) -> None:
+        rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
+        lora, own, shuffled, none = rows.values()
+        names = ["LoRA, text only", "adapter, its own memory", "adapter, shuffled memory", "adapter, no memory"]
+        assert list(rows) == names
+        assert abs(lora["parameters"] - own["parameters"]) <= 0.05 * own["parameters"]
+        assert len({own["loss"], shuffled["loss"], none["loss"], lora["loss"]}) == 4
+        assert all(name in (run / "table.md").read_text() for name in names)
+
+    def test_no_memory_is_the_host(self, recipe: SimpleNamespace, run: Path) -> None:
+        rows = {row["name"]: row["loss"] for row in json.loads((run / "table.json").read_text())["rows"]}
+        settings = recipe.settings.Config(**short(run.parent))
+        _, away = training.split_rows(training.read_folder(FLORA), 2, 0)
+        host = recipe.language.Language(settings, torch.device("cpu"))
+        total, count = training.sum_nats(host.lm, host.collator(None).batch(away))
+        assert rows["adapter, no memory"] == pytest.approx(float(total.detach()) / count, rel=1e-5)
+
+    def test_its_adapter_captions(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, err = call(capsys, "caption", FLORA / "daffodil.png", "--adapter", run / "adapter")
+        assert code == 0 and out.startswith(f"{FLORA / 'daffodil.png'}: "), err
+
+    def test_again_is_nothing_and_anew_is_the_same(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
+        shutil.copytree(run, tmp_path / "run")
+        file = Path("adapter") / "adapter_model.safetensors"
+        asked = short(tmp_path, eval={"every": 2})
+        asked["data"]["cache"] = str(run.parent / "cache")
+        recipe.train.main(asked)
+        assert (tmp_path / "run" / file).read_bytes() == (run / file).read_bytes()
+        recipe.train.main(asked | {"resume": False})
+        assert (tmp_path / "run" / file).read_bytes() == (run / file).read_bytes()
+        with pytest.raises(ConfigError, match="seed: 0 there, 1 here"):
+            recipe.train.main(asked | {"seed": 1})
+
+    def test_a_lora_beside_the_adapter(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
+        rows = [
+            {"text": "It is red.", "passages": ["Roses are red.", "Violets are blue."]},
+            {"text": "It is blue.", "prompt": "Say what it is:", "passage": "Violets are blue."},
+            {"text": "It is not known."},
+            {"text": "It is green.", "passage": "Grass is green."},
+        ]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        asked = short(tmp_path, lora={"rank": 2}, precision="bf16", eval={"every": 0})
+        asked["data"] |= {"path": str(tmp_path / "rows.jsonl"), "held_out": 0}
+        out = recipe.train.main(asked)
+        assert (out / "lora" / "adapter_config.json").is_file() and not (out / "table.md").exists()
+        tensors, _ = training.checkpoints.load_checkpoint(out / "checkpoints" / "step-00000004")
+        kinds = {name.split(".")[1] for name in tensors if name.startswith("weights.")}
+        assert kinds == {"adapters", "host"} and all("lora_" in n for n in tensors if n.startswith("weights.host"))
+        lm, _ = recipe.language.load_lm("assets/lm", None, "cpu")
+        model = mmattn.load(training.load_lora(lm, out / "lora"), out / "adapter")
+        assert model.trainable_parameters()[0]
+        with pytest.raises(AdapterFileError, match="another encoder"):
+            recipe.caption.caption([FLORA / "daffodil.png"], out / "adapter")
+
+
+class TestUNet:
+    def test_it_learns_to_draw(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
+        pictures = tmp_path / "pictures"
+        pictures.mkdir()
+        for number, name in enumerate(("zero", "one", "two", "three", "four")):
+            shutil.copy(ROOT / "assets" / "digits" / "bold.png", pictures / f"{number}.png")
+            (pictures / f"{number}.txt").write_text(f"a {name}")
+        asked = short(tmp_path, host="unet")
+        asked["data"]["path"] = str(pictures)
+        for name in ("adapter", "caption"):
+            del asked[name]
+        out = recipe.train.main(asked)
+        rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
+        assert len(rows) == 4 and rows["adapter, its own memory"]["loss"] != rows["adapter, no memory"]["loss"]
+        assert rows["adapter, its own memory"]["parameters"] == pytest.approx(
+            rows["LoRA, text only"]["parameters"], rel=0.05
+        )
+        # Time and noise belong to a row, not to the part of the batch that it is learned in.
+        pieces = {"optim": asked["optim"] | {"pieces": 3, "steps": 2}, "eval": {"every": 0}}
+        schedule = {"optim": asked["optim"] | {"steps": 2}, "eval": {"every": 0}}
+        parts = [
+            recipe.train.main(asked | {"out": str(tmp_path / str(i))} | one) for i, one in enumerate((pieces, schedule))
+        ]
+        (cut, _), (whole, _) = (
+            training.checkpoints.load_checkpoint(part / "checkpoints" / "step-00000002") for part in parts
+        )
+        for name, value in whole.items():
+            if name.startswith("moments."):
+                assert_close(cut[name], value, 1e-3)
+        (pictures / "4.txt").write_text("a hippopotamus")
+        with pytest.raises(mmattn.errors.TextError, match="'a hippopotamus' has words this model never saw"):
+            recipe.train.main(asked | {"out": str(tmp_path / "other")})
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"optim": {"stepz": 3}}, "stepz"),
+            ({"nonsense": 1}, "nonsense"),
+            ({"host": "unet", "lm": "gpt2"}, "lm is for another host"),
+            ({"decoupled": {"tokens": 4}}, "decoupled is for another host"),
+            ({"optim": {"steps": 3, "epochs": 1}}, "not both"),
+        ],
+    )
+    def test_unknown_or_useless_ones_are_refused(
+        self, recipe: SimpleNamespace, changes: dict[str, Any], said: str
+    ) -> None:
+        with pytest.raises(ValidationError, match=said):
+            recipe.settings.Config(**changes)
+
+    def test_the_shipped_files_are_sound(self, recipe: SimpleNamespace) -> None:
+        from mmattn.recipes import read_settings
+
+        for name in ("config.yaml", "config_unet.yaml"):
+            given = read_settings(ROOT / "recipes" / "finetune" / name)
+            assert given.pop("recipe") == "finetune"
+            recipe.settings.Config(**given)
+
+    def test_schema(self, recipe: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+        for word in ("finetune", ROOT / "recipes" / "finetune" / "config_unet.yaml"):
+            code, out, err = call(capsys, "schema", word)
+            assert code == 0, err
+            found = json.loads(out)
+            assert set(found["properties"]) == set(recipe.settings.Config.model_fields)
+            assert found["additionalProperties"] is False
+        code, _, err = call(capsys, "schema", "benchmarks")
+        assert code == 2 and "has no settings" in err
+
+    def test_data_without_anything_to_look_at(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_text('{"text": "alone"}\n{"text": "alone, too"}\n')
+        asked = short(tmp_path)
+        asked["data"] = {"path": str(tmp_path / "rows.jsonl"), "held_out": 1}
+        with pytest.raises(ConfigError, match="nothing to look at"):
+            recipe.train.main(asked)

@@ -1,0 +1,143 @@
+"""A small run of `training.tune` on a tiny host: in this process, or in one of its own that dies at a chosen moment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mmattn
+from mmattn import training
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Letters:
+    """A tokenizer of small letters: 0 pads, 1 begins, 2 ends, 3 is an "a"."""
+
+    pad_token_id, bos_token_id, eos_token_id, unk_token_id = 0, 1, 2, None
+    all_special_ids = (0, 1, 2)
+
+    def __call__(self, texts: Sequence[str], **options: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(letter) - ord("a") + 3 for letter in text] for text in texts]}
+
+
+def rows(count: int = 23) -> list[training.Row]:
+    """Rows of unequal length; every third has no memory, and the others have some of unequal length."""
+    made, chance = [], random.Random(5)
+    for i in range(count):
+        text = "".join(chance.choice("abcdefgh") for _ in range(2 + i % 7))
+        random_ = torch.Generator().manual_seed(i)
+        memory = mmattn.Memory(torch.randn(1, 2 + i % 5, tiny.MEMORY_DIM, generator=random_)) if i % 3 else None
+        made.append(training.Row(text, prompt="ab" if i % 4 == 1 else "", memory=memory))
+    return made
+
+
+def attach(**settings: Any) -> Any:
+    """A tiny host with a fresh adapter behind every layer."""
+    torch.manual_seed(0)
+    made = {"memory_dim": tiny.MEMORY_DIM, "every": 1, "num_heads": 2, "head_dim": 5} | settings
+    return mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(**made))
+
+
+def collator(folder: Path) -> training.RowCollator:
+    """Of these rows, whose memories need no encoder."""
+    return training.RowCollator(Letters(), training.RowMemories(folder, dim=tiny.MEMORY_DIM))
+
+
+class Killed:
+    """Counts losses and saves, and ends this process as `kill -9` does at the ones that are named."""
+
+    def __init__(self, loss: Any, at_loss: int | None = None, at_save: int | None = None) -> None:
+        self.loss, self.at_loss, self.at_save, self.losses, self.saves = loss, at_loss, at_save, 0, 0
+
+    def __call__(self, some: Any, seeds: Any) -> Any:
+        found = self.loss(some, seeds)
+        self.losses += torch.is_grad_enabled()
+        if self.losses == self.at_loss:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Beside a checkpoint."""
+        (folder / "half").write_text("half")
+        self.saves += 1
+        if self.saves == self.at_save:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(
+    folder: Path,
+    *,
+    model: Any = None,
+    data: Sequence[training.Row] | None = None,
+    batch: int = 6,
+    dropout: float = 0.2,
+    kill: dict[str, int] | None = None,
+    held_out: Sequence[training.Row] | None = None,
+    **tuning: Any,
+) -> tuple[training.Tuned, Any]:
+    """Train for nine steps of six rows in two pieces, with everything that a checkpoint must bring back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = attach(dropout=dropout) if model is None else model
+    rows_of = collator(folder)
+
+    def loss(some: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+        return training.sum_nats(model, rows_of.batch(some))
+
+    chosen = {"steps": 9, "pieces": 2, "lr": 1e-2, "gate_lr": 0.1, "weight_decay": 0.1, "warmup": 2, "ema": 0.5}
+    chosen |= {"evaluate_every": 3, "save_every": 2, "log_every": 1} | tuning
+    accelerator = training.make_accelerator(device="cpu")
+    killed = Killed(loss, **(kill or {}))
+    step = training.last_step(folder / "checkpoints")
+    metrics = training.Metrics(folder, step) if accelerator.is_main_process else None
+    done = training.tune(
+        model,
+        killed,
+        training.RowBatches(rows() if data is None else data, batch, seed=3),
+        training.Tuning(**chosen),
+        accelerator,
+        held_out=rows(5) if held_out is None else held_out,
+        folder=folder / "checkpoints",
+        log=None if metrics is None else metrics.log,
+        progress=False,
+        save=killed.save,
+    )
+    if accelerator.is_main_process:
+        model.save_adapter(folder / "adapter")
+    training.finish(accelerator)
+    return done, model
+
+
+def sha256(folder: Path) -> str:
+    """Of the adapter that a run left."""
+    return hashlib.sha256((folder / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def losses(folder: Path) -> list[float]:
+    """Of each step, as the metrics have them."""
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(folder: Path, processes: int = 1, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """The same run in a process of its own, or in several under torchrun."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    words = [sys.executable, *launch, str(Path(__file__)), str(folder), json.dumps(settings)]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return subprocess.run(words, capture_output=True, text=True, env=env, timeout=280)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]), **json.loads(sys.argv[2]))

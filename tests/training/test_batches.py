@@ -1,0 +1,161 @@
+"""Order, collation and memories of rows: padded, bucketed, kept in files, the same for any number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import mmattn
+from mmattn import training
+from mmattn.errors import ConfigError, ShapeError, TextError
+from mmattn.training.order import share
+from tests.training.small_run import Letters
+
+
+class TestLengthOrder:
+    LENGTHS = [(7 * number) % 101 for number in range(1013)]
+
+    def test_every_row_once_and_like_lengths_together(self) -> None:
+        order = training.LengthOrder(self.LENGTHS, batch=11, seed=2)
+        batches = order.batches(0)
+        assert sorted(i for batch in batches for i in batch) == list(range(1013))
+        assert [len(batch) for batch in batches[:-1]] == [11] * 92 and len(batches[-1]) == 1
+        spread = [max(self.LENGTHS[i] for i in batch) - min(self.LENGTHS[i] for i in batch) for batch in batches]
+        assert sum(spread) / len(spread) < 10, "of 101 lengths"
+        longest = [max(self.LENGTHS[i] for i in batch) for batch in batches]
+        assert longest != sorted(longest) and longest != sorted(longest, reverse=True)
+
+    def test_a_function_of_seed_and_epoch(self) -> None:
+        order = training.LengthOrder(self.LENGTHS, batch=11, seed=2)
+        assert order.batches(3) == training.LengthOrder(self.LENGTHS, batch=11, seed=2).batches(3)
+        assert order.batches(3) != order.batches(4)
+        assert order.batches(3) != training.LengthOrder(self.LENGTHS, batch=11, seed=1).batches(3)
+        order.set_epoch(3)
+        assert list(order) == [i for batch in order.batches(3) for i in batch] and len(order) == 1013
+
+    @pytest.mark.parametrize("processes", [1, 2, 3])
+    @pytest.mark.parametrize("pieces", [1, 4])
+    def test_processes_share_a_batch(self, processes: int, pieces: int) -> None:
+        batch = list(range(13))
+        parts = [share(batch, rank, processes, pieces) for rank in range(processes)]
+        assert all(len(part) == pieces for part in parts)
+        assert sorted(i for part in parts for piece in part for i in piece) == batch
+
+    def test_no_rows(self) -> None:
+        with pytest.raises(ConfigError, match="no rows"):
+            training.LengthOrder([], batch=3)
+
+
+class Eye:
+    """An encoder that counts what it is shown: 3 slots for a picture, as wide as asked."""
+
+    def __init__(self, dim: int = 5, name: str = "eye") -> None:
+        self.dim, self.fingerprint, self.shown = dim, f"{name} {dim}" * 7, 0
+
+    def __call__(self, images: list[Any], batch_size: int) -> mmattn.Memory:
+        self.shown += len(images)
+        value = [float(mmattn.load_image(image).getpixel((0, 0))[0]) for image in images]
+        return mmattn.Memory(torch.tensor(value)[:, None, None].expand(-1, 3, self.dim).contiguous())
+
+
+class Reader(Eye):
+    """A slot for each word."""
+
+    def __call__(self, texts: list[str], batch_size: int) -> mmattn.Memory:
+        self.shown += len(texts)
+        return mmattn.Memory.pad([torch.full((len(text.split()), self.dim), float(len(text))) for text in texts])
+
+
+def painted(folder: Path, *values: int) -> list[str]:
+    for value in values:
+        Image.new("RGB", (3, 2), (value, 0, 0)).save(folder / f"{value}.png")
+    return [str(folder / f"{value}.png") for value in values]
+
+
+class TestRowMemories:
+    def test_encoded_once(self, tmp_path: Path) -> None:
+        one, two = painted(tmp_path, 10, 20)
+        rows = [training.Row("a", images=(one,)), training.Row("b", images=(two, one)), training.Row("c")]
+        eye = Eye()
+        memories = training.RowMemories(tmp_path / "kept", pictures=eye)
+        found = memories.of(rows)
+        assert found is not None and found.lengths == [3, 6, 0] and eye.shown == 2
+        assert found.tokens[1, :, 0].tolist() == [20.0] * 3 + [10.0] * 3
+        assert found.segments is not None and found.segments[1].tolist() == [0, 0, 0, 1, 1, 1]
+        again = training.RowMemories(tmp_path / "kept", pictures=eye).of(rows)
+        assert eye.shown == 2 and torch.equal(again.tokens, found.tokens)
+        other = Eye(name="other")
+        training.RowMemories(tmp_path / "kept", pictures=other).of(rows)
+        assert other.shown == 2, "another encoder has another folder"
+        Image.new("RGB", (3, 2), (30, 0, 0)).save(one)
+        assert training.RowMemories(tmp_path / "kept", pictures=eye).of(rows[:1]).tokens[0, 0, 0] == 30.0
+
+    def test_pictures_passages_and_saved_memories_in_one_row(self, tmp_path: Path) -> None:
+        (one,) = painted(tmp_path, 10)
+        mmattn.Memory(torch.full((1, 2, 4), 7.0)).save(tmp_path / "seen.safetensors")
+        row = training.Row("a", images=(one,), passages=("two words", one), memory=str(tmp_path / "seen.safetensors"))
+        memories = training.RowMemories(tmp_path / "kept", pictures=Eye(5), passages=Reader(11))
+        (found,) = memories.of([row]).tokens
+        assert memories.dim == 11 and found[:3, 0].tolist() == [10.0] * 3
+        assert found[3:5, 0].tolist() == [9.0] * 2 and found[5, 0] == len(one), "a passage is never a path"
+        assert found[-2:, 0].tolist() == [7.0] * 2 and not found[-2:, 4:].any() and not found[:3, 5:].any()
+
+    def test_processes_share_the_work(self, tmp_path: Path) -> None:
+        rows = [training.Row("a", images=(path,)) for path in painted(tmp_path, *range(7))]
+        eyes = [Eye(), Eye()]
+        for rank, eye in enumerate(eyes):
+            memories = training.RowMemories(tmp_path / "kept", pictures=eye)
+            memories.prepare(rows, rank=rank, processes=2)
+        assert sorted(eye.shown for eye in eyes) == [3, 4]
+        assert training.RowMemories(tmp_path / "kept", pictures=Eye()).prepare(rows) == 0
+
+    def test_values_too_large_for_half(self, tmp_path: Path) -> None:
+        reader = Reader(3)
+        memories = training.RowMemories(tmp_path, passages=reader)
+        assert memories.of([training.Row("a", passages=("x" * 70000,))]).tokens[0, 0, 0] == 70000.0
+
+    def test_what_cannot_be(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="width of the memory must be said"):
+            training.RowMemories(tmp_path)
+        memories = training.RowMemories(tmp_path, dim=5)
+        with pytest.raises(ConfigError, match="no encoder for them"):
+            memories.of([training.Row("a", passages=("x",))])
+        with pytest.raises(ShapeError, match="must have one row"):
+            memories.of([training.Row("a", memory=mmattn.Memory(torch.ones(2, 3, 5)))])
+        with pytest.raises(ShapeError, match="give dim=7"):
+            memories.of([training.Row("a", memory=mmattn.Memory(torch.ones(1, 3, 7)))])
+
+
+class TestCollator:
+    def test_prompts_are_read_and_not_learned(self, tmp_path: Path) -> None:
+        memories = training.RowMemories(tmp_path, dim=5)
+        rows = [
+            training.Row("cd", prompt="ab", memory=mmattn.Memory(torch.ones(1, 3, 5))),
+            training.Row("e", memory=None),
+        ]
+        batch = training.RowCollator(Letters(), memories)(rows)
+        assert batch["input_ids"].tolist() == [[1, 3, 4, 5, 6, 2], [1, 7, 2, 0, 0, 0]]
+        assert batch["labels"].tolist() == [[-100, -100, -100, 5, 6, 2], [1, 7, 2, -100, -100, -100]]
+        assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
+        assert batch["memory"].lengths == [3, 0]
+        assert "memory" not in training.RowCollator(Letters(), memories)(rows[1:])
+        assert "memory" not in training.RowCollator(Letters())(rows)
+
+    def test_too_long(self) -> None:
+        rows = [training.Row("ab"), training.Row("abcdef", prompt="a")]
+        with pytest.raises(TextError, match="row 1 has 9 tokens .* at most 7 fit"):
+            training.RowCollator(Letters(), max_length=7).check(rows)
+        made = training.RowCollator(Letters(), max_length=7, cut=True)(rows)["input_ids"]
+        assert made[1].tolist() == [1, 3, 3, 4, 5, 6, 2]
+        with pytest.raises(TextError, match="row 0 has 11 tokens"):
+            training.RowCollator(Letters(), max_length=7, cut=True).check([training.Row("a", prompt="abcdefgh")])
+
+
+def test_a_loss_of_zero_targets_is_nothing() -> None:
+    """A batch whose rows are all begin tokens would divide by nothing."""
+    with pytest.raises(TextError, match="without tokens"):
+        training.RowCollator(Letters()).check([training.Row("")])

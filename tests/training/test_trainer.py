@@ -1,0 +1,112 @@
+"""The Trainer for hosts with adapters: it trains with memory, keeps only what is trained, and can be taken up again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+import mmattn
+from mmattn import training
+from tests import tiny
+from tests.training import small_run
+
+
+def trainer(folder: Path, model: Any = None, **arguments: Any) -> Any:
+    given = {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+        "seed": 3,
+        "train_sampling_strategy": "group_by_length",
+        **arguments,
+    }
+    return training.AdapterTrainer(
+        model=small_run.attach(dropout=0.2) if model is None else model,
+        args=TrainingArguments(**given),
+        data_collator=small_run.collator(folder / "memories"),
+        train_dataset=small_run.rows(),
+        eval_dataset=small_run.rows(5),
+        gate_lr=0.1,
+    )
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.adapters.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run that nothing interrupts, and its weights."""
+    folder = tmp_path_factory.mktemp("whole")
+    made = trainer(folder)
+    before = weights(made.model)
+    made.train()
+    after = weights(made.model)
+    assert all(not torch.equal(value, before[name]) for name, value in after.items() if name.endswith("gate"))
+    return folder, after
+
+
+def test_a_checkpoint_holds_what_is_trained_and_no_host(whole: tuple[Path, Any]) -> None:
+    folder, after = whole
+    last = folder / "checkpoint-6"
+    names = {path.name for path in last.iterdir()}
+    assert names == {
+        "adapters", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trained.safetensors", "trainer_state.json"
+    }  # fmt: skip
+    tensors, _ = mmattn.training.trainer.read_tensors(last / "trained.safetensors", "mmattn-trained")
+    assert set(tensors) == {f"adapters.{name}" for name in after}
+    model = mmattn.load(tiny.make("llama"), last / "adapters" / "default")
+    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+    biggest = max(path.stat().st_size for path in last.rglob("*") if path.is_file())
+    assert biggest < 4 * sum(value.numel() * 4 for value in after.values())
+
+
+def test_taken_up_it_ends_bit_for_bit_the_same(whole: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, after = whole
+    for step in (2, 4):
+        shutil.copytree(folder / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    # As a kill in the middle of a save leaves it.
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    made = trainer(tmp_path)
+    made.train(resume_from_checkpoint=True)
+    assert made.state.global_step == 6
+    assert all(torch.equal(value, after[name]) for name, value in weights(made.model).items())
+
+
+def test_memory_arrives(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    rows = [row for row in small_run.rows() if row.remembers][:3]
+    with torch.no_grad():
+        for name, parameter in made.model.adapters.named_parameters():
+            if name.endswith("gate"):
+                parameter.fill_(1.0)
+    seen, blind = made.evaluate(rows)["eval_loss"], made.evaluate([training.Row(row.text) for row in rows])["eval_loss"]
+    assert abs(seen - blind) > 1e-3
+    (batch,) = made.get_eval_dataloader(rows)
+    assert float(made.model.eval()(**batch).loss.detach()) == pytest.approx(seen, rel=1e-4)
+
+
+def test_gates_have_their_rate_and_the_cache_its_setting(tmp_path: Path) -> None:
+    model = small_run.attach()
+    model.host.config.use_cache = True
+    made = trainer(tmp_path, model, max_steps=1, save_strategy="no")
+    model.host.config.use_cache = True
+    made.train()
+    assert model.host.config.use_cache is True
+    rates = {group["initial_lr"] for group in made.optimizer.param_groups}
+    assert rates == {1e-2, 0.1}
+    state = tiny.make("llama").state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.host.state_dict().items())

@@ -1,0 +1,229 @@
+"""The loop: killed and taken up again it ends bit for bit the same, and how a batch is cut changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmattn
+from mmattn import training
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
+from tests import tiny
+from tests.tiny import assert_close
+from tests.training import small_run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    small_run.run(folder)
+    return folder
+
+
+def kept(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """What the checkpoint of a step holds."""
+    return training.checkpoints.load_checkpoint(folder / "checkpoints" / f"step-{step:08d}")[0]
+
+
+def weights(model: object) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.adapters.named_parameters()}  # type: ignore[attr-defined]
+
+
+def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(whole: Path, tmp_path: Path) -> None:
+    """FAULTS 56: killed inside an accumulation, and in the middle of writing a checkpoint."""
+    found = small_run.start(tmp_path, kill={"at_loss": 10})  # the second piece of step 5; a checkpoint is at step 4
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    assert training.last_step(tmp_path / "checkpoints") == 4
+    found = small_run.start(tmp_path, kill={"at_save": 2})  # steps 5 to 8, of which 8 is half written
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    assert training.last_step(tmp_path / "checkpoints") == 6
+    done, _ = small_run.run(tmp_path)
+    assert (done.begun_at, done.step) == (6, 9)
+    assert small_run.sha256(tmp_path) == small_run.sha256(whole)
+    assert small_run.losses(tmp_path) == small_run.losses(whole) and len(small_run.losses(whole)) == 9
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert sorted(names) == ["step-00000008", "step-00000009"], "two are kept, and nothing half written"
+
+
+def test_a_finished_run_started_again_changes_nothing(whole: Path) -> None:
+    before = small_run.sha256(whole)
+    done, _ = small_run.run(whole)
+    assert done.begun_at == done.step == 9 and small_run.sha256(whole) == before
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """The same global batches; some of them leave one process, or both, without anything to remember."""
+    plain = {"dropout": 0.0, "steps": 5, "batch": 3, "pieces": 1}
+    one, two = tmp_path / "one", tmp_path / "two"
+    small_run.run(one, **plain)
+    found = small_run.start(two, processes=2, **plain)
+    assert found.returncode == 0, found.stderr
+    order = training.RowBatches(small_run.rows(), 3, seed=3).epoch(0)
+    shares = [[any(row.remembers for row in batch[rank::2]) for rank in (0, 1)] for batch in islice(order, 5)]
+    assert [True, False] in shares or [False, True] in shares
+    first, second = small_run.losses(one), small_run.losses(two)
+    assert second == pytest.approx(first, rel=1e-5) and len(second) == 5
+    here, there = kept(one, 5), kept(two, 5)
+    assert set(here) == set(there)
+    for name, value in here.items():
+        assert_close(there[name], value, 1e-2)
+
+
+@pytest.mark.parametrize("changes", [{"pieces": 1}, {"pieces": 3}, {"recompute": True}])
+def test_how_a_batch_is_cut_changes_nothing(tmp_path: Path, changes: dict[str, object]) -> None:
+    plain = {"dropout": 0.0, "steps": 2, "evaluate_every": 0}
+    small_run.run(tmp_path / "a", **plain)
+    small_run.run(tmp_path / "b", **plain | changes)
+    want, got = kept(tmp_path / "a", 2), kept(tmp_path / "b", 2)
+    assert set(got) == set(want)
+    # The moments say what the gradients were; Adam makes much of the sign of one that is nearly nothing.
+    for name, value in want.items():
+        assert_close(got[name], value, 1e-2 if name.startswith(("weights.", "averaged.")) else 1e-4)
+    if changes.get("recompute"):
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_text_alone_teaches_an_adapter_nothing(tmp_path: Path) -> None:
+    """No row has a memory: nothing fails, and a fresh adapter without decay stays as it was."""
+    model = small_run.attach()
+    before = weights(model)
+    data = [row for row in small_run.rows() if not row.remembers]
+    done, _ = small_run.run(tmp_path, model=model, data=data, weight_decay=0.0, steps=2, batch=3, evaluate_every=0)
+    assert done.step == 2
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+def test_the_host_is_never_moved_nor_kept(whole: Path) -> None:
+    model = small_run.attach()
+    tensors, about = training.checkpoints.load_checkpoint(whole / "checkpoints" / "step-00000009")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.removeprefix("weights.") for name in tensors if name.startswith("weights.")} == trained
+    assert all(name.startswith("adapters.") for name in trained)
+    groups = {name.split(".")[0] for name in tensors}
+    assert groups == {"weights", "moments", "averaged"} and about["run"]["steps"] == 9
+    _, after = small_run.run(whole)
+    state = tiny.make("llama").state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in after.host.state_dict().items())
+
+
+def test_it_learns_and_leaves_the_averaged_weights(tmp_path: Path) -> None:
+    done, model = small_run.run(tmp_path, steps=25, ema=0.9, dropout=0.0, save_every=25, evaluate_every=25)
+    found = small_run.losses(tmp_path)
+    assert sum(found[-5:]) < 0.9 * sum(found[:5])
+    tensors = kept(tmp_path, 25)
+    for name, value in weights(model).items():
+        assert torch.equal(value, tensors[f"averaged.adapters.{name}"])
+        assert not torch.equal(value, tensors[f"weights.adapters.{name}"])
+    assert math.isfinite(done.held_out) and not model.training
+
+
+def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
+    """Held-out rows that have nothing to do with those learned: their loss soon rises."""
+    other = [training.Row("zzzzyyyyxxxx", memory=row.memory) for row in small_run.rows(7) if row.remembers]
+    done, model = small_run.run(tmp_path, steps=200, evaluate_every=1, patience=3, held_out=other, ema=0.0, dropout=0.0)
+    assert done.stopped and done.step < 200 and done.step == done.best_step + 3
+    rows_of = small_run.collator(tmp_path)
+    total, count = training.sum_nats(model, rows_of.batch(other))
+    assert float(total.detach()) / count == pytest.approx(done.best, rel=1e-4)
+    again, _ = small_run.run(tmp_path, steps=200, evaluate_every=1, patience=3, held_out=other, ema=0.0, dropout=0.0)
+    assert again.stopped and again.begun_at == again.step == done.step
+
+
+def test_a_checkpoint_of_other_settings_or_of_another_adapter_is_refused(whole: Path) -> None:
+    with pytest.raises(ConfigError, match=r"other settings \(lr: 0.01 there, 0.02 here\).*resume=false"):
+        small_run.run(whole, lr=2e-2)
+    with pytest.raises(AdapterFileError, match="trained tensors and this model trains"):
+        small_run.run(whole, model=small_run.attach(feed_forward=0))
+
+
+def test_a_damaged_checkpoint_is_named(whole: Path) -> None:
+    file = whole / "checkpoints" / "step-00000009" / "state.safetensors"
+    raw = bytearray(file.read_bytes())
+    try:
+        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        with pytest.raises(AdapterFileError, match="wrong checksum"):
+            small_run.run(whole)
+    finally:
+        file.write_bytes(raw)
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    model = small_run.attach()
+    with torch.no_grad():
+        next(model.adapters.parameters()).fill_(torch.nan)
+        next(p for name, p in model.adapters.named_parameters() if name.endswith("gate")).fill_(1.0)
+    with pytest.raises(NonFiniteError, match="loss is nan at step 0; lower the learning rate"):
+        small_run.run(tmp_path, model=model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "give steps or epochs"),
+        ({"steps": 3, "epochs": 1.0}, "one of them"),
+        ({"epochs": 0.0}, "epochs must be above 0"),
+        ({"steps": 3, "patience": 2}, "set evaluate_every"),
+        ({"steps": 3, "pieces": 0}, "pieces must be at least 1"),
+        ({"steps": 3, "ema": 1.0}, "ema must be in"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        training.Tuning(**settings)
+
+
+def test_half_precision_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="precision=fp16"):
+        training.make_accelerator(device="cpu", precision="fp16")
+    with pytest.raises(ConfigError, match="tracker 'comet_ml' is not installed"):
+        training.make_accelerator(tmp_path, device="cpu", trackers=("comet_ml",))
+
+
+class TestMetrics:
+    def test_lines_and_a_table(self, tmp_path: Path) -> None:
+        metrics = training.Metrics(tmp_path)
+        metrics.log(step=1, epoch=0, loss=float("nan"), lr=0.5, other="kept in the lines")
+        metrics.log(step=2, epoch=0, loss=0.25, lr=0.5, held_out_loss=1.5)
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert lines[0]["loss"] is None and lines[1]["held_out_loss"] == 1.5
+        table = (tmp_path / "metrics.csv").read_text().splitlines()
+        assert table[0] == "step,epoch,loss,lr,gradient_norm,held_out_loss,seconds" and table[2] == "2,0,0.25,0.5,,1.5,"
+
+    def test_later_lines_and_half_ones_are_dropped(self, tmp_path: Path) -> None:
+        metrics = training.Metrics(tmp_path)
+        for step in (1, 2, 3):
+            metrics.log(step=step, loss=float(step))
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 1, "lo')
+        training.Metrics(tmp_path, step=2)
+        assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+        assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
+def test_an_adapter_on_a_quantised_host_trains(kind: str, tmp_path: Path) -> None:
+    """FAULTS 28."""
+    pytest.importorskip(kind)
+    host = tiny.make("llama", hidden_size=64, intermediate_size=128)
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(host, Int8WeightOnlyConfig())
+    else:
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        host.save_pretrained(tmp_path / "host")
+        options = BitsAndBytesConfig(load_in_4bit=True)
+        host = AutoModelForCausalLM.from_pretrained(tmp_path / "host", quantization_config=options, device_map="cpu")
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=5))
+    before = weights(model)
+    small_run.run(tmp_path, model=model, steps=3, evaluate_every=0)
+    assert all(value.dtype == torch.float32 for value in before.values())
+    assert all(not torch.equal(value, before[name]) for name, value in weights(model).items() if name.endswith("gate"))

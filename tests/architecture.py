@@ -53,6 +53,7 @@ HOMES = {
     "peft": ("training",),
     "tensorboard": ("training",),
     "diffusers": ("hosts.unet",),
+    "huggingface_hub": ("hosts.hub",),
     "open_clip": ("encoders.openclip",),
     "torchvision": ("encoders.torchvision",),
     "timm": (),

@@ -73,16 +73,27 @@ def attach(
 
 
 def load(
-    host: nn.Module, folder: str | PathLike[str], name: str = "default", *, path: str | None = None
+    host: nn.Module,
+    folder: str | PathLike[str],
+    name: str = "default",
+    *,
+    path: str | None = None,
+    revision: str | None = None,
 ) -> LanguageModel | UNet:
     """Put a saved adapter on a host; on a UNet also the single file of a published IP-Adapter.
+
+    Args:
+        folder: as `save_adapter` wrote it, or the name of a repository on the Hugging Face hub, "org/name".
+        name, path: as in `attach`.
+        revision: branch, tag or commit of that repository.
 
     Raises:
         AdapterFileError: the folder does not hold an adapter for this host; nothing is changed.
     """
     from mmattn.hosts.adapter_files import load as load_folder
+    from mmattn.hosts.hub import local_folder
 
-    return load_folder(host, folder, name, path)
+    return load_folder(host, local_folder(folder, revision), name, path)
 
 
 def load_published(

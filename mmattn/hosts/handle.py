@@ -162,6 +162,36 @@ class Handle(nn.Module, ABC):
 
         save(self, path, name, encoder)
 
+    def push_to_hub(
+        self,
+        repository: str,
+        name: str = "default",
+        *,
+        encoder: str | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Upload one adapter, and nothing of the host, to a repository "org/name" of the Hugging Face hub.
+
+        Args:
+            name, encoder: as in `save_adapter`.
+            private, revision, token, commit_message: as in `transformers.PreTrainedModel.push_to_hub`.
+
+        Returns:
+            the address of the commit.
+
+        Raises:
+            AdapterFileError: the hub refused it, or cannot be reached.
+        """
+        from mmattn.hosts.hub import push
+
+        return push(
+            self, repository, name, encoder=encoder, private=private, revision=revision, token=token,
+            message=commit_message,
+        )  # fmt: skip
+
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
         """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
         named = ((name, self._adapter(name)) for name in self.adapters)

@@ -68,6 +68,23 @@ class Handle(nn.Module, ABC):
         self.active = [other for other in self.active if other != name]
         self._refresh_hooks()
 
+    @abstractmethod
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """Put another adapter on the host, active beside those that are."""
+
+    def add_weighted_adapter(self, names: Sequence[str], weights: Sequence[float], name: str) -> None:
+        """Merge adapters of equal settings into a new one, whose weights are the weighted sum of theirs.
+
+        It is not active: `set_adapter(name)` uses it instead of the others.
+
+        Raises:
+            AttachError: an adapter that is not attached, a name that is taken, or settings that differ.
+            ConfigError: another number of weights than adapters.
+        """
+        from mmattn.hosts.merging import add_weighted
+
+        add_weighted(self, names, weights, name)
+
     def _check_new(self, name: str) -> None:
         if self.adapters:
             self._check_reachable()

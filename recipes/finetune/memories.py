@@ -55,9 +55,11 @@ def needs(rows: Any) -> tuple[bool, bool, bool]:
     )
 
 
-def exchanged(rows: Sequence[training.Row]) -> list[training.Row]:
-    """Each row with the memory of another one, where two or more have one: what a shuffled memory is worth."""
+def exchanged(rows: Sequence[training.Row]) -> list[training.Row] | None:
+    """Each row with the memory of another one: what a shuffled memory is worth. None where fewer than two have one."""
     having = [number for number, row in enumerate(rows) if row.remembers]
+    if len(having) < 2:
+        return None
     out = list(rows)
     for place_, number in enumerate(having):
         row, other = rows[number], rows[having[(place_ + 1) % len(having)]]

@@ -22,8 +22,8 @@ def table(lines: Sequence[Any], host: str) -> str:
         rows.append(
             [
                 one.name,
-                f"{one.loss:.4f}",
-                *([f"{math.exp(min(one.loss, 700.0)):.2f}"] if writes else []),
+                "–" if math.isnan(one.loss) else f"{one.loss:.4f}",
+                *(["–" if math.isnan(one.loss) else f"{math.exp(min(one.loss, 700.0)):.2f}"] if writes else []),
                 "–" if math.isnan(saved) else f"{saved:+.4f}",
                 f"{one.parameters:,}",
                 f"{one.seconds:.0f}",
@@ -35,6 +35,8 @@ def table(lines: Sequence[Any], host: str) -> str:
         notes.append(
             "- Shuffled: each row with the memory of another. LoRA: as many trained parameters, the same texts."
         )
+    if any(math.isnan(one.loss) for one in lines):
+        notes.append("- –: fewer than two held-out rows have a memory, so there is none to exchange; hold out more.")
     return training.markdown_table(["", *measures, "trained parameters", "seconds"], rows) + "\n\n" + "\n".join(notes)
 
 

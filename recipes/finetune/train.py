@@ -189,7 +189,9 @@ class Run:
 
         lines = [line("adapter, its own memory", self.held_out)]
         if self.settings.eval.controls:
-            lines.append(line("adapter, shuffled memory", exchanged(self.held_out)))
+            others = exchanged(self.held_out)
+            name = "adapter, shuffled memory"
+            lines.append(Line(name, math.nan, parameters, done.seconds) if others is None else line(name, others))
             lines.append(line("adapter, no memory", without(self.held_out)))
             model.detach()
             lines.insert(0, self._control(parameters))

@@ -26,7 +26,7 @@ FLORA = ROOT / "assets" / "flora"
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("finetune", "settings", "memories", "language", "painting", "train", "caption")
+    return load_files("finetune", "settings", "memories", "language", "painting", "train", "caption", "report")
 
 
 def short(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -210,3 +210,12 @@ class TestSettings:
         asked["data"] = {"path": str(tmp_path / "rows.jsonl"), "held_out": 1}
         with pytest.raises(ConfigError, match="nothing to look at"):
             recipe.train.main(asked)
+
+
+def test_memories_are_exchanged_between_rows_that_have_one(recipe: SimpleNamespace) -> None:
+    rows = [training.Row("a", images=("a.png",)), training.Row("b"), training.Row("c", images=("c.png",))]
+    assert [row.images for row in recipe.memories.exchanged(rows)] == [("c.png",), (), ("a.png",)]
+    assert recipe.memories.exchanged(rows[:2]) is None, "one memory has none to be exchanged with"
+    line = recipe.train.Line("adapter, shuffled memory", float("nan"), 5, 1.0)
+    text = recipe.report.table([recipe.train.Line("LoRA, text only", 2.0, 5, 1.0), line], "language")
+    assert "nan" not in text and "fewer than two held-out rows" in text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,3 +112,10 @@ def slow(
 def normalised(norm: nn.Module, x: Tensor) -> Tensor:
     """LayerNorm in float64."""
     return F.layer_norm(x, x.shape[-1:], norm.weight.double(), norm.bias.double(), norm.eps)
+
+
+@functools.cache
+def scene(family: str) -> SimpleNamespace:
+    """A host with an open chunked adapter and what its untouched twin says, for tests that change neither."""
+    ids = tiny.text(ROWS, LENGTH)
+    return SimpleNamespace(model=attach(tiny.make(family)), ids=ids, own=tiny.own(ids, family))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,21 @@ def small(count: int = 1103, metric: str = "cosine", engine: str = "exact", **kw
 def held(index: Any) -> dict[Any, list[float]]:
     """The vectors of an index by id."""
     return {name: index[name].vector.tolist() for name in index.ids}
+
+
+def same(a: Index, b: Index) -> None:
+    """Assert that two indexes hold the same and find the same."""
+    assert (a.ids, a.metric, a.dim) == (b.ids, b.metric, b.dim)
+    for name in a.ids:
+        x, y = a[name], b[name]
+        assert x[:3] == y[:3] and torch.equal(x.vector, y.vector)
+        assert (x.tokens is None) == (y.tokens is None)
+        assert x.tokens is None or y.tokens is None or torch.equal(x.tokens, y.tokens)
+    queries = torch.randn(3, a.dim)
+    one, two = a.search(queries, 5), b.search(queries, 5)
+    assert one.ids == two.ids and torch.equal(one.scores, two.scores)
+
+
+def files(folder: Path) -> list[str]:
+    """All files below a folder, by their paths in it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,97 @@
+"""What the tests of the bank share: entries, what three requests found, and the same memory made by hand."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import mmattn
+from tests import tiny
+from tests.tiny import assert_close
+
+ROWS, LENGTH, ENTRIES, SLOTS, HITS = 3, 7, 23, 5, 11
+
+SETTINGS = {
+    "plain": {},
+    "gates per head": {"gate": "head"},
+    "gates per channel, no feed-forward": {"gate": "channel", "feed_forward": 0},
+    "grouped heads": {"num_heads": 4, "num_kv_heads": 2},
+    "one key head": {"num_heads": 3, "num_kv_heads": 1},
+    "query and key norm": {"qk_norm": True},
+    "null slot": {"null_slot": True},
+    "null slot and length norm": {"null_slot": True, "length_norm": 17.0},
+    "score bias": {"score_bias": True},
+    "score bias and null slot": {"score_bias": True, "null_slot": True, "num_heads": 4, "num_kv_heads": 2},
+    "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
+    "latest hit": {"look": "latest"},
+}
+settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
+
+
+def entries(n=ENTRIES, m=SLOTS, seed=0):
+    """Entries of 1 to m real slots; behind them there is garbage."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, m + 1, (n, 1), generator=draw)
+    mask = torch.arange(m) < lengths
+    tokens = torch.randn(n, m, tiny.MEMORY_DIM, generator=draw).masked_fill(~mask[..., None], torch.nan)
+    return mmattn.Memory(tokens, mask)
+
+
+def hits(n=ENTRIES, count=HITS, seed=0):
+    """Rows, mask and scores of three requests: some hits are missing, the second request found nothing at all."""
+    draw = torch.Generator().manual_seed(100 + seed)
+    rows = torch.randint(0, n, (ROWS, count), generator=draw)
+    mask = torch.rand(ROWS, count, generator=draw) < 0.7
+    mask[1], mask[:, 0] = False, torch.tensor([True, False, True])
+    scores = torch.randn(ROWS, count, generator=draw)
+    return {"rows": rows.masked_fill(~mask, -1), "mask": mask, "scores": scores.masked_fill(~mask, torch.nan)}
+
+
+def by_hand(memory, rows, mask, scores):
+    """The memory that a request without a bank would be given."""
+    (b, n), m = rows.shape, memory.length
+    rows = rows.clamp(min=0)
+    real = memory._filled("mask")[rows] & mask[..., None]
+    return mmattn.Memory(
+        memory.tokens[rows].flatten(1, 2),
+        real.flatten(1),
+        torch.arange(n).repeat_interleave(m).expand(b, -1),
+        torch.where(mask, scores, 0).repeat_interleave(m, 1),
+    )
+
+
+@contextlib.contextmanager
+def projections(model):
+    """Counts how often keys and values are projected inside the block."""
+    seen = []
+    layers = [attention.k_proj for attention in model.attentions().values()]
+    hooks = [layer.register_forward_hook(lambda *_: seen.append(1)) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def answer(model, memory, **given):
+    """Logits, and how many projections they took."""
+    if any(adapter.config.look == "latest" for adapter in model.adapters.values()):
+        given["images"] = torch.arange(LENGTH).clamp(max=HITS - 1).add(1).expand(ROWS, -1)
+    with torch.no_grad(), projections(model) as seen:
+        return model(tiny.text(ROWS, LENGTH), memory=memory, **given).logits, len(seen)
+
+
+def check(bank, memory, found=None):
+    """What the bank gathers is what projecting the entries of `memory` gives; returns it."""
+    found = found or hits(memory.batch)
+    got, projected = answer(bank.model, bank.gather(**found))
+    want, _ = answer(bank.model, by_hand(memory, **found))
+    assert projected == 0
+    assert_close(got, want, 1e-6)
+    return got
+
+
+def reload(model):
+    model.adapters.load_state_dict({name: value * 0.5 for name, value in model.adapters.state_dict().items()})

@@ -1,0 +1,217 @@
+"""Saving an index while others save or read, killed, interrupted, on a full disk: old or new, never half."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmattn import Index
+from mmattn.errors import IndexFileError
+from mmattn.retrieval import folder as folders
+from tests.retrieval.searching import WIDTH, files, held, same, small
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+# ---- writers
+
+
+def test_a_second_writer_is_refused_while_one_saves(tmp_path: Path) -> None:
+    index = small(7)
+    index.save(tmp_path / "index")
+    handle = os.open(tmp_path / "index", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(BlockingIOError, match="another writer is saving"):
+        index.save(tmp_path / "index")
+    same(index, Index.load(tmp_path / "index"))  # readers need not wait
+    os.close(handle)
+    index.save(tmp_path / "index")
+
+
+def test_a_writer_who_did_not_see_the_last_save_is_refused(tmp_path: Path) -> None:
+    small(7).save(tmp_path / "index")
+    one, two = Index.load(tmp_path / "index"), Index.load(tmp_path / "index")
+    one.add(torch.ones(1, WIDTH), ids=["mine"])
+    one.save(tmp_path / "index")
+    two.remove([0])
+    with pytest.raises(IndexFileError, match="another writer has saved there"):
+        two.save(tmp_path / "index")
+    same(one, Index.load(tmp_path / "index"))
+    two.save(tmp_path / "elsewhere")
+    one.save(tmp_path / "index")
+    new = small(3)
+    new.save(tmp_path / "index")  # an index made anew replaces what was there
+    same(new, Index.load(tmp_path / "index"))
+
+
+def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
+    """A version is removed by the second save after it, if nobody reads it; a reader never sees half."""
+    index = Index.build(torch.ones(11, WIDTH), metadata=[0] * 11)
+    index.save(tmp_path / "index")
+    done, wrong, seen = threading.Event(), [], set()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                loaded = Index.load(tmp_path / "index")
+                versions = {loaded[name].metadata for name in loaded.ids}
+                values = {int(loaded[name].vector[0]) - 1 for name in loaded.ids}
+                seen.update(versions)
+                if len(versions) != 1 or versions != values:
+                    wrong.append((versions, values))
+            except Exception as error:
+                wrong.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for version in range(1, 30):
+        index.update(index.ids, torch.full((11, WIDTH), version + 1.0), metadata=[version] * 11)
+        index.save(tmp_path / "index")
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong and len(seen) > 1
+
+
+# ---- crashes
+
+WRITER = """
+import os, sys, torch
+from mmattn import Index
+torch.set_num_threads(1)
+indexes = [Index.build(torch.ones(701, 31), engine=engine) for engine in ("exact", "flat")]
+indexes[0].update(range(701), metadata=[1] * 701)
+indexes[0].save(sys.argv[1])
+for line in sys.stdin:
+    version = int(line)
+    child = os.fork()
+    if not child:
+        index = indexes[version // 1000 % 2]
+        while True:
+            index.update(index.ids, torch.full((701, 31), float(version)), metadata=[version] * 701)
+            index.save(sys.argv[1])
+            version += 1
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def killed_saves(folder: Path, kills: int, seed: int) -> set[int]:
+    """Kill a process that saves again and again; after each kill the index is whole. The versions found."""
+    chance, found = random.Random(seed), set()
+    command = [sys.executable, "-W", "ignore", "-c", WRITER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as writers:
+        assert writers.stdin is not None and writers.stdout is not None
+        for kill in range(kills):
+            writers.stdin.write(f"{1000 * kill + 1}\n")
+            writers.stdin.flush()
+            child = int(writers.stdout.readline())
+            time.sleep(chance.uniform(0.01, 0.6))
+            os.kill(child, signal.SIGKILL)
+            assert int(writers.stdout.readline()) == signal.SIGKILL  # and it did not die of something else
+            index = Index.load(folder)
+            versions = {index[name].metadata for name in index.ids}
+            assert len(index) == 701 and len(versions) == 1
+            version = versions.pop()
+            assert all(torch.equal(index[name].vector, torch.full((31,), float(version))) for name in index.ids)
+            found.add(version)
+    small(3).save(folder)
+    assert len(files(folder)) == 3  # what the killed ones left behind is gone
+    return found
+
+
+def test_kills_during_saves(tmp_path: Path, seeded: int) -> None:
+    assert len(killed_saves(tmp_path / "index", 8, seeded)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_two_hundred_kills_during_saves(tmp_path: Path, seeded: int) -> None:
+    assert len(killed_saves(tmp_path / "index", 200, seeded)) > 20
+
+
+STEPS = ("os.mkdir", "os.replace", "os.fsync", "mmattn.retrieval.folder.sync_folder", "mmattn.retrieval.folder._digest")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("step", STEPS)
+def test_an_interruption_at_every_step_leaves_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
+) -> None:
+    old, new = small(1201, engine="hnsw"), small(1300, engine="hnsw")
+    old.save(tmp_path / "index")
+    module, _, name = step.rpartition(".")
+    target = os if module == "os" else folders
+    original = getattr(target, name)
+    outcomes = []
+    for place in range(50):
+        left = [place]
+
+        def interrupt(*args: Any, left: list[int] = left, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise error
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, interrupt)
+        try:
+            new.save(tmp_path / "index")
+            finished = left[0] >= 0
+        except error:
+            finished = False
+        monkeypatch.undo()
+        loaded = Index.load(tmp_path / "index")
+        assert len(loaded) in (1201, 1300)
+        same(old if len(loaded) == 1201 else new, loaded)
+        outcomes.append(len(loaded))
+        assert len([name for name in os.listdir(tmp_path / "index") if name.startswith("v")]) <= 2
+        old._saved.clear()
+        new._saved.clear()
+        if finished:
+            break
+        old.save(tmp_path / "index")
+    assert finished and len(outcomes) > 1 and outcomes[-1] == 1300 and outcomes[0] == 1201
+
+
+def test_disk_full_at_twenty_sizes(tmp_path: Path) -> None:
+    """The system refuses to let a file grow; what was there stays, and nothing else is left."""
+    index = small(1201, engine="hnsw", ids=[f"entry {i}" for i in range(1201)])
+    index.save(tmp_path / "index")
+    before = {name: (tmp_path / "index" / name).read_bytes() for name in files(tmp_path / "index")}
+    code = """
+import resource, sys, torch
+from mmattn import Index
+index = Index.build(torch.randn(2000, 12), engine="hnsw")
+for size in range(0, 600_000, 30_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    for folder in sys.argv[1:]:
+        try:
+            index.save(folder)
+            print("saved")
+        except OSError as error:
+            print(type(error).__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "index"), str(tmp_path / "new")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["OSError"] * 40, done.stderr
+    assert {name: (tmp_path / "index" / name).read_bytes() for name in files(tmp_path / "index")} == before
+    assert os.listdir(tmp_path) == ["index"]
+    same(index, Index.load(tmp_path / "index"))
+    assert held(index)

@@ -194,7 +194,8 @@ class Handle(nn.Module, ABC):
 
         Args:
             name, encoder: as in `save_adapter`.
-            private, revision, token, commit_message: as in `transformers.PreTrainedModel.push_to_hub`.
+            private, revision, token, commit_message: as in `transformers.PreTrainedModel.push_to_hub`; the revision is
+                a branch, made where it is missing.
 
         Returns:
             the address of the commit.

@@ -65,6 +65,8 @@ def push(
         hub = HfApi(token=token)
         try:
             made = hub.create_repo(repository, private=private, exist_ok=True)
+            if revision is not None:
+                hub.create_branch(made.repo_id, branch=revision, exist_ok=True)
             commit = hub.upload_folder(
                 repo_id=made.repo_id,
                 folder_path=folder,

@@ -19,6 +19,7 @@ from torch import Tensor
 from mmattn.errors import ConfigError, ShapeError, check_int
 from mmattn.fingerprints import file_fingerprint
 from mmattn.memory import Memory
+from mmattn.progress import batches
 from mmattn.training.rows import Row
 
 # Rows whose pictures are held at once while what is missing is encoded.
@@ -148,12 +149,7 @@ class RowMemories:
 
     def _encode(self, kind: str, missing: dict[Path, Any], progress: bool) -> None:
         places = list(missing)
-        starts: Any = range(0, len(places), self.batch_size)
-        if progress and places:
-            from tqdm import tqdm
-
-            starts = tqdm(starts, desc=f"encoding {kind}", unit="batch")
-        for start in starts:
+        for start in batches(len(places), self.batch_size, f"encoding {kind}", progress and bool(places)):
             part = places[start : start + self.batch_size]
             seen: Memory = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
             for number, place in enumerate(part):

@@ -36,6 +36,8 @@ class Asked:
         self.index = mmattn.Index.load(index, encoder=self.encoder)
         host, self.tokenizer = load_lm(lm)
         self.model = mmattn.load(host, assets_folder() / "rag" / "adapter" if adapter is None else adapter)
+        chunked = isinstance(self.model.adapters["default"].config, mmattn.ChunkedAdapter)
+        self.reader = mmattn.TextEncoder(pooling="none") if chunked else None
         self.view = view
 
     def __call__(self, question: str) -> tuple[str, list[Source]]:
@@ -49,8 +51,8 @@ class Asked:
         """
         if not question.strip():
             raise TextError("the question is empty: ask something")
-        if isinstance(self.model.adapters["default"].config, mmattn.ChunkedAdapter):
-            return Continuation(self.index, self.model, self.tokenizer)(question)
+        if self.reader is not None:
+            return Continuation(self.index, self.model, self.tokenizer, self.reader)(question)
         memory = looked_at(self.index.search([question], self.view), ScoreSettings())
         prompt = f"Question: {question.strip()}\nAnswer:"
         answer = write_answers(self.model, self.tokenizer, [prompt], memory)[0]
@@ -61,11 +63,14 @@ class Asked:
 
 
 class Continuation:
-    """One text with the passages that its chunks found."""
+    """One text with the passages that its chunks found.
 
-    def __init__(self, index: mmattn.Index, model: Any, tokenizer: Any, neighbours: int = DocsSettings().neighbours):
-        self.index, self.model, self.tokenizer, self.neighbours = index, model, tokenizer, neighbours
-        self.reader = mmattn.TextEncoder(pooling="none")
+    Args:
+        reader: the encoder whose token states are read.
+    """
+
+    def __init__(self, index: mmattn.Index, model: Any, tokenizer: Any, reader: Any) -> None:
+        self.index, self.model, self.tokenizer, self.reader = index, model, tokenizer, reader
         self.size = model.adapters["default"].config.chunk_size
         self.found: dict[tuple[int, ...], list[str]] = {}  # for each chunk the passage of each slot
 
@@ -95,7 +100,7 @@ class Continuation:
     def retrieve(self, chunks: Tensor) -> mmattn.Memory:
         """The passages nearest to chunks (c, s), each with what follows it where the index says so, read by tokens."""
         texts = [text if text.strip() else "." for text in self.tokenizer.batch_decode(chunks)]
-        hits = self.index.search(texts, self.neighbours)
+        hits = self.index.search(texts, DocsSettings().neighbours)
         rows = []
         for chunk, line, about in zip(chunks.tolist(), hits.texts, hits.metadata, strict=True):
             parts: list[Tensor] = []

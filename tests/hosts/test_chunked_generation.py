@@ -70,6 +70,19 @@ def test_token_by_token_equals_one_pass(family):
     assert_close(torch.stack(out.logits, 1), full)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+@torch.no_grad()
+def test_before_its_layer_token_by_token_equals_one_pass(family):
+    settings = {"place": "before", "norm": "rms", "activation": "swiglu", "memory_norm": False}
+    model, ids = attach(tiny.make(family), **settings), tiny.text(ROWS, LENGTH)
+    how = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    out = model.generate(ids, memory=Library(), **how)
+    full = model(out.sequences, memory=Library()).logits
+    assert_close(torch.stack(out.logits, 1), full[:, LENGTH - 1 : -1])
+    own = tiny.own(out.sequences, family)
+    assert differs(full, own) and torch.equal(full[:, : SIZE - 1], own[:, : SIZE - 1])
+
+
 @families
 def test_neighbours_are_fresh(family):
     """What was found for the prompt alone gives other tokens than what is found on the way, and later."""

@@ -88,10 +88,13 @@ class Hub(BaseHTTPRequestHandler):
         elif "/preupload/" in self.path:
             asked = json.loads(body)["files"]
             answer = {"files": [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in asked]}
+        elif self.path == "/api/models/org/flowers/branch/v1":
+            self.said["branch"] = json.loads(body)
+            answer = {}
         elif self.path == "/api/validate-yaml":
             answer = {"errors": [], "warnings": []}
         else:
-            assert self.path == "/api/models/org/flowers/commit/main", self.path
+            assert self.path == "/api/models/org/flowers/commit/v1", self.path
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
@@ -119,7 +122,7 @@ PUSH = """
 from tests import tiny
 model = tiny.attach(tiny.make("llama"))
 model.save_adapter({folder!r})
-print(model.push_to_hub("org/flowers", private=True, token="hf_x", commit_message="Petals"))
+print(model.push_to_hub("org/flowers", private=True, revision="v1", token="hf_x", commit_message="Petals"))
 """
 
 
@@ -138,7 +141,7 @@ def test_an_adapter_is_pushed_and_nothing_of_the_host(tmp_path: Path) -> None:
     assert f"/org/flowers/commit/{NEW}" in done.stdout
     kept = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir()}
     assert Hub.files == kept and set(kept) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    assert Hub.said["summary"] == "Petals"
+    assert Hub.said["summary"] == "Petals" and "branch" in Hub.said
     asked = Hub.said["create"]
     assert isinstance(asked, dict) and (asked.get("private") is True or asked.get("visibility") == "private"), asked
 

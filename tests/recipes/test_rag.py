@@ -220,3 +220,19 @@ def test_a_run_over_documents_has_its_controls(
 def test_a_language_model_that_is_not_there(recipe: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder with a language model"):
         recipe.answering.load_lm(str(tmp_path / "nothing"))
+
+
+def test_the_shipped_adapter_answers_from_facts_it_never_saw_and_refuses(
+    recipe: SimpleNamespace, facts: Any, tmp_path: Path
+) -> None:
+    held = recipe.train.some(facts[1], 40, 0)
+    entries = recipe.entries.Entries.of(held, mmattn.TextEncoder(), tmp_path / "cache")
+    entries.index(range(30)).save(tmp_path / "index")
+    asked = recipe.ask.Asked(tmp_path / "index")
+    right = looked = 0
+    for fact in held[:30:3]:
+        answer, sources = asked(fact.question)
+        right += answer == fact.value
+        looked += sources[0].text == fact.sentence
+    assert right >= 9 and looked >= 9
+    assert sum(asked(fact.question)[0] == recipe.facts.UNKNOWN for fact in held[30:]) >= 6

@@ -93,7 +93,7 @@ def fill(folder: Path, leave: Callable[[int | None], None], steps: int) -> tuple
     return failed, harm
 
 
-def main(steps: int) -> int:
+def main(steps: int = 1000) -> int:
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         try:
             leave, used = stack.enter_context(small_disk(Path(place))), "a tmpfs"
@@ -107,4 +107,4 @@ def main(steps: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -62,7 +62,7 @@ def kill_one(model: Any, folder: Path, first: int, seconds: float) -> None:
     assert status == signal.SIGKILL, "the process did not live until it was killed"
 
 
-def main(kills: int) -> int:
+def main(kills: int = 200) -> int:
     chance, torn, moved, last = random.Random(0), 0, 0, 0
     model = tiny.attach(tiny.make("llama"))
     with tempfile.TemporaryDirectory() as place:
@@ -88,4 +88,4 @@ def main(kills: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -117,7 +117,7 @@ def compare(threads: int, generates: int) -> dict[str, tuple[int, int]]:
     return wrong
 
 
-def main(generates: int) -> int:
+def main(generates: int = 200) -> int:
     found = compare(8, generates)
     print("wrong answers: " + ", ".join(f"{name} {wrong} of {count}" for name, (wrong, count) in found.items()))
     return int(any(wrong for wrong, _ in found.values()))
@@ -125,4 +125,4 @@ def main(generates: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -2,7 +2,7 @@
 
     python -m tests.stress.disk_full [STEPS]
 
-The disk is a tmpfs that is mounted for this, which needs root; it has room for the old adapter and 0, 1, 2 … pages more,
+The disk is a tmpfs that is mounted for this, which needs root; it has room for the old adapter and 0, 1, 2 … pages,
 until a save succeeds, or as many amounts as are asked for. Where it may not be mounted the second best is used: a limit
 to the size of a file, from 0 up. After every save that fails the old files are there byte for byte and nothing else is.
 Prints one line, which says what was used, and exits with 1 on a failure.

@@ -188,7 +188,8 @@ class Folder:
             AdapterFileError: it was refused.
         """
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the weights of this")
+            for said in ("the weights of this", "Initializing zero-element tensors"):
+                warnings.filterwarnings("ignore", said)
             model = mmattn.load(self.host, self.folder)
         adapter = model._adapter("default")
         values, found = adapter.state_dict(), adapter_settings(adapter.config)

@@ -2,8 +2,8 @@
 
     python -m tests.stress.soak [MINUTES]
 
-In each round, in an order of its own: steps of training, a generate in each of three ways, a save, a load beside what is
-there, an adapter deleted, and everything detached. After each of these the fingerprint of the host's weights must be
+In each round, in an order of its own: steps of training, a generate in each of three ways, a save, a load beside what
+is there, an adapter deleted, and everything detached. After each of these the fingerprint of the host's weights must be
 what it was; after every detach it must answer bit for bit as at first, without a hook. Prints one line and exits with 1
 at the first difference.
 """

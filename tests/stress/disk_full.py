@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -58,7 +57,6 @@ def small_disk(folder: Path) -> Iterator[Callable[[int | None], None]]:
 def small_files(folder: Path) -> Iterator[Callable[[int | None], None]]:
     """A function that lets no file of this process grow beyond so many bytes (None: as it was)."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def leave(room: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before if room is None else (room, before[1]))

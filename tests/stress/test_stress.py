@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.stress import compiled_lengths, growth, mutated_files, soak, threads
+from tests.stress import compiled_lengths, disk_full, growth, mutated_files, soak, threads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,13 +58,31 @@ def test_a_round_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_few_compiled_lengths(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compiled_lengths.main(5) == 0, capsys.readouterr().out
+    assert compiled_lengths.main(2) == 0, capsys.readouterr().out
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals, limits and mounts of Unix")
-@pytest.mark.parametrize(("script", "count"), [("kills_in_save", 5), ("disk_full", 3)])
-def test_a_script_in_a_process_of_its_own(script: str, count: int) -> None:
+def test_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert disk_full.main(3) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("disk", [disk_full.small_disk, disk_full.small_files])
+def test_a_full_disk_is_full(tmp_path: Path, disk: Any) -> None:
+    """As much room as there is said to be, and again as before."""
+    with contextlib.ExitStack() as stack:
+        try:
+            leave = stack.enter_context(disk(tmp_path))
+        except OSError as error:
+            pytest.skip(f"no tmpfs may be mounted: {error}")
+        leave(2 * disk_full.PAGE)
+        with pytest.raises(OSError):
+            (tmp_path / "large").write_bytes(bytes(5 * disk_full.PAGE))
+        leave(None)
+        assert (tmp_path / "large").write_bytes(bytes(5 * disk_full.PAGE))
+
+
+def test_kills_during_saves() -> None:
+    """In a process of its own, which may fork: it has no threads."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", f"tests.stress.{script}", str(count)]
+    command = [sys.executable, "-m", "tests.stress.kills_in_save", "5"]
     found = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
     assert found.returncode == 0, found.stdout + found.stderr

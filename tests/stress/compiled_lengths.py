@@ -48,8 +48,8 @@ def main(lengths: int = 50) -> int:
     worst = max(worst, *(error(memory) for memory in (memory_of(1, False), memory_of(1, True), None)))
     limit = torch._dynamo.config.recompile_limit
     print(
-        f"{lengths} lengths, with a mask and without: {graphs} graphs; {compiler.frame_count} with one slot and with no "
-        f"memory (the compiler's limit is {limit}); at most {worst:.1e} from the host as it is"
+        f"{lengths} lengths, with a mask and without: {graphs} graphs; with one slot and with no memory "
+        f"{compiler.frame_count} (the compiler's limit is {limit}); at most {worst:.1e} from the host as it is"
     )
     torch._dynamo.reset()
     return int(graphs > MOST or worst > 1e-6)

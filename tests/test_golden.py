@@ -36,6 +36,14 @@ def test_a_golden_adapter_answers_as_it_did(path: Path, tmp_path: Path) -> None:
     assert contents(path) == before
 
 
+def test_the_single_file_of_an_ip_adapter_answers_as_it_did() -> None:
+    path = golden.HERE / "1" / "decoupled-image-tokens"
+    before, given = contents(path.parent), golden.read(path)
+    model = mmattn.load(golden.load_host("unet"), path.with_name(f"{path.name}-ip-adapter.safetensors"))
+    assert_close(golden.ask(model, given, memory=True), given["answer"])
+    assert contents(path.parent) == before
+
+
 def test_there_is_one_of_every_kind_and_of_every_format() -> None:
     versions = {path.parent.name for path in ADAPTERS}
     assert versions == {str(version) for version in range(1, FORMAT_VERSION + 1)}

@@ -4,8 +4,9 @@
 
 `hosts/` holds tiny hosts with their weights, since what transformers and diffusers draw for a seed may change. For each
 adapter `<version>/<name>/` is the folder as `save_adapter` wrote it, and `<version>/<name>.safetensors` what it is
-given and what the host answers then, without and with the adapter. What has been released is never made again:
-`tests/test_golden.py` loads it for ever. A new kind or setting gets a new name, a new format version a new folder.
+given and what the host answers then, without and with the adapter; one is there as an IP-Adapter's single file too.
+What has been released is never made again: `tests/test_golden.py` loads it for ever. A new kind or setting gets a new
+name, a new format version a new folder.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ def make(name: str, seed: int) -> None:
     model = mmattn.attach(host, _ADAPTERS[name])
     enlarge(model.adapters["default"], 0.5)
     model.save_adapter(place / name, encoder="OpenCLIP ViT-B-32:laion2b_s34b_b79k")
+    if name == "decoupled-image-tokens":
+        model.save_ip_adapter(place / f"{name}-ip-adapter.safetensors")
     answer = ask(model.eval(), given, memory=True)
     save_file(given | {"own": own, "answer": answer}, place / f"{name}.safetensors")
 

@@ -19,8 +19,9 @@ from mmattn.adapters.layers import AdapterLayers
 from mmattn.adapters.settings import FORMAT, FORMAT_VERSION
 from mmattn.errors import AdapterFileError, AttachError
 from mmattn.files import fingerprint
-from mmattn.hosts.attention_layers import find_places, head_size, text_width
-from mmattn.hosts.families import host_depth, host_width, text_config
+from mmattn.hosts.attention_layers import find_places, head_size, pick_places, text_width
+from mmattn.hosts.decoder_layers import pick_layers
+from mmattn.hosts.families import find_layers, host_depth, host_width, text_config
 
 if TYPE_CHECKING:
     from mmattn.hosts.handle import Handle
@@ -49,6 +50,22 @@ def host_sizes(host: nn.Module, kind: str) -> dict[str, int | None]:
     if kind == DecoupledAdapter.kind:
         return {"hidden_size": text_width(host), "num_layers": len(find_places(host))}
     return {"hidden_size": host_width(host), "num_layers": host_depth(host)}
+
+
+def picked_layers(
+    host: nn.Module, settings: GatedAdapter | ChunkedAdapter | DecoupledAdapter, path: str | None
+) -> list[int]:
+    """The layers that these settings ask for on this host.
+
+    Raises:
+        AttachError: the host has no such layers, or cannot be told where they are.
+    """
+    from mmattn.hosts.handle import find_handle
+
+    if isinstance(settings, DecoupledAdapter):
+        return pick_places(settings, find_places(host))
+    known: Any = find_handle(host)
+    return pick_layers(settings, len(find_layers(host, path)[1] if known is None else known.layers))
 
 
 def build(
@@ -125,7 +142,7 @@ Written by mmattn {config["mmattn_version"]}.
 def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | None) -> LanguageModel | UNet:
     """Put the adapter in a folder on a host, checking everything before the host is touched."""
     from mmattn.hosts import attach
-    from mmattn.hosts.handle import Handle, find_handle
+    from mmattn.hosts.handle import Handle
 
     if isinstance(host, Handle):
         host = host.host
@@ -133,8 +150,7 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
         return load_ip_adapter(host, folder, name)
 
     def check(config: dict[str, Any], shapes: Any) -> None:
-        if config["kind"] not in KINDS:
-            parse_config(config, KINDS)
+        settings = parse_config(config, KINDS)
         wanted, here = config["host"], host_sizes(host, config["kind"])
         if any(wanted[size] != here[size] for size in here):
             raise AdapterFileError(
@@ -142,8 +158,13 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
                 f"{wanted['hidden_size']}; this host is a {type(host).__name__} with {here['num_layers']} layers of "
                 f"width {here['hidden_size']}: load that host"
             )
+        picked = picked_layers(host, settings, path)
+        if picked != config["layers"]:
+            raise AdapterFileError(
+                f"the config says layers {config['layers']} and its settings give {picked} on this host: one was edited"
+            )
         with torch.device("meta"):
-            expected = build(host, parse_config(config, KINDS), config["layers"]).state_dict()
+            expected = build(host, settings, picked).state_dict()
         check_tensors({key: (tuple(value.shape), value.dtype) for key, value in expected.items()}, shapes)
 
     try:
@@ -158,16 +179,8 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
             "another revision or a fine-tuned copy; what it says may be worse than what was measured",
             stacklevel=3,
         )
-    known = find_handle(host)
-    before = list(known.active) if known is not None else []
     model = attach(host, settings, name, path=path)
-    adapter = model._adapter(name)
-    if list(adapter.layers) != config["layers"]:
-        _withdraw(model, name, before)
-        raise AdapterFileError(
-            f"the config says layers {config['layers']} and its settings give {list(adapter.layers)} on this host"
-        )
-    adapter.load_state_dict(tensors)
+    model._adapter(name).load_state_dict(tensors)
     return model
 
 
@@ -183,11 +196,3 @@ def load_ip_adapter(host: nn.Module, path: str | PathLike[str], name: str) -> UN
     model = attach(host, settings, name)
     model._adapter(name).load_state_dict(tensors)
     return model
-
-
-def _withdraw(model: Handle, name: str, before: list[str]) -> None:
-    if len(model.adapters) == 1:
-        model.detach()
-    else:
-        model.delete_adapter(name)
-        model.set_adapter(before)

@@ -83,6 +83,21 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         AdapterFileError,
         "of another shape",
     ),
+    "layers the host does not have": (
+        lambda f: rewrite(f, lambda t, c: c["adapter"].update(layers=[2, 4])),
+        AdapterFileError,
+        r"layers \[2, 4\] were asked for and the host has layers 0 to 2",
+    ),
+    "more layers at a time than the host has": (
+        lambda f: rewrite(f, lambda t, c: c["adapter"].update(layers=None, every=4)),
+        AdapterFileError,
+        "every=4 was asked for",
+    ),
+    "other layers": (
+        lambda f: rewrite(f, lambda t, c: c["adapter"].update(layers=[0, 1])),
+        AdapterFileError,
+        r"says layers \[0, 2\] and its settings give \[0, 1\]",
+    ),
     "another host": (
         lambda f: rewrite(f, lambda t, c: c["host"].update(hidden_size=31)),
         AdapterFileError,

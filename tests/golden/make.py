@@ -1,0 +1,181 @@
+"""Make golden adapters of the format that this mmattn writes: only those that are not there yet.
+
+    python -m tests.golden.make
+
+`hosts/` holds tiny hosts with their weights, since what transformers and diffusers draw for a seed may change. For each
+adapter `<version>/<name>/` is the folder as `save_adapter` wrote it, and `<version>/<name>.safetensors` what it is
+given and what the host answers then, without and with the adapter; one is there as an IP-Adapter's single file too.
+What has been released is never made again: `tests/test_golden.py` loads it for ever. A new kind or setting gets a new
+name, a new format version a new folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import mmattn
+from mmattn.adapters.settings import FORMAT_VERSION
+
+HERE = Path(__file__).parent
+HOSTS = HERE / "hosts"
+
+E = 7
+VOCAB, LENGTH = 29, 11
+CHANNELS, HEIGHT, WIDTH, TEXT_DIM, TEXT_LENGTH = 3, 8, 12, 11, 5
+ROWS, SLOTS = 3, 5
+CHUNK = 3
+
+_FEW = {"num_heads": 2, "head_dim": 3}
+_LATENTS = mmattn.Resampler(num_latents=3, depth=2, num_heads=1, head_dim=5, feed_forward=1.0)
+_ADAPTERS: dict[str, Any] = {
+    "gated": mmattn.GatedAdapter(E, every=2, **_FEW),
+    "gated-several-layers": mmattn.GatedAdapter(E, layers=(0, 1, 3), gate="head", feed_forward=0.0, **_FEW),
+    "gated-resampler": mmattn.GatedAdapter(E, layers=(1,), resampler=_LATENTS, **_FEW),
+    "gated-latest-image": mmattn.GatedAdapter(
+        E, layers=(2,), look="latest", media_token=1, feed_forward_all=True, null_slot=True, **_FEW
+    ),
+    "gated-other-blocks": mmattn.GatedAdapter(
+        E,
+        layers=(0, 3),
+        gate="channel",
+        num_kv_heads=1,
+        qk_norm=True,
+        score_bias=True,
+        length_norm=5.0,
+        dropout=0.1,
+        place="before",
+        norm="rms",
+        norm_eps=1e-6,
+        memory_norm=False,
+        activation="swiglu",
+        **_FEW,
+    ),
+    "chunked": mmattn.ChunkedAdapter(E, layers=(1, 2), chunk_size=CHUNK, **_FEW),
+    "decoupled": mmattn.DecoupledAdapter(E),
+    "decoupled-image-tokens": mmattn.DecoupledAdapter(E, tokens=2, start="host"),
+    "decoupled-resampler-up": mmattn.DecoupledAdapter(E, blocks=("up", "mid"), resampler=_LATENTS),
+}
+
+
+def load_host(name: str) -> nn.Module:
+    """One of the stored hosts: "llama" or "unet"."""
+    if name == "llama":
+        return AutoModelForCausalLM.from_pretrained(HOSTS / name, dtype=torch.float32).eval()
+    return UNet2DConditionModel.from_pretrained(HOSTS / name, low_cpu_mem_usage=False).eval()
+
+
+def host_of(name: str) -> str:
+    """The host that an adapter of this name is for."""
+    return "unet" if name.startswith("decoupled") else "llama"
+
+
+def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
+    """What a host answers to stored inputs, with the stored memory or without any."""
+    seen = {name: given[name] for name in ("mask", "segments", "scores") if name in given}
+    more = {"memory": mmattn.Memory(given["tokens"], **seen)} if memory else {}
+    with torch.no_grad():
+        if "input_ids" in given:
+            out: Tensor = host(given["input_ids"], **more).logits
+        else:
+            out = host(given["sample"], int(given["timestep"]), given["text"], **more).sample
+    return out
+
+
+def make_hosts() -> None:
+    """Two tiny hosts of random weights."""
+    torch.manual_seed(0)
+    llama = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=12,
+        intermediate_size=17,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    unet = UNet2DConditionModel(
+        sample_size=(HEIGHT, WIDTH),
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(4, 6),
+        attention_head_dim=2,
+        norm_num_groups=2,
+        cross_attention_dim=TEXT_DIM,
+    )
+    for name, host in (("llama", AutoModelForCausalLM.from_config(llama)), ("unet", unet)):
+        if not (HOSTS / name).exists():
+            enlarge(host, 0.3)
+            host.save_pretrained(HOSTS / name)
+
+
+def enlarge(part: nn.Module, size: float) -> None:
+    """Weights that make what they are in visible, gates open; norms nearly as they were."""
+    with torch.no_grad():
+        for name, parameter in part.named_parameters():
+            middle = 1.0 if parameter.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0
+            parameter.normal_(0.7 if "gate" in name else middle, size if parameter.ndim > 1 else size / 3)
+
+
+def inputs(name: str, seed: int) -> dict[str, Tensor]:
+    """What an adapter of this name is given: a row whose memory is padded, and one that has none."""
+    random = torch.Generator().manual_seed(seed)
+    slots = 3 * SLOTS if name == "chunked" else SLOTS
+    given = {
+        "tokens": torch.randn(ROWS, slots, E, generator=random),
+        "mask": torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None],
+    }
+    if name == "chunked":
+        given["segments"] = torch.arange(slots).expand(ROWS, -1) % 3
+    if name == "gated-latest-image":
+        given["segments"] = (torch.arange(slots) // 3).expand(ROWS, -1)
+    if name == "gated-other-blocks":
+        given["scores"] = torch.randn(ROWS, slots, generator=random)
+    if host_of(name) == "llama":
+        given["input_ids"] = torch.randint(2, VOCAB, (ROWS, LENGTH), generator=random)
+        given["input_ids"][:, [1, 6]] = 1  # where an image is looked for, these are two
+    else:
+        given["sample"] = torch.randn(ROWS, CHANNELS, HEIGHT, WIDTH, generator=random)
+        given["text"] = torch.randn(ROWS, TEXT_LENGTH, TEXT_DIM, generator=random)
+        given["timestep"] = torch.tensor(13)
+    return {key: value.contiguous() for key, value in given.items()}
+
+
+def make(name: str, seed: int) -> None:
+    """One adapter, and what it answers."""
+    place, given = HERE / str(FORMAT_VERSION), inputs(name, seed)
+    torch.manual_seed(seed)
+    host = load_host(host_of(name))
+    own = ask(host, given, memory=False)
+    model = mmattn.attach(host, _ADAPTERS[name])
+    enlarge(model.adapters["default"], 0.5)
+    model.save_adapter(place / name, encoder="OpenCLIP ViT-B-32:laion2b_s34b_b79k")
+    if name == "decoupled-image-tokens":
+        model.save_ip_adapter(place / f"{name}-ip-adapter.safetensors")
+    answer = ask(model.eval(), given, memory=True)
+    save_file(given | {"own": own, "answer": answer}, place / f"{name}.safetensors")
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """What is stored beside an adapter: inputs, the host's own answer, and the answer with the memory."""
+    return load_file(path.with_name(f"{path.name}.safetensors"))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    make_hosts()
+    for seed, name in enumerate(_ADAPTERS):
+        if not (HERE / str(FORMAT_VERSION) / name).exists():
+            make(name, seed)

@@ -1,0 +1,88 @@
+"""The scripts of this folder in short: a few seconds of each, so that they run when someone needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stress import compiled_lengths, disk_full, growth, mutated_files, soak, threads
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_two_threads_share_a_host() -> None:
+    found = threads.compare(2, 3)
+    assert found == {"threads": (0, 6), "pool": (0, 2), "asyncio": (0, 2), "streamers": (0, 2)}
+
+
+def test_a_wrong_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = threads.Readers(2)
+    monkeypatch.setattr(readers, "memories", readers.memories[::-1])
+    monkeypatch.setattr(readers, "prepared", readers.prepared[::-1])
+    assert any(readers.is_wrong(0, number) for number in range(threads.TEXTS))
+
+
+def test_some_mutated_folders() -> None:
+    found = mutated_files.fuzz(300, seed=1)
+    assert not found.wrong
+    assert found.refused > 200 and found.loaded > 0 and found.refused + found.loaded == 300
+    assert found.growth < 300 << 20
+
+
+def test_a_forged_file_can_be_a_good_one() -> None:
+    """What is taken apart and put together unchanged is what it was: forgeries are not refused for their making."""
+    body = bytes(range(8))
+    header = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    info = {"header_sha256": mutated_files.BLANK, "format": "a", "metadata": {"b": [1]}, "sha256": {"x": "0"}}
+    raw = mutated_files.put_together(header, info, body)
+    again, found, rest = mutated_files.taken_apart(raw)
+    assert (again, rest, found["metadata"]) == (header, body, info["metadata"])
+    assert mutated_files.put_together(again, found, rest) == raw
+
+
+def test_nothing_is_left_behind() -> None:
+    for work in (growth.generating, growth.attaching, growth.saving):
+        left = work(6)
+        assert (left.tensors, left.hooks) == (0, 0), work.__name__
+
+
+def test_a_round_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(0, seed=1) == 0
+    assert "the host is what it was" in capsys.readouterr().out
+
+
+def test_a_few_compiled_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compiled_lengths.main(2) == 0, capsys.readouterr().out
+
+
+def test_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert disk_full.main(3) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("disk", [disk_full.small_disk, disk_full.small_files])
+def test_a_full_disk_is_full(tmp_path: Path, disk: Any) -> None:
+    """As much room as there is said to be, and again as before."""
+    with contextlib.ExitStack() as stack:
+        try:
+            leave = stack.enter_context(disk(tmp_path))
+        except OSError as error:
+            pytest.skip(f"no tmpfs may be mounted: {error}")
+        leave(2 * disk_full.PAGE)
+        with pytest.raises(OSError):
+            (tmp_path / "large").write_bytes(bytes(5 * disk_full.PAGE))
+        leave(None)
+        assert (tmp_path / "large").write_bytes(bytes(5 * disk_full.PAGE))
+
+
+def test_kills_during_saves() -> None:
+    """In a process of its own, which may fork: it has no threads."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.stress.kills_in_save", "5"]
+    found = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -1,0 +1,61 @@
+"""Adapters saved by every format that was ever released load on their hosts and answer as on the day they were made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.adapters.settings import FORMAT_VERSION
+from mmattn.files import fingerprint
+from mmattn.hosts.adapter_files import KINDS
+from tests.adapter_folders import contents
+from tests.golden import make as golden
+from tests.tiny import assert_close, differs
+
+ADAPTERS = sorted(path.parent for path in golden.HERE.glob("*/*/adapter_config.json"))
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_golden_adapter_answers_as_it_did(path: Path, tmp_path: Path) -> None:
+    """Without a warning: the host is known by its fingerprint too, and a row without memory is the host's own."""
+    before, given = contents(path), golden.read(path)
+    host = golden.load_host(golden.host_of(path.name))
+    assert_close(golden.ask(host, given, memory=False), given["own"])
+    model = mmattn.load(host, path)
+    got = golden.ask(model, given, memory=True)
+    assert_close(got, given["answer"])
+    assert differs(got[:2], given["own"][:2])
+    if path.name != "gated-latest-image":  # its feed-forward acts on every token
+        assert_close(got[2:], given["own"][2:])
+    model.save_adapter(tmp_path / "again", encoder="OpenCLIP ViT-B-32:laion2b_s34b_b79k")
+    again = mmattn.load(golden.load_host(golden.host_of(path.name)), tmp_path / "again")
+    assert torch.equal(golden.ask(again, given, memory=True), got)
+    assert contents(path) == before
+
+
+def test_the_single_file_of_an_ip_adapter_answers_as_it_did() -> None:
+    path = golden.HERE / "1" / "decoupled-image-tokens"
+    before, given = contents(path.parent), golden.read(path)
+    model = mmattn.load(golden.load_host("unet"), path.with_name(f"{path.name}-ip-adapter.safetensors"))
+    assert_close(golden.ask(model, given, memory=True), given["answer"])
+    assert contents(path.parent) == before
+
+
+def test_there_is_one_of_every_kind_and_of_every_format() -> None:
+    versions = {path.parent.name for path in ADAPTERS}
+    assert versions == {str(version) for version in range(1, FORMAT_VERSION + 1)}
+    newest = {path.name.partition("-")[0] for path in ADAPTERS if path.parent.name == str(FORMAT_VERSION)}
+    assert newest == set(KINDS)
+
+
+def test_one_changed_weight_of_a_golden_host_is_said() -> None:
+    host = golden.load_host("llama")
+    before = fingerprint(host.state_dict())
+    with torch.no_grad():
+        next(host.parameters()).view(-1)[3] += 1e-3
+    assert fingerprint(host.state_dict()) != before
+    with pytest.warns(UserWarning, match="not those the adapter"):
+        mmattn.load(host, golden.HERE / "1" / "gated")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, NonFiniteError
+from mmattn.hosts.stored import stored
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.loop import parameter_groups, rate
@@ -66,14 +67,15 @@ def tune(
 
     Raises:
         NonFiniteError: the loss is not a number any more. ConfigError: settings that do not fit the data, or a
-            checkpoint of other settings. AdapterFileError: a damaged checkpoint, or one of another model.
+            checkpoint of other settings. ConditionError: 4-bit weights that an earlier call laid out anew, so that no
+            gradient passes them. AdapterFileError: a damaged checkpoint, or one of another model.
     """
     run = _Run(model, loss, batches, tuning, accelerator, held_out, folder, about or {}, save)
     if resume:
         run.take_up()
     elif folder is not None and accelerator.is_main_process:
         checkpoints.remove_checkpoints(folder)
-    with recomputed(model) if tuning.recompute else contextlib.nullcontext():
+    with stored(model), recomputed(model) if tuning.recompute else contextlib.nullcontext():
         return run.train(log if accelerator.is_main_process else None, label, progress and accelerator.is_main_process)
 
 
@@ -309,7 +311,7 @@ def mean_loss(
     size = max(1, batch // (pieces * accelerator.num_processes))
     for start in range(0, len(own), size):
         part = own[start : start + size]
-        with accelerator.autocast():
+        with accelerator.autocast(), stored(model):
             total, count = loss([row for row, _ in part], [seed for _, seed in part])
         sums += torch.tensor([float(total), count], dtype=torch.float64)
     model.train(was)

@@ -70,13 +70,13 @@ def describe_host(host: nn.Module, kind: str) -> dict[str, Any]:
         "class": type(inner).__name__,
         "model_type": getattr(text_config(inner), "model_type", None),
         **host_sizes(inner, kind),
-        "fingerprint": None if offloaded(inner) else fingerprint(inner.state_dict()),
+        "fingerprint": None if elsewhere(inner) else fingerprint(inner.state_dict()),
     }
 
 
-def offloaded(host: nn.Module) -> bool:
-    """Whether some weights are not in memory, so that they cannot be told from others."""
-    return any(parameter.device.type == "meta" for parameter in host.parameters())
+def elsewhere(host: nn.Module) -> bool:
+    """Whether some weights are not here, but offloaded or with other processes, so that they cannot be told apart."""
+    return any(parameter.device.type == "meta" or hasattr(parameter, "full_tensor") for parameter in host.parameters())
 
 
 def save(model: Handle, folder: str | PathLike[str], name: str, encoder: str | None) -> None:

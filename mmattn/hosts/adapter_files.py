@@ -21,6 +21,7 @@ from mmattn.errors import AdapterFileError, AttachError
 from mmattn.files import fingerprint
 from mmattn.hosts.attention_layers import find_places, head_size, text_width
 from mmattn.hosts.families import host_depth, host_width, text_config
+from mmattn.hosts.sharded import shards
 
 if TYPE_CHECKING:
     from mmattn.hosts.handle import Handle
@@ -76,7 +77,7 @@ def describe_host(host: nn.Module, kind: str) -> dict[str, Any]:
 
 def elsewhere(host: nn.Module) -> bool:
     """Whether some weights are not here, but offloaded or with other processes, so that they cannot be told apart."""
-    return any(parameter.device.type == "meta" or hasattr(parameter, "full_tensor") for parameter in host.parameters())
+    return bool(shards(host)) or any(parameter.device.type == "meta" for parameter in host.parameters())
 
 
 def save(model: Handle, folder: str | PathLike[str], name: str, encoder: str | None) -> None:

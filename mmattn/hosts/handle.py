@@ -19,6 +19,7 @@ from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.hosts import calls
 from mmattn.hosts.calls import Call, Prepared
 from mmattn.hosts.neighbours import Found, Retrieve
+from mmattn.hosts.sharded import reshard
 from mmattn.hosts.stored import keep_stored, let_change, size_of
 from mmattn.memory import Memory
 
@@ -270,6 +271,7 @@ class Handle(nn.Module, ABC):
     def _join(self) -> None:
         """Freeze the host and listen to what moves it."""
         self._stored = keep_stored(self.host)
+        reshard(self.host)
         parameters = list(self.host.parameters())
         # peft froze all but its own, which are its owner's to train.
         if getattr(self.host, "peft_config", None) is None:

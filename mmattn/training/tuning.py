@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, NonFiniteError
+from mmattn.hosts.sharded import check_trained, gradients_throughout, shards
 from mmattn.hosts.stored import stored
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
@@ -32,7 +33,6 @@ from mmattn.training.order import RowBatches, seed_of, share
 from mmattn.training.plan import Loss, Tuned, Tuning, total_steps
 from mmattn.training.recompute import recomputed
 from mmattn.training.rows import Row
-from mmattn.training.sharded import check_trained, gradients_throughout, is_sharded
 
 _KEPT = ("step", "epoch", "place", "held_out", "best", "best_step", "bad", "stopped")
 # What may be another when a run is taken up again: nothing that is learned depends on it.
@@ -103,9 +103,9 @@ class _Run:
         self.total = total_steps(tuning, batches)
         if tuning.evaluate_every and not len(held_out):
             raise ConfigError("evaluate_every is set and no row is held out: hold some out, or set it to 0")
+        check_trained(model)
+        self.sharded = bool(shards(model))
         self.parameters = checkpoints.trained(model)
-        self.sharded = is_sharded(model)
-        check_trained(self.parameters)
         groups = parameter_groups(model, tuning.lr, gate_lr=tuning.gate_lr, weight_decay=tuning.weight_decay)
         self.rates = [group["lr"] for group in groups]
         self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, betas=(0.9, 0.98)))
@@ -319,7 +319,7 @@ def mean_loss(
     placed = [(rows[i], seed_of(seed, "held out", i)) for i in range(len(rows))]
     (own,) = share(placed, accelerator.process_index, accelerator.num_processes)
     size = max(1, batch // (pieces * accelerator.num_processes))
-    longest = math.ceil(len(rows) / accelerator.num_processes) if is_sharded(model) else len(own)
+    longest = math.ceil(len(rows) / accelerator.num_processes) if shards(model) else len(own)
     for start in range(0, longest, size):
         part = own[start : start + size]
         called = part or placed[:1]

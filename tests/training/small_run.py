@@ -122,9 +122,9 @@ def run(
         folder=folder / "checkpoints",
         log=None if metrics is None else metrics.log,
         progress=False,
-        save=killed.save,
+        save=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
     )
-    assert all(parameter.grad is None for parameter in model.host.parameters() if not parameter.requires_grad)
+    assert not [name for name, p in model.host.named_parameters() if "lora_" not in name and p.grad is not None]
     if accelerator.is_main_process:
         model.save_adapter(folder / "adapter")
     training.finish(accelerator)

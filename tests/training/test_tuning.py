@@ -75,27 +75,6 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert_close(there[name], value, 1e-2)
 
 
-def test_a_host_in_pieces_on_two_processes_is_one(tmp_path: Path) -> None:
-    """Sharded by FSDP2: a process without a memory, a row, or as many held-out rows keeps no other waiting."""
-    plain = {"dropout": 0.0, "steps": 5, "batch": 3, "pieces": 2}
-    one, two = tmp_path / "one", tmp_path / "two"
-    small_run.run(one, **plain)
-    found = small_run.start(two, processes=2, shard=True, **plain)
-    assert found.returncode == 0, found.stderr
-    steps = list(islice(training.RowBatches(small_run.rows(), 3, seed=3).epoch(0), 5))
-    pieces = [[training.order.share(batch, rank, 2, 2) for rank in (0, 1)] for batch in steps]
-    assert any([] in parts for of_both in pieces for parts in of_both), "no row"
-    learns = [[any(row.remembers for row in sum(parts, [])) for parts in of_both] for of_both in pieces]
-    assert [True, False] in learns or [False, True] in learns, "no memory"
-    assert small_run.losses(two) == pytest.approx(small_run.losses(one), rel=1e-5)
-    here, there = kept(one, 5), kept(two, 5)
-    assert set(here) == set(there)
-    for name, value in here.items():
-        assert_close(there[name], value, 1e-2)
-    config = json.loads((two / "adapter" / "adapter_config.json").read_text())
-    assert config["host"]["fingerprint"] is None, "no process has all weights to tell the host by"
-
-
 @pytest.mark.parametrize("changes", [{"pieces": 1}, {"pieces": 3}, {"recompute": True}])
 def test_how_a_batch_is_cut_changes_nothing(tmp_path: Path, changes: dict[str, object]) -> None:
     plain = {"dropout": 0.0, "steps": 2, "evaluate_every": 0}

@@ -7,7 +7,8 @@ row left, or no memory in its rows and therefore nothing to learn, must not stay
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,26 +17,30 @@ from torch import Tensor, nn
 from mmattn.errors import ConfigError
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether weights of a model lie in pieces on several processes.
+def shards(host: nn.Module) -> list[Any]:
+    """The parts of a host whose weights lie in pieces on several processes; none where it is whole.
 
-    >>> is_sharded(nn.Linear(5, 3))
-    False
+    >>> shards(nn.Linear(5, 3))
+    []
     """
-    return any(_lies_in_pieces(parameter) for parameter in model.parameters())
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody loaded it, nothing is sharded
+    return [] if fsdp is None else [part for part in host.modules() if isinstance(part, fsdp.FSDPModule)]
 
 
-def _lies_in_pieces(parameter: Tensor) -> bool:
-    return hasattr(parameter, "full_tensor")  # what a DTensor has, whose import takes its time
+def reshard(host: nn.Module) -> None:
+    """Put every weight back in pieces: a call leaves some whole, as parameters that the next one forgets."""
+    for part in shards(host):
+        part.reshard()
 
 
-def check_trained(parameters: Mapping[str, Tensor]) -> None:
+def check_trained(model: nn.Module) -> None:
     """Refuse trained parameters that lie in pieces: each process must have all of what it learns.
 
     Raises:
         ConfigError: one does.
     """
-    pieces = [name for name, parameter in parameters.items() if _lies_in_pieces(parameter)]
+    reshard(model)
+    pieces = [name for name, p in model.named_parameters() if p.requires_grad and hasattr(p, "full_tensor")]
     if pieces:
         raise ConfigError(
             f"{len(pieces)} trained parameters are sharded ({pieces[0]}, …), and what is trained must be whole in "

@@ -1,8 +1,8 @@
 """4-bit weights on the CPU stay as they are stored: bitsandbytes would lay them out anew, for good.
 
-It does so on processors with bf16 instructions, at a layer's first call in evaluation mode. The new layout passes no
-gradient to what lies below it, and says nothing; it comes back from `state_dict()` as other weights; and it fails where
-a width is no multiple of 64. Left as they are, the weights are read with gradients and without, only slower.
+It does so on processors with AVX512-BF16, at a layer's first call in evaluation mode (seen in 0.50). The new layout
+passes no gradient to what lies below it, and says nothing; it comes back from `state_dict()` as other weights; and it
+fails where a width is no multiple of 64. Left as they are, the weights are read alike with gradients and without.
 """
 
 from __future__ import annotations

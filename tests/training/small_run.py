@@ -50,8 +50,8 @@ def attach(shard: bool = False, **settings: Any) -> Any:
     """A tiny host, whole or in pieces on several processes, with a fresh adapter behind every layer."""
     host = tiny.make("llama")
     if shard:
-        # A process that waits for others in vain gives up after a minute.
-        torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=1))
+        # A process that waits for others in vain gives up before whoever started it does.
+        torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=4))
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for part in (*host.model.layers, host):
             fully_shard(part, mesh=mesh)

@@ -52,6 +52,8 @@ HOMES = {
     "datasets": ("training",),
     "peft": ("training",),
     "tensorboard": ("training",),
+    "torchao": (),
+    "bitsandbytes": (),
     "diffusers": ("hosts.unet",),
     "huggingface_hub": ("hosts.hub",),
     "open_clip": ("encoders.openclip",),

@@ -13,6 +13,7 @@ from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.hosts.handle import Handle, find_handle
 from mmattn.hosts.language import LanguageModel
+from mmattn.hosts.stored import stored
 from mmattn.hosts.unet import UNet
 
 
@@ -54,8 +55,8 @@ def attach(
 
     Raises:
         AttachError: the name is taken, the layers do not exist, or the adapter is for another kind of host.
-            ConditionError: the host is compiled, has no weights, or memory would not reach a layer. Nothing is changed
-            then.
+            ConditionError: the host is compiled, has no weights, its 4-bit weights were laid out anew by an earlier
+            call, or memory would not reach a layer. Nothing is changed then.
     """
     if isinstance(host, Handle):
         host = host.host
@@ -66,7 +67,8 @@ def attach(
         handle = UNet(host, require_memory) if unet else LanguageModel(host, path, require_memory)
     assert isinstance(handle, (LanguageModel, UNet))
     if adapter is not None or isinstance(handle, LanguageModel):
-        handle.add_adapter(name, adapter)  # type: ignore[arg-type]
+        with stored(handle.host):
+            handle.add_adapter(name, adapter)  # type: ignore[arg-type]
     if fresh:
         handle._join()
     return handle

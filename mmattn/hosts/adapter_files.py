@@ -22,6 +22,7 @@ from mmattn.files import fingerprint
 from mmattn.hosts.attention_layers import find_places, head_size, pick_places, text_width
 from mmattn.hosts.decoder_layers import pick_layers
 from mmattn.hosts.families import find_layers, host_depth, host_width, text_config
+from mmattn.hosts.sharded import shards
 
 if TYPE_CHECKING:
     from mmattn.hosts.handle import Handle
@@ -87,13 +88,13 @@ def describe_host(host: nn.Module, kind: str) -> dict[str, Any]:
         "class": type(inner).__name__,
         "model_type": getattr(text_config(inner), "model_type", None),
         **host_sizes(inner, kind),
-        "fingerprint": None if offloaded(inner) else fingerprint(inner.state_dict()),
+        "fingerprint": None if elsewhere(inner) else fingerprint(inner.state_dict()),
     }
 
 
-def offloaded(host: nn.Module) -> bool:
-    """Whether some weights are not in memory, so that they cannot be told from others."""
-    return any(parameter.device.type == "meta" for parameter in host.parameters())
+def elsewhere(host: nn.Module) -> bool:
+    """Whether some weights are not here, but offloaded or with other processes, so that they cannot be told apart."""
+    return bool(shards(host)) or any(parameter.device.type == "meta" for parameter in host.parameters())
 
 
 def save(model: Handle, folder: str | PathLike[str], name: str, encoder: str | None) -> None:

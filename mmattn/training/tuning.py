@@ -6,8 +6,8 @@ step is a function of the weights and moments before it, and a run taken up at a
 uninterrupted one does (on the CPU).
 
 The host needs no wrapper for many processes: it is frozen, and the gradients of the adapters are summed here, those of
-adapters that a process had no use for as zeros. A host sharded by FSDP2 needs a row with a memory in the share of every
-process: one that has no backward pass would leave the others waiting for its shards.
+adapters that a process had no use for as zeros. It may be sharded by FSDP2: every process then goes the whole way
+forward and back in every piece, with another's row that counts nothing where it has none of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, NonFiniteError
+from mmattn.hosts.sharded import check_trained, gradients_throughout, shards
+from mmattn.hosts.stored import stored
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.loop import parameter_groups, rate
@@ -66,14 +68,20 @@ def tune(
 
     Raises:
         NonFiniteError: the loss is not a number any more. ConfigError: settings that do not fit the data, or a
-            checkpoint of other settings. AdapterFileError: a damaged checkpoint, or one of another model.
+            checkpoint of other settings. ConditionError: 4-bit weights that an earlier call laid out anew, so that no
+            gradient passes them. AdapterFileError: a damaged checkpoint, or one of another model.
     """
     run = _Run(model, loss, batches, tuning, accelerator, held_out, folder, about or {}, save)
     if resume:
         run.take_up()
     elif folder is not None and accelerator.is_main_process:
         checkpoints.remove_checkpoints(folder)
-    with recomputed(model) if tuning.recompute else contextlib.nullcontext():
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(stored(model))
+        if tuning.recompute:
+            inside.enter_context(recomputed(model))
+        if run.sharded:
+            inside.enter_context(gradients_throughout(model))
         return run.train(log if accelerator.is_main_process else None, label, progress and accelerator.is_main_process)
 
 
@@ -95,6 +103,8 @@ class _Run:
         self.total = total_steps(tuning, batches)
         if tuning.evaluate_every and not len(held_out):
             raise ConfigError("evaluate_every is set and no row is held out: hold some out, or set it to 0")
+        check_trained(model)
+        self.sharded = bool(shards(model))
         self.parameters = checkpoints.trained(model)
         groups = parameter_groups(model, tuning.lr, gate_lr=tuning.gate_lr, weight_decay=tuning.weight_decay)
         self.rates = [group["lr"] for group in groups]
@@ -121,10 +131,12 @@ class _Run:
         placed = [(row, seed_of(tuning.seed, "row", self.done.step, place)) for place, row in enumerate(batch)]
         sums = torch.zeros(2, dtype=torch.float64)
         for number, piece in enumerate(share(placed, state.process_index, state.num_processes, tuning.pieces)):
-            if not piece:
+            if not (piece or self.sharded):
                 continue
             torch.manual_seed(seed_of(tuning.seed, "piece", self.done.step, number, state.process_index))
-            total, count = self._loss(piece)
+            total, count = self._loss(piece or placed[:1])
+            if not piece:
+                total, count = total * 0, 0
             if total.requires_grad:
                 # Divided by the rows here, so that half precision can hold it, and by the targets of all below.
                 state.backward(total / len(batch))
@@ -307,11 +319,14 @@ def mean_loss(
     placed = [(rows[i], seed_of(seed, "held out", i)) for i in range(len(rows))]
     (own,) = share(placed, accelerator.process_index, accelerator.num_processes)
     size = max(1, batch // (pieces * accelerator.num_processes))
-    for start in range(0, len(own), size):
+    longest = math.ceil(len(rows) / accelerator.num_processes) if shards(model) else len(own)
+    for start in range(0, longest, size):
         part = own[start : start + size]
-        with accelerator.autocast():
-            total, count = loss([row for row, _ in part], [seed for _, seed in part])
-        sums += torch.tensor([float(total), count], dtype=torch.float64)
+        called = part or placed[:1]
+        with accelerator.autocast(), stored(model):
+            total, count = loss([row for row, _ in called], [seed for _, seed in called])
+        if part:
+            sums += torch.tensor([float(total), count], dtype=torch.float64)
     model.train(was)
     losses, targets = _summed(accelerator, sums)
     return losses / max(1.0, targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from settings import Config, place
 
 import mmattn
 from mmattn import training
-from mmattn.errors import ConfigError
+from mmattn.errors import ConfigError, import_extra
 
 
 class Language:
@@ -90,14 +91,21 @@ def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tupl
 
 
 def quantisation(kind: str) -> Any:
-    """The settings of transformers for weights in 8 or 4 bit."""
+    """The settings of transformers for weights in 8 or 4 bit.
+
+    Raises:
+        MissingExtraError: what quantises them is not installed.
+    """
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     if kind == "int8":
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        return TorchAoConfig(Int8WeightOnlyConfig())
-    return BitsAndBytesConfig(load_in_8bit=True) if kind == "bnb8" else BitsAndBytesConfig(load_in_4bit=True)
+        return TorchAoConfig(import_extra("torchao", "quantised").quantization.Int8WeightOnlyConfig())
+    import_extra("bitsandbytes", "quantised")
+    if kind == "bnb8":
+        # It says at every product that it rounds its input, as is its way of 8 bit.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")  # arXiv 2305.14314, section 3
 
 
 @torch.no_grad()

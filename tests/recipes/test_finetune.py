@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,27 @@ class TestLanguage:
         assert model.trainable_parameters()[0]
         with pytest.raises(AdapterFileError, match="another encoder"):
             recipe.caption.caption([FLORA / "daffodil.png"], out / "adapter")
+
+    @pytest.mark.parametrize("kind", ["int8", "bnb8", "bnb4"])
+    def test_a_quantised_host(self, recipe: SimpleNamespace, run: Path, tmp_path: Path, kind: str) -> None:
+        pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")
+        asked = short(tmp_path, quantise=kind, lora={"rank": 2}, precision="bf16")
+        asked["data"]["cache"] = str(run.parent / "cache")
+        out = recipe.train.main(asked)
+        rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
+        own, lora = rows["adapter, its own memory"], rows["LoRA, text only"]
+        assert lora["parameters"] == pytest.approx(own["parameters"], rel=0.05)
+        assert all(torch.isfinite(torch.tensor(row["loss"])) for row in rows.values())
+        assert len(recipe.caption.caption([FLORA / "daffodil.png"], out / "adapter")) == 1
+
+    @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("bnb4", "bitsandbytes")])
+    def test_what_quantises_is_not_installed(
+        self, recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, package: str
+    ) -> None:
+        monkeypatch.setitem(sys.modules, package, None)
+        said = rf"cannot be loaded as {kind}: {package} is needed here .* pip install 'mmattn\[quantised\]'"
+        with pytest.raises(ConfigError, match=said):
+            recipe.language.load_lm("assets/lm", kind, "cpu")
 
 
 class TestUNet:

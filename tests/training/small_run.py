@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import mmattn
 from mmattn import training
@@ -43,11 +46,18 @@ def rows(count: int = 23) -> list[training.Row]:
     return made
 
 
-def attach(**settings: Any) -> Any:
-    """A tiny host with a fresh adapter behind every layer."""
+def attach(shard: bool = False, **settings: Any) -> Any:
+    """A tiny host, whole or in pieces on several processes, with a fresh adapter behind every layer."""
+    host = tiny.make("llama")
+    if shard:
+        # A process that waits for others in vain gives up before whoever started it does.
+        torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=4))
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for part in (*host.model.layers, host):
+            fully_shard(part, mesh=mesh)
     torch.manual_seed(0)
     made = {"memory_dim": tiny.MEMORY_DIM, "every": 1, "num_heads": 2, "head_dim": 5} | settings
-    return mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(**made))
+    return mmattn.attach(host, mmattn.GatedAdapter(**made))
 
 
 def collator(folder: Path) -> training.RowCollator:
@@ -83,13 +93,14 @@ def run(
     data: Sequence[training.Row] | None = None,
     batch: int = 6,
     dropout: float = 0.2,
+    shard: bool = False,
     kill: dict[str, int] | None = None,
     held_out: Sequence[training.Row] | None = None,
     **tuning: Any,
 ) -> tuple[training.Tuned, Any]:
     """Train for nine steps of six rows in two pieces, with everything that a checkpoint must bring back."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = attach(dropout=dropout) if model is None else model
+    model = attach(shard, dropout=dropout) if model is None else model
     rows_of = collator(folder)
 
     def loss(some: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
@@ -111,8 +122,9 @@ def run(
         folder=folder / "checkpoints",
         log=None if metrics is None else metrics.log,
         progress=False,
-        save=killed.save,
+        save=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
     )
+    assert not [name for name, p in model.host.named_parameters() if "lora_" not in name and p.grad is not None]
     if accelerator.is_main_process:
         model.save_adapter(folder / "adapter")
     training.finish(accelerator)

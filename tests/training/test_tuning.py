@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import mmattn
 from mmattn import training
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from tests import tiny
@@ -205,25 +204,3 @@ class TestMetrics:
         training.Metrics(tmp_path, step=2)
         assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
         assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
-
-
-@pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
-def test_an_adapter_on_a_quantised_host_trains(kind: str, tmp_path: Path) -> None:
-    """FAULTS 28."""
-    pytest.importorskip(kind)
-    host = tiny.make("llama", hidden_size=64, intermediate_size=128)
-    if kind == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        quantize_(host, Int8WeightOnlyConfig())
-    else:
-        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-        host.save_pretrained(tmp_path / "host")
-        options = BitsAndBytesConfig(load_in_4bit=True)
-        host = AutoModelForCausalLM.from_pretrained(tmp_path / "host", quantization_config=options, device_map="cpu")
-    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=5))
-    before = weights(model)
-    small_run.run(tmp_path, model=model, steps=3, evaluate_every=0)
-    assert all(value.dtype == torch.float32 for value in before.values())
-    assert all(not torch.equal(value, before[name]) for name, value in weights(model).items() if name.endswith("gate"))

@@ -1,0 +1,154 @@
+"""Hosts in 8 and 4 bit, by torchao and bitsandbytes, on the CPU: FAULTS 28."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig, TrainingArguments
+
+import mmattn
+from mmattn import training
+from mmattn.errors import ConditionError
+from mmattn.fingerprints import fingerprint
+from tests import tiny
+from tests.tiny import assert_close
+from tests.training import small_run
+
+ROWS = 3
+PACKAGE = {"int8": "torchao", "bnb8": "bitsandbytes", "bnb4": "bitsandbytes"}
+
+
+@pytest.fixture(scope="module", params=list(PACKAGE))
+def kind(request: pytest.FixtureRequest) -> str:
+    """A way to quantise that is installed."""
+    pytest.importorskip(PACKAGE[request.param])
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny host in a folder. Its inner width of 53 is no multiple of what 4-bit weights are cut into."""
+    where = tmp_path_factory.mktemp("host")
+    tiny.make("llama").save_pretrained(where)
+    return where
+
+
+def load(folder: Path, kind: str) -> Any:
+    """The host in that folder, quantised."""
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        options: Any = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        options = BitsAndBytesConfig(load_in_8bit=kind == "bnb8", load_in_4bit=kind == "bnb4")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=options, device_map="cpu").eval()
+
+
+def dequantised(lm: Any) -> Any:
+    """A host of plain weights that are those of a quantised one: what each layer makes of the unit vectors."""
+    plain = tiny.make("llama")
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            layer = lm.get_submodule(name.rpartition(".")[0])
+            linear = isinstance(layer, nn.Linear)
+            parameter.copy_(layer(torch.eye(layer.in_features)).T if linear else layer.weight)
+    return plain
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of the adapters, on a batch of text with a memory."""
+    ids = tiny.text(ROWS)
+    model.adapters.zero_grad()
+    model(ids, labels=ids, memory=tiny.memory(ROWS)).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.adapters.named_parameters()}
+
+
+def test_gradients_are_those_of_the_weights_it_stands_for(folder: Path, kind: str) -> None:
+    """Before and after calls without gradients, in training and in evaluation mode."""
+    model = tiny.attach(load(folder, kind))
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    got = [gradients(model.train())]
+    with torch.no_grad():
+        model.eval()(tiny.text(ROWS), memory=tiny.memory(ROWS))
+    got += [gradients(model), gradients(model.train())]
+    want = gradients(tiny.attach(dequantised(model.detach().train())).train())
+    # bitsandbytes rounds what goes into a layer to 8 bit, too.
+    tolerance = 0.1 if kind == "bnb8" else 1e-3
+    for found in got:
+        for name, value in want.items():
+            assert_close(found[name], value, tolerance)
+    assert all(value.abs().max() > 0 for value in want.values())
+
+
+def test_the_host_stays_itself(folder: Path, kind: str, tmp_path: Path) -> None:
+    lm, ids, memory = load(folder, kind), tiny.text(ROWS), tiny.memory(ROWS)
+    keys, kept = set(lm.state_dict()), copy.deepcopy(lm)
+    model = tiny.attach(lm, opened=False)
+    with torch.no_grad():
+        assert torch.equal(model(ids, memory=memory).logits, model(ids).logits), "fresh"
+    before = fingerprint(lm.state_dict())
+    small_run.run(tmp_path, model=model, steps=3)
+    assert all(not torch.equal(p, torch.zeros_like(p)) for n, p in model.adapters.named_parameters() if "gate" in n)
+    assert fingerprint(lm.state_dict()) == before and set(lm.state_dict()) == keys
+    assert before == fingerprint(kept.state_dict()), "no call changed a weight"
+    with torch.no_grad():
+        want = model(ids, memory=memory).logits
+        again = mmattn.load(kept, tmp_path / "adapter")  # a warning if the fingerprint were another
+        assert torch.equal(again(ids, memory=memory).logits, want)
+    made = model.generate(ids, memory=memory, max_new_tokens=4, num_beams=2, do_sample=False)
+    assert made.shape == (ROWS, 7 + 4)
+    assert model.doctor({"input_ids": ids, "memory": memory}).failed == []
+    assert model.detach() is lm and "_mmattn" not in vars(lm)
+
+
+def test_4_bit_weights_that_were_laid_out_anew_are_refused(tmp_path: Path) -> None:
+    """Processors with bf16 instructions do so at a call in evaluation mode, and no gradient passes any more."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    if not functional.has_avx512bf16():
+        pytest.skip("this processor lays nothing out anew")
+    tiny.make("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    lm = load(tmp_path, "bnb4")
+    with torch.no_grad():
+        lm(tiny.text(ROWS))
+    with pytest.raises(ConditionError, match="laid out anew for inference.*Load the host again, and attach"):
+        tiny.attach(lm)
+    assert "_mmattn" not in vars(lm) and any(parameter.requires_grad for parameter in lm.parameters())
+    lm = load(tmp_path, "bnb4")
+    model = tiny.attach(lm)
+    layer = lm.model.layers[0].mlp.up_proj
+    with torch.no_grad():
+        model(tiny.text(ROWS))
+        assert not getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
+        model.detach()(tiny.text(ROWS))
+    assert layer.weight.quant_state.packing_format_for_cpu, "without adapters it is its own master again"
+
+
+def test_a_lora_knows_the_sizes_of_packed_weights(folder: Path, kind: str, tmp_path: Path) -> None:
+    lm, plain = load(folder, kind), tiny.make("llama")
+    assert training.ranks_for(lm, 5000) == training.ranks_for(plain, 5000)
+    model = tiny.attach(training.add_lora(lm, 2))
+    trained, total = model.trainable_parameters()
+    assert total - trained == sum(parameter.numel() for parameter in plain.parameters())
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert any("lora_A" in name for name in before) and any("gate" in name for name in before)
+    small_run.run(tmp_path, model=model, steps=3)
+    after = dict(model.named_parameters())
+    assert all(not torch.equal(after[name], value) for name, value in before.items()), "both are trained"
+
+
+def test_the_trainer_takes_it(folder: Path, kind: str, tmp_path: Path) -> None:
+    model = tiny.attach(load(folder, kind), opened=False)
+    given = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    made = training.AdapterTrainer(
+        model=model,
+        args=TrainingArguments(str(tmp_path), dataloader_pin_memory=False, learning_rate=1e-2, **given),
+        data_collator=small_run.collator(tmp_path),
+        train_dataset=small_run.rows(),
+    )
+    made.train()
+    assert all(float(p.detach().abs().sum()) > 0 for name, p in model.adapters.named_parameters() if "gate" in name)

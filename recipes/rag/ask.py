@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from answering import load_lm, looked_at, looks, write_answers
-from settings import DocsSettings, ScoreSettings
+from reading import read
+from settings import Config, DocsSettings
 from torch import Tensor
 
 import mmattn
-from mmattn.errors import TextError
-from mmattn.recipes import assets_folder
+from mmattn import training
+from mmattn.errors import AdapterFileError, TextError
+from mmattn.recipes import assets_folder, read_settings
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,14 @@ class Asked:
     def __init__(self, index: Path, adapter: Path | None = None, lm: str = "assets/rag", view: int = 100) -> None:
         self.encoder = mmattn.TextEncoder()
         self.index = mmattn.Index.load(index, encoder=self.encoder)
+        folder = assets_folder() / "rag" / "adapter" if adapter is None else Path(adapter)
         host, self.tokenizer = load_lm(lm)
-        self.model = mmattn.load(host, assets_folder() / "rag" / "adapter" if adapter is None else adapter)
+        if (folder.parent / "lora").is_dir():
+            host = training.load_lora(host, folder.parent / "lora")
+        self.model = mmattn.load(host, folder).eval()
         chunked = isinstance(self.model.adapters["default"].config, mmattn.ChunkedAdapter)
-        self.reader = mmattn.TextEncoder(pooling="none") if chunked else None
+        self.reader = load_lm(lm)[0] if chunked else None
+        self.settings = resolved(folder.parent) if chunked else Config()
         self.view = view
 
     def __call__(self, question: str) -> tuple[str, list[Source]]:
@@ -52,8 +58,8 @@ class Asked:
         if not question.strip():
             raise TextError("the question is empty: ask something")
         if self.reader is not None:
-            return Continuation(self.index, self.model, self.tokenizer, self.reader)(question)
-        memory = looked_at(self.index.search([question], self.view), ScoreSettings())
+            return Continuation(self.index, self.model, self.tokenizer, self.reader, self.settings.docs)(question)
+        memory = looked_at(self.index.search([question], self.view), self.settings.scores)
         prompt = f"Question: {question.strip()}\nAnswer:"
         answer = write_answers(self.model, self.tokenizer, [prompt], memory)[0]
         weights = looks(self.model, self.tokenizer, [prompt], memory)[0]
@@ -66,11 +72,11 @@ class Continuation:
     """One text with the passages that its chunks found.
 
     Args:
-        reader: the encoder whose token states are read.
+        reader: the language model as it came, which reads the passages.
     """
 
-    def __init__(self, index: mmattn.Index, model: Any, tokenizer: Any, reader: Any) -> None:
-        self.index, self.model, self.tokenizer, self.reader = index, model, tokenizer, reader
+    def __init__(self, index: mmattn.Index, model: Any, tokenizer: Any, reader: Any, settings: DocsSettings) -> None:
+        self.index, self.model, self.tokenizer, self.reader, self.settings = index, model, tokenizer, reader, settings
         self.size = model.adapters["default"].config.chunk_size
         self.found: dict[tuple[int, ...], list[str]] = {}  # for each chunk the passage of each slot
 
@@ -98,19 +104,37 @@ class Continuation:
         return written, [Source(passage, share) for passage, share in shares.most_common()]
 
     def retrieve(self, chunks: Tensor) -> mmattn.Memory:
-        """The passages nearest to chunks (c, s), each with what follows it where the index says so, read by tokens."""
+        """The passages nearest to chunks (c, s), each with what follows it, as the language model reads them.
+
+        Raises:
+            AdapterFileError: the index is not one of such a run.
+        """
         texts = [text if text.strip() else "." for text in self.tokenizer.batch_decode(chunks)]
-        hits = self.index.search(texts, DocsSettings().neighbours)
+        hits = self.index.search(texts, self.settings.neighbours)
         rows = []
         for chunk, line, about in zip(chunks.tolist(), hits.texts, hits.metadata, strict=True):
-            parts: list[Tensor] = []
-            self.found[tuple(chunk)] = slots = []
-            for passage, more in zip(line, about, strict=True):
-                if passage is None:
-                    continue
-                after = more.get("following") if isinstance(more, dict) else None
-                read = self.reader.encode([part for part in (passage, after) if part])
-                parts += [tokens[:length] for tokens, length in zip(read.tokens, read.lengths, strict=True)]
-                slots += [passage] * sum(read.lengths)
-            rows.append(mmattn.Memory(torch.cat(parts)[None]))
+            found = [(text, more.get("ids")) for text, more in zip(line, about, strict=True) if more is not None]
+            if not all(ids for _, ids in found):
+                raise AdapterFileError(
+                    "entries of this index have no ids of tokens: ask the index that the adapter's own run left"
+                )
+            states = read(self.reader, [ids for _, ids in found], self.settings.layer)
+            self.found[tuple(chunk)] = [text for (text, ids) in found for _ in ids]
+            rows.append(mmattn.Memory(torch.cat(states)[None]))
         return mmattn.Memory.stack(rows)
+
+
+def resolved(run: Path) -> Config:
+    """The settings of a run.
+
+    Raises:
+        AdapterFileError: they are not there.
+    """
+    file = run / "config.resolved.yaml"
+    if not file.is_file():
+        raise AdapterFileError(
+            f"{file} is missing: it says how a chunked adapter reads passages; keep it in the folder of its run"
+        )
+    given = read_settings(file)
+    given.pop("recipe", None)
+    return Config.model_validate(given)

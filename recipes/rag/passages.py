@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import torch
+from reading import read
 from torch import Tensor
 
 import mmattn
@@ -21,7 +22,8 @@ class Passages:
 
     Args:
         chunks: ids (s,) of each, the last of a document may be shorter. document: which each belongs to.
-        vectors: (n, e) by which it is found. states: its encoded tokens (r, e').
+        vectors: (n, e) by which it is found. states: slots (r, e') of the chunk and then of what follows it, as `read`
+        gives them.
     """
 
     chunks: list[list[int]]
@@ -45,18 +47,21 @@ class Passages:
                 made.texts.append(tokenizer.decode(ids[start : start + size]))
         return made
 
-    def encode(self, finder: Any, reader: Any, progress: bool) -> None:
+    def encode(self, finder: Any, lm: Any, layer: int, progress: bool) -> None:
         """Vectors to be found by, and states to be read; a text of blanks alone is as good as a full stop."""
         texts = [text if text.strip() else "." for text in self.texts]
         self.vectors = finder.encode(texts, batch_size=128, progress=progress).tokens[:, 0]
-        read = reader.encode(texts, batch_size=128, progress=progress)
-        self.states = [tokens[: int(length)] for tokens, length in zip(read.tokens, read.lengths, strict=True)]
+        self.states = read(lm, [self.ids(row) for row in range(len(self))], layer)
 
     def index(self, finder: Any) -> mmattn.Index:
-        """Every chunk as a text with what follows it: what `mmattn ask` reads."""
-        after = [self.following(row) for row in range(len(self))]
-        about = [{} if row is None else {"following": self.texts[row]} for row in after]
+        """Every chunk with its ids and those of what follows it: what `mmattn ask` reads."""
+        about = [{"ids": self.ids(row)} for row in range(len(self))]
         return mmattn.Index.build(self.vectors, encoder=finder, texts=self.texts, metadata=about)
+
+    def ids(self, row: int) -> list[int]:
+        """A chunk and what follows it."""
+        after = self.following(row)
+        return self.chunks[row] + ([] if after is None else self.chunks[after])
 
     def following(self, row: int) -> int | None:
         """The next chunk of the same document."""
@@ -65,10 +70,8 @@ class Passages:
 
     def slots(self, row: int, kind: str) -> Tensor:
         """What is read of a found chunk: itself, what follows it, or both (r, e')."""
-        after = self.following(row)
-        parts = [self.states[row]] if kind != "continuations" else []
-        parts += [self.states[after]] if kind != "neighbours" and after is not None else []
-        return torch.cat(parts) if parts else self.states[row][:0]
+        size = len(self.chunks[row])
+        return self.states[row][slice(size if kind == "continuations" else 0, size if kind == "neighbours" else None)]
 
 
 def neighbours(asking: Passages, library: Passages, count: int, same: bool) -> list[list[int]]:
@@ -106,20 +109,30 @@ def windows(passages: Passages, found: Sequence[Sequence[int]], chunks: int) -> 
     return made
 
 
-def memory_of(part: Sequence[Window], library: Passages, kind: str, random: Random | None = None) -> mmattn.Memory:
+def memory_of(
+    part: Sequence[Window], library: Passages, kind: str, choose: Callable[[list[int]], list[int]]
+) -> mmattn.Memory:
     """What the chunks of some windows found, as (b, m, e) with the chunk of each slot as its segment.
 
     Args:
-        random: exchange every found chunk for one found by nobody.
+        choose: the chunks to read, of those that were found.
     """
     rows = []
     for window in part:
-        slots, segments = [], []
+        slots, segments = [library.states[0][:0]], [torch.zeros(1, 0, dtype=torch.long)]
         for chunk, found in enumerate(window.found):
-            for row in found:
-                read = library.slots(row if random is None else random.randrange(len(library)), kind)
-                slots.append(read)
-                segments.append(torch.full((1, len(read)), chunk))
-        tokens = torch.cat(slots)[None]
-        rows.append(mmattn.Memory(tokens, segments=torch.cat(segments, 1)))
+            for row in choose(found):
+                slots.append(library.slots(row, kind))
+                segments.append(torch.full((1, len(slots[-1])), chunk))
+        rows.append(mmattn.Memory(torch.cat(slots)[None], segments=torch.cat(segments, 1)))
     return mmattn.Memory.stack(rows)
+
+
+def some_of(count: int, random: Random) -> Callable[[list[int]], list[int]]:
+    """A choice of `count` chunks among those that were found, so that no chunk always reads the same."""
+    return lambda found: found if len(found) <= count else random.sample(found, count)
+
+
+def found_by_nobody(count: int, library: Passages, random: Random) -> Callable[[list[int]], list[int]]:
+    """A choice of chunks that nobody found: the control."""
+    return lambda found: [random.randrange(len(library)) for _ in found[:count]]

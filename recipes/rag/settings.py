@@ -40,15 +40,19 @@ class DocsAdapterSettings(Strict):
     every: int | None = 2
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(40, ge=1)
-    feed_forward: float = Field(2.0, ge=0)
+    feed_forward: float = Field(0.0, ge=0)
+    null_slot: bool = True
 
 
 class DocsSettings(Strict):
     chunk: int = Field(32, ge=2)  # tokens
     window: int = Field(8, ge=1)  # chunks
-    neighbours: int = Field(2, ge=1)
-    steps: int = Field(600, ge=1)
+    neighbours: int = Field(4, ge=1)
+    choice: int = Field(2, ge=1)  # in training, neighbours are drawn from so many times more
+    layer: int = Field(4, ge=0)  # of the language model, whose states say what came before a token
+    steps: int = Field(150, ge=1)
     batch: int = Field(8, ge=1)  # windows
+    rank: int = Field(48, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 

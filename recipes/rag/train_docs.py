@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -13,102 +15,90 @@ import torch
 from answering import load_lm
 from documents import load_topics
 from fitting import fit
-from passages import KINDS, Passages, Window, memory_of, neighbours, windows
+from passages import KINDS, Passages, Window, found_by_nobody, memory_of, neighbours, some_of, windows
+from reading import begin_as_lookup
 from settings import Config
 
 import mmattn
 from mmattn import training
+
+Choice = Callable[[list[int]], list[int]]
+Memories = Callable[[list[Window]], mmattn.Memory]
 
 
 def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
     """Every row of the table: bits per byte on the held-out topics, and seconds of training."""
     docs = config.docs
     lm, tokenizer = load_lm(config.lm)
-    known, held = load_topics(seed=config.seed)
+    known, held = load_topics()
     library = Passages.of(list(known.values()), tokenizer, docs.chunk)
     asking = Passages.of(list(held.values()), tokenizer, docs.chunk)
-    finder, reader = mmattn.TextEncoder(), mmattn.TextEncoder(pooling="none")
+    finder = mmattn.TextEncoder()
     for passages in (library, asking):
-        passages.encode(finder, reader, config.progress)
-    train = windows(library, neighbours(library, library, docs.neighbours, same=True), docs.window)
+        passages.encode(finder, lm, docs.layer, config.progress)
+    train = windows(library, neighbours(library, library, docs.neighbours * docs.choice, same=True), docs.window)
     test = windows(asking, neighbours(asking, library, docs.neighbours, same=False), docs.window)
     size = sum(len(text.encode()) for text in held.values())
-    rows = [{"name": "frozen LM", "bits": bits_per_byte(config, lm, test, size)}]
+
+    def nobody() -> Choice:
+        return found_by_nobody(docs.neighbours, library, Random(config.seed))
+
+    def bits(model: Any, kind: str | None = None, choose: Choice = list) -> float:
+        memory = None if kind is None else partial(memory_of, library=library, kind=kind, choose=choose)
+        return bits_per_byte(model, test, docs.batch, size, memory)
+
+    rows: list[dict[str, Any]] = [{"name": "frozen LM", "bits": bits(lm)}]
     parameters = 0
-    for kind in KINDS:
-        model, seconds = train_adapter(config, lm, train, library, kind, run)
-        parameters, _ = model.trainable_parameters()
-        bits = bits_per_byte(config, model, test, size, library, kind)
-        rows.append({"name": kind, "bits": bits, "seconds": seconds})
-        shuffled = Random(config.seed)
-        bits = bits_per_byte(config, model, test, size, library, kind, shuffled)
-        rows.append({"name": f"{kind}, random ones instead", "bits": bits})
-        if kind == "both":
+    for name in (*KINDS, "trained and read with random ones"):
+        kind = name if name in KINDS else "both"
+        choose = some_of(docs.neighbours, Random(config.seed)) if name in KINDS else nobody()
+        torch.manual_seed(config.seed)
+        host = training.add_lora(lm, docs.rank)
+        width = library.states[0].shape[1]
+        adapter = mmattn.ChunkedAdapter(memory_dim=width, chunk_size=docs.chunk, **docs.adapter.model_dump())
+        model = mmattn.attach(host, adapter)
+        begin_as_lookup(model.adapters["default"])
+        trained = torch.nn.ModuleList([model.adapters, host])
+        loss = loss_on(model, train, config, partial(memory_of, library=library, kind=kind, choose=choose))
+        seconds = fit(config, model, trained, loss, docs.steps, name, run)
+        parameters = sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad)
+        rows.append({"name": name, "bits": bits(model, kind, list if name in KINDS else nobody()), "seconds": seconds})
+        if name in KINDS:
+            rows.append({"name": f"{name}, random ones instead", "bits": bits(model, kind, nobody())})
+        if name == "both":
+            rows.append({"name": "both, no memory", "bits": bits(model)})
             model.save_adapter(run.path / "adapter")
+            host.save_pretrained(run.path / "lora")
             library.index(finder).save(run.path / "index")
-            rows.append({"name": "the same without memory", "bits": bits_per_byte(config, model, test, size)})
         model.detach()
-    model, seconds = train_adapter(config, lm, train, library, "both", None, Random(config.seed))
-    bits = bits_per_byte(config, model, test, size, library, "both", Random(config.seed))
-    rows.append({"name": "trained and read with random ones", "bits": bits, "seconds": seconds})
-    model.detach()
-    lora, seconds = train_lora(config, lm, train, parameters)
-    rows.append({"name": "LoRA, text only", "bits": bits_per_byte(config, lora, test, size), "seconds": seconds})
+        host.unload()
+    torch.manual_seed(config.seed)
+    lora = training.matched_lora(lm, parameters)
+    seconds = fit(config, lora, lora, loss_on(lora, train, config), docs.steps, "LoRA", run)
+    rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
     return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library)}
 
 
-def train_adapter(
-    config: Config,
-    lm: Any,
-    train: list[Window],
-    library: Passages,
-    kind: str,
-    run: training.RunFolder | None,
-    random: Random | None = None,
-) -> tuple[Any, float]:
-    """Attach a chunked adapter and teach it to read what was found."""
-    torch.manual_seed(config.seed)
-    given = config.docs.adapter.model_dump()
-    adapter = mmattn.ChunkedAdapter(memory_dim=library.states[0].shape[1], chunk_size=config.docs.chunk, **given)
-    model = mmattn.attach(lm, adapter)
+def loss_on(
+    model: Any, train: list[Window], config: Config, memory: Memories | None = None
+) -> Callable[[int], torch.Tensor]:
+    """The loss of a step: the same windows in the same order for every row of the table."""
     order = Random(config.seed)
 
     def loss_at(step: int) -> torch.Tensor:
         part = order.sample(train, config.docs.batch)
-        batch = training.collate([window.ids for window in part], memory_of(part, library, kind, random))
-        return training.mean_nats(model, batch)
+        return training.mean_nats(model, training.collate([window.ids for window in part], memory and memory(part)))
 
-    seconds = fit(config, model, model.adapters, loss_at, config.docs.steps, kind if random is None else "random", run)
-    return model, seconds
-
-
-def train_lora(config: Config, lm: Any, train: list[Window], parameters: int) -> tuple[Any, float]:
-    """The control: as many parameters, the same text, nothing retrieved."""
-    torch.manual_seed(config.seed)
-    lora, order = training.matched_lora(lm, parameters), Random(config.seed)
-
-    def loss_at(step: int) -> torch.Tensor:
-        part = order.sample(train, config.docs.batch)
-        return training.mean_nats(lora, training.collate([window.ids for window in part]))
-
-    return lora, fit(config, lora, lora, loss_at, config.docs.steps, "LoRA", None)
+    return loss_at
 
 
 @torch.no_grad()
-def bits_per_byte(
-    config: Config,
-    model: Any,
-    test: list[Window],
-    size: int,
-    library: Passages | None = None,
-    kind: str = "both",
-    random: Random | None = None,
-) -> float:
+def bits_per_byte(model: Any, test: list[Window], batch: int, size: int, memory: Memories | None) -> float:
     """Bits of all windows for each byte of their text; the first token of a window costs nothing, in every row."""
     nats = 0.0
-    for start in range(0, len(test), config.docs.batch):
-        part = test[start : start + config.docs.batch]
-        memory = None if library is None else memory_of(part, library, kind, random)
-        nats += float(training.token_nats(model, training.collate([window.ids for window in part], memory)).sum())
+    for start in range(0, len(test), batch):
+        part = test[start : start + batch]
+        batch_of = training.collate([window.ids for window in part], memory and memory(part))
+        nats += float(training.token_nats(model, batch_of).sum())
     return nats / math.log(2) / size

@@ -36,8 +36,8 @@ class ScoreSettings(Strict):
 
 
 class DocsAdapterSettings(Strict):
-    layers: list[int] | None = None
-    every: int | None = 2
+    layers: list[int] | None = [3, 5]
+    every: int | None = None
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(40, ge=1)
     feed_forward: float = Field(0.0, ge=0)
@@ -52,7 +52,7 @@ class DocsSettings(Strict):
     layer: int = Field(4, ge=0)  # of the language model, whose states say what came before a token
     steps: int = Field(150, ge=1)
     batch: int = Field(8, ge=1)  # windows
-    rank: int = Field(48, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
+    rank: int = Field(128, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 

@@ -42,7 +42,10 @@ def demo() -> None:
     run = load_recipe(find_recipe("vision").folder, "demo").main()
     drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
     typer.echo(f"digits in the hand of examples {drawn}")
-    load_recipe(find_recipe("rag").folder, "demo").demo(run)
+    asked = load_recipe(find_recipe("rag").folder, "demo").demo(run)
+    typer.echo("what all of them looked at:")
+    explore([run, drawn.parent, asked], run / "explore.html")
+
 
 
 @app.command()
@@ -241,6 +244,21 @@ def doctor(
     typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def explore(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, such as runs/vision.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("explore.html"),
+    heads: Annotated[bool, typer.Option("--heads", help="Keep every head, not only their mean.")] = False,
+) -> None:
+    """Write a page that shows what the texts of runs looked at, word by word; it opens offline."""
+    from mmattn.inspect.explorer import write_page
+    from mmattn.inspect.trace import load_traces
+
+    for note in write_page([trace for run in runs for trace in load_traces(run)], out, heads=heads):
+        typer.echo(note)
+    typer.echo(f"{out}: {out.stat().st_size:,} bytes")
 
 
 @app.command()

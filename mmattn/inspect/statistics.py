@@ -30,7 +30,7 @@ class HeadFigures:
         lines = ["head  entropy  distance  diagonal    null"]
         figures = zip(self.entropy.tolist(), self.distance.tolist(), self.diagonal.tolist(), self.null.tolist(), strict=True)  # fmt: skip
         for head, (entropy, distance, diagonal, null) in enumerate(figures):
-            lines.append(f"{head:>4}  {entropy:>7.2f}  {distance:>8.2f}  {diagonal:>7.1%}  {null:>6.1%}")
+            lines.append(f"{head:>4}  {entropy:>7.2f}  {distance:>8.2f}  {diagonal:>8.1%}  {null:>6.1%}")
         return "\n".join(lines)
 
 

@@ -33,7 +33,7 @@ def options(
 
 @app.command()
 def demo() -> None:
-    """Train on drawn flowers, caption pictures, print the table; write digits in the hand of examples; ask for facts.
+    """Train on drawn flowers, caption pictures, print the table; draw digits in the hand of examples; ask for facts; explore.
 
     The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
     """
@@ -42,10 +42,9 @@ def demo() -> None:
     run = load_recipe(find_recipe("vision").folder, "demo").main()
     drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
     typer.echo(f"digits in the hand of examples {drawn}")
-    asked = load_recipe(find_recipe("rag").folder, "demo").demo(run)
-    typer.echo("what all of them looked at:")
-    explore([run, drawn.parent, asked], run / "explore.html")
-
+    load_recipe(find_recipe("rag").folder, "demo").demo(run)
+    typer.echo("\nwhat all of them looked at, word by word, as a page:")
+    explore([file.parent for file in sorted(run.rglob("attention.safetensors"))], run / "explore.html")
 
 
 @app.command()

@@ -69,7 +69,7 @@ def attribute(
     device = adapter.weight.device
     row = torch.as_tensor(ids, device=device).reshape(1, -1) if not isinstance(ids, Tensor) else ids.to(device)
     row = row[None] if row.dim() == 1 else row
-    memory = memory if isinstance(memory, Memory) else Memory(memory)
+    memory = (memory if isinstance(memory, Memory) else Memory(memory)).to(device)
     if row.shape[0] != 1 or memory.batch != 1:
         raise ShapeError(f"one row of ids and of memory is explained, got {tuple(row.shape)} and {memory.batch} rows")
     length = row.shape[1]
@@ -89,14 +89,12 @@ def attribute(
             if tuple(seen.shape[::2]) != (1, length) or seen.shape[3] != memory.length:
                 raise ConditionError(
                     f"the adapter {name!r} looks at {seen.shape[3]} vectors in rows of {seen.shape[2]} at layer "
-                    f"{layer}, not at the {memory.length} slots it is given (a resampler, chunks): slots cannot be named"
+                    f"{layer}, not at the {memory.length} slots it is given (a resampler, chunks): they have no names"
                 )
         with model.disabled():
             without = _probability(model, row, None, name, start)[0]
-        dropped = [
-            _probability(model, row, _without(memory, owner, list(range(first, min(first + batch, len(names))))), name, start)
-            for first in range(0, len(names), batch)
-        ]  # fmt: skip
+        parts = torch.arange(len(names)).split(batch)
+        dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
         own = own_weights(model, **asked)
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
@@ -126,11 +124,13 @@ def named_sources(
 ) -> tuple[list[str], Tensor]:
     """The names of a memory's sources, and the source (m,) of each slot, -1 for a slot that is masked or has none."""
     if grid is not None and (grid[0] * grid[1] != memory.length or sources is not None):
-        raise ShapeError(f"a grid of {grid[0]} × {grid[1]} names the {memory.length} slots itself: give one or the other")
+        raise ShapeError(
+            f"a grid of {grid[0]} × {grid[1]} and names do not fit {memory.length} slots: give one of them"
+        )
     if grid is not None:
-        keys = [(f"row {i // grid[1] + 1}, column {i % grid[1] + 1}",) * 2 for i in range(memory.length)]
         # A grid is drawn whole: a masked patch is one that nobody looks at.
-        return [label for _, label in keys], torch.arange(memory.length)
+        places = [f"row {i // grid[1] + 1}, column {i % grid[1] + 1}" for i in range(memory.length)]
+        return places, torch.arange(memory.length)
     if sources is not None:
         if len(sources) != memory.length:
             raise ShapeError(f"sources must name each of {memory.length} slots, got {len(sources)}")
@@ -160,10 +160,10 @@ def _label(source: Any) -> str:
     return source if isinstance(source, str) else json.dumps(source)
 
 
-def _without(memory: Memory, owner: Tensor, sources: list[int]) -> Memory:
+def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
     """A row for each of these sources, in which it may not be looked at."""
     many = memory.expand(len(sources))
-    gone = (owner == torch.tensor(sources)[:, None]).to(memory.device)
+    gone = (owner == sources[:, None]).to(memory.device)
     return Memory(many.tokens, real_slots(many) & ~gone, many.segments, many.scores, check_finite=False)
 
 

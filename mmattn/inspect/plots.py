@@ -126,7 +126,7 @@ def plot_positions(vectors: Tensor, path: Place) -> Path:
 
 def _check_map(values: Tensor, words: Sequence[str], sources: Sequence[str]) -> tuple[int, int]:
     if values.dim() != 2 or not values.numel():
-        raise ShapeError(f"a map has two sizes and is not empty, got {tuple(values.shape)}: take the mean of the others")
+        raise ShapeError(f"a map has two sizes and is not empty, got {tuple(values.shape)}: take the mean over others")
     l, s = values.shape
     if (words and len(words) != l) or (sources and len(sources) != s):
         raise ShapeError(f"a map ({l}, {s}) needs as many names or none, got {len(words)} and {len(sources)}")

@@ -1,8 +1,8 @@
 """Rollout: what reached a token from the memory, also by way of other tokens.
 
-Attention at a layer says what a token read there; the states it reads may have read the memory before. Attention rollout
-(arXiv 2005.00928, section 3) multiplies the weights through the layers, half of every state being what it was: with the
-host's own weights A (l, l), those of the memory C (l, s), each the mean over heads, and c the row sums of C
+Attention at a layer says what a token read there; the states it reads may have read the memory before. Attention
+rollout (arXiv 2005.00928, section 3) multiplies the weights through the layers, half of every state being what it was:
+with the host's own weights A (l, l), those of the memory C (l, s), each the mean over heads, and c the row sums of C
 
     at the host's attention   R ← ½ R + ½ A R
     at an adapter's block     R ← (1 - ½ c) R + ½ C

@@ -28,7 +28,7 @@ class HeadFigures:
 
     def __str__(self) -> str:
         lines = ["head  entropy  distance  diagonal    null"]
-        figures = zip(self.entropy.tolist(), self.distance.tolist(), self.diagonal.tolist(), self.null.tolist(), strict=True)  # fmt: skip
+        figures = torch.stack([self.entropy, self.distance, self.diagonal, self.null], 1).tolist()
         for head, (entropy, distance, diagonal, null) in enumerate(figures):
             lines.append(f"{head:>4}  {entropy:>7.2f}  {distance:>8.2f}  {diagonal:>8.1%}  {null:>6.1%}")
         return "\n".join(lines)

@@ -206,6 +206,7 @@ class TestRun:
         found = {path.name for path in run.iterdir()}
         assert found == {
             "adapter",
+            "attention.safetensors",
             "captions.json",
             "captions.png",
             "config.resolved.yaml",

@@ -33,9 +33,10 @@ def options(
 
 @app.command()
 def demo() -> None:
-    """Train on drawn flowers, caption pictures, print the table; draw digits in the hand of examples; ask for facts; explore.
+    """Train on drawn flowers, caption pictures, print the table; write digits in the hand of examples; ask for facts.
 
     The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
+    It ends with a page that shows what all of them looked at (see `mmattn explore`).
     """
     from mmattn.recipes import find_recipe, load_recipe
 

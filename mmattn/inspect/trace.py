@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.errors import AdapterFileError, ConfigError, MmattnError, NonFiniteError, ShapeError, check_choice
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, check_choice
 from mmattn.files import read_tensors, write_tensors
 from mmattn.texts import check_text
 
@@ -177,7 +177,7 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
         raise AdapterFileError(f"{file} is of version {version}, and this mmattn reads version {VERSION}: {newer}")
     try:
         return [_restored(number, one, tensors) for number, one in enumerate(about["traces"])]
-    except (KeyError, TypeError, AttributeError, MmattnError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise AdapterFileError(f"{file} does not hold what its version says: {error!r}; write it again") from error
 
 

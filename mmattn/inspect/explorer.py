@@ -97,7 +97,7 @@ def mean_of_layers(trace: Trace) -> Trace:
 def first_words(trace: Trace, count: int) -> Trace:
     """The trace with the first words of its text."""
     parts = {name: getattr(trace, name) for name in ("rollout", "probability", "without", "dropped")}
-    shorter = {name: None if part is None else part[:count] for name, part in parts.items()}
+    shorter: dict[str, Any] = {name: None if part is None else part[:count] for name, part in parts.items()}
     return replace(trace, words=trace.words[:count], weights=trace.weights[:, :, :count], **shorter)
 
 

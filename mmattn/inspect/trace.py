@@ -182,7 +182,7 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
 
 
 def _restored(number: int, about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
-    found = {name: tensors.get(f"{number}.{name}") for name in _TENSORS if name != "weights"}
+    found: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in _TENSORS if name != "weights"}
     picture = tensors.get(f"{number}.picture")
     return Trace(
         weights=tensors[f"{number}.weights"],

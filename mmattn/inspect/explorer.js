@@ -39,7 +39,7 @@
   }
 
   const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
-  const signed = (share) => `${share >= 0 ? "+" : "−"}${percent(Math.abs(share))}`;
+  const signed = (share) => `${share >= 0 ? "+" : "−"}${(100 * Math.abs(share)).toFixed(1)} points`;
 
   function make(kind, attributes = {}, text = null) {
     const svg = kind === "svg" || kind === "rect" || kind === "title";

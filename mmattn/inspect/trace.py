@@ -116,7 +116,7 @@ class Trace:
                 text = f"  {_bar(share, width):<{width}}  {100 * share:5.1f} %  {_plain(self.sources[source])}"
                 if self.dropped is not None and self.probability is not None:
                     change = (self.dropped[number, source] - self.probability[number]).item()
-                    text += f"  {100 * change:+.1f} % if dropped"
+                    text += f"  {100 * change:+.1f} points if dropped"
                 lines.append(text)
         return "\n".join(lines)
 

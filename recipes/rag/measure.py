@@ -47,7 +47,8 @@ class Measure:
         """What the answers to some questions over the smallest index looked at."""
         world = self.worlds[min(self.worlds)][0]
         asked = world.asked[:count]
-        hits = self.entries.index(world.rows).search(self.entries.questions[asked], self.config.data.view)
+        top_k = min(self.config.data.view, len(world.rows))
+        hits = self.entries.index(world.rows).search(self.entries.questions[asked], top_k)
         memory = looked_at(hits, self.config.scores)
         prompts = [prompt(self.entries.facts[row], []) for row in asked]
         said = write_answers(model, self.tokenizer, prompts, memory)

@@ -127,7 +127,7 @@ class TestReading:
         assert found["rollout"]["locked"] and found["dropped"]["locked"] and not found["head"]["locked"]
         change = trace.dropped[word] - trace.probability[word]
         most = change[change.abs().argmax()].item()
-        assert found["dropped"]["sources"][0].startswith(f"{'+' if most >= 0 else '−'}{100 * abs(most):.1f} %")
+        assert found["dropped"]["sources"][0].startswith(f"{'+' if most >= 0 else '−'}{100 * abs(most):.1f} points")
 
     def test_html_stays_letters(self, found: dict[str, Any], page: Path) -> None:
         other = found["other"]

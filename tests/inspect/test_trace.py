@@ -112,9 +112,9 @@ def test_a_terminal_shows_bars_and_counterfactuals() -> None:
     assert lines == [
         "a title",
         "one [2J  50.0 %, 25.0 % without memory",
-        "  ██████     75.0 %  a passage  -37.5 % if dropped",
-        "  ██         25.0 %  another line  +0.0 % if dropped",
+        "  ██████     75.0 %  a passage  -37.5 points if dropped",
+        "  ██         25.0 %  another line  +0.0 points if dropped",
         r"'\n'  12.5 %, 12.5 % without memory",
-        "              0.0 %  a passage  +0.0 % if dropped",
-        "              0.0 %  another line  +0.0 % if dropped",
+        "              0.0 %  a passage  +0.0 points if dropped",
+        "              0.0 %  another line  +0.0 points if dropped",
     ]

@@ -36,6 +36,8 @@ _HOME = {
     "knn_log_probs": "mmattn.retrieval.knn_lm",
     "next_token_states": "mmattn.retrieval.knn_lm",
     "record": "mmattn.inspect.record",
+    "attribute": "mmattn.inspect.attribution",
+    "Trace": "mmattn.inspect.trace",
     "MmattnError": "mmattn.errors",
     "MaskError": "mmattn.errors",
     "ShapeError": "mmattn.errors",
@@ -81,7 +83,9 @@ if TYPE_CHECKING:
     )
     from mmattn.hosts import attach, load, load_published
     from mmattn.hosts.guidance import Guidance
+    from mmattn.inspect.attribution import attribute
     from mmattn.inspect.record import record
+    from mmattn.inspect.trace import Trace
     from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory
     from mmattn.retrieval.hits import Hits

@@ -36,6 +36,7 @@ def demo() -> None:
     """Train on drawn flowers, caption pictures, print the table; write digits in the hand of examples; ask for facts.
 
     The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
+    It ends with a page that shows what all of them looked at (see `mmattn explore`).
     """
     from mmattn.recipes import find_recipe, load_recipe
 
@@ -43,6 +44,8 @@ def demo() -> None:
     drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
     typer.echo(f"digits in the hand of examples {drawn}")
     load_recipe(find_recipe("rag").folder, "demo").demo(run)
+    typer.echo("\nwhat all of them looked at, word by word, as a page:")
+    explore([file.parent for file in sorted(run.rglob("attention.safetensors"))], run / "explore.html")
 
 
 @app.command()
@@ -241,6 +244,21 @@ def doctor(
     typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def explore(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, such as runs/vision.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("explore.html"),
+    heads: Annotated[bool, typer.Option("--heads", help="Keep every head, not only their mean.")] = False,
+) -> None:
+    """Write a page that shows what the texts of runs looked at, word by word; it opens offline."""
+    from mmattn.inspect.explorer import write_page
+    from mmattn.inspect.trace import load_traces
+
+    for note in write_page([trace for run in runs for trace in load_traces(run)], out, heads=heads):
+        typer.echo(note)
+    typer.echo(f"{out}: {out.stat().st_size:,} bytes")
 
 
 @app.command()

@@ -89,7 +89,7 @@ class TestWords:
     def test_help_names_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, _ = call(capsys, "--help")
         assert code == 0
-        for name in ("demo", "train", "schema", "caption", "draw", "doctor", "env", "ls", "cp"):
+        for name in ("demo", "train", "schema", "caption", "draw", "doctor", "explore", "env", "ls", "cp"):
             assert f"\n  {name} " in out
 
     def test_as_a_program(self) -> None:

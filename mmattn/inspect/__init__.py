@@ -1,0 +1,41 @@
+"""Looking on: weights, attribution, figures of heads, plots, the page of `mmattn explore`, the doctor.
+
+Names are loaded when first used, so that the command line asks for the environment without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "HeadFigures": "statistics",
+    "Trace": "trace",
+    "attribute": "attribution",
+    "head_figures": "statistics",
+    "load_traces": "trace",
+    "plot_heat_maps": "plots",
+    "plot_map": "plots",
+    "plot_mask": "plots",
+    "plot_positions": "plots",
+    "plot_surface": "plots",
+    "roll_out": "rollout",
+    "save_traces": "trace",
+    "write_page": "explorer",
+}
+
+__all__ = [*_HOME]
+
+if TYPE_CHECKING:
+    from mmattn.inspect.attribution import attribute
+    from mmattn.inspect.explorer import write_page
+    from mmattn.inspect.plots import plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
+    from mmattn.inspect.rollout import roll_out
+    from mmattn.inspect.statistics import HeadFigures, head_figures
+    from mmattn.inspect.trace import Trace, load_traces, save_traces
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mmattn.inspect' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mmattn.inspect.{_HOME[name]}"), name)

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from data import away_from_paper
 from models import load_models
-from sampling import draw as sample
+from sampling import as_image, draw as sample, trace
 from style import load_encoder
 from torch import Tensor
 
 import mmattn
+from mmattn import inspect
 from mmattn.errors import ImageError
 from mmattn.recipes import assets_folder
 
@@ -38,8 +39,6 @@ def draw(
         TextError: words the model never saw. ImageError: an example that cannot be read or shows nothing.
         ConfigError: no steps.
     """
-    from PIL import Image
-
     folder = assets_folder() / "diffusion" if folder is None else folder
     models = load_models(folder)
     memory = None
@@ -50,14 +49,13 @@ def draw(
         memory = load_encoder(folder / "style.safetensors").encode(example(like, models.size))
     model.use_core()
     made = sample(model, models, [sentence], steps, w, seed=seed, memory=memory, strength=strength, progress=progress)
-    pixels = ((1 - made[0, 0]) * 127.5).round().to(torch.uint8).numpy()
-    size = SCALE * pixels.shape[0]
-    Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC).save(out)
+    drawn = as_image(made[0])
+    drawn.resize((SCALE * drawn.width, SCALE * drawn.height)).save(out)
     return Path(out)
 
 
 def demo(out: Path, steps: int = 20) -> Path:
-    """A grid of the ten digits: without an example, and in the hand of each shipped one."""
+    """A grid of the ten digits: without an example, and in the hand of each shipped one; and two traces."""
     from pictures import grid
 
     models = load_models(assets_folder() / "diffusion")
@@ -72,6 +70,8 @@ def demo(out: Path, steps: int = 20) -> Path:
         rows.append(torch.cat([shown, sample(model, models, sentences, steps, 1.0, seed=0, memory=memory)]))
         labels.append(f"like {path.stem}.png")
     grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels)
+    (out / "digits").mkdir(exist_ok=True)
+    inspect.save_traces([trace(model, models, one, steps, seed=0) for one in ("a thick seven", "a 3")], out / "digits")
     return out / "digits.png"
 
 

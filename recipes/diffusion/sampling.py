@@ -51,6 +51,33 @@ def draw(
     return models.decode(x)
 
 
+def trace(model: mmattn.hosts.UNet, models: Models, sentence: str, steps: int, *, seed: int) -> mmattn.Trace:
+    """Where the picture looked at each word while it was drawn without guidance: the mean over steps."""
+    with mmattn.record(model) as weights:
+        made = draw(model, models, [sentence], steps, 0.0, seed=seed)
+    words, side = models.words.tokens(sentence), model.host.config.sample_size
+    maps, names = [], []
+    for index, calls in ((index, calls) for (name, index), calls in weights.items() if name == "text"):
+        seen = torch.stack(calls)[:, 0].mean(0)[..., : len(words)]  # (heads, places, words)
+        height = round(seen.shape[1] ** 0.5)
+        square = seen.transpose(1, 2).unflatten(2, (height, height))
+        maps.append(F.interpolate(square, size=(side, side), mode="bilinear", align_corners=False).flatten(2))
+        names.append(f"attention {index}, {height} × {height} places")
+    places = [f"row {row + 1}, column {column + 1}" for row in range(side) for column in range(side)]
+    return mmattn.Trace(
+        words, places, torch.stack(maps), names, sentence, looking="sources", grid=(side, side),
+        picture=as_image(made[0]).resize((256, 256)),
+    )  # fmt: skip
+
+
+def as_image(picture: Tensor) -> Any:
+    """A picture (c, height, width) from -1 to 1 as one of Pillow: one channel is ink on paper, three are colours."""
+    from PIL import Image
+
+    shown = (1 - picture[0]) if len(picture) == 1 else (1 + picture).permute(1, 2, 0)
+    return Image.fromarray((127.5 * shown).round().to(torch.uint8).numpy())
+
+
 @torch.no_grad()
 def looked(
     model: mmattn.hosts.UNet, models: Models, sentence: str, steps: int, *, seed: int

@@ -11,7 +11,7 @@ from data import Pictures, load_data
 from measure import Judge
 from models import Models, load_models, save_models
 from pictures import grid, plot_losses, word_maps
-from sampling import draw, looked
+from sampling import draw, looked, trace
 from settings import Config
 from style import StyleEncoder, save_encoder, train_encoder
 from tables import style_rows, table, text_rows
@@ -19,8 +19,10 @@ from train_style import Concatenated, train_style
 from train_text import shown, train_text
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
 from mmattn.recipes import assets_folder
+
+EXPLORED = 4  # sentences that `mmattn explore` shows, at most
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -42,6 +44,8 @@ def stage_text(config: Config, run: training.RunFolder) -> None:
     rows = text_rows(model, models, judge, config.sample.steps, config.seed, config.sample.each)
     sentence = shown(subject)[0]
     word_maps(*looked(model, models, sentence, config.sample.steps, seed=config.seed), run.path / "words.png")
+    given = {"steps": config.sample.steps, "seed": config.seed}
+    inspect.save_traces([trace(model, models, one, **given) for one in shown(subject)[:EXPLORED]], run.path)
     finish(run, config, rows, judge.credentials(held_out), {"UNet and text encoder": fitted})
 
 

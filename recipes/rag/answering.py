@@ -83,6 +83,15 @@ def write_answers(
     return out
 
 
+def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Memory) -> mmattn.Trace:
+    """Which entries of one row of memory each word of an answer looked at."""
+    begin, end = training.begin_and_end(tokenizer)
+    given = tokenizer(asked)["input_ids"]
+    ids = [begin, *given, *tokenizer(f" {answer}")["input_ids"], end]
+    words = [tokenizer.decode([one]) for one in ids]
+    return mmattn.attribute(model, ids, memory, words, start=1 + len(given), title=f"{asked} {answer}")
+
+
 @torch.no_grad()
 def looks(model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Memory, batch: int = 32) -> Tensor:
     """For each prompt the weights (b, m) of the slots at its last token: the mean over layers and heads."""

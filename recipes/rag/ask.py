@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from answering import load_lm, looked_at, looks, write_answers
+from answering import load_lm, looked_at, looks, trace, write_answers
 from reading import read
 from settings import Config, DocsSettings
 from torch import Tensor
@@ -59,13 +59,23 @@ class Asked:
             raise TextError("the question is empty: ask something")
         if self.reader is not None:
             return Continuation(self.index, self.model, self.tokenizer, self.reader, self.settings.docs)(question)
-        memory = looked_at(self.index.search([question], self.view), self.settings.scores)
-        prompt = f"Question: {question.strip()}\nAnswer:"
+        prompt, memory = self.given(question)
         answer = write_answers(self.model, self.tokenizer, [prompt], memory)[0]
         weights = looks(self.model, self.tokenizer, [prompt], memory)[0]
         named = memory.sources[0] if memory.sources else []
         found = [Source(one["text"], weight) for one, weight in zip(named, weights.tolist(), strict=False) if one]
         return answer, sorted(found, key=lambda source: -source.weight)
+
+    def trace(self, question: str) -> mmattn.Trace:
+        """The answer word by word: which entries each looked at, and what it would be without them."""
+        prompt, memory = self.given(question)
+        answer = write_answers(self.model, self.tokenizer, [prompt], memory)[0]
+        return trace(self.model, self.tokenizer, prompt, answer, memory)
+
+    def given(self, question: str) -> tuple[str, mmattn.Memory]:
+        """A question as the model reads it, and what the index holds for it."""
+        memory = looked_at(self.index.search([question], self.view), self.settings.scores)
+        return f"Question: {question.strip()}\nAnswer:", memory
 
 
 class Continuation:

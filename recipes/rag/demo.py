@@ -11,6 +11,7 @@ from facts import load_facts
 from train import some
 
 import mmattn
+from mmattn import inspect
 
 ENTRIES, QUESTIONS = 300, 4
 
@@ -25,9 +26,13 @@ def demo(run: Path) -> Path:
     asked, picks = Asked(folder), Random(2)
     print(f"\n{ENTRIES} facts in {folder}, whose keys the adapter was never trained on:")
     rows = [*picks.sample(range(ENTRIES), QUESTIONS - 1), picks.randrange(ENTRIES, len(facts))]
+    traces = []
     for row in rows:
         answer, sources = asked(facts[row].question)
         note = "" if row < ENTRIES else " (not in the index)"
         print(f"  {facts[row].question}{note} {answer}\n    {sources[0].weight:4.0%} on: {sources[0].text}")
+        traces.append(asked.trace(facts[row].question))
+    (run / "answers").mkdir(exist_ok=True)
+    inspect.save_traces(traces, run / "answers")
     print(f"try  mmattn ask {facts[rows[0]].question!r} --index {folder}")
     return folder

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from answering import looked_at, looks, write_answers
+from answering import looked_at, looks, trace, write_answers
 from entries import Entries, World, worlds
 from facts import UNKNOWN
 from make_lm import prompt
 from neighbours import answer_by_neighbours, answer_states
 from settings import Config
+
+import mmattn
 
 TOLD = 6  # facts in a prompt, as the language model was trained to read them
 
@@ -40,6 +42,18 @@ class Measure:
         if keep is not None:
             keep.write_text(json.dumps(kept, indent=1, ensure_ascii=False), encoding="utf-8")
         return rows
+
+    def traces(self, model: Any, count: int = 6) -> list[mmattn.Trace]:
+        """What the answers to some questions over the smallest index looked at."""
+        world = self.worlds[min(self.worlds)][0]
+        asked = world.asked[:count]
+        top_k = min(self.config.data.view, len(world.rows))
+        hits = self.entries.index(world.rows).search(self.entries.questions[asked], top_k)
+        memory = looked_at(hits, self.config.scores)
+        prompts = [prompt(self.entries.facts[row], []) for row in asked]
+        said = write_answers(model, self.tokenizer, prompts, memory)
+        rows = enumerate(zip(prompts, said, strict=True))
+        return [trace(model, self.tokenizer, one, answer, memory[row]) for row, (one, answer) in rows]
 
     def answers(self, model: Any, world: World, how: str | None) -> list[dict[str, Any]]:
         """For each question of a world what was right, what was said, and what was looked at most."""

@@ -18,7 +18,7 @@ from tables import plot_sizes, table
 from train_docs import train_documents
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
 
 LESS = {"without null slot": {"null_slot": False}, "without size normalisation": {"length_norm": False}}
 
@@ -52,6 +52,7 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
     model.save_adapter(run.path / "adapter")
     entries.index(range(min(1000, held_out))).save(run.path / "index")
     rows += measure.rows("adapter, retrieved memory", model, "hits", run.path / "answers.json")
+    inspect.save_traces(measure.traces(model), run.path)
     rows += measure.rows("adapter, shuffled memory", model, "shuffled")
     rows += measure.rows("adapter, no memory", model, None)
     parameters, _ = model.trainable_parameters()

@@ -174,6 +174,21 @@ def caption_grid(
     return captions
 
 
+def traces(
+    model: Any, tokenizer: Any, images: Sequence[Any], captions: Sequence[str], memory: mmattn.Memory, grid: Any
+) -> list[mmattn.Trace]:
+    """What each word of each caption looked at; none where the adapter does not look at patches."""
+    if grid is None or grid[0] * grid[1] != memory.length or not _reads_patches(model):
+        return []
+    made = []
+    for place, (image, text) in enumerate(zip(images, captions, strict=True)):
+        (ids,) = training.encode_texts(tokenizer, [text or " "])
+        words = [tokenizer.decode([one]) for one in ids]
+        picture = mmattn.load_image(image)
+        made.append(mmattn.attribute(model, ids, memory[place], words, grid=grid, picture=picture, title=text))
+    return made
+
+
 def _reads_patches(model: Any) -> bool:
     return all(adapter.resampler is None for adapter in model.adapters.values())
 

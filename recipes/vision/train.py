@@ -21,7 +21,9 @@ from seeing import adapter_settings, load_encoder, load_lm, see
 from settings import Config
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
+
+EXPLORED = 6  # captions that `mmattn explore` shows, at most
 
 
 def main(config: dict[str, Any]) -> Path:
@@ -59,6 +61,11 @@ def main(config: dict[str, Any]) -> Path:
     try:
         rows, captions = measure_looks(model, measure, held_out, settings, fitted)
         report.picture_grid(run.path / "captions.png", model, tokenizer, data, held_out, shown, eye.grid)
+        some = shown[:EXPLORED]
+        images, said = [data.held_out[i].image for i in some], [captions[i] for i in some]
+        traces = report.traces(model, tokenizer, images, said, held_out[torch.tensor(some)], eye.grid)
+        if traces:
+            inspect.save_traces(traces, run.path)
         run.write_text("samples_after.txt", report.samples(data, shown, [captions[i] for i in shown]))
         run.write_json("captions.json", report.all_captions(data, captions))
         model.detach()

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import mmattn
+from mmattn import inspect
 from mmattn.cli import main
 from mmattn.errors import ConfigError, ImageError, TextError
 from mmattn.recipes import over_seeds
@@ -139,6 +140,9 @@ def test_stage_a_leaves_models_that_read_sentences(recipe: SimpleNamespace, base
         "words.png",
     }
     assert names <= {path.name for path in base.iterdir()}
+    for trace in inspect.load_traces(base):
+        assert (trace.words[0], trace.words[-1], trace.looking) == ("[begin]", "[end]", "sources")
+        assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "each place shares its look out"
     rows = json.loads((base / "table.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["0", "0.1", "0.3", "1", "2", "4"]
     words = recipe.models.load_models(base).words

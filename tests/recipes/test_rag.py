@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mmattn
+from mmattn import inspect
 from mmattn.cli import main
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 
@@ -125,6 +126,9 @@ def test_counts_are_what_their_heads_say(recipe: SimpleNamespace) -> None:
 def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -> None:
     names = {"config.resolved.yaml", "metrics.jsonl", "table.json", "table.md", "sizes.png", "answers.json", "adapter"}
     assert names <= {path.name for path in run.iterdir()}
+    traces = inspect.load_traces(run)
+    assert all(trace.dropped is not None and len(trace.sources) == 10 for trace in traces)
+    assert all(trace.title.startswith("Question: ") and trace.sources[0].endswith(".") for trace in traces)
     table = json.loads((run / "table.json").read_text())
     rows = [recipe.tables.label(row) for row in table["rows"]]
     for name in ("facts in the prompt, frozen LM", "kNN-LM, frozen LM", "adapter, retrieved memory"):

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
 from mmattn.cli import main
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.recipes import find_recipe
@@ -206,6 +206,7 @@ class TestRun:
         found = {path.name for path in run.iterdir()}
         assert found == {
             "adapter",
+            "attention.safetensors",
             "captions.json",
             "captions.png",
             "config.resolved.yaml",
@@ -219,6 +220,13 @@ class TestRun:
         assert {p.name for p in (run / "adapter").iterdir()} >= {"README.md", "adapter_config.json"}
         with Image.open(run / "captions.png") as grid:
             assert grid.width > 800 and len(grid.convert("RGB").getcolors(1 << 24)) > 500
+
+    def test_its_traces_are_of_its_captions(self, run: Path) -> None:
+        traces, captions = inspect.load_traces(run), json.loads((run / "captions.json").read_text())
+        assert 0 < len(traces) <= 6 and {one.title for one in traces} <= {one["caption"] for one in captions}
+        for trace in traces:
+            assert trace.grid is not None and trace.picture is not None and trace.rollout is not None
+            assert "".join(trace.words[:-1]).strip() == trace.title
 
     def test_the_table_has_its_controls(self, run: Path) -> None:
         table = json.loads((run / "table.json").read_text())

@@ -1,0 +1,202 @@
+"use strict";
+// One page, no network: what the numbers say is put in with textContent and attributes only, never as HTML.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const at = (id) => document.getElementById(id);
+  const SVG = "http://www.w3.org/2000/svg";
+  const SHOWN = 20;
+  const now = { trace: 0, word: 0, layer: "all", view: "mean" };
+
+  // Numbers from 0 to 1 are kept as 16 bits each.
+  function numbers(packed) {
+    if (packed === null) return null;
+    const raw = atob(packed);
+    const found = new Float64Array(raw.length / 2);
+    for (let i = 0; i < found.length; i++) {
+      found[i] = (raw.charCodeAt(2 * i) + 256 * raw.charCodeAt(2 * i + 1)) / 65535;
+    }
+    return found;
+  }
+  const traces = data.traces.map((one) => ({
+    ...one,
+    weights: numbers(one.weights),
+    rollout: numbers(one.rollout),
+    dropped: numbers(one.dropped),
+  }));
+
+  // What one word has to do with each source, as the choices at the top of the page say.
+  function values(trace) {
+    const s = trace.sources.length, l = trace.words.length, found = new Array(s).fill(0);
+    if (now.view === "rollout") return Array.from(trace.rollout.slice(now.word * s, (now.word + 1) * s));
+    if (now.view === "dropped") return found.map((_, j) => trace.probability[now.word] - trace.dropped[now.word * s + j]);
+    const layers = now.layer === "all" ? trace.layers.map((_, n) => n) : [Number(now.layer)];
+    const heads = now.view === "mean" ? [...Array(trace.heads).keys()] : [Number(now.view)];
+    for (const n of layers) for (const h of heads) {
+      const begin = ((n * trace.heads + h) * l + now.word) * s;
+      for (let j = 0; j < s; j++) found[j] += trace.weights[begin + j] / (layers.length * heads.length);
+    }
+    return found;
+  }
+
+  const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
+  const signed = (share) => `${share >= 0 ? "+" : "−"}${(100 * Math.abs(share)).toFixed(1)} points`;
+
+  function make(kind, attributes = {}, text = null) {
+    const svg = kind === "svg" || kind === "rect" || kind === "title";
+    const made = svg ? document.createElementNS(SVG, kind) : document.createElement(kind);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, String(value));
+    if (text !== null) made.textContent = text;
+    return made;
+  }
+
+  function figures(trace, found) {
+    const word = JSON.stringify(trace.words[now.word]);
+    const lines = [];
+    if (trace.probability !== null) {
+      const alone = trace.without === null ? "" : `, without the memory ${percent(trace.without[now.word])}`;
+      lines.push(`${word}: probability ${percent(trace.probability[now.word])}${alone}`);
+    } else {
+      lines.push(word);
+    }
+    if (now.view === "dropped") {
+      lines.push("shown: what the probability loses when that source is dropped");
+    } else {
+      const sum = found.reduce((a, b) => a + b, 0);
+      const entropy = found.reduce((bits, w) => bits - (w > 0 ? (w / sum) * Math.log2(w / sum) : 0), 0);
+      const whole = trace.looking === "words" ? `sum ${sum.toFixed(4)}, ${percent(Math.max(0, 1 - sum))} elsewhere`
+        : `sum ${sum.toFixed(4)} over ${found.length} places`;
+      lines.push(`${whole}; entropy ${entropy.toFixed(2)} of ${Math.log2(found.length).toFixed(2)} bits`);
+    }
+    return lines.join("\n");
+  }
+
+  function said(trace, j, value) {
+    const number = now.view === "dropped" ? signed(-value) : percent(value, 2);
+    const more = now.view !== "dropped" && trace.dropped !== null
+      ? `, ${signed(trace.dropped[now.word * trace.sources.length + j] - trace.probability[now.word])} if dropped` : "";
+    return `${number}${more}`;
+  }
+
+  function drawMap(trace, found, most) {
+    const [rows, columns] = trace.grid;
+    const map = make("div", { class: "map" });
+    if (trace.picture !== null) map.append(make("img", { src: trace.picture, alt: "" }));
+    const svg = make("svg", { viewBox: `0 0 ${columns} ${rows}`, preserveAspectRatio: "none", role: "img" });
+    const best = found.indexOf(Math.max(...found));
+    svg.setAttribute("aria-label", `weights over the picture, most at ${trace.sources[best]}`);
+    found.forEach((value, j) => {
+      const rect = make("rect", {
+        x: j % columns, y: Math.floor(j / columns), width: 1, height: 1, class: value < 0 ? "less" : "more",
+        "fill-opacity": (0.85 * Math.abs(value) / most).toFixed(4),
+      });
+      rect.append(make("title", {}, `${trace.sources[j]}: ${said(trace, j, value)}`));
+      svg.append(rect);
+    });
+    map.append(svg);
+    return map;
+  }
+
+  function drawChips(trace, found, most) {
+    const row = make("div", { class: "row", role: "list", "aria-label": "sources in their order" });
+    found.forEach((value, j) => {
+      const chip = make("span", { class: `chip ${value < 0 ? "less" : "more"}`, role: "listitem" }, trace.sources[j]);
+      chip.style.setProperty("--strength", (0.85 * Math.abs(value) / most).toFixed(4));
+      chip.setAttribute("title", said(trace, j, value));
+      row.append(chip);
+    });
+    return row;
+  }
+
+  function drawList(trace, found, most) {
+    const order = found.map((_, j) => j).sort((a, b) => Math.abs(found[b]) - Math.abs(found[a]));
+    const items = order.slice(0, SHOWN).map((j) => {
+      const item = make("li");
+      item.append(make("span", { class: "number" }, said(trace, j, found[j])));
+      item.append(make("span", { class: "name" }, trace.sources[j]));
+      const bar = make("span", { class: `bar ${found[j] < 0 ? "less" : "more"}`, "aria-hidden": "true" });
+      bar.style.setProperty("--share", percent(Math.abs(found[j]) / most));
+      item.append(bar);
+      return item;
+    });
+    if (order.length > SHOWN) items.push(make("li", { class: "rest" }, `… and ${order.length - SHOWN} more`));
+    at("sources").replaceChildren(...items);
+  }
+
+  function draw() {
+    const trace = traces[now.trace], found = values(trace);
+    const most = Math.max(1e-9, ...found.map(Math.abs));
+    at("figures").textContent = figures(trace, found);
+    const short = trace.sources.length <= 80 && Math.max(...trace.sources.map((name) => name.length)) <= 16;
+    at("picture").replaceChildren(
+      ...(trace.grid !== null ? [drawMap(trace, found, most)] : short ? [drawChips(trace, found, most)] : [])
+    );
+    drawList(trace, found, most);
+    buttons.forEach((button, i) => {
+      button.setAttribute("aria-pressed", String(i === now.word));
+      button.tabIndex = i === now.word ? 0 : -1;
+    });
+  }
+
+  let buttons = [];
+  function look(word) {
+    if (word === now.word) return;
+    now.word = word;
+    draw();
+  }
+
+  function step(event) {
+    const last = buttons.length - 1;
+    const to = { ArrowRight: now.word + 1, ArrowDown: now.word + 1, ArrowLeft: now.word - 1, ArrowUp: now.word - 1,
+      Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    look(Math.min(Math.max(to, 0), last));
+    buttons[now.word].focus();
+  }
+
+  function fill(select, options, chosen) {
+    select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
+    select.value = options.some(([value]) => value === chosen) ? chosen : options[0][0];
+    return select.value;
+  }
+
+  function open(number) {
+    const trace = traces[number];
+    now.trace = number;
+    now.word = 0;
+    const layers = [["all", "all layers"], ...trace.layers.map((name, n) => [String(n), name])];
+    now.layer = fill(at("layer"), layers, now.layer);
+    const views = [["mean", "mean of the heads"]];
+    if (trace.heads > 1) for (let h = 0; h < trace.heads; h++) views.push([String(h), `head ${h}`]);
+    if (trace.rollout !== null) views.push(["rollout", "rollout through all layers"]);
+    if (trace.dropped !== null) views.push(["dropped", "effect of dropping each"]);
+    now.view = fill(at("view"), views, now.view);
+    at("title").textContent = trace.title;
+    buttons = trace.words.map((word, i) => {
+      const button = make("button", { type: "button" }, word);
+      button.addEventListener("mouseenter", () => look(i));
+      button.addEventListener("focus", () => look(i));
+      button.addEventListener("click", () => look(i));
+      return button;
+    });
+    at("words").replaceChildren(...buttons);
+    choose();
+  }
+
+  // Rollout goes through every layer, and so does a counterfactual.
+  function choose() {
+    now.view = at("view").value;
+    now.layer = at("layer").value;
+    at("layer").disabled = now.view === "rollout" || now.view === "dropped";
+    draw();
+  }
+
+  at("notes").textContent = data.notes.join("\n");
+  at("words").addEventListener("keydown", step);
+  at("trace").addEventListener("change", () => open(Number(at("trace").value)));
+  at("layer").addEventListener("change", choose);
+  at("view").addEventListener("change", choose);
+  const names = traces.map((trace, i) => [String(i), `${i + 1}. ${trace.title || trace.words.join(" ")}`.slice(0, 80)]);
+  fill(at("trace"), names, "0");
+  open(0);
+})();

@@ -1,0 +1,162 @@
+"""The page of `mmattn explore`: one file that opens offline and shows, word by word, what a run's texts looked at.
+
+Data stand in it as JSON; a policy in its head lets the browser fetch nothing and run nothing but the page's own script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.atomic import write_text
+from mmattn.errors import ConfigError
+from mmattn.inspect.trace import Trace
+
+#: Bytes of a page, at most.
+LIMIT = 2_000_000
+_HERE = Path(__file__).parent
+
+
+def write_page(
+    traces: Sequence[Trace], path: str | PathLike[str], *, heads: bool = False, title: str = "What it looked at"
+) -> list[str]:
+    """Write the page, under 2 MB, and return what had to be left out for that, in words; the page says it, too.
+
+    Args:
+        heads: keep the weights of every head and not only their mean.
+
+    Raises:
+        ConfigError: no traces. OSError: the folder is missing or not writable; what was there is unchanged.
+
+    >>> import os, tempfile
+    >>> trace = Trace(["a", "<b>"], ["left", "right"], torch.full((1, 3, 2, 2), 0.5), ["layer 3"])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_page([trace], os.path.join(folder, "page.html"))
+    []
+    """
+    if not traces:
+        raise ConfigError("there are no traces to show: give one or more")
+    room = LIMIT - len(_page([], [], title).encode()) - 1000
+    kept, notes = fitted([one if heads else mean_of_heads(one) for one in traces], room)
+    write_text(path, _page([described(trace) for trace in kept], notes, title))
+    return notes
+
+
+def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
+    """The traces as they fit into so many bytes, and a line for each thing that was given up.
+
+    First single heads, then the last traces, then, of one alone, its layers and at last the end of its text.
+    """
+    kept, notes = list(traces), []
+    if sum(map(_size, kept)) > room and any(trace.weights.shape[1] > 1 for trace in kept):
+        kept = [mean_of_heads(trace) for trace in kept]
+        notes.append("Single heads are left out, and their mean is shown: the page would be too large.")
+    total, count = 0, 0
+    for trace in kept:
+        total += _size(trace)
+        count += total <= room
+    if max(count, 1) < len(kept):
+        notes.append(f"{max(count, 1)} of {len(kept)} samples are shown: the page would be too large.")
+        kept = kept[: max(count, 1)]
+    if _size(kept[0]) > room:
+        kept = [mean_of_layers(kept[0])]
+        notes.append("Single layers are left out, and their mean is shown: the page would be too large.")
+    if _size(kept[0]) > room:
+        length = len(kept[0].words)
+        words = max(1, length * room // (2 * _size(kept[0])))
+        kept = [first_words(kept[0], words)]
+        notes.append(f"{words} of {length} words are shown: the page would be too large.")
+    if _size(kept[0]) > room:
+        raise ConfigError(
+            f"a page of one word takes {_size(kept[0]):,} bytes, and {room:,} are free: name fewer or shorter sources"
+        )
+    return kept, notes
+
+
+def mean_of_heads(trace: Trace) -> Trace:
+    """The trace with one head, the mean of all."""
+    return replace(trace, weights=trace.weights.mean(1, keepdim=True))
+
+
+def mean_of_layers(trace: Trace) -> Trace:
+    """The trace with one layer, the mean of all."""
+    name = trace.layers[0] if len(trace.layers) == 1 else f"mean of {len(trace.layers)} layers"
+    return replace(trace, weights=trace.weights.mean(0, keepdim=True), layers=[name])
+
+
+def first_words(trace: Trace, count: int) -> Trace:
+    """The trace with the first words of its text."""
+    parts = {name: getattr(trace, name) for name in ("rollout", "probability", "without", "dropped")}
+    shorter: dict[str, Any] = {name: None if part is None else part[:count] for name, part in parts.items()}
+    return replace(trace, words=trace.words[:count], weights=trace.weights[:, :, :count], **shorter)
+
+
+def described(trace: Trace) -> dict[str, Any]:
+    """The trace as the page's script reads it."""
+    picture = None
+    if trace.picture is not None:
+        picture = f"data:image/jpeg;base64,{base64.b64encode(trace.picture).decode()}"
+    return {
+        "title": trace.title,
+        "words": list(trace.words),
+        "sources": list(trace.sources),
+        "layers": list(trace.layers),
+        "heads": trace.weights.shape[1],
+        "looking": trace.looking,
+        "grid": trace.grid,
+        "picture": picture,
+        "weights": _packed(trace.weights),
+        "rollout": _packed(trace.rollout),
+        "dropped": _packed(trace.dropped),
+        "probability": _rounded(trace.probability),
+        "without": _rounded(trace.without),
+    }
+
+
+def _packed(shares: Tensor | None) -> str | None:
+    """Numbers from 0 to 1 in 16 bits each, which is off by 0.000008 at most."""
+    if shares is None:
+        return None
+    whole = (shares.clamp(0, 1) * 65535).round().to(torch.int32)
+    pairs = torch.stack([whole & 255, whole >> 8], -1).to(torch.uint8)
+    return base64.b64encode(pairs.contiguous().numpy().tobytes()).decode()
+
+
+def _rounded(values: Tensor | None) -> list[float] | None:
+    return None if values is None else [round(value, 6) for value in values.tolist()]
+
+
+def _json(value: object) -> str:
+    """JSON that no HTML parser takes for a tag, or for the end of a script."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _size(trace: Trace) -> int:
+    return len(_json(described(trace)).encode()) + 1
+
+
+def _page(described: list[dict[str, Any]], notes: list[str], title: str) -> str:
+    style, script = (_HERE.joinpath(f"explorer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
+    return Template(_HERE.joinpath("explorer.html").read_text(encoding="utf-8")).substitute(
+        title=title.replace("&", "&amp;").replace("<", "&lt;"),
+        policy=policy,
+        style=style,
+        script=script,
+        data=_json({"notes": notes, "traces": described}),
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,155 @@
+"""Plots: weights as heat maps over pictures, as maps and as surfaces; masks and positions drawn. PNG, SVG or PDF."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConfigError, ShapeError, import_extra
+from mmattn.inspect.trace import Trace
+from mmattn.masks import Mask
+
+Place = str | PathLike[str]
+
+
+def plot_heat_maps(trace: Trace, path: Place, columns: int = 6) -> Path:
+    """For each word the picture under the weights of its patches, the mean over layers and heads.
+
+    Raises:
+        ConfigError: the sources are not the patches of a picture. MissingExtraError: there is no matplotlib.
+    """
+    if trace.grid is None:
+        raise ConfigError("heat maps need a trace with a grid, whose sources are patches: use plot_map for others")
+    maps = trace.mean().view(-1, *trace.grid)
+    columns = min(columns, len(maps))
+    lines = -(-len(maps) // columns)
+    figure = _figure(1.6 * columns, 1.8 * lines)
+    picture = None if trace.picture is None else _read(trace.picture)
+    for number, (word, heat) in enumerate(zip(trace.words, maps, strict=True)):
+        axes = figure.add_subplot(lines, columns, number + 1)
+        axes.set_axis_off()
+        axes.set_title(_literal(word), fontsize=8)
+        height, width = trace.grid if picture is None else picture.shape[:2]
+        if picture is not None:
+            axes.imshow(picture)
+        # One scale for all words, or a word that looks nowhere would look as sharp as any.
+        axes.imshow(
+            heat.numpy(), cmap="inferno", vmin=0, vmax=float(maps.max()), alpha=1 if picture is None else 0.6,
+            extent=(0, width, height, 0), interpolation="bilinear",
+        )  # fmt: skip
+    return _saved(figure, path)
+
+
+def plot_map(weights: Tensor, path: Place, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:
+    """Weights (l, s) as a map, a row for each word.
+
+    Raises:
+        ShapeError: not (l, s), or names that do not fit. MissingExtraError: there is no matplotlib.
+    """
+    l, s = _check_map(weights, words, sources)
+    figure = _figure(2 + 0.22 * min(s, 60), 1.5 + 0.22 * min(l, 60))
+    axes = figure.add_subplot()
+    drawn = axes.imshow(weights.detach().float().cpu().numpy(), cmap="viridis", vmin=0, aspect="auto")
+    figure.colorbar(drawn)
+    axes.set(xlabel="source", ylabel="word")
+    if words:
+        axes.set_yticks(range(l), [_literal(word) for word in words], fontsize=7)
+    if sources:
+        axes.set_xticks(range(s), [_literal(source) for source in sources], fontsize=7, rotation=90)
+    return _saved(figure, path)
+
+
+def plot_surface(weights: Tensor, path: Place, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:
+    """Weights (l, s) as a surface over words and sources.
+
+    Raises:
+        ShapeError: not (l, s), smaller than 2 × 2, or names that do not fit. MissingExtraError: there is no matplotlib.
+    """
+    l, s = _check_map(weights, words, sources)
+    if min(l, s) < 2:
+        raise ShapeError(f"a surface needs two words and two sources or more, got {l} and {s}: use plot_map")
+    figure = _figure(8, 6)
+    axes = figure.add_subplot(projection="3d")
+    rows, places = torch.meshgrid(torch.arange(l), torch.arange(s), indexing="ij")
+    height = weights.detach().float().cpu().numpy()
+    axes.plot_surface(places.numpy(), rows.numpy(), height, cmap="viridis", linewidth=0, rcount=200, ccount=200)
+    axes.set(xlabel="source", ylabel="word", zlabel="weight")
+    if words:
+        axes.set_yticks(range(l), [_literal(word) for word in words], fontsize=6)
+    if sources:
+        axes.set_xticks(range(s), [_literal(source) for source in sources], fontsize=6)
+    return _saved(figure, path)
+
+
+def plot_mask(mask: Mask | Tensor, path: Place) -> Path:
+    """A mask as a picture for each row and head, four at most: dark where a query may look.
+
+    Raises:
+        MaskError, ShapeError: as `Mask` does. MissingExtraError: there is no matplotlib.
+    """
+    rule = mask if isinstance(mask, Mask) else Mask(mask)
+    grids = rule.tensor.reshape(-1, *rule.shape[-2:])
+    figure = _figure(3.2 * min(len(grids), 4), 3.2)
+    heads = rule.shape[1] if len(rule.shape) == 4 else 1
+    for number, grid in enumerate(grids[:4]):
+        axes = figure.add_subplot(1, min(len(grids), 4), number + 1)
+        axes.imshow(grid.cpu().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axes.set(xlabel="slot", ylabel="query")
+        if len(grids) > 1:
+            axes.set_title(f"row {number // heads}, head {number % heads}", fontsize=8)
+    return _saved(figure, path)
+
+
+def plot_positions(vectors: Tensor, path: Place) -> Path:
+    """Position vectors (p, d) of `mmattn.positions`, and beside them how alike (cosine) any two are.
+
+    Raises:
+        ShapeError: not (p, d). MissingExtraError: there is no matplotlib.
+    """
+    _check_map(vectors, (), ())
+    vectors = vectors.detach().float().cpu()
+    unit = torch.nn.functional.normalize(vectors, dim=-1)
+    figure = _figure(9, 4)
+    for number, (values, across) in enumerate(((vectors, "channel"), (unit @ unit.T, "position"))):
+        axes = figure.add_subplot(1, 2, number + 1)
+        largest = float(values.abs().max()) or 1.0
+        figure.colorbar(axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto"))
+        axes.set(xlabel=across, ylabel="position", title=("vectors", "likeness")[number])
+    return _saved(figure, path)
+
+
+def _check_map(values: Tensor, words: Sequence[str], sources: Sequence[str]) -> tuple[int, int]:
+    if values.dim() != 2 or not values.numel():
+        raise ShapeError(f"a map has two sizes and is not empty, got {tuple(values.shape)}: take the mean over others")
+    l, s = values.shape
+    if (words and len(words) != l) or (sources and len(sources) != s):
+        raise ShapeError(f"a map ({l}, {s}) needs as many names or none, got {len(words)} and {len(sources)}")
+    return l, s
+
+
+def _literal(text: str) -> str:
+    """Dollar signs begin mathematics in matplotlib."""
+    short = text if len(text) <= 24 else f"{text[:23]}…"
+    return short.replace("$", r"\$")
+
+
+def _read(picture: bytes) -> Any:
+    return import_extra("matplotlib.image", "viz").imread(io.BytesIO(picture), format="jpeg")
+
+
+def _figure(width: float, height: float) -> Any:
+    """A figure of its own, without pyplot's list of open windows."""
+    figure = import_extra("matplotlib.figure", "viz").Figure(figsize=(width, height), layout="tight")
+    import_extra("matplotlib.backends.backend_agg", "viz").FigureCanvasAgg(figure)
+    return figure
+
+
+def _saved(figure: Any, path: Place) -> Path:
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    return Path(path)

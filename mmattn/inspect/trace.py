@@ -1,0 +1,211 @@
+"""Traces: what one text looked at, word by word, with a picture of it; written beside a run for `mmattn explore`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, check_choice
+from mmattn.files import read_tensors, write_tensors
+from mmattn.texts import check_text
+
+FORMAT, VERSION = "mmattn-traces", 1
+#: The name of the file in a run's folder.
+FILE = "attention.safetensors"
+#: Pixels a side of a picture, at most.
+SIDE = 256
+_TENSORS = ("weights", "rollout", "probability", "without", "dropped")
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The words of a text, the sources they could look at, and how they did. n layers, h heads, l words, s sources.
+
+    Args:
+        words: l texts. sources: s texts: what names a patch, a passage, a token of another text.
+        weights: (n, h, l, s), those of a source's slots summed. layers: n names.
+        title: a line above it.
+        looking: who shares its look out among the others: "words" among sources, so that rows sum to 1 or less, or
+            "sources" among words, as the places of a picture that is drawn do.
+        rollout: (l, s), see `mmattn.inspect.rollout`.
+        probability: (l,) of each word. without: (l,) without a memory. dropped: (l, s) without that source.
+        grid: rows and columns, where the sources are the patches of a picture, row by row.
+        picture: an image of Pillow, kept small as JPEG, or the bytes of one.
+
+    Raises:
+        ShapeError: sizes that do not fit. NonFiniteError: NaN or infinity. TextError: words that are no texts.
+
+    >>> trace = Trace(["a", "rose"], ["left", "right"], torch.tensor([[[[0.5, 0.5], [0.9, 0.1]]]]), ["layer 3"])
+    >>> print(trace.draw(top=1))
+    a
+      ██████████             50.0 %  left
+    rose
+      ██████████████████     90.0 %  left
+    """
+
+    words: Sequence[str]
+    sources: Sequence[str]
+    weights: Tensor
+    layers: Sequence[str]
+    title: str = ""
+    looking: str = "words"
+    rollout: Tensor | None = None
+    probability: Tensor | None = None
+    without: Tensor | None = None
+    dropped: Tensor | None = None
+    grid: tuple[int, int] | None = None
+    picture: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("words", "sources", "layers"):
+            object.__setattr__(self, name, tuple(check_text(getattr(self, name))))
+        check_text(self.title)
+        check_choice("looking", self.looking, ("words", "sources"))
+        l, s = len(self.words), len(self.sources)
+        heads = self.weights.shape[1] if self.weights.dim() == 4 else "h"
+        wanted = {
+            "weights": (len(self.layers), heads, l, s),
+            "rollout": (l, s),
+            "probability": (l,),
+            "without": (l,),
+            "dropped": (l, s),
+        }
+        for name in _TENSORS:
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if tuple(given.shape) != wanted[name]:
+                raise ShapeError(
+                    f"{name} of {len(self.layers)} layers, {l} words and {s} sources must be {wanted[name]}, "
+                    f"got {tuple(given.shape)}"
+                )
+            if not torch.isfinite(given).all():
+                raise NonFiniteError(f"{name} of a trace has NaN or infinity: look at the model with doctor(...) first")
+            object.__setattr__(self, name, given.detach().float().cpu())
+        if self.grid is not None and self.grid[0] * self.grid[1] != s:
+            raise ShapeError(f"a grid of {self.grid[0]} × {self.grid[1]} patches does not fit {s} sources")
+        if self.picture is not None and not isinstance(self.picture, bytes):
+            object.__setattr__(self, "picture", _small(self.picture))
+
+    def mean(self) -> Tensor:
+        """The weights (l, s) as the mean over layers and heads."""
+        return self.weights.mean((0, 1))
+
+    def draw(self, top: int = 3, width: int = 20) -> str:
+        """The trace as text: under each word a bar for each of the sources it looked at most.
+
+        Behind a source, where it is known, what leaving it out does to the word's probability.
+        """
+        lines = [self.title] if self.title else []
+        for number, (word, row) in enumerate(zip(self.words, self.mean(), strict=True)):
+            line = _plain(word)
+            if self.probability is not None:
+                line += f"  {self.probability[number]:.1%}".replace("%", " %")
+                if self.without is not None:
+                    line += f", {self.without[number]:.1%} without memory".replace("%", " %")
+            lines.append(line)
+            for source in row.argsort(descending=True, stable=True)[:top].tolist():
+                share = row[source].item()
+                text = f"  {_bar(share, width):<{width}}  {100 * share:5.1f} %  {_plain(self.sources[source])}"
+                if self.dropped is not None and self.probability is not None:
+                    change = (self.dropped[number, source] - self.probability[number]).item()
+                    text += f"  {100 * change:+.1f} points if dropped"
+                lines.append(text)
+        return "\n".join(lines)
+
+
+def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
+    """Write traces into a run's folder, as `attention.safetensors`; what was there is replaced.
+
+    Raises:
+        ConfigError: no traces. OSError: the folder is missing or not writable.
+    """
+    if not traces:
+        raise ConfigError("there are no traces to save: give one or more")
+    tensors: dict[str, Tensor] = {}
+    described = []
+    for number, trace in enumerate(traces):
+        for name in _TENSORS:
+            if getattr(trace, name) is not None:
+                tensors[f"{number}.{name}"] = getattr(trace, name)
+        if trace.picture is not None:
+            tensors[f"{number}.picture"] = torch.frombuffer(bytearray(trace.picture), dtype=torch.uint8)
+        described.append(
+            {
+                "title": trace.title,
+                "words": list(trace.words),
+                "sources": list(trace.sources),
+                "layers": list(trace.layers),
+                "looking": trace.looking,
+                "grid": None if trace.grid is None else list(trace.grid),
+            }
+        )
+    file = Path(run) / FILE
+    write_tensors(file, tensors, {"format": FORMAT, "format_version": VERSION, "traces": described})
+    return file
+
+
+def load_traces(run: str | PathLike[str]) -> list[Trace]:
+    """The traces that a run left in its folder.
+
+    Raises:
+        AdapterFileError: there are none, they are of another version, or the file is torn or changed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     file = save_traces([Trace(["a"], ["left"], torch.ones(1, 1, 1, 1), ["layer 3"])], run)
+    ...     [trace.words for trace in load_traces(run)]
+    [('a',)]
+    """
+    file = Path(run) / FILE
+    if not file.is_file():
+        raise AdapterFileError(
+            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag (facts) and diffusion (text) leave it "
+            "when they end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
+        )
+    tensors, about = read_tensors(file, FORMAT)
+    version = about.get("format_version", 1)
+    if version != VERSION:
+        newer = "install a newer mmattn" if version > VERSION else "write it again with this one"
+        raise AdapterFileError(f"{file} is of version {version}, and this mmattn reads version {VERSION}: {newer}")
+    try:
+        return [_restored(number, one, tensors) for number, one in enumerate(about["traces"])]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise AdapterFileError(f"{file} does not hold what its version says: {error!r}; write it again") from error
+
+
+def _restored(number: int, about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
+    found: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in _TENSORS if name != "weights"}
+    picture = tensors.get(f"{number}.picture")
+    return Trace(
+        weights=tensors[f"{number}.weights"],
+        picture=None if picture is None else picture.numpy().tobytes(),
+        grid=None if about["grid"] is None else (int(about["grid"][0]), int(about["grid"][1])),
+        **{name: about[name] for name in ("words", "sources", "layers", "title", "looking")},
+        **found,
+    )
+
+
+def _small(image: Any) -> bytes:
+    """A picture as the bytes of a small JPEG."""
+    shown, file = image.convert("RGB"), io.BytesIO()
+    shown.thumbnail((SIDE, SIDE))
+    shown.save(file, "JPEG", quality=88)
+    return file.getvalue()
+
+
+def _bar(share: float, width: int) -> str:
+    eighths = round(8 * width * min(max(share, 0.0), 1.0))
+    return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+
+
+def _plain(text: str) -> str:
+    """On one line, and nothing in it that moves a terminal's cursor."""
+    return "".join(char if char.isprintable() else " " for char in text).strip() or repr(text)

@@ -1,0 +1,53 @@
+"""Plots: files that show something, and refusals that say what is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from mmattn import inspect, masks, positions
+from mmattn.errors import ConfigError, MaskError, ShapeError
+from tests.inspect.test_trace import made
+
+
+def shades(path: Path) -> int:
+    with Image.open(path) as image:
+        return len(image.convert("RGB").getcolors(1 << 24))
+
+
+def test_heat_maps_lie_over_the_picture(tmp_path: Path) -> None:
+    assert shades(inspect.plot_heat_maps(made(), tmp_path / "over.png")) > 100
+    assert shades(inspect.plot_heat_maps(made(picture=None, words=("$a", "b", "c_$")), tmp_path / "bare.png")) > 100
+    with pytest.raises(ConfigError, match="plot_map"):
+        inspect.plot_heat_maps(made(grid=None), tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_maps_and_surfaces(tmp_path: Path) -> None:
+    trace = made()
+    names = {"words": trace.words, "sources": ["$x", *trace.sources[1:]]}
+    assert shades(inspect.plot_map(trace.mean(), tmp_path / "map.png", **names)) > 10
+    assert shades(inspect.plot_surface(trace.mean(), tmp_path / "surface.png", **names)) > 10
+    assert b"<svg" in inspect.plot_map(trace.mean(), tmp_path / "map.svg").read_bytes()
+    for draw in (inspect.plot_map, inspect.plot_surface):
+        with pytest.raises(ShapeError, match="two sizes"):
+            draw(trace.weights, tmp_path / "none.png")
+        with pytest.raises(ShapeError, match="as many names"):
+            draw(trace.mean(), tmp_path / "none.png", words=["a"])
+    with pytest.raises(ShapeError, match="use plot_map"):
+        inspect.plot_surface(trace.mean()[:1], tmp_path / "none.png")
+
+
+def test_masks_and_positions(tmp_path: Path) -> None:
+    inspect.plot_mask(masks.causal(7), tmp_path / "causal.png")
+    with Image.open(tmp_path / "causal.png") as image:
+        grey = torch.tensor(list(image.convert("L").tobytes())).view(image.height, image.width)
+    corner = grey[image.height // 2 :, : image.width // 2], grey[: image.height // 2, image.width // 2 :]
+    assert (corner[0] < 50).float().mean() > (corner[1] < 50).float().mean() + 0.3, "dark where it may look"
+    inspect.plot_mask(masks.causal(5) & masks.padding([2, 5], 5), tmp_path / "rows.png")
+    assert shades(inspect.plot_positions(positions.sinusoidal(torch.arange(11), 6), tmp_path / "places.png")) > 100
+    with pytest.raises(MaskError):
+        inspect.plot_mask(torch.ones(3, 5), tmp_path / "none.png")

@@ -118,8 +118,8 @@ class PagePool:
             (keys.shape[0], keys.shape[1], keys.shape[3]) != (rows, g, k)
         ):
             raise ShapeError(
-                f"these pages are made for {layers} layers and hold {rows} rows of keys and values ({rows}, {g}, l, {k}); "
-                f"got {tuple(keys.shape)} and {tuple(values.shape)} for layer {layer}"
+                f"these pages hold {layers} layers of keys and values ({rows}, {g}, l, {k}), {rows} rows as now; got "
+                f"{tuple(keys.shape)} and {tuple(values.shape)} for layer {layer}"
             )
         if keys.dtype != self._keys.dtype or keys.device != self._keys.device:
             raise ShapeError(

@@ -285,9 +285,13 @@ class EncoderDecoder(nn.Module):
         """
         weights, metadata = read_tensors(path, FORMAT)
         try:
+            settings = metadata["settings"]
+            layers = len({name.split(".")[1] for name in weights if name.startswith("decoder.")})
+            if settings["layers"] != layers:
+                raise ConfigError(f"layers is {settings['layers']}, and there are weights of {layers}")
             # No memory is taken for sizes that a wrong setting asks for.
             with torch.device("meta"):
-                model = cls(**metadata["settings"])
+                model = cls(**settings)
             model.load_state_dict(weights, assign=True)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
@@ -312,8 +316,8 @@ class EncoderDecoder(nn.Module):
             raise ShapeError(f"{name}_mask must be {(len(ids), length)}, got {tuple(mask.shape)}")
         if self.positions == "learned" and length > self.max_length:
             raise ShapeError(
-                f"the {name} has {length} tokens and there are {self.max_length} learned positions: cut it, or build the "
-                "model with a larger max_length or with other positions"
+                f"the {name} has {length} tokens and there are {self.max_length} learned positions: cut it, or build "
+                "the model with a larger max_length or with other positions"
             )
         if not may_read(ids) or not len(ids):
             return

@@ -53,12 +53,8 @@ def test_enough_beams_find_the_best_text(penalty: float) -> None:
     def step(tokens: Tensor) -> Tensor:
         return step_of(logits, origin)(tokens)
 
-    # In the first steps there are fewer texts than beams; start with as many beams as there are.
-    for count in (beams,):
-        made = beam_search(
-            step, reorder, torch.zeros(3, 1, dtype=torch.long), end=END, max_length=LONGEST, beams=count,
-            length_penalty=penalty,
-        )  # fmt: skip
+    given = {"end": END, "max_length": LONGEST, "beams": beams, "length_penalty": penalty}
+    made = beam_search(step, reorder, torch.zeros(3, 1, dtype=torch.long), **given)
     assert made == [best(logits, row, penalty) for row in range(3)]
 
 

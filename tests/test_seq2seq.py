@@ -20,9 +20,10 @@ TARGET = torch.tensor([[1, 21, 22, 23, 24], [1, 25, 26, 0, 0]])
 def tiny(positions: str = "sinusoidal", **settings) -> EncoderDecoder:
     """A random model in float64 whose texts differ from source to source."""
     model = EncoderDecoder(V, D, H, LAYERS, positions=positions, max_length=19, **settings).double().eval()
-    for parameter in model.parameters():
+    # Tied weights as they begin repeat the last token: let the blocks outweigh the embeddings.
+    for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.data *= 2
+            parameter.data *= 0.4 if "embedding" in name else 3
     return model
 
 
@@ -102,7 +103,7 @@ def test_one_matrix_or_two() -> None:
     count = [sum(parameter.numel() for parameter in model.parameters()) for model in (shared, own)]
     assert count[1] - count[0] == 31 * D
     assert own(SOURCE, TARGET).shape == (2, 5, 31)
-    with pytest.raises(ShapeError, match=r"ids of the target must lie in 0…30.*got 1…40.*another tokenizer"):
+    with pytest.raises(ShapeError, match=r"ids of the target must lie in 0…30.*got 0…40.*another tokenizer"):
         own(SOURCE, TARGET.clamp(max=23) + 17 * (TARGET == 23))
 
 
@@ -146,7 +147,7 @@ def test_a_file_brings_back_the_same_model(tmp_path) -> None:
         (SOURCE[0], {}, r"source must be \(b, l\) ids"),
         (SOURCE.float(), {}, "int64 or int32; got .* torch.float32"),
         (SOURCE + 47, {}, r"ids of the source must lie in 0…52.*another tokenizer"),
-        (SOURCE - 1, {}, r"got -1…10"),
+        (SOURCE - 1, {}, r"got -1…14"),
         (SOURCE, {"mask": torch.zeros(2, 7, dtype=torch.bool)}, "row 0 of the source has no token"),
         (SOURCE, {"mask": torch.ones(2, 6, dtype=torch.bool)}, r"source_mask must be \(2, 7\), got \(2, 6\)"),
         (SOURCE.repeat(1, 3), {}, "has 21 tokens and there are 19 learned positions"),

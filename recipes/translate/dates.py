@@ -39,7 +39,9 @@ def write_pairs(count: int, languages: tuple[str, ...], seed: int) -> list[tuple
         except (UnknownLocaleError, ValueError):
             known = False
         if not known:
-            raise ConfigError(f"data.languages: the CLDR has no {language!r} to translate into; such as fr, de, pt_BR, ja")
+            raise ConfigError(
+                f"data.languages: the CLDR has no {language!r} to translate into; such as fr, de, pt_BR, ja"
+            )
     random, pairs = Random(f"dates/{seed}"), {}
     # There are millions; a few are drawn twice.
     while len(pairs) < count:

@@ -85,11 +85,22 @@ def divide(pairs: list[Pair], held_out: int, seed: int) -> tuple[list[Pair], lis
             f"there are {len(sources)} different sources, of which data.held_out={held_out} leave nothing to train on: "
             "give more pairs, or hold out fewer"
         )
-    questions = [Question(own[0].source, tuple(dict.fromkeys(pair.target for pair in own))) for own in held.values()]
-    return train, questions
+    questions: dict[str, dict[str, bool]] = {}
+    for pair in (pair for own in held.values() for pair in own):
+        questions.setdefault(pair.source, {})[pair.target] = True
+    return train, [Question(source, tuple(references)) for source, references in questions.items()]
 
 
 def plain(text: str) -> str:
-    """A sentence without case, punctuation and spaces, or as it is where it has nothing else."""
-    kept = "".join(letter for letter in text.casefold() if unicodedata.category(letter)[0] not in "PZ")
-    return kept or text
+    """A sentence without case, spaces and punctuation but that in numbers, or as it is where it has nothing else.
+
+    >>> plain("It's 1.5 km, Tom!")
+    'its1.5kmtom'
+    """
+    text = text.casefold()
+    kept = [
+        letter
+        for before, letter, after in zip(f" {text}", text, f"{text[1:]} ", strict=False)
+        if unicodedata.category(letter)[0] not in "PZ" or (before.isdigit() and after.isdigit())
+    ]
+    return "".join(kept) or text

@@ -76,8 +76,8 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
         axis.axis("on")
         axis.imshow(one.weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         # A dollar sign would begin a formula.
-        axis.set_xticks(range(len(one.source)), [word.replace("$", r"\\$") for word in one.source], rotation=60)
-        axis.set_yticks(range(len(one.target)), [word.replace("$", r"\\$") for word in one.target])
+        axis.set_xticks(range(len(one.source)), [word.replace("$", r"\$") for word in one.source], rotation=60)
+        axis.set_yticks(range(len(one.target)), [word.replace("$", r"\$") for word in one.target])
         axis.xaxis.tick_top()
         axis.tick_params(length=0, labelsize=8)
         for row, shares in enumerate(one.weights.tolist()):

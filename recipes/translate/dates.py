@@ -1,4 +1,4 @@
-"""Dates, amounts, measures and round numbers, in English and as another language writes them (Babel's copy of the CLDR).
+"""Dates, amounts, measures and round numbers in English and in other languages, from Babel's copy of the Unicode CLDR.
 
 A source names the language it wants: "fr: Monday, March 3, 1997" is "lundi 3 mars 1997".
 """

@@ -10,12 +10,14 @@ from sentences import read_sources
 from writing import Translator
 
 import mmattn
+from mmattn.errors import import_extra
+
+# Missed here, before anything is trained.
+sacrebleu = import_extra("sacrebleu", "translate")
 
 
 def score(questions: Sequence[Question], written: Sequence[str]) -> dict[str, float]:
     """Share of translations that are one of the references letter for letter, chrF and BLEU over all references."""
-    from sacrebleu import corpus_bleu, corpus_chrf
-
     longest = max(len(question.references) for question in questions)
     # What a sentence has fewer references than another is None.
     streams = [
@@ -25,8 +27,8 @@ def score(questions: Sequence[Question], written: Sequence[str]) -> dict[str, fl
     exact = sum(text in question.references for question, text in zip(questions, written, strict=True))
     return {
         "exact": exact / len(questions),
-        "chrf": corpus_chrf(list(written), streams).score,
-        "bleu": corpus_bleu(list(written), streams).score,
+        "chrf": sacrebleu.corpus_chrf(list(written), streams).score,
+        "bleu": sacrebleu.corpus_bleu(list(written), streams).score,
     }
 
 
@@ -42,7 +44,7 @@ def measure(
 
 
 def measure_pages(translator: Translator, questions: Sequence[Question], beams: int) -> dict[str, Any]:
-    """Bytes of the target's keys and values at their most, in one piece and in pages, and whether the texts are the same.
+    """Bytes of the targets' keys and values at their most, in one piece and in pages; whether the texts are the same.
 
     Sums over the batches that `translator` makes of the questions.
     """

@@ -124,8 +124,10 @@ def draw_alignments(config: Config, run: training.RunFolder, translator: Transla
         translator.look(question.source, config.alignment)
         for question in (short or questions)[: config.alignment.sentences]
     ]
-    draw(looks, run.path / "alignment.png")
+    looks = [look for look in looks if look.target]
     run.write_text("alignment.txt", "\n".join(map(str, looks)))
+    if looks:
+        draw(looks, run.path / "alignment.png")
 
 
 def parameters(model: torch.nn.Module) -> int:

@@ -34,7 +34,7 @@ class Translator:
         known, made = self.model.settings["vocab_size"], len(self.tokenizer)
         if known != made:
             raise ConfigError(
-                f"the model was trained with {known} tokens and this tokenizer has {made}: take the tokenizer of its run"
+                f"the model was trained with {known} tokens and this tokenizer has {made}: take that of its run"
             )
 
     @classmethod

@@ -40,7 +40,8 @@ def read_sources(tokenizer: Any, texts: Sequence[str], max_tokens: int | None = 
     Raises:
         TextError: a text is empty, no string, or longer than `max_tokens` with begin and end.
     """
-    return [ids[1:-1] for ids in training.encode_texts(tokenizer, [text.strip() for text in texts], max_tokens)]
+    cleaned = [text.strip() if isinstance(text, str) else text for text in texts]
+    return [ids[1:-1] for ids in training.encode_texts(tokenizer, cleaned, max_tokens)]
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor | None]:

@@ -180,6 +180,7 @@ class EncoderDecoder(nn.Module):
         before = 0 if cache is None else cache.length
         length = before + target.shape[-1]
         self._check_ids("target", target, mask, self.target_embedding.num_embeddings, length)
+        self._check_memory(memory, len(target))
         places = _places(target, mask, before)
         x = self._embed(target, self.target_embedding, self.target_positions, places)
         bias = None
@@ -305,6 +306,21 @@ class EncoderDecoder(nn.Module):
         if learned is not None:
             x = x + learned(places)
         return self.dropout(x)
+
+    def _check_memory(self, memory: Memory | Sequence[KeyValue | None], rows: int) -> None:
+        """Refuse a memory that no target of so many rows can read, before a cache is touched."""
+        if not self.encoder:
+            return
+        if isinstance(memory, Memory):
+            held, fits, given = memory.batch, memory.dim == self.dim, f"a memory of width {memory.dim}"
+        else:
+            held = memory[0].batch if len(memory) and memory[0] is not None else 0
+            fits, given = len(memory) == len(self.decoder), f"keys and values of {len(memory)} layers"
+        if not fits or (rows != held and (held == 0 or rows % held)):
+            raise ShapeError(
+                f"a target of {rows} rows reads a memory of as many rows or a divisor of them (beams), of width "
+                f"{self.dim} or prepared for {len(self.decoder)} layers; got {given} and {held} rows"
+            )
 
     def _check_ids(self, name: str, ids: Tensor, mask: Tensor | None, vocabulary: int, length: int) -> None:
         """Refuse ids (b, ·) that are no text of `length` tokens in all."""

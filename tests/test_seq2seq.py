@@ -171,5 +171,14 @@ def test_what_a_call_refuses() -> None:
         model(SOURCE, TARGET[:, :0])
     with pytest.raises(MaskError, match="from_huggingface"):
         model(SOURCE, TARGET, source_mask=(SOURCE != 0).long())
+    cache, memory = GrowingCache(), model.encode(SOURCE)
+    for wrong, match in (
+        (model.prepare(memory)[:1], "keys and values of 1 layers and 2 rows"),
+        (mmattn.Memory(torch.randn(2, 7, D + 1)), "a memory of width 43"),
+        (memory[[0, 1, 1]], "a target of 2 rows .* 3 rows"),
+    ):
+        with pytest.raises(ShapeError, match=match):
+            model.decode(TARGET, wrong, cache=cache)
+    assert cache.length == 0, "a rejected call changes nothing"
     assert model(SOURCE.repeat(1, 29), TARGET).isfinite().all(), "only learned positions end"
     assert model.generate(SOURCE[:0], start=START, end=END) == []

@@ -25,6 +25,7 @@ from mmattn.errors import (
 )
 from mmattn.files import read_tensors, write_tensors
 from mmattn.generation import beam_search, greedy
+from mmattn.layers import CrossAttention
 from mmattn.memory import Memory
 from mmattn.paged import PagePool
 from mmattn.positions import Learned, Rotary, alibi, sinusoidal, token_positions
@@ -145,23 +146,20 @@ class EncoderDecoder(nn.Module):
             return Memory(torch.zeros(*source.shape, 0), mask, check_finite=False)
         places = _places(source, mask, 0)
         x = self._embed(source, table, self.source_positions, places)
-        bias = None
-        if self.positions == "alibi":
-            bias = alibi(self.settings["num_heads"], source.shape[1], source.shape[1]).to(x)
+        bias = self._bias(x, x.shape[1], 0)
         for block in self.encoder:
             x = block(x, mask=mask, positions=places, bias=bias)
         return Memory(x if self.encoder_norm is None else self.encoder_norm(x), mask, check_finite=False)
 
-    def prepare(self, memory: Memory) -> list[KeyValue | None]:
+    @torch.no_grad()
+    def prepare(self, memory: Memory) -> list[KeyValue]:
         """Keys and values of a memory for each layer of the decoder, made once for many steps; without gradients."""
-        with torch.no_grad():
-            attentions = [block.cross_attention for block in self.decoder]
-            return [None if one is None else one.project(memory.tokens, mask=memory.mask) for one in attentions]
+        return [attention.project(memory.tokens, mask=memory.mask) for attention in self.attentions().values()]
 
     def decode(
         self,
         target: Tensor,
-        memory: Memory | Sequence[KeyValue | None],
+        memory: Memory | Sequence[KeyValue],
         *,
         mask: Tensor | None = None,
         cache: Cache | None = None,
@@ -183,14 +181,13 @@ class EncoderDecoder(nn.Module):
         self._check_memory(memory, len(target))
         places = _places(target, mask, before)
         x = self._embed(target, self.target_embedding, self.target_positions, places)
-        bias = None
-        if self.positions == "alibi":
-            bias = alibi(self.settings["num_heads"], target.shape[1], length, offset=before).to(x)
+        bias = self._bias(x, length, before)
         for number, block in enumerate(self.decoder):
             read: dict[str, Any] = {}
-            if self.encoder:
-                known = isinstance(memory, Memory)
-                read = {"memory": memory.tokens, "memory_mask": memory.mask} if known else {"memory": memory[number]}
+            if self.encoder and isinstance(memory, Memory):
+                read = {"memory": memory.tokens, "memory_mask": memory.mask}
+            elif self.encoder:
+                read = {"memory": memory[number]}
             kept = None if cache is None else partial(cache.append, number)
             x = block(x, mask=mask, positions=places, bias=bias, cache=kept, **read)
         x = x if self.decoder_norm is None else self.decoder_norm(x)
@@ -224,8 +221,8 @@ class EncoderDecoder(nn.Module):
             ShapeError, MaskError, ConfigError: as for `forward`; `prefix` does not fit the source, the cache or the
                 length; more beams than a vocabulary has tokens besides the end.
         """
-        tokens = torch.full((len(source), 1), check_int("start", start, at_least=0), device=source.device)
-        tokens = tokens if prefix is None else prefix
+        begin = torch.full((len(source), 1), check_int("start", start, at_least=0), device=source.device)
+        tokens = begin if prefix is None else prefix
         kept: Cache | None = GrowingCache() if cache is True else None if cache is False else cache
         held = 0 if kept is None else kept.length
         if (
@@ -250,10 +247,7 @@ class EncoderDecoder(nn.Module):
         if beams == 1:
             return greedy(step, tokens, end=end, max_length=max_length)
 
-        def reorder(rows: Sequence[int]) -> None:
-            if kept is not None:
-                kept.reorder(rows)
-
+        reorder = (lambda rows: None) if kept is None else kept.reorder
         check_float("length_penalty", length_penalty)
         given: dict[str, Any] = {"end": end, "max_length": max_length}
         return beam_search(step, reorder, tokens, beams=beams, length_penalty=length_penalty, **given)
@@ -264,10 +258,11 @@ class EncoderDecoder(nn.Module):
         made: dict[str, Any] = {"page_size": page_size, "device": weight.device, "dtype": weight.dtype}
         return PagePool(len(self.decoder), h, self.dim // h, **made)
 
-    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+    def attentions(self) -> dict[tuple[str, int], CrossAttention]:
         """What attends to the source, by layer of the decoder: what `mmattn.record` listens to."""
-        found = {("source", number): block.cross_attention for number, block in enumerate(self.decoder)}
-        return {place: attention for place, attention in found.items() if attention is not None}
+        blocks = [block for block in self.decoder if isinstance(block, TransformerBlock)]
+        found = enumerate(block.cross_attention for block in blocks)
+        return {("source", number): attention for number, attention in found if attention is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write settings and weights to one safetensors file, whole or not at all.
@@ -307,14 +302,17 @@ class EncoderDecoder(nn.Module):
             x = x + learned(places)
         return self.dropout(x)
 
-    def _check_memory(self, memory: Memory | Sequence[KeyValue | None], rows: int) -> None:
+    def _bias(self, x: Tensor, m: int, offset: int) -> Tensor | None:
+        return alibi(self.settings["num_heads"], x.shape[1], m, offset).to(x) if self.positions == "alibi" else None
+
+    def _check_memory(self, memory: Memory | Sequence[KeyValue], rows: int) -> None:
         """Refuse a memory that no target of so many rows can read, before a cache is touched."""
         if not self.encoder:
             return
         if isinstance(memory, Memory):
             held, fits, given = memory.batch, memory.dim == self.dim, f"a memory of width {memory.dim}"
         else:
-            held = memory[0].batch if len(memory) and memory[0] is not None else 0
+            held = memory[0].batch if len(memory) else 0
             fits, given = len(memory) == len(self.decoder), f"keys and values of {len(memory)} layers"
         if not fits or (rows != held and (held == 0 or rows % held)):
             raise ShapeError(

@@ -45,14 +45,15 @@ def aligned(
 def words(tokenizer: Any, ids: list[int]) -> list[tuple[str, list[int]]]:
     """The words of a text of tokens, each with the places of its tokens.
 
-    A word begins at a space, or where letters meet punctuation: "l'homme" is three.
+    A word begins at a space, or where letters meet punctuation: "l'homme." is "l'", "homme" and ".".
     """
     found: list[list[int]] = []
     for place in range(len(ids)):
         text = tokenizer.decode([ids[place]])
         before = tokenizer.decode([ids[place - 1]]) if place else ""
+        alike = text in ("'", "’", "-") or before[-1:].isalnum() == text[:1].isalnum()
+        joined = alike and not text.startswith(" ")
         # Half a letter decodes to a replacement mark and belongs to what it goes on from.
-        joined = place and not text.startswith(" ") and before[-1:].isalnum() == text[:1].isalnum()
         if found and (joined or "\ufffd" in (text[:1], before[-1:])):
             found[-1].append(place)
         else:

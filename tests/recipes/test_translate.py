@@ -97,7 +97,7 @@ def test_words_and_where_they_looked(recipe: SimpleNamespace) -> None:
     tokenizer = recipe.sentences.train_tokenizer(pairs, 300)
     ids = recipe.sentences.read_sources(tokenizer, ["Je vois l'homme, ça va ?"])[0]
     words = recipe.alignment.words(tokenizer, ids)
-    assert [word for word, _ in words] == ["Je", "vois", "l", "'", "homme", ",", "ça", "va", "?"]
+    assert [word for word, _ in words] == ["Je", "vois", "l'", "homme", ",", "ça", "va", "?"]
     assert [place for _, places in words for place in places] == list(range(len(ids)))
     source = recipe.sentences.read_sources(tokenizer, ["I see"])[0]
     target = recipe.sentences.read_sources(tokenizer, ["Je vois"])[0]

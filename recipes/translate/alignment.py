@@ -51,7 +51,7 @@ def words(tokenizer: Any, ids: list[int]) -> list[tuple[str, list[int]]]:
     for place in range(len(ids)):
         text = tokenizer.decode([ids[place]])
         before = tokenizer.decode([ids[place - 1]]) if place else ""
-        alike = text in ("'", "’", "-") or before[-1:].isalnum() == text[:1].isalnum()
+        alike = before.isspace() or text in ("'", "’", "-") or before[-1:].isalnum() == text[:1].isalnum()
         joined = alike and not text.startswith(" ")
         # Half a letter decodes to a replacement mark and belongs to what it goes on from.
         if found and (joined or "\ufffd" in (text[:1], before[-1:])):
@@ -75,7 +75,7 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
         axis.axis("off")
     for axis, one in zip(figure.axes, alignments, strict=False):
         axis.axis("on")
-        axis.imshow(one.weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        axis.imshow(one.weights.tolist(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
         # A dollar sign would begin a formula.
         axis.set_xticks(range(len(one.source)), [word.replace("$", r"\$") for word in one.source], rotation=60)
         axis.set_yticks(range(len(one.target)), [word.replace("$", r"\$") for word in one.target])

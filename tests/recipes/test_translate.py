@@ -116,8 +116,8 @@ def test_words_and_where_they_looked(recipe: SimpleNamespace) -> None:
 
 def test_several_references_count(recipe: SimpleNamespace) -> None:
     question = recipe.pairs.Question
-    questions = [question("Go.", ("Va !", "Allez-y maintenant.")), question("Run!", ("Cours !",))]
-    best = recipe.measure.score(questions, ["Allez-y maintenant.", "Cours !"])
+    questions = [question("Go.", ("Va !", "Allez-y donc maintenant, les amis.")), question("Run!", ("Cours !",))]
+    best = recipe.measure.score(questions, ["Allez-y donc maintenant, les amis.", "Cours !"])
     assert best["exact"] == 1 and best["chrf"] == pytest.approx(100) and best["bleu"] == pytest.approx(100)
     half = recipe.measure.score(questions, ["Va !", "Reste ici."])
     assert half["exact"] == 0.5 and 0 < half["chrf"] < 80

@@ -26,9 +26,7 @@ class Alignment:
         return " ".join(f"{word}→{self.source[place]}" for word, place in zip(self.target, best, strict=True))
 
 
-def aligned(
-    tokenizer: Any, source: str, source_ids: list[int], target_ids: list[int], weights: Tensor, read: bool
-) -> Alignment:
+def aligned(tokenizer: Any, source_ids: list[int], target_ids: list[int], weights: Tensor, read: bool) -> Alignment:
     """Weights of words from those of tokens.
 
     Args:
@@ -68,7 +66,7 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
 
     columns = min(5, len(alignments))
     lines = math.ceil(len(alignments) / columns)
-    figure = Figure(figsize=(3.2 * columns, 3.2 * lines), layout="tight")
+    figure = Figure(figsize=(3.2 * columns, 3.2 * lines))
     FigureCanvasAgg(figure)
     axes = figure.subplots(lines, columns, squeeze=False).flat
     for axis in axes:
@@ -76,9 +74,8 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
     for axis, one in zip(figure.axes, alignments, strict=False):
         axis.axis("on")
         axis.imshow(one.weights.tolist(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        # A dollar sign would begin a formula.
-        axis.set_xticks(range(len(one.source)), [word.replace("$", r"\$") for word in one.source], rotation=60)
-        axis.set_yticks(range(len(one.target)), [word.replace("$", r"\$") for word in one.target])
+        axis.set_xticks(range(len(one.source)), [_label(word) for word in one.source], rotation=60)
+        axis.set_yticks(range(len(one.target)), [_label(word) for word in one.target])
         axis.xaxis.tick_top()
         axis.tick_params(length=0, labelsize=8)
         for row, shares in enumerate(one.weights.tolist()):
@@ -86,4 +83,10 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
                 if share >= 0.1:
                     colour = "white" if share > 0.6 else "black"
                     axis.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6, color=colour)
-    figure.savefig(path, dpi=120)
+    figure.subplots_adjust(wspace=0.6, hspace=0.6)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def _label(word: str) -> str:
+    # A dollar sign would begin a formula, and what a model writes may be one long word.
+    return word[:16].replace("$", r"\$")

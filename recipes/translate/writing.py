@@ -90,7 +90,7 @@ class Translator:
         """
         (ids,) = read_sources(self.tokenizer, [source], self.max_tokens)
         (written,) = self.write([ids])
-        return aligned(self.tokenizer, source, ids, written, self._weights(ids, written, settings.layer), settings.read)
+        return aligned(self.tokenizer, ids, written, self._weights(ids, written, settings.layer), settings.read)
 
     @torch.no_grad()
     def _weights(self, source: list[int], target: list[int], layer: int | None) -> Tensor:

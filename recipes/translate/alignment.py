@@ -89,4 +89,4 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
 
 def _label(word: str) -> str:
     # A dollar sign would begin a formula, and what a model writes may be one long word.
-    return word[:16].replace("$", r"\$")
+    return "".join(letter if letter.isprintable() else "·" for letter in word[:16]).replace("$", r"\$")

@@ -31,6 +31,7 @@ class TransformerBlock(nn.Module):
         rotary: rotary positions for the self-attention.
         dropout: of what each part adds, in training.
 
+    >>> import torch
     >>> block = TransformerBlock(32, num_heads=4, memory_dim=24, causal=True)
     >>> block(torch.randn(2, 5, 32), torch.randn(2, 7, 24)).shape
     torch.Size([2, 5, 32])

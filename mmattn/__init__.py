@@ -15,7 +15,12 @@ _HOME = {
     "attend": "mmattn.attention",
     "CrossAttention": "mmattn.layers",
     "SelfAttention": "mmattn.layers",
+    "TransformerBlock": "mmattn.transformer",
+    "EncoderDecoder": "mmattn.seq2seq",
     "KeyValue": "mmattn.cache",
+    "GrowingCache": "mmattn.cache",
+    "PagePool": "mmattn.paged",
+    "PagedCache": "mmattn.paged",
     "Memory": "mmattn.memory",
     "GatedAdapter": "mmattn.adapters.gated",
     "ChunkedAdapter": "mmattn.adapters.chunked",
@@ -62,7 +67,7 @@ if TYPE_CHECKING:
     from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.resampler import Resampler
     from mmattn.attention import attend
-    from mmattn.cache import KeyValue
+    from mmattn.cache import GrowingCache, KeyValue
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.text import TextEncoder
@@ -88,10 +93,13 @@ if TYPE_CHECKING:
     from mmattn.inspect.trace import Trace
     from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory
+    from mmattn.paged import PagedCache, PagePool
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
     from mmattn.retrieval.qdrant import QdrantIndex
+    from mmattn.seq2seq import EncoderDecoder
+    from mmattn.transformer import TransformerBlock
 
 
 def __getattr__(name: str) -> Any:

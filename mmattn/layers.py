@@ -9,14 +9,15 @@ How the keys and values are laid out is chosen in `heads.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.attention import BACKENDS, visible_rows
+from mmattn.attention import BACKENDS, attend, combine_masks, visible_rows
 from mmattn.cache import KeyValue
-from mmattn.errors import ShapeError, check_choice, check_float, check_int
+from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 from mmattn.heads import MemoryHeads
 from mmattn.masks import Mask, causal as causal_mask
 from mmattn.positions import Rotary
@@ -205,9 +206,24 @@ class SelfAttention(CrossAttention):
         mask: Tensor | None = None,
         attention_mask: Tensor | Mask | None = None,
         positions: Tensor | None = None,
+        bias: Tensor | None = None,
+        cache: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend from x (b, l, d) to x, to earlier tokens only if causal; `mask` (b, l) is the padding."""
+        """Attend from x (b, l, d) to x, to earlier tokens only if causal.
+
+        Args:
+            mask: (b, m) bool, the padding; m is l and what the cache holds. attention_mask: as in `attend`.
+            positions: (l,) or (b, l), for `rotary`; counted from 0 by default.
+            bias: broadcastable to (b, h, l, m), added to the scores (`positions.alibi`).
+            cache: takes the keys and values (b, g, l, k) of x and gives those of the whole text so far:
+                `partial(cache.append, layer)` of a `GrowingCache` or `PagedCache`.
+
+        Raises:
+            ConfigError: a cache or bias and a null slot or `score_bias`; a cache and `rotary` without positions.
+        """
+        if cache is not None or bias is not None:
+            return self._look_back(x, mask, attention_mask, positions, bias, cache, return_weights)
         return super().forward(
             x,
             x,
@@ -218,6 +234,58 @@ class SelfAttention(CrossAttention):
             memory_positions=positions,
             return_weights=return_weights,
         )
+
+    def _look_back(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        attention_mask: Tensor | Mask | None,
+        positions: Tensor | None,
+        bias: Tensor | None,
+        cache: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+        return_weights: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The same attention where keys are kept from call to call, or scores have a bias for each pair of tokens."""
+        if x.dim() != 3 or x.shape[2] != self.query_dim:
+            raise ShapeError(f"x must be (b, l, {self.query_dim}), got {tuple(x.shape)}")
+        if self.null_key is not None or self.score_scale is not None:
+            raise ConfigError(
+                "self-attention with a null slot or score_bias takes no cache and no bias: make it without"
+            )
+        if cache is not None and self.rotary is not None and positions is None:
+            raise ConfigError("a cached text does not start at 0: give the positions of x, which rotary turns by")
+        rows, l = x.shape[:2]
+        inner = self._cast(x)
+        positions = torch.arange(l, device=x.device) if positions is None else positions
+        q = self._heads(self.q_proj(inner))
+        q = q if self.q_norm is None else self._norm(self.q_norm, q)
+        q = q if self.rotary is None else self.rotary(q, positions)
+        keys, values = self._slots(inner, None, positions)
+        if cache is not None:
+            keys, values = cache(keys, values)
+        m = keys.shape[2]
+        # A single query is the last token, which sees all there is.
+        if self.causal and l > 1:
+            rule = causal_mask(l, m, offset=m - l, device=x.device)
+            attention_mask = rule if attention_mask is None else rule & attention_mask
+        allowed = combine_masks(mask, attention_mask, (rows, rows, self.num_heads, l, m))
+        found = attend(
+            q,
+            keys,
+            values,
+            attention_mask=None if allowed is None else Mask(allowed),
+            bias=bias,
+            scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+            backend=self.backend,
+            return_weights=return_weights,
+        )
+        found, weights = found if isinstance(found, tuple) else (found, None)
+        out = self.out_proj(found.transpose(1, 2).flatten(2))
+        seen = None if self.out_proj.bias is None else visible_rows(allowed, rows, m)
+        out = out if seen is None else out.masked_fill(~seen, 0)
+        out = out if out.dtype is x.dtype else out.to(x.dtype)
+        return out if weights is None else (out, weights)
 
 
 class PlainHeads(MemoryHeads, nn.Module):

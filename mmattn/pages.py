@@ -44,11 +44,11 @@ def gather_pages(
     if lengths is not None and bias is not None:
         bias = pack(bias, mask, lengths, first=False)
     real = None if lengths is None else mask
-    taken = [_side_by_side(table, rows, real).to(weight.device, dtype) for table in (keys, values)]
+    taken = [side_by_side(table, rows, real).to(weight.device, dtype) for table in (keys, values)]
     return attention._joined(taken[0], taken[1], shown, bias, lengths)
 
 
-def _side_by_side(table: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
+def side_by_side(table: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
     """Pages (b, n) of a table (·, g, m, k) as (b, g, n·m, k), or only the r `real` slots (b, n·m) as (1, g, r, k)."""
     (b, n), (_, g, m, k) = rows.shape, table.shape
     heads = torch.arange(g, device=table.device)[:, None]

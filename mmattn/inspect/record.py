@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from mmattn.hosts.handle import Handle
+
+class Attends(Protocol):
+    """A model that names what attends in it: a host with its adapters, an `EncoderDecoder`."""
+
+    def attentions(self) -> Mapping[tuple[str, int], nn.Module]:
+        """By adapter (or "source") and layer."""
 
 
 class Weights(dict[tuple[str, int], list[Tensor]]):
@@ -26,7 +30,7 @@ class Weights(dict[tuple[str, int], list[Tensor]]):
 
 
 @contextmanager
-def record(model: Handle) -> Iterator[Weights]:
+def record(model: Attends) -> Iterator[Weights]:
     """Inside the block, keep the attention weights of each call of the model; results stay bit for bit what they are.
 
     The weights are computed a second time beside the ordinary way, without gradients, and kept on the CPU.

@@ -1,0 +1,65 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class DataSettings(Strict):
+    pairs: str | None = None  # a file of "source<tab>target" lines; null: dates and numbers from the Unicode CLDR
+    held_out: int = Field(500, ge=1)  # source sentences that are measured
+    written: int = Field(12_000, ge=20)  # dates and numbers to write
+    languages: tuple[str, ...] = ("fr", "de", "es", "it", "nl")  # to write them in
+    vocabulary: int = Field(2000, ge=300)  # byte-level BPE, one for both sides
+    max_tokens: int = Field(60, ge=4)  # of a sentence, begin and end included; longer ones are not trained on
+
+
+class ModelSettings(Strict):
+    dim: int = Field(192, ge=2)
+    num_heads: int = Field(6, ge=1)
+    layers: int = Field(3, ge=1)
+    feed_forward: float = Field(4.0, gt=0)
+    norm: Literal["pre", "post"] = "pre"
+    dropout: float = Field(0.2, ge=0, lt=1)
+    positions: Literal["sinusoidal", "learned", "rotary", "alibi"] = "rotary"
+
+
+class OptimSettings(Strict):
+    steps: int = Field(1500, ge=1)
+    batch: int = Field(64, ge=1)  # pairs of like length
+    lr: float = Field(2e-3, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    warmup: int = Field(150, ge=0)
+    clip: float = Field(1.0, gt=0)
+    smoothing: float = Field(0.1, ge=0, lt=1)  # of the labels
+
+
+class WritingSettings(Strict):
+    beams: int = Field(4, ge=1)
+    length_penalty: float = 1.0
+    batch: int = Field(64, ge=1)
+    page_size: int = Field(4, ge=1)  # tokens of a page, where pages are measured
+
+
+class AlignmentSettings(Strict):
+    sentences: int = Field(10, ge=1)  # of the picture
+    layer: int | None = Field(None, ge=0)  # of the decoder; null: the mean of all
+    read: bool = True  # where a word looks when it is read (arXiv 2004.14837); false: when it is written
+
+
+class Config(Strict):
+    out: str = "runs/translate"
+    seed: int = Field(0, ge=0)
+    controls: bool = True  # the other three position codes, and no cross-attention, each trained as long
+    progress: bool = True
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings()
+    optim: OptimSettings = OptimSettings()
+    writing: WritingSettings = WritingSettings()
+    alignment: AlignmentSettings = AlignmentSettings()

@@ -1,0 +1,127 @@
+"""A trained model with its tokenizer: translations, and where each word of them looked.
+
+python recipes/translate/writing.py "I am a guy" --run runs/translate-pairs --picture guy.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from alignment import Alignment, aligned, draw
+from sentences import padded, read_sources
+from settings import AlignmentSettings, WritingSettings
+from torch import Tensor
+
+import mmattn
+from mmattn.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Translator:
+    """What turns sentences into sentences; a source has at most `max_tokens` tokens, begin and end included."""
+
+    model: mmattn.EncoderDecoder
+    tokenizer: Any
+    settings: WritingSettings
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        known, made = self.model.settings["vocab_size"], len(self.tokenizer)
+        if known != made:
+            raise ConfigError(
+                f"the model was trained with {known} tokens and this tokenizer has {made}: take that of its run"
+            )
+
+    @classmethod
+    def load(cls, run: Path, settings: WritingSettings | None = None) -> Translator:
+        """What a run left in its folder.
+
+        Raises:
+            ConfigError: the folder holds no trained model.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        if not (run / "model.safetensors").is_file() or not (run / "tokenizer").is_dir():
+            raise ConfigError(f"{run} is not the folder of a finished run: it needs model.safetensors and tokenizer/")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(run / "tokenizer")
+        model = mmattn.EncoderDecoder.load(run / "model.safetensors").eval()
+        return cls(model, tokenizer, settings or WritingSettings(), model.max_length)
+
+    def __call__(self, texts: Sequence[str]) -> list[str]:
+        """The translations of some sentences, in their order.
+
+        Raises:
+            TextError: a sentence is empty, no string, or too long.
+        """
+        sources = read_sources(self.tokenizer, texts, self.max_tokens)
+        written: list[list[int]] = [[] for _ in sources]
+        for rows in self.parts(sources):
+            for row, ids in zip(rows, self.write([sources[row] for row in rows]), strict=True):
+                written[row] = ids
+        return [self.tokenizer.decode(ids).strip() for ids in written]
+
+    def parts(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Which sources are translated together: those of like length."""
+        order = sorted(range(len(sources)), key=lambda row: len(sources[row]))
+        return [order[begin : begin + self.settings.batch] for begin in range(0, len(order), self.settings.batch)]
+
+    def write(self, sources: Sequence[Sequence[int]], **given: Any) -> list[list[int]]:
+        """Ids of the translations of some sources; `given` goes to `generate` before the settings."""
+        ids, mask = padded(sources, self.tokenizer.pad_token_id)
+        asked = {
+            "beams": self.settings.beams,
+            "length_penalty": self.settings.length_penalty,
+            "max_length": self.max_tokens,
+            "start": self.tokenizer.bos_token_id,
+            "end": self.tokenizer.eos_token_id,
+        }
+        return self.model.generate(ids, mask=mask, **{**asked, **given})
+
+    def look(self, source: str, settings: AlignmentSettings) -> Alignment:
+        """A translation, and where each word of it looked in the source.
+
+        Raises:
+            ConfigError: the model has no such layer, or was trained without a source.
+        """
+        (ids,) = read_sources(self.tokenizer, [source], self.max_tokens)
+        (written,) = self.write([ids])
+        return aligned(self.tokenizer, ids, written, self._weights(ids, written, settings.layer), settings.read)
+
+    @torch.no_grad()
+    def _weights(self, source: list[int], target: list[int], layer: int | None) -> Tensor:
+        """Weights (l, m), the mean over heads and layers, of the start and each token of a target."""
+        places = list(self.model.attentions())
+        if not places or (layer is not None and layer >= len(places)):
+            raise ConfigError(
+                f"alignment.layer={layer}: the decoder looks at the source in {len(places)} layers, from 0"
+            )
+        with mmattn.record(self.model) as weights:
+            self.model(torch.tensor([source]), torch.tensor([[self.tokenizer.bos_token_id, *target]]))
+        return weights.mean()[0][0] if layer is None else weights[places[layer]][0][0].mean(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sentences", nargs="+")
+    parser.add_argument("--run", type=Path, required=True, help="the folder of a run")
+    parser.add_argument("--beams", type=int, default=4)
+    parser.add_argument("--picture", type=Path, help="where to draw what each word looked at")
+    parser.add_argument("--layer", type=int, help="of the decoder; the mean of all by default")
+    parser.add_argument("--written", action="store_true", help="where a word looks when it is written, not read")
+    given = parser.parse_args(arguments)
+    translator = Translator.load(given.run, WritingSettings(beams=given.beams))
+    for text in translator(given.sentences):
+        print(text)
+    if given.picture is not None:
+        settings = AlignmentSettings(layer=given.layer, read=not given.written)
+        draw([translator.look(text, settings) for text in given.sentences], given.picture)
+
+
+if __name__ == "__main__":
+    main()

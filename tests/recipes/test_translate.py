@@ -1,0 +1,179 @@
+"""The translation recipe: pairs that do not leak, dates of the CLDR, words and looks, and a run from end to end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmattn.cli import main
+from mmattn.errors import ConfigError, TextError
+from mmattn.recipes import read_settings
+
+pytest.importorskip("sacrebleu", reason="needs the extra `translate`")
+
+SMALL = {
+    "data": {"held_out": 13, "written": 200, "vocabulary": 400},
+    "model": {"dim": 24, "num_heads": 2, "layers": 1, "feed_forward": 2.0},
+    "optim": {"steps": 7, "batch": 11, "warmup": 2},
+    "writing": {"beams": 3, "batch": 5},
+    "alignment": {"sentences": 2},
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    names = ("settings", "dates", "pairs", "sentences", "alignment", "writing", "measure", "tables", "train", "table")
+    return load_files("translate", *names)
+
+
+@pytest.fixture(scope="module")
+def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps with its controls."""
+    return recipe.train.main({**SMALL, "out": str(tmp_path_factory.mktemp("translate") / "run")})
+
+
+def test_what_is_held_out_stands_in_no_training(recipe: SimpleNamespace) -> None:
+    pairs = [recipe.pairs.Pair(f"word {i}.", f"mot {j} !") for i in range(40) for j in (i, i + 1)]
+    pairs += [recipe.pairs.Pair(f"Word {i}", f"parole {i}") for i in range(40)]
+    train, held = recipe.pairs.divide(pairs, 7, seed=3)
+    plain = recipe.pairs.plain
+    assert len({plain(question.source) for question in held}) == 7 and len(held) == 14
+    told = {plain(text) for one in held for text in (one.source, *one.references)}
+    assert not any({plain(pair.source), plain(pair.target)} & told for pair in train)
+    assert {len(question.references) for question in held} == {1, 2}
+    assert len(train) >= 3 * 40 - 7 * 5
+    assert recipe.pairs.divide(pairs, 7, seed=3) == (train, held) != recipe.pairs.divide(pairs, 7, seed=4)
+    with pytest.raises(ConfigError, match="40 different sources, of which data.held_out=40 leave nothing"):
+        recipe.pairs.divide(pairs, 40, seed=3)
+
+
+def test_numbers_keep_their_points(recipe: SimpleNamespace) -> None:
+    plain = recipe.pairs.plain
+    assert plain("1.5 km!") != plain("15 km") and plain("Don't, Tom.") == plain("dont tom") and plain("?!") == "?!"
+
+
+def test_a_file_of_pairs(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.tsv"
+    file.write_text("Go.\tVa !\tby someone\n\nGo.\tVa\u202f!\nRun!\tCours\u00a0!\n", encoding="utf-8")
+    found = [(pair.source, pair.target) for pair in recipe.pairs.read_pairs(file)]
+    assert found == [("Go.", "Va !"), ("Run!", "Cours !")]
+    for text, match in (("Go.\tVa !\nRun!\n", "line 2: a source, a tab"), ("Go.\t \n", "line 1"), ("\tVa !", "line 1")):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=match):
+            recipe.pairs.read_pairs(file)
+    file.write_bytes("Go.\tÇa".encode("latin-1"))
+    with pytest.raises(ConfigError, match="not a text file in UTF-8"):
+        recipe.pairs.read_pairs(file)
+    with pytest.raises(ConfigError, match="there is no file"):
+        recipe.pairs.read_pairs(tmp_path / "nothing.tsv")
+
+
+def test_dates_are_those_of_the_cldr(recipe: SimpleNamespace) -> None:
+    from datetime import date
+
+    from babel.dates import format_date
+
+    made = recipe.dates.write_pairs(300, ("fr", "de"), seed=5)
+    assert len(dict(made)) == 300 == len(made) and made == recipe.dates.write_pairs(300, ("fr", "de"), seed=5)
+    assert {source[:4] for source, _ in made} == {"fr: ", "de: "}
+    assert not any({"\u00a0", "\u202f"} & {*source, *target} for source, target in made)
+    day = date(1997, 3, 3)
+    assert format_date(day, "full", locale="fr") == "lundi 3 mars 1997"
+    months = ("janvier", "mars", "juillet")
+    assert any(month in target for source, target in made if source.startswith("fr") for month in months)
+    for wrong in ("xx", "en", "not a language"):
+        with pytest.raises(ConfigError, match="to translate into"):
+            recipe.dates.write_pairs(3, (wrong,), seed=5)
+
+
+def test_words_and_where_they_looked(recipe: SimpleNamespace) -> None:
+    pairs = [recipe.pairs.Pair("I see the man.", "Je vois l'homme.")]
+    tokenizer = recipe.sentences.train_tokenizer(pairs, 300)
+    ids = recipe.sentences.read_sources(tokenizer, ["Je vois l'homme, ça va ?"])[0]
+    words = recipe.alignment.words(tokenizer, ids)
+    assert [word for word, _ in words] == ["Je", "vois", "l'", "homme", ",", "ça", "va", "?"]
+    assert [place for _, places in words for place in places] == list(range(len(ids)))
+    source = recipe.sentences.read_sources(tokenizer, ["I see"])[0]
+    target = recipe.sentences.read_sources(tokenizer, ["Je vois"])[0]
+    first = len(recipe.alignment.words(tokenizer, target)[0][1])
+    spans = [len(places) for _, places in recipe.alignment.words(tokenizer, source)]
+    # The start and every token of "Je" but its last look at "I", what comes after at "see".
+    weights = torch.zeros(1 + len(target), len(source))
+    weights[:first, : spans[0]] = 1 / spans[0]
+    weights[first:, spans[0] :] = 1 / spans[1]
+    made = recipe.alignment.aligned(tokenizer, source, target, weights, read=False)
+    torch.testing.assert_close(made.weights, torch.eye(2))
+    assert str(made) == "Je→I vois→see"
+    if first == 1:
+        assert str(recipe.alignment.aligned(tokenizer, source, target, weights, read=True)) == "Je→see vois→see"
+
+
+def test_several_references_count(recipe: SimpleNamespace) -> None:
+    question = recipe.pairs.Question
+    questions = [question("Go.", ("Va !", "Allez-y donc maintenant, les amis.")), question("Run!", ("Cours !",))]
+    best = recipe.measure.score(questions, ["Allez-y donc maintenant, les amis.", "Cours !"])
+    assert best["exact"] == 1 and best["chrf"] == pytest.approx(100) and best["bleu"] == pytest.approx(100)
+    half = recipe.measure.score(questions, ["Va !", "Reste ici."])
+    assert half["exact"] == 0.5 and 0 < half["chrf"] < 80
+
+
+def test_a_run_has_its_controls_and_what_pages_save(run: Path) -> None:
+    content = json.loads((run / "table.json").read_text(encoding="utf-8"))
+    names = ["rotary", "rotary, another's source", "sinusoidal", "learned", "alibi", "no cross-attention"]
+    assert [row["name"] for row in content["rows"]] == names
+    assert all(0 <= row["chrf"] <= 100 and 0 <= row["exact"] <= 1 for row in content["rows"])
+    assert [page["beams"] for page in content["pages"]] == [1, 3] and all(page["same"] for page in content["pages"])
+    assert content["pages"][1]["paged"] < content["pages"][1]["plain"], "three beams share what they have in common"
+    assert "the same texts" in (run / "table.md").read_text(encoding="utf-8")
+    lines = json.loads((run / "translations.json").read_text(encoding="utf-8"))
+    assert len(lines) == content["held_out"] and all(line["references"] for line in lines)
+
+
+def test_a_finished_run_translates_and_draws(recipe: SimpleNamespace, run: Path, tmp_path: Path, capsys) -> None:
+    translator = recipe.writing.Translator.load(run)
+    texts = ["fr: 12 thousand", "de: 3 kilometers", "fr: </s> <pad>"]
+    assert [translator([text])[0] for text in texts] == translator(texts)
+    picture = tmp_path / "looks.png"
+    recipe.writing.main([texts[0], "--run", str(run), "--picture", str(picture)])
+    assert capsys.readouterr().out.strip() == translator(texts[:1])[0]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    settings = recipe.settings.AlignmentSettings(layer=1)
+    with pytest.raises(ConfigError, match="in 1 layers"):
+        translator.look(texts[0], settings)
+    for text, match in (("  ", "is empty"), (None, "must be a string"), ("word " * 90, "at most 60 fit")):
+        with pytest.raises(TextError, match=match):
+            translator([text])
+    with pytest.raises(ConfigError, match="not the folder of a finished run"):
+        recipe.writing.Translator.load(tmp_path)
+    small = recipe.sentences.train_tokenizer([recipe.pairs.Pair("a", "b")], 300)
+    with pytest.raises(ConfigError, match="this tokenizer has"):
+        recipe.writing.Translator(translator.model, small, translator.settings, 60)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config_pairs.yaml"])
+def test_settings_are_those_of_the_recipe(recipe: SimpleNamespace, name: str) -> None:
+    settings = read_settings(Path(recipe.settings.__file__).with_name(name))
+    assert settings.pop("recipe") == "translate"
+    recipe.settings.Config(**settings)
+
+
+def test_unknown_settings_are_named(tmp_path: Path, capsys, recipe: SimpleNamespace) -> None:
+    config = Path(recipe.settings.__file__).with_name("config.yaml")
+    with pytest.raises(SystemExit):
+        main(["train", str(config), "data.pair=x.tsv", f"out={tmp_path / 'run'}"])
+    assert "data.pair" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_real_pairs_do_not_leak(recipe: SimpleNamespace, shared_data: Path) -> None:
+    train, held = recipe.pairs.divide(recipe.pairs.read_pairs(shared_data / "eng-fra.tsv"), 500, seed=0)
+    plain = recipe.pairs.plain
+    seen = {plain(pair.source) for pair in train} | {plain(pair.target) for pair in train}
+    assert len(held) >= 500 and len(train) > 14_000
+    assert not any(plain(text) in seen for one in held for text in (one.source, *one.references))

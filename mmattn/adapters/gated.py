@@ -224,8 +224,8 @@ class GatedBlock(nn.Module):
         """What the host's hidden states x (b, l, d) become, in their dtype.
 
         Args:
-            memory: (b, m, e) with its mask, scores and positions, or projected. seen: (b, l or 1, 1) bool, which tokens may look
-                at anything; None where all may. strength: multiplies what is added.
+            memory: (b, m, e) with its mask, scores and positions, or projected. seen: (b, l or 1, 1) bool, which tokens
+                may look at anything; None where all may. strength: multiplies what is added.
         """
         wide = x.to(self.norm.weight.dtype)
         gate = self.gate()

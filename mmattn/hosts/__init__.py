@@ -49,7 +49,8 @@ def attach(
         host: any causal language model of transformers, any UNet of diffusers with cross-attention, or what `attach`
             returned for it.
         adapter: its settings: a `GatedAdapter`, `ChunkedAdapter` or `ComposedAdapter` for a language model, a
-            `DecoupledAdapter` for a UNet. A UNet may go without: its own text can go through the core, see `UNet.use_core`.
+            `DecoupledAdapter` for a UNet. A UNet may go without: its own text can go through the core, see
+            `UNet.use_core`.
         name: to switch, combine and save it by.
         path: where the list of decoder layers is, if it cannot be found.
         require_memory: calls without a memory raise instead of giving the host's own answer.

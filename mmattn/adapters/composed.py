@@ -5,8 +5,8 @@ output of the host's layer i and M (b, m, e) the states that the augmenting mode
 
     y = x + tanh(α) · attend(norm(x), norm(M)),     token t sees the states of tokens up to t
 
-Departures from the paper: the projection of M to the width of the host is one with those to keys and values; a gate that
-starts at 0 starts it as nothing; queries and keys are rotated by the places of their tokens (`rotary=False` is the
+Departures from the paper: the projection of M to the width of the host is one with those to keys and values; a gate
+that starts at 0 starts it as nothing; queries and keys are rotated by the places of their tokens (`rotary=False` is the
 paper's way), so that a token can tell the states of its own place from those of others.
 
 The published code has no causal mask: a token in training sees the augmenting model's states of the very tokens that it

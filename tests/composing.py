@@ -20,8 +20,12 @@ AUGMENTING_LAYERS = (1, 4)
 @functools.cache
 def augmenting(family: str = "llama", seed: int = 11) -> Any:
     """A tiny augmenting model of another width and depth than the hosts."""
-    sizes = {"hidden_size": DIM, "num_hidden_layers": DEPTH}
-    return tiny.make(family, seed, **(sizes if family not in ("gpt2", "bloom") else {"n_embd": DIM, "n_layer": DEPTH}))
+    return tiny.make(
+        family,
+        seed,
+        **{"n_embd" if family == "gpt2" else "hidden_size": DIM},
+        **{"n_layer" if family in ("gpt2", "bloom") else "num_hidden_layers": DEPTH},
+    )
 
 
 def along(family: str = "llama", seed: int = 11) -> mmattn.Augmenting:

@@ -61,8 +61,7 @@ def test_token_by_token_equals_one_pass(family):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3_text", "mistral", "mamba"])
 def test_the_other_model_may_be_of_any_family(family):
     """Also one with windows shorter than the text, or with a running state that cannot be taken back."""
-    sizes = {"n_embd": 24, "n_layer": 5} if family in ("gpt2", "bloom") else {"hidden_size": 24, "num_hidden_layers": 5}
-    lm, s = mmattn.Augmenting(tiny.make(family, 11, **sizes)), scene("llama")
+    lm, s = along(family), scene("llama")
     how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": NEW, "do_sample": False}
     out = s.model.generate(s.ids, memory=lm, **how)
     assert_close(torch.stack(out.logits, 1), s.model(out.sequences, memory=lm).logits[:, LENGTH - 1 : -1])

@@ -17,6 +17,7 @@ from mmattn.adapters.composed import ComposedLayers
 from mmattn.attention import combine_masks, may_read, visible_rows
 from mmattn.cache import KeyValue
 from mmattn.errors import AttachError, ConditionError, ShapeError
+from mmattn.hosts.decoder_layers import device_of, embeddings_of
 from mmattn.hosts.families import host_depth, host_width, text_config
 from mmattn.hosts.texts import Text
 from mmattn.masks import causal
@@ -47,7 +48,7 @@ class Augmenting:
     torch.Size([1, 7])
     """
 
-    batch = None
+    batch: int | None = None
 
     def __init__(self, lm: nn.Module) -> None:
         if not isinstance(lm, nn.Module):
@@ -105,7 +106,7 @@ class Augmenting:
         keep = not torch.is_grad_enabled() and not getattr(self.lm, "_is_stateful", False)
         # Taken out: no two threads ever fill one cache.
         before = call.readings.pop(name, None)
-        device = next(self.lm.parameters()).device
+        device = device_of(embeddings_of(self.lm))
         text = Text(text.real.to(device), text.ids.to(device))
         # What is kept must serve calls outside inference mode, too.
         with torch.inference_mode(False), torch.no_grad():
@@ -170,7 +171,7 @@ class Reading:
         assert text.ids is not None
         return Reading(
             Text(text.real[:, :length], text.ids[:, :length]),
-            {layer: states[rows, :length] for layer, states in self.states.items()},
+            {layer: states[rows.to(states.device), :length] for layer, states in self.states.items()},
             self.cache,
             {layer: made.pick(rows.to(made.keys.device), length) for layer, made in self.made.items()},
         )

@@ -36,7 +36,7 @@ class Augmenting:
         lm: a causal language model of transformers in eval mode, whose tokenizer is the host's.
 
     Raises:
-        AttachError: not a language model.
+        AttachError: not a language model, or one whose tokens see later ones. ConditionError: it is in training mode.
 
     >>> import mmattn
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -58,6 +58,28 @@ class Augmenting:
         # Without its head, whose answer nobody asks for.
         self._body: Any = getattr(lm, "base_model", lm)
         self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
+        self._check_resting()
+        self._probe()
+
+    def _check_resting(self) -> None:
+        if self.lm.training:
+            raise ConditionError(
+                f"the augmenting {type(self.lm).__name__} is in training mode, where dropout gives a token other states "
+                "each time: call .eval() on it"
+            )
+
+    def _probe(self) -> None:
+        """Prove with two texts of two tokens that the first token's state does not depend on the second token."""
+        ids = torch.tensor([[1, 1], [1, 0]], device=device_of(embeddings_of(self.lm)))
+        with torch.inference_mode(False), torch.no_grad():
+            out = self._body(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+        one, other = out.hidden_states[-1][:, 0]
+        rounding = 16 * torch.finfo(one.dtype).eps * float(one.abs().max())
+        if bool(((one - other).abs() > rounding).any()):
+            raise AttachError(
+                f"tokens of this {type(self.lm).__name__} see later ones, and what it reads along would tell the host "
+                "of words that are not yet written: take a causal language model"
+            )
 
     def check(self, name: str, adapter: ComposedLayers, host: nn.Module) -> None:
         """Refuse an adapter, attached as `name` to `host`, that cannot read this model.
@@ -83,11 +105,7 @@ class Augmenting:
                 f"the augmenting model reads the ids of the host, whose vocabulary has {here} entries, got a {kind} "
                 f"with {there}: the two must have one tokenizer"
             )
-        if self.lm.training:
-            raise ConditionError(
-                f"the augmenting {kind} is in training mode, where dropout gives a token other states each time: call "
-                ".eval() on it"
-            )
+        self._check_resting()
 
     def follow(self, text: Text, name: str, adapter: ComposedLayers, call: Call, fresh: bool) -> Reading:
         """Read the text that the host is at, for the adapter attached as `name`.

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 import mmattn
 from mmattn.errors import AttachError, ConditionError, ConfigError, NonFiniteError, ShapeError
@@ -231,8 +232,12 @@ def test_a_model_that_does_not_fit_is_refused():
         lm = tiny.make("llama", **changes)
         with pytest.raises(ShapeError, match=words):
             s.model(s.ids, memory=mmattn.Augmenting(lm))
-    with pytest.raises(ConditionError, match="eval"):
-        s.model(s.ids, memory=mmattn.Augmenting(copy.deepcopy(augmenting()).train()))
+    trained = copy.deepcopy(augmenting())
+    memory = mmattn.Augmenting(trained)
+    trained.train()
+    for ask in (lambda: s.model(s.ids, memory=memory), lambda: mmattn.Augmenting(trained)):
+        with pytest.raises(ConditionError, match="eval"):
+            ask()
     broken = copy.deepcopy(augmenting())
     with torch.no_grad():
         broken.model.norm.weight[0] = float("nan")
@@ -240,6 +245,12 @@ def test_a_model_that_does_not_fit_is_refused():
         s.model(s.ids, memory=mmattn.Augmenting(broken))
     with pytest.raises(AttachError, match="Linear"):
         mmattn.Augmenting(torch.nn.Linear(3, 5))
+    encoder = BertModel(BertConfig(tiny.VOCAB, DIM, 5, 4, 53)).eval()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.normal_(0, 0.2)
+    with pytest.raises(AttachError, match="see later ones"):
+        mmattn.Augmenting(encoder)
     with pytest.raises(ShapeError, match="Augmenting"):
         s.model(s.ids, memory=tiny.memory(ROWS, e=DIM))
     with pytest.raises(ConditionError, match="each call"):

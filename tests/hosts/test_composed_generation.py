@@ -72,22 +72,23 @@ def test_the_other_model_may_be_of_any_family(family):
 @torch.no_grad()
 def test_each_token_is_read_and_projected_once():
     s, lm, projected = scene("llama"), copy.deepcopy(augmenting()), []
+    memory = mmattn.Augmenting(lm)
     read, _ = lengths_read(lm)
     hook = (
         s.model.adapters["default"]
         .attention(2)
         .k_proj.register_forward_hook(lambda _, args, out: projected.append(args[0].shape[:2].numel()))
     )
-    generate(s.model, s.ids, memory=mmattn.Augmenting(lm))
+    generate(s.model, s.ids, memory=memory)
     hook.remove()
     assert read == [(ROWS, LENGTH)] + [(ROWS, 1)] * (NEW - 1)
     assert sum(projected) == ROWS * (LENGTH + NEW - 1)
     read.clear()
-    beams = generate(s.model, s.ids, memory=mmattn.Augmenting(lm), num_beams=2)
+    beams = generate(s.model, s.ids, memory=memory, num_beams=2)
     assert read == [(2 * ROWS, LENGTH)] + [(2 * ROWS, 1)] * (NEW - 1)
     # What was read is forgotten with the call.
     read.clear()
-    assert torch.equal(generate(s.model, s.ids, memory=mmattn.Augmenting(lm), num_beams=2), beams)
+    assert torch.equal(generate(s.model, s.ids, memory=memory, num_beams=2), beams)
     assert read[0] == (2 * ROWS, LENGTH)
 
 
@@ -155,8 +156,9 @@ def test_drafts_do_not_change_the_answer(family, helper):
 def test_a_refused_draft_is_unread():
     """What a draft added is cut off again: the other model never goes on from words that were taken back."""
     s, lm = scene("llama"), copy.deepcopy(augmenting())
+    memory = mmattn.Augmenting(lm)
     read, _ = lengths_read(lm)
-    got = generate(s.model, s.ids[:1], memory=mmattn.Augmenting(lm), assistant_model=tiny.make("llama"))
+    got = generate(s.model, s.ids[:1], memory=memory, assistant_model=tiny.make("llama"))
     assert torch.equal(got, s.rows[:1])
     assert all(length < LENGTH + NEW for _, length in read[1:]), "read anew"
 

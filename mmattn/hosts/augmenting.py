@@ -64,8 +64,8 @@ class Augmenting:
     def _check_resting(self) -> None:
         if self.lm.training:
             raise ConditionError(
-                f"the augmenting {type(self.lm).__name__} is in training mode, where dropout gives a token other states "
-                "each time: call .eval() on it"
+                f"the augmenting {type(self.lm).__name__} is in training mode, where dropout gives a token other "
+                "states each time: call .eval() on it"
             )
 
     def _probe(self) -> None:

@@ -147,7 +147,7 @@ class Augmenting:
         out = self._body(**given, past_key_values=cache, use_cache=keep, output_hidden_states=True)
         states = {layer: out.hidden_states[layer + 1] for layer in layers}
         for new in states.values():
-            Memory(new, text.real[:, past:]).check_finite()
+            Memory(new, text.real[:, past:], check_finite=False).check_finite()
         if known is None:
             return Reading(text, states, cache, {})
         return Reading(

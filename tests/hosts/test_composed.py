@@ -245,7 +245,8 @@ def test_a_model_that_does_not_fit_is_refused():
         s.model(s.ids, memory=mmattn.Augmenting(broken))
     with pytest.raises(AttachError, match="Linear"):
         mmattn.Augmenting(torch.nn.Linear(3, 5))
-    encoder = BertModel(BertConfig(tiny.VOCAB, DIM, 5, 4, 53)).eval()
+    sizes = {"hidden_size": DIM, "intermediate_size": 53, "num_hidden_layers": 5, "num_attention_heads": 4}
+    encoder = BertModel(BertConfig(vocab_size=tiny.VOCAB, **sizes)).eval()
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.normal_(0, 0.2)

@@ -24,8 +24,10 @@ _HOME = {
     "Memory": "mmattn.memory",
     "GatedAdapter": "mmattn.adapters.gated",
     "ChunkedAdapter": "mmattn.adapters.chunked",
+    "ComposedAdapter": "mmattn.adapters.composed",
     "DecoupledAdapter": "mmattn.adapters.decoupled",
     "Resampler": "mmattn.adapters.resampler",
+    "Augmenting": "mmattn.hosts.augmenting",
     "Guidance": "mmattn.hosts.guidance",
     "attach": "mmattn.hosts",
     "load": "mmattn.hosts",
@@ -63,6 +65,7 @@ __all__ = [*_HOME, *_PARTS]
 if TYPE_CHECKING:
     from mmattn import errors, masks, positions
     from mmattn.adapters.chunked import ChunkedAdapter
+    from mmattn.adapters.composed import ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.resampler import Resampler
@@ -87,6 +90,7 @@ if TYPE_CHECKING:
         TextError,
     )
     from mmattn.hosts import attach, load, load_published
+    from mmattn.hosts.augmenting import Augmenting
     from mmattn.hosts.guidance import Guidance
     from mmattn.inspect.attribution import attribute
     from mmattn.inspect.record import record

@@ -107,6 +107,19 @@ class KeyValue:
             made, made if first.absorbed else stack(values), mask, bias, absorbed=first.absorbed, null=first.null
         )
 
+    def pick(self, rows: Tensor, slots: int) -> KeyValue:
+        """The first `slots` slots of some rows, in the padded layout without a mask."""
+        assert not self.absorbed and self.mask is None and self.bias is None
+        keys, values = (made[rows, :, : self.null + slots] for made in (self.keys, self.values))
+        return KeyValue(keys, values, null=self.null)
+
+    def append(self, more: KeyValue) -> KeyValue:
+        """These slots and others of the same rows behind them, in the padded layout without a mask."""
+        assert not (self.absorbed or more.absorbed) and self.mask is None and more.mask is None
+        keys = torch.cat([self.keys, more.keys[:, :, more.null :]], 2)
+        values = torch.cat([self.values, more.values[:, :, more.null :]], 2)
+        return KeyValue(keys, values, null=self.null)
+
     def nbytes(self) -> int:
         """Bytes held, counting storage shared by keys and values once."""
         size = self.keys.nbytes

@@ -27,6 +27,7 @@ from mmattn.cache import KeyValue
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 from mmattn.layers import CrossAttention
 from mmattn.memory import Memory
+from mmattn.positions import Rotary
 
 GATES = ("scalar", "head", "channel")
 LOOKS = ("all", "previous", "latest")
@@ -198,6 +199,7 @@ class GatedBlock(nn.Module):
             score_bias=config.score_bias,
             dropout=config.dropout,
             norm_eps=1e-6 if config.norm_eps is None else config.norm_eps,
+            rotary=Rotary(config.head_dim) if getattr(config, "rotary", False) else None,
         )
         self.per_head = config.gate == "head"
         shape = {"scalar": (), "head": (config.num_heads,), "channel": (host_dim,)}[config.gate]
@@ -214,14 +216,16 @@ class GatedBlock(nn.Module):
         mask: Tensor | None = None,
         scores: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        query_positions: Tensor | None = None,
+        memory_positions: Tensor | None = None,
         seen: Tensor | None = None,
         strength: float = 1.0,
     ) -> Tensor:
         """What the host's hidden states x (b, l, d) become, in their dtype.
 
         Args:
-            memory: (b, m, e) with its mask and scores, or projected. seen: (b, l or 1, 1) bool, which tokens may look
-                at anything; None where all may. strength: multiplies what is added.
+            memory: (b, m, e) with its mask, scores and positions, or projected. seen: (b, l or 1, 1) bool, which tokens
+                may look at anything; None where all may. strength: multiplies what is added.
         """
         wide = x.to(self.norm.weight.dtype)
         gate = self.gate()
@@ -231,6 +235,8 @@ class GatedBlock(nn.Module):
             mask=mask,
             scores=scores,
             attention_mask=attention_mask,
+            query_positions=query_positions,
+            memory_positions=memory_positions,
             head_scale=gate if self.per_head else None,
         )
         out = wide + found if self.per_head else torch.addcmul(wide, gate, found)

@@ -9,6 +9,7 @@ from typing import overload
 from torch import Tensor, nn
 
 from mmattn.adapters.chunked import ChunkedAdapter
+from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.hosts.handle import Handle, find_handle
@@ -20,7 +21,7 @@ from mmattn.hosts.unet import UNet
 @overload
 def attach(
     host: nn.Module,
-    adapter: GatedAdapter | ChunkedAdapter,
+    adapter: GatedAdapter | ChunkedAdapter | ComposedAdapter,
     name: str = ...,
     *,
     path: str | None = ...,
@@ -36,7 +37,7 @@ def attach(
 
 def attach(
     host: nn.Module,
-    adapter: GatedAdapter | ChunkedAdapter | DecoupledAdapter | None = None,
+    adapter: GatedAdapter | ChunkedAdapter | ComposedAdapter | DecoupledAdapter | None = None,
     name: str = "default",
     *,
     path: str | None = None,
@@ -47,8 +48,9 @@ def attach(
     Args:
         host: any causal language model of transformers, any UNet of diffusers with cross-attention, or what `attach`
             returned for it.
-        adapter: its settings: a `GatedAdapter` or a `ChunkedAdapter` for a language model, a `DecoupledAdapter` for a
-            UNet. A UNet may go without: its own text can go through the core, see `UNet.use_core`.
+        adapter: its settings: a `GatedAdapter`, `ChunkedAdapter` or `ComposedAdapter` for a language model, a
+            `DecoupledAdapter` for a UNet. A UNet may go without: its own text can go through the core, see
+            `UNet.use_core`.
         name: to switch, combine and save it by.
         path: where the list of decoder layers is, if it cannot be found.
         require_memory: calls without a memory raise instead of giving the host's own answer.

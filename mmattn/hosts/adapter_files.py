@@ -12,6 +12,7 @@ from torch import nn
 
 from mmattn import __version__
 from mmattn.adapters.chunked import ChunkedAdapter
+from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.files import adapter_settings, check_tensors, load_folder, parse_config, save_folder
 from mmattn.adapters.gated import GatedAdapter
@@ -29,15 +30,19 @@ if TYPE_CHECKING:
     from mmattn.hosts.language import LanguageModel
     from mmattn.hosts.unet import UNet
 
-KINDS: dict[str, type[GatedAdapter] | type[ChunkedAdapter] | type[DecoupledAdapter]] = {
+LanguageAdapter = GatedAdapter | ChunkedAdapter | ComposedAdapter
+
+KINDS: dict[str, type[LanguageAdapter] | type[DecoupledAdapter]] = {
     GatedAdapter.kind: GatedAdapter,
     ChunkedAdapter.kind: ChunkedAdapter,
+    ComposedAdapter.kind: ComposedAdapter,
     DecoupledAdapter.kind: DecoupledAdapter,
 }
 
 CALLS = {
     GatedAdapter.kind: "model.generate(input_ids, memory=memory)",
     ChunkedAdapter.kind: "model.generate(input_ids, memory=retrieve)",
+    ComposedAdapter.kind: "model.generate(input_ids, memory=mmattn.Augmenting(lm))",
     DecoupledAdapter.kind: "model(sample, timestep, text, memory=memory)",
 }
 
@@ -53,9 +58,7 @@ def host_sizes(host: nn.Module, kind: str) -> dict[str, int | None]:
     return {"hidden_size": host_width(host), "num_layers": host_depth(host)}
 
 
-def picked_layers(
-    host: nn.Module, settings: GatedAdapter | ChunkedAdapter | DecoupledAdapter, path: str | None
-) -> list[int]:
+def picked_layers(host: nn.Module, settings: LanguageAdapter | DecoupledAdapter, path: str | None) -> list[int]:
     """The layers that these settings ask for on this host.
 
     Raises:
@@ -69,9 +72,7 @@ def picked_layers(
     return pick_layers(settings, len(find_layers(host, path)[1] if known is None else known.layers))
 
 
-def build(
-    host: nn.Module, settings: GatedAdapter | ChunkedAdapter | DecoupledAdapter, layers: list[int]
-) -> AdapterLayers:
+def build(host: nn.Module, settings: LanguageAdapter | DecoupledAdapter, layers: list[int]) -> AdapterLayers:
     """The trainable part that these settings give on this host."""
     if isinstance(settings, DecoupledAdapter):
         places = find_places(host)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
+    from mmattn.hosts.augmenting import Augmenting, Reading
     from mmattn.hosts.neighbours import Blocks, Neighbours
     from mmattn.hosts.texts import Noted
 
@@ -109,15 +110,16 @@ class Call:
     """The memories of one call or block, by adapter, and what the current piece of text may see.
 
     Args:
-        memories: for each active adapter a prepared memory, or the neighbours of chunks.
+        memories: for each active adapter a prepared memory, the neighbours of chunks, or a model that reads along.
         images: (b, l) how many images began at or before each token, where the caller says so.
         strength: multiplies what the adapters add.
         expands: rows of text may be a multiple of the rows of memory (beams, inside `generate`).
         probe: (place, host layer) -> row instead of a memory: disturb that row there.
         prompt: (b, l) ids or (b, l, d) embeddings that `generate` began with. next_noted: what the host gets next.
+        readings: by adapter what a model that reads along has read.
     """
 
-    memories: Mapping[str, Prepared | Neighbours]
+    memories: Mapping[str, Prepared | Neighbours | Augmenting]
     images: Tensor | None = None
     strength: float = 1.0
     expands: bool = False
@@ -125,15 +127,20 @@ class Call:
     prompt_images: dict[int | None, Tensor] = field(default_factory=dict)
     prompt: Tensor | None = None
     next_noted: Noted | None = None
+    readings: dict[str, Reading] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of one forward of the host: their ids, how many tokens went before, and who reads which neighbours."""
+    """The tokens of one forward of the host: their ids, how many tokens went before, and what each adapter reads there.
+
+    Args:
+        parts: by adapter, which tokens read which neighbours, or what a model that reads along has read.
+    """
 
     input_ids: Tensor | None
     past: int | None
-    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    parts: Mapping[str, Blocks | Reading] = field(default_factory=dict)
 
 
 # One variable for all hosts: entries (key of the host's handle, call), the last one of a host counts.
@@ -147,19 +154,19 @@ def reading(piece: Piece | None) -> None:
         _piece.set(piece)
 
 
-def blocks_of_piece(name: str) -> Blocks:
-    """Which tokens of what the host is reading read which neighbours through an adapter.
+def part_of_piece(name: str) -> Any:
+    """What an adapter reads at the tokens that the host is reading, as noted.
 
     Raises:
         ConditionError: the layers of the host were called without the host.
     """
     piece = _piece.get()
-    if piece is None or name not in piece.blocks:
+    if piece is None or name not in piece.parts:
         raise ConditionError(
-            f"adapter {name!r} must see the whole text to count its chunks, and only a part of the host was called: "
+            f"adapter {name!r} must see the whole text, and only a part of the host was called: "
             "call the object that was given to attach"
         )
-    return piece.blocks[name]
+    return piece.parts[name]
 
 
 @contextmanager
@@ -198,7 +205,7 @@ def current(key: object) -> tuple[bool, Call | None]:
     return False, None
 
 
-def check_rows(rows: int, call: Call, name: str, prepared: Prepared | Neighbours) -> None:
+def check_rows(rows: int, call: Call, name: str, prepared: Prepared | Neighbours | Augmenting) -> None:
     """Rows of text must be rows of memory, or inside `generate` a multiple of them.
 
     Raises:

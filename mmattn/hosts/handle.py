@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.chunked import ChunkedLayers
+from mmattn.adapters.composed import ComposedLayers
 from mmattn.adapters.layers import AdapterLayers
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.hosts import calls
+from mmattn.hosts.augmenting import Augmenting
 from mmattn.hosts.calls import Call, Prepared
 from mmattn.hosts.neighbours import Found, Retrieve
 from mmattn.hosts.sharded import reshard
@@ -26,7 +28,7 @@ from mmattn.memory import Memory
 if TYPE_CHECKING:
     from mmattn.inspect.doctor import Report
 
-OneMemory = Memory | Prepared | Tensor | Retrieve | Found
+OneMemory = Memory | Prepared | Tensor | Retrieve | Found | Augmenting
 Memories = OneMemory | Mapping[str, OneMemory]
 
 
@@ -118,6 +120,8 @@ class Handle(nn.Module, ABC):
     def prepare(self, memory: Memories) -> Prepared | Found | dict[str, Prepared | Found]:
         """Check a memory and keep what the adapters make of it, for many calls; give the result as `memory`."""
         prepared = self._prepare(memory)
+        if any(isinstance(one, Augmenting) for one in prepared.values()):
+            raise ConditionError("what an augmenting model reads belongs to a call: give it to each call as memory=")
         if not prepared:
             raise ConditionError("no adapter is active to prepare a memory for: set_adapter(name) first")
         return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
@@ -158,6 +162,15 @@ class Handle(nn.Module, ABC):
             if isinstance(adapter, ChunkedLayers) and (isinstance(one, Found) or callable(one)):
                 out[name] = one if isinstance(one, Found) else shared.setdefault(id(one), Found(one))
                 continue
+            if isinstance(adapter, ComposedLayers) and isinstance(one, Augmenting):
+                one.check(name, adapter, self.host)
+                out[name] = one
+                continue
+            if isinstance(adapter, ComposedLayers) or isinstance(one, Augmenting):
+                raise ShapeError(
+                    f"adapter {name!r} is of kind {adapter.config.kind!r} and got {type(one).__name__}: a composed "
+                    "adapter, and no other, takes mmattn.Augmenting(lm)"
+                )
             if isinstance(one, Tensor):
                 one = shared[id(one)].memory if id(one) in shared else Memory(one)
             if not isinstance(one, (Memory, Prepared)):

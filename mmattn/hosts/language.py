@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.chunked import ChunkedAdapter, ChunkedLayers
+from mmattn.adapters.composed import ComposedAdapter, ComposedLayers
 from mmattn.adapters.gated import BlockLayers, GatedAdapter
 from mmattn.attention import combine_masks, visible_rows
 from mmattn.errors import AttachError, check_float
 from mmattn.hosts import calls
+from mmattn.hosts.augmenting import Augmenting, Reading
 from mmattn.hosts.bank import Bank
 from mmattn.hosts.calls import Call, Piece
 from mmattn.hosts.decoder_layers import device_of, listen, maker_of, pick_layers, probe
@@ -56,7 +58,7 @@ class LanguageModel(Handle):
         """The decoder layer of this number."""
         return self.layers[index]
 
-    def add_adapter(self, name: str, adapter: GatedAdapter | ChunkedAdapter) -> None:
+    def add_adapter(self, name: str, adapter: GatedAdapter | ChunkedAdapter | ComposedAdapter) -> None:
         """Put another adapter on the host, active beside those that are.
 
         Raises:
@@ -64,9 +66,10 @@ class LanguageModel(Handle):
             this handle was detached.
         """
         self._check_new(name)
-        if not isinstance(adapter, (GatedAdapter, ChunkedAdapter)):
+        if not isinstance(adapter, (GatedAdapter, ChunkedAdapter, ComposedAdapter)):
             raise AttachError(
-                f"a language model takes a GatedAdapter or a ChunkedAdapter, got {type(adapter).__name__}"
+                "a language model takes a GatedAdapter, a ChunkedAdapter or a ComposedAdapter, got "
+                f"{type(adapter).__name__}"
             )
         picked = pick_layers(adapter, len(self.layers))
         built = adapter.build(host_width(self.host), picked)
@@ -95,7 +98,7 @@ class LanguageModel(Handle):
             self._hooks.append(host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
             self._hooks.append(host.register_forward_hook(AfterHost(), always_call=True))
         forget_texts(self.host)
-        if any(isinstance(part, ChunkedLayers) for part in parts):
+        if any(isinstance(part, (ChunkedLayers, ComposedLayers)) for part in parts):
             note_texts(self, self.host)
         self._hooks += [listen(self, index, place) for index, place in used]
 
@@ -145,7 +148,7 @@ class LanguageModel(Handle):
         Args:
             memory: (b, m, e), one row for each row of text; one for all adapters or one by adapter name. None: the
                 memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
-                function that finds the neighbours of chunks.
+                function that finds the neighbours of chunks, for a `ComposedAdapter` an `Augmenting` model.
             images, strength: as in `condition`.
             kwargs: the host's own.
         """
@@ -267,7 +270,11 @@ class LanguageModel(Handle):
         assert isinstance(adapter, BlockLayers)
         if isinstance(prepared, Neighbours):
             assert isinstance(adapter, ChunkedLayers)
-            return prepared.adapt(x, name, adapter, index, calls.blocks_of_piece(name), call.strength)
+            return prepared.adapt(x, name, adapter, index, calls.part_of_piece(name), call.strength)
+        if isinstance(prepared, Augmenting):
+            assert isinstance(adapter, ComposedLayers)
+            reading: Reading = calls.part_of_piece(name)
+            return reading.adapt(x, adapter, index, call.strength)
         rows, length = x.shape[:2]
         calls.check_rows(rows, call, name, prepared)
         queries = rows // max(prepared.batch, 1) * length
@@ -306,26 +313,35 @@ class BeforeHost:
             return
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         refuse_packed(kwargs)
-        blocks = self.blocks(call, input_ids, kwargs)
+        parts = self.parts(call, input_ids, kwargs)
         # Only where it matters: a compiler cannot follow the note.
-        if blocks or any(getattr(self.handle._adapter(name).config, "look", "all") != "all" for name in call.memories):
-            calls.reading(Piece(input_ids, past_length(kwargs), blocks))
+        if parts or any(getattr(self.handle._adapter(name).config, "look", "all") != "all" for name in call.memories):
+            calls.reading(Piece(input_ids, past_length(kwargs), parts))
 
-    def blocks(self, call: Call, input_ids: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Blocks]:
-        """Which tokens read which neighbours, for each adapter that reads chunks; new chunks get theirs here."""
-        handle, out = self.handle, {}
-        reading = {name: one for name, one in call.memories.items() if isinstance(one, Neighbours)}
+    def parts(self, call: Call, input_ids: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Blocks | Reading]:
+        """What is there for the tokens of this piece, for each adapter whose memory grows with the text.
+
+        New chunks get their neighbours here, and other models read on.
+        """
+        handle = self.handle
+        out: dict[str, Blocks | Reading] = {}
+        reading = {name: one for name, one in call.memories.items() if isinstance(one, (Neighbours, Augmenting))}
         if not reading:
             return {}
         piece = input_ids if input_ids is not None else kwargs["inputs_embeds"]
         text = text_of(call, piece, kwargs)
-        for name, neighbours in reading.items():
-            calls.check_rows(len(text.real), call, name, neighbours)
+        for name, one in reading.items():
+            calls.check_rows(len(text.real), call, name, one)
             adapter = handle._adapter(name)
-            if isinstance(adapter, ChunkedLayers) and name in handle.active and not calls.is_off(handle._key, name):
-                # What finds neighbours may ask this very host, which then reads no memory.
-                with calls.entered(handle._key, None):
-                    out[name] = neighbours.blocks(text, piece.shape[1], name, adapter)
+            if name not in handle.active or calls.is_off(handle._key, name):
+                continue
+            # This very host may be asked, which then reads no memory.
+            with calls.entered(handle._key, None):
+                if isinstance(one, Augmenting):
+                    assert isinstance(adapter, ComposedLayers)
+                    out[name] = one.follow(text, name, adapter, call, past_length(kwargs) == 0)
+                elif isinstance(adapter, ChunkedLayers):
+                    out[name] = one.blocks(text, piece.shape[1], name, adapter)
         return out
 
 

@@ -53,7 +53,7 @@ def text_of(call: Call, piece: Tensor, kwargs: dict[str, Any]) -> Text:
     else:
         given = f"of {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ConditionError(
-            f"chunks are counted over all real tokens: this piece has {length} tokens after "
+            f"which tokens of the whole text are real must be told: this piece has {length} tokens after "
             f"{'an unknown number' if past is None else past} in the cache, and attention_mask is {given}; give it as "
             "(b, all tokens so far), or use generate"
         )

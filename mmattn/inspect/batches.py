@@ -11,6 +11,7 @@ from torch import Tensor
 from mmattn.adapters.chunked import ChunkedLayers
 from mmattn.errors import ConditionError, ConfigError
 from mmattn.hosts.attention_layers import text_width
+from mmattn.hosts.augmenting import Augmenting
 from mmattn.hosts.families import text_config
 from mmattn.hosts.neighbours import Found
 from mmattn.hosts.unet import UNet
@@ -41,6 +42,12 @@ def memories_of(model: Handle, batch: Mapping[str, Any]) -> dict[str, Memory]:
     prepared = {name: one for name, one in model._prepare(batch["memory"]).items() if name in model.active}
     if not prepared:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
+    along = [name for name, one in prepared.items() if isinstance(one, Augmenting)]
+    if along:
+        raise ConfigError(
+            f"doctor asks with other memories, and adapters {along} read along with a model: give it a batch with a "
+            "memory for the others"
+        )
     memories = {
         name: found_for(one, model, name, batch) if isinstance(one, Found) else one.memory.detach()
         for name, one in prepared.items()

@@ -61,6 +61,7 @@ _ADAPTERS: dict[str, Any] = {
     "decoupled": mmattn.DecoupledAdapter(E),
     "decoupled-image-tokens": mmattn.DecoupledAdapter(E, tokens=2, start="host"),
     "decoupled-resampler-up": mmattn.DecoupledAdapter(E, blocks=("up", "mid"), resampler=_LATENTS),
+    "composed": mmattn.ComposedAdapter(12, layers=(1, 3), augmenting_layers=(3, 0), num_heads=2, head_dim=4),
 }
 
 
@@ -79,7 +80,11 @@ def host_of(name: str) -> str:
 def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
     """What a host answers to stored inputs, with the stored memory or without any."""
     seen = {name: given[name] for name in ("mask", "segments", "scores") if name in given}
-    more = {"memory": mmattn.Memory(given["tokens"], **seen)} if memory else {}
+    more: dict[str, Any] = {}
+    if memory:
+        # What is composed has no stored memory: a second copy of its host reads along.
+        stored = "tokens" in given
+        more["memory"] = mmattn.Memory(given["tokens"], **seen) if stored else mmattn.Augmenting(load_host("llama"))
     with torch.no_grad():
         if "input_ids" in given:
             out: Tensor = host(given["input_ids"], **more).logits
@@ -133,10 +138,10 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
     """What an adapter of this name is given: a row whose memory is padded, and one that has none."""
     random = torch.Generator().manual_seed(seed)
     slots = 3 * SLOTS if name == "chunked" else SLOTS
-    given = {
-        "tokens": torch.randn(ROWS, slots, E, generator=random),
-        "mask": torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None],
-    }
+    given: dict[str, Tensor] = {}
+    if name != "composed":
+        given["tokens"] = torch.randn(ROWS, slots, E, generator=random)
+        given["mask"] = torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None]
     if name == "chunked":
         given["segments"] = torch.arange(slots).expand(ROWS, -1) % 3
     if name == "gated-latest-image":

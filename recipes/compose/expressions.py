@@ -1,0 +1,128 @@
+"""Keys with values, and expressions of them: what is asked, and what is right.
+
+A text is a list of tokens: "<", ">", an operator, a letter, or a whole number (as in tokenizers that keep up to three
+digits together). A key is three letters, and to be asked for a value it stands in brackets.
+
+    <kqz>+<abt>:    substitution    7+12
+    <7>+<12>=       arithmetic      19
+    <kqz>+<abt>=    KV-arithmetic   19
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from string import ascii_lowercase
+
+import torch
+from torch import Tensor
+
+PAD, END = "[pad]", "[end]"
+OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+TASKS = ("substitution", "arithmetic", "KV-arithmetic")
+Pair = tuple[list[str], list[str]]
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Two keys, their values and an operator."""
+
+    keys: tuple[str, str]
+    values: tuple[int, int]
+    operator: str
+
+    @property
+    def result(self) -> int:
+        """What comes out."""
+        return OPERATORS[self.operator](*self.values)
+
+    def over(self, names: Sequence[str] | None = None) -> list[str]:
+        """The expression in brackets, of its keys, or of its values with any letters before them as `names`."""
+        if names is None:
+            inner = [list(key) for key in self.keys]
+        else:
+            inner = [[*name, str(value)] for name, value in zip(names, self.values, strict=True)]
+        return ["<", *inner[0], ">", self.operator, "<", *inner[1], ">"]
+
+    def pair(self, task: str, names: Sequence[str] = ("", "")) -> Pair:
+        """What is asked and what is right, for one of `TASKS`."""
+        if task == "substitution":
+            return [*self.over(), ":"], [str(self.values[0]), self.operator, str(self.values[1])]
+        asked = self.over(None if task == "KV-arithmetic" else names)
+        return [*asked, "="], [*(["-"] if self.result < 0 else []), str(abs(self.result))]
+
+
+class World:
+    """Keys and their values, drawn at random, and the vocabulary of all texts about them.
+
+    Args:
+        count: of the keys. values: numbers from 0 to one less. share: of the keys that compositions are trained on.
+    """
+
+    def __init__(self, count: int, values: int, share: float, seed: int) -> None:
+        random = Random(seed)
+        names = [a + b + c for a in ascii_lowercase for b in ascii_lowercase for c in ascii_lowercase]
+        self.values = {key: random.randrange(values) for key in random.sample(names, count)}
+        self.numbers = values
+        keys = list(self.values)
+        self.keys, self.held = keys[: round(share * count)], keys[round(share * count) :]
+        numbers = map(str, range(max(values * values, 2 * values)))
+        self.tokens = [PAD, END, "<", ">", ":", "=", *OPERATORS, *ascii_lowercase, *numbers]
+        self.ids = {token: id for id, token in enumerate(self.tokens)}
+
+    def draw(self, keys: Sequence[str], random: Random) -> Expression:
+        """An expression of two of these keys."""
+        first, second = random.choice(keys), random.choice(keys)
+        return Expression((first, second), (self.values[first], self.values[second]), random.choice([*OPERATORS]))
+
+    def knowing(self, random: Random, known: bool = True) -> Pair:
+        """What m_A learns: the value of the key it has just read, or all values of an expression.
+
+        Args:
+            known: False gives a text of the same form in which the values are drawn anew each time: nothing to know.
+        """
+        made = self.draw([*self.values], random)
+        if not known:
+            made = Expression(
+                made.keys, (random.randrange(self.numbers), random.randrange(self.numbers)), made.operator
+            )
+        if random.random() < 0.5:
+            return made.pair("substitution")
+        asked = made.over()
+        return (asked[:5], [str(made.values[0])]) if random.random() < 0.5 else (asked, [str(made.values[1])])
+
+    def reckoning(self, random: Random) -> Pair:
+        """What m_B learns: arithmetic, with up to four letters that mean nothing before each number."""
+        values = (random.randrange(self.numbers), random.randrange(self.numbers))
+        names = ["".join(random.choices(ascii_lowercase, k=random.randint(0, 4))) for _ in values]
+        return Expression(("", ""), values, random.choice([*OPERATORS])).pair("arithmetic", names)
+
+    def asked(self, task: str, count: int, seed: int) -> list[Expression]:
+        """Expressions of held-out keys to be measured with."""
+        random = Random(f"{seed} {task}")
+        return [self.draw(self.held, random) for _ in range(count)]
+
+    def batch(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
+        """Rows that learn what is right, and end."""
+        rows = [[self.ids[token] for token in (*asked, *right, END)] for asked, right in pairs]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [self.ids[PAD]] * (longest - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        labels = ids.masked_fill(mask == 0, -100)
+        for row, (asked, _) in enumerate(pairs):
+            labels[row, : len(asked)] = -100
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def prompts(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
+        """What is asked, to be gone on with: padded on the left."""
+        rows = [[self.ids[token] for token in asked] for asked, _ in pairs]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[self.ids[PAD]] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def said(self, ids: Sequence[int]) -> list[str]:
+        """The tokens up to the end."""
+        tokens = [self.tokens[id] for id in ids]
+        return tokens[: tokens.index(END)] if END in tokens else tokens

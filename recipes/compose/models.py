@@ -1,0 +1,86 @@
+"""The small language models, made from nothing, and the loop that trains them and whatever is put on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from expressions import END, PAD, Pair, World
+from settings import Config, ModelSettings
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mmattn import training
+
+
+def build(world: World, settings: ModelSettings, seed: int) -> LlamaForCausalLM:
+    """A Llama of random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(world.tokens), hidden_size=settings.width, intermediate_size=8 * settings.width // 3,
+        num_hidden_layers=settings.depth, num_attention_heads=settings.heads, num_key_value_heads=settings.heads,
+        max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=world.ids[END],
+        eos_token_id=world.ids[END], pad_token_id=world.ids[PAD],
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def teach(
+    config: Config,
+    world: World,
+    settings: ModelSettings,
+    draw: Callable[[Random], Pair],
+    label: str,
+    run: training.RunFolder,
+) -> LlamaForCausalLM:
+    """A model that has learned what `draw` tells; frozen from then on."""
+    model = build(world, settings, config.seed)
+    random = Random(f"{config.seed} {label}")
+
+    def loss_at(step: int) -> Tensor:
+        return model(**world.batch([draw(random) for _ in range(settings.batch)])).loss
+
+    model.train()
+    groups = training.parameter_groups(model, settings.lr, weight_decay=config.optim.weight_decay)
+    fit(config, groups, loss_at, settings.steps, label, run)
+    return model.eval().requires_grad_(False)
+
+
+def tune(
+    config: Config,
+    model: Any,
+    trained: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    label: str,
+    run: training.RunFolder,
+) -> float:
+    """Train what was put on a frozen model; seconds."""
+    optim = config.optim
+    model.train()
+    groups = training.parameter_groups(trained, optim.lr, gate_lr=optim.gate_lr, weight_decay=optim.weight_decay)
+    seconds = fit(config, groups, loss_at, optim.steps, label, run)
+    model.eval()
+    return seconds
+
+
+def fit(
+    config: Config,
+    groups: list[dict[str, Any]],
+    loss_at: Callable[[int], Tensor],
+    steps: int,
+    label: str,
+    run: training.RunFolder,
+) -> float:
+    """The loop, its metrics in the run's folder; seconds."""
+    return training.fit(
+        groups,
+        loss_at,
+        steps,
+        warmup=min(config.optim.warmup, steps // 2),
+        clip=config.optim.clip,
+        label=label,
+        log=lambda line: run.log(model=label, **line),
+        progress=config.progress,
+    ).seconds

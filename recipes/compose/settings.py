@@ -1,0 +1,56 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class DataSettings(Strict):
+    keys: int = Field(1000, ge=10, le=17_000)  # of three letters, each with a value
+    values: int = Field(20, ge=2, le=31)  # numbers from 0 to one less
+    share: float = Field(0.2, gt=0, lt=1)  # of the keys, to train the composition on
+    ask: int = Field(500, ge=1)  # expressions of each kind when measured, of the other keys
+
+
+class ModelSettings(Strict):
+    width: int = Field(128, ge=8)
+    depth: int = Field(3, ge=1)
+    heads: int = Field(4, ge=1)
+    steps: int = Field(2500, ge=1)
+    batch: int = Field(96, ge=1)
+    lr: float = Field(2e-3, gt=0)
+
+
+class AdapterSettings(Strict):
+    layers: list[int] = [0, 1, 2]
+    augmenting_layers: list[int] = [2, 2, 2]
+    num_heads: int = Field(4, ge=1)
+    head_dim: int = Field(32, ge=2)
+    feed_forward: float = Field(0.0, ge=0)
+    rotary: bool = True
+
+
+class OptimSettings(Strict):
+    steps: int = Field(800, ge=1)
+    batch: int = Field(64, ge=1)
+    lr: float = Field(2e-3, gt=0)
+    gate_lr: float = Field(2e-2, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    warmup: int = Field(50, ge=0)
+    clip: float = Field(1.0, gt=0)
+
+
+class Config(Strict):
+    out: str = "runs/compose"
+    seed: int = Field(0, ge=0)
+    controls: bool = True  # LoRA, other augmenting models, one that reads the prompt only, and one that leaks
+    progress: bool = True
+    data: DataSettings = DataSettings()
+    knower: ModelSettings = ModelSettings()  # m_A, which knows the keys
+    reckoner: ModelSettings = ModelSettings()  # m_B, which can reckon
+    adapter: AdapterSettings = AdapterSettings()
+    optim: OptimSettings = OptimSettings()

@@ -1,0 +1,158 @@
+"""The composition recipe: what is asked is what is meant, no held-out key is trained on, and a run has its controls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.errors import ConfigError
+from mmattn.recipes import check_settings
+
+SMALL = {"width": 16, "depth": 3, "heads": 2, "steps": 2, "batch": 5}
+
+
+@pytest.fixture(scope="module")
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    """The files of the recipe."""
+    return load_files("compose", "settings", "expressions", "models", "readers", "tables", "train", "table")
+
+
+@pytest.fixture
+def world(recipe: SimpleNamespace) -> Any:
+    """Thirty keys, a fifth of them to train a composition on."""
+    return recipe.expressions.World(30, 11, 0.2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that takes seconds."""
+    return recipe.train.main(
+        {
+            "out": str(tmp_path_factory.mktemp("compose") / "run"),
+            "progress": False,
+            "data": {"keys": 30, "values": 11, "ask": 7},
+            "knower": SMALL,
+            "reckoner": SMALL | {"width": 24},
+            "adapter": {"num_heads": 2, "head_dim": 6},
+            "optim": {"steps": 2, "batch": 6},
+        }
+    )
+
+
+def test_what_is_asked_and_what_is_right(recipe: SimpleNamespace) -> None:
+    made = recipe.expressions.Expression(("kqz", "abt"), (7, 12), "-")
+    pairs = {task: made.pair(task) for task in recipe.expressions.TASKS}
+    assert {task: ("".join(asked), right) for task, (asked, right) in pairs.items()} == {
+        "substitution": ("<kqz>-<abt>:", ["7", "-", "12"]),
+        "arithmetic": ("<7>-<12>=", ["-", "5"]),
+        "KV-arithmetic": ("<kqz>-<abt>=", ["-", "5"]),
+    }
+    assert "".join(made.pair("arithmetic", ("ab", ""))[0]) == "<ab7>-<12>="
+
+
+def test_no_held_out_key_is_trained_on(world: Any) -> None:
+    assert len(world.keys) == 6 and len(world.held) == 24 and not set(world.keys) & set(world.held)
+    random = Random(0)
+    drawn = {key for _ in range(200) for key in world.draw(world.keys, random).keys}
+    assert drawn == set(world.keys)
+    asked = {key for one in world.asked("KV-arithmetic", 200, 0) for key in one.keys}
+    assert asked <= set(world.held) and len(asked) > 20
+
+
+def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any) -> None:
+    random = Random(0)
+    for _ in range(200):
+        asked, right = world.knowing(random)
+        assert "=" not in asked
+        if asked[-1] == ">":
+            assert right == [str(world.values["".join(asked[-4:-1])])]
+        else:
+            keys = "".join(asked)[1:4], "".join(asked)[7:10]
+            assert [right[0], right[2]] == [str(world.values[key]) for key in keys]
+        asked, right = world.reckoning(random)
+        assert ":" not in asked and not any(f"<{key}>" in "".join(asked) for key in world.values)
+        numbers = [int(token) for token in asked if token.isdigit()]
+        operator = next(token for token in asked if token in "+-*")
+        assert int("".join(right)) == {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator](*numbers)
+    assert len({tuple(world.knowing(Random(seed), known=False)[1]) for seed in range(60)}) > 20
+
+
+def test_rows_learn_answers_alone(world: Any) -> None:
+    pairs = [(["<", "a", ">"], ["7"]), (["<", "7", ">", "+", "<", "3", ">", "="], ["1", "0"])]
+    batch = world.batch(pairs)
+    learned = [[world.tokens[id] for id in row[row != -100].tolist()] for row in batch["labels"]]
+    assert learned == [["7", "[end]"], ["1", "0", "[end]"]]
+    prompts = world.prompts(pairs)
+    assert [row[mask.bool()].tolist() for row, mask in zip(*prompts.values(), strict=True)] == [
+        [world.ids[token] for token in asked] for asked, _ in pairs
+    ]
+    assert world.said([world.ids["1"], world.ids["0"], world.ids["[end]"], world.ids["5"]]) == ["1", "0"]
+
+
+def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
+    content = json.loads((run / "table.json").read_text())
+    names = [row["name"] for row in content["rows"]]
+    assert names == [
+        "m_A, knows the keys",
+        "m_B, reckons",
+        "ceiling: m_B with the values filled in",
+        "composed, trained on substitution",
+        "composed, trained on KV-arithmetic",
+        "composed, trained on all three",
+        "LoRA on m_B",
+        "random m_A",
+        "vanilla m_A, never taught the keys",
+        "m_A as encoder of the prompt",
+        "leaky, without the causal mask",
+    ]
+    shares = [row[task] for row in content["rows"] for task in ("arithmetic", "KV-arithmetic", "forced")]
+    assert all(share is None or 0 <= share <= 1 for share in shares) and content["held"] == 24
+    text = (run / "table.md").read_text()
+    for line in ("| paper: m_A ", "98.1 %", "73.7 %", "| paper: composed", "84.3 %"):
+        assert line in text
+    logged = {json.loads(line)["model"] for line in (run / "metrics.jsonl").read_text().splitlines()}
+    assert {"m_A", "m_B", "LoRA", "vanilla m_A", "composed, trained on all three"} <= logged
+
+
+def test_the_saved_adapter_composes_the_saved_models(recipe: SimpleNamespace, run: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    knower, reckoner = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("m_A", "m_B"))
+    model = mmattn.load(reckoner, run / "adapter")
+    ids = torch.tensor([[5, 9, 3, 7]])
+    with torch.no_grad():
+        assert model(ids, memory=mmattn.Augmenting(knower)).logits.isfinite().all()
+
+
+def test_readers_see_what_they_say(recipe: SimpleNamespace, world: Any) -> None:
+    """The composition and the encoder of the prompt see no answer, the leaky one does."""
+    readers, settings = recipe.readers, recipe.settings
+    small = settings.ModelSettings(**SMALL)
+    knower, reckoner = (recipe.models.build(world, small, seed) for seed in (3, 5))
+    adapter = settings.AdapterSettings(num_heads=2, head_dim=6)
+    pair = world.asked("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
+    batch = world.batch([pair, (pair[0], ["3"])])
+    at = len(pair[0]) - 1
+    for kind, leaks in ((readers.Along, False), (readers.PromptOnly, False), (readers.Leaky, True)):
+        reader = kind(reckoner, knower, adapter)
+        with torch.no_grad():
+            for name, parameter in reader.model.adapters.named_parameters():
+                parameter.fill_(0.7) if "gate" in name else parameter.add_(torch.randn_like(parameter) * 0.3)
+            given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            first, second = reader.model(**given, **reader.beside(batch)).logits[:, at]
+        assert torch.allclose(first, second, atol=1e-5) != leaks, kind.__name__
+        assert reader.write(world.prompts([pair]), 3).shape == (1, 3)
+        reader.model.detach()
+
+
+def test_settings_that_are_not_known(recipe: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match="unknown key 'data.key'.*'keys'"):
+        check_settings({"data": {"key": 5}}, recipe.settings.Config)

@@ -18,17 +18,25 @@ FACTS = {
     "precision": ("refusals right", 100, ".1f", " %"),
     "recall": ("unanswerable refused", 100, ".1f", " %"),
 }
-DOCS = {"bits": ("bits per byte", 1, ".3f", ""), "seconds": ("seconds of training", 1, ".0f", "")}
+DOCS = {
+    "bits": ("bits per byte", 1, ".3f", ""),
+    "against": ("against the LoRA of the same seed", 1, "+.4f", ""),
+    "seconds": ("seconds of training", 1, ".0f", ""),
+}
 
 
 def table(tables: list[dict[str, Any]]) -> str:
     """The rows of one or several `table.json`, and what was trained."""
     facts = tables[0]["part"] == "facts"
     runs = [[{"seconds": None, **row, "name": label(row)} for row in one["rows"]] for one in tables]
+    for rows in [] if facts else runs:
+        lora = next(row["bits"] for row in rows if row["name"] == "LoRA, text only")
+        for row in rows:
+            row["against"] = row["bits"] - lora
     made = training.spread_table("", FACTS if facts else DOCS, runs)
     parameters = f"{tables[0]['parameters']:,} trained parameters"
     if not facts:
-        return f"{made}\n\n{parameters}; {tables[0]['bytes']:,} bytes of held-out topics at seed {tables[0]['seed']}."
+        return f"{made}\n\n{parameters}; {tables[0]['bytes']:,} bytes of held-out topics."
     seconds = training.mean_and_spread([one["seconds"] for one in tables], 1, ".0f", " s")
     return f"{made}\n\nadapter: {parameters}, {tables[0]['steps']} steps in {seconds}."
 

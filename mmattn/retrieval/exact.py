@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmattn.retrieval.vectors import lengths_of, wide
 
-_WORTHWHILE = 1 << 20
+# Below, the true scores of the many candidates that few bits leave cost more than the scan saves.
+_WORTHWHILE = 1 << 24
 _SCORES = 1 << 25
 _ROWS = 1 << 13
 _NEVER = -1e30

@@ -205,7 +205,9 @@ class Hits:
                 f"faiss found entry {int(place.max())}, and this index has {len(state.entries)} entries: they were not "
                 "made of the same vectors"
             )
-        return found(state.entries, place.long(), -scores if state.metric == "l2" else scores)
+        place = place.long()
+        near = gather(state.entries.vectors, place)
+        return found(state.entries, place, near, -scores if state.metric == "l2" else scores)
 
     @classmethod
     def from_retriever(cls, retriever: Any, queries: Tensor, top_k: int) -> Hits:
@@ -243,8 +245,8 @@ class Hits:
         return cls(scores, mask, vectors, ids.tolist(), texts, metadata)
 
 
-def found(entries: Any, rows: Tensor, scores: Tensor) -> Hits:
-    """Hits of rows (b, k) of entries; -1 is none."""
+def found(entries: Any, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
+    """Hits of rows (b, k) of entries, -1 is none, with their vectors (b, k, e) and scores (b, k)."""
     numbers = rows.tolist()
 
     def column(values: Sequence[Any]) -> list[list[Any]]:
@@ -253,7 +255,7 @@ def found(entries: Any, rows: Tensor, scores: Tensor) -> Hits:
     return Hits(
         scores,
         rows >= 0,
-        gather(entries.vectors, rows),
+        vectors,
         column(entries.ids),
         column(entries.texts),
         column(entries.metadata),

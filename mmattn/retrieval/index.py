@@ -258,8 +258,9 @@ class Index:
         allowed = state.entries.allowed(filter)
         with torch.autocast(vectors.device.type, enabled=False):
             rows = state.search(values.detach(), top_k, allowed)
-            scores = score(values, gather(vectors, rows), state.metric)
-        hits = found(state.entries, rows, scores)
+            near = gather(vectors, rows)
+            scores = score(values, near, state.metric)
+        hits = found(state.entries, rows, near, scores)
         return hits if score_threshold is None else hits.above(score_threshold)
 
     def to(self, device: str | torch.device) -> Index:

@@ -267,7 +267,8 @@ class QdrantIndex:
                 names = [entries.rows[point.payload["id"]] for point in points]
                 row[: len(points)] = torch.tensor(names, dtype=torch.long)
             rows = best(values.detach(), entries.vectors, candidates, self.metric, top_k)
-            hits = found(entries, rows, score(values, gather(entries.vectors, rows), self.metric))
+            near = gather(entries.vectors, rows)
+            hits = found(entries, rows, near, score(values, near, self.metric))
         return hits if score_threshold is None else hits.above(score_threshold)
 
     def _propose(self, queries: Tensor, count: int, only: Any) -> list[list[Any]]:

@@ -115,7 +115,9 @@ def gather(vectors: Tensor, rows: Tensor) -> Tensor:
     """Vectors (b, c, e) of rows (b, c); zeros where a row is -1."""
     if not len(vectors):
         return vectors.new_zeros(*rows.shape, vectors.shape[1])
-    return vectors[rows.clamp(min=0)].masked_fill_((rows < 0)[..., None], 0)
+    absent = rows < 0
+    gathered = vectors[rows.clamp(min=0)]
+    return gathered.masked_fill_(absent[..., None], 0) if bool(absent.any()) else gathered
 
 
 def best(queries: Tensor, vectors: Tensor, rows: Tensor, metric: str, count: int) -> Tensor:

@@ -73,7 +73,7 @@ def test_equals_comparing_everything(corpus: str, metric: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_through_the_front_door_where_bfloat16_scans(metric: str) -> None:
-    vectors = near_ties(3203, 331)
+    vectors = near_ties(50_707, 331)
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         pytest.skip("bfloat16 is no faster than float32 on this processor, so it is not used")
     assert scan_dtype(vectors) == torch.bfloat16 and scan_dtype(vectors[:100]) == torch.float32

@@ -10,7 +10,7 @@ class Strict(BaseModel):
 
 
 class DataSettings(Strict):
-    keys: int = Field(1000, ge=10, le=17_000)  # of three letters, each with a value
+    keys: int = Field(500, ge=10, le=17_000)  # of three letters, each with a value
     values: int = Field(20, ge=2, le=31)  # numbers from 0 to one less
     share: float = Field(0.2, gt=0, lt=1)  # of the keys, to train the composition on
     ask: int = Field(500, ge=1)  # expressions of each kind when measured, of the other keys
@@ -20,7 +20,7 @@ class ModelSettings(Strict):
     width: int = Field(128, ge=8)
     depth: int = Field(3, ge=1)
     heads: int = Field(4, ge=1)
-    steps: int = Field(2500, ge=1)
+    steps: int = Field(1500, ge=1)
     batch: int = Field(96, ge=1)
     lr: float = Field(2e-3, gt=0)
 
@@ -35,7 +35,7 @@ class AdapterSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int = Field(800, ge=1)
+    steps: int = Field(500, ge=1)
     batch: int = Field(64, ge=1)
     lr: float = Field(2e-3, gt=0)
     gate_lr: float = Field(2e-2, gt=0)
@@ -50,7 +50,7 @@ class Config(Strict):
     controls: bool = True  # LoRA, other augmenting models, one that reads the prompt only, and one that leaks
     progress: bool = True
     data: DataSettings = DataSettings()
-    knower: ModelSettings = ModelSettings()  # m_A, which knows the keys
+    knower: ModelSettings = ModelSettings(steps=4000, lr=3e-3)  # m_A, which knows the keys
     reckoner: ModelSettings = ModelSettings()  # m_B, which can reckon
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()

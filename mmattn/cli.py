@@ -136,7 +136,8 @@ def ask(
     index: Annotated[Path, typer.Option(help="The folder of an index.")],
     adapter: Annotated[Path | None, typer.Option(help="The folder of an adapter; the shipped one by default.")] = None,
     lm: Annotated[str, typer.Option(help="The language model that the adapter was trained on.")] = "assets/rag",
-    show_sources: Annotated[int, typer.Option("--show-sources", help="Print so many of the entries looked at.")] = 3,
+    show_sources: Annotated[bool, typer.Option(help="Print the entries looked at.")] = True,
+    sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,
 ) -> None:
     """Answer a question from what an index holds, and say what was looked at.
 
@@ -147,9 +148,9 @@ def ask(
 
     if adapter is not None:
         check_adapter_folder(adapter)
-    answer, sources = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)(question)
+    answer, found = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)(question)
     typer.echo(answer)
-    for source in sources[:show_sources]:
+    for source in found[:sources] if show_sources else []:
         typer.echo(f"{source.weight:6.1%}  {source.text}")
 
 

@@ -59,6 +59,7 @@ class Exact:
             self.scan[block] = scaled.to(dtype)
             errors[block] = lengths_of(scaled - self.scan[block])
         self.norms, self.errors = (norms / divisors).float(), errors.float() * 1.001
+        self.worst = (self.norms.amax(), self.errors.amax()) if len(norms) else (self.norms.sum(), self.errors.sum())
         self.bias = -(self.norms.double() if norms.dtype == torch.float64 else self.norms).square() / 2
         # How far the rounding of the result moves it, as a part of it.
         self.unit = 2.0**-8 if dtype == torch.bfloat16 else 0.0
@@ -77,35 +78,31 @@ class Exact:
         count = min(count, len(self) if allowed is None else int(allowed.sum()))
         if not count or not len(queries):
             return torch.empty(len(queries), 0, dtype=torch.long, device=self.scan.device)
-        step = max(1, _SCORES // len(self))
-        found = [
-            row
-            for start in range(0, len(queries), step)
-            for row in self._candidates(queries[start : start + step], count, allowed)
-        ]
-        return pad_sequence(found, batch_first=True, padding_value=-1)
+        blocks = [self._candidates(block, count, allowed) for block in queries.split(max(1, _SCORES // len(self)))]
+        return blocks[0] if len(blocks) == 1 else _padded([row for block in blocks for row in block])
 
-    def _candidates(self, queries: Tensor, count: int, allowed: Tensor | None) -> list[Tensor]:
+    def _candidates(self, queries: Tensor, count: int, allowed: Tensor | None) -> Tensor:
         scaled, stretch = self._scaled(queries)
         rounded = scaled.to(self.scan.dtype)
         loss = lengths_of(scaled - rounded).float() * 1.001
         values = self._scores(rounded, stretch)
         if allowed is not None:
             values.masked_fill_(~allowed, _NEVER)
-        top = values.topk(min(len(self), 4 * count + 32))
-        slack = self._slack(loss, stretch, self.norms.amax(), self.errors.amax())[:, None]
+        top = values.topk(min(len(self), count + 8 if self.scan.dtype == torch.float32 else 4 * count + 32))
+        slack = self._slack(loss, stretch, *self.worst)[:, None]
         floor = self._bound(top.values[:, count - 1 : count], slack, -1)
         near = self._bound(top.values, slack, 1) >= floor
-        rows = []
-        for i, certain in enumerate((~near[:, -1]).tolist()):
-            if certain or top.values.shape[1] == len(self):
-                rows.append(top.indices[i][near[i]])
-                continue
+        rows = top.indices.masked_fill(~near, -1)[:, near.any(0)]
+        uncertain = near[:, -1].nonzero()[:, 0].tolist() if top.values.shape[1] < len(self) else []
+        if not uncertain:
+            return rows
+        found = list(rows)
+        for i in uncertain:
             # Too many are near: bound each of them by its own length and error, and take all that reach the floor.
             slack = self._slack(loss[i], stretch[i], self.norms, self.errors)
             lowest = self._bound(values[i], slack, -1).topk(count).values[-1]
-            rows.append((self._bound(values[i], slack, 1) >= lowest).nonzero()[:, 0])
-        return rows
+            found[i] = (self._bound(values[i], slack, 1) >= lowest).nonzero()[:, 0]
+        return _padded(found)
 
     def _scaled(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (b, e) of at most length 1, and by what (b,) those longer than every entry were divided."""
@@ -132,3 +129,7 @@ class Exact:
         if self.metric == "l2":  # here the score is more than the product whose rounding `unit` bounds
             return values + sign * slack
         return values + sign * (self.unit * values.abs() + slack)
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=-1)

@@ -59,12 +59,15 @@ class Hits:
         if vectors is not None and (vectors.dim() != 3 or vectors.shape[:2] != scores.shape):
             raise ShapeError(f"vectors must be (b, k, e) with (b, k) = {tuple(scores.shape)}, got {_kind(vectors)}")
         self.mask = mask
-        self.scores = scores.masked_fill(~mask, -torch.inf)
-        self.vectors = None if vectors is None else vectors.masked_fill(~mask[..., None], 0)
-        self.ids = _masked("ids", ids, mask)
-        self.texts = _masked("texts", texts, mask)
-        self.metadata = _masked("metadata", metadata, mask)
-        self.tokens = _masked("tokens", tokens, mask)
+        real = None if bool(mask.all()) else mask.tolist()
+        if real is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+            vectors = None if vectors is None else vectors.masked_fill(~mask[..., None], 0)
+        self.scores, self.vectors = scores, vectors
+        self.ids = _masked("ids", ids, scores, real)
+        self.texts = _masked("texts", texts, scores, real)
+        self.metadata = _masked("metadata", metadata, scores, real)
+        self.tokens = _masked("tokens", tokens, scores, real)
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -263,15 +266,21 @@ def found(entries: Any, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
     )
 
 
-def _masked(name: str, values: Sequence[Sequence[Any]] | None, mask: Tensor) -> list[list[Any]] | None:
+def _masked(
+    name: str, values: Sequence[Sequence[Any]] | None, scores: Tensor, real: list[list[bool]] | None
+) -> list[list[Any]] | None:
     if values is None:
         return None
     given = [len(row) for row in values]
-    if given != [mask.shape[1]] * mask.shape[0]:
-        raise ShapeError(f"{name} need one value per hit, {mask.shape[0]} rows of {mask.shape[1]}; got rows of {given}")
+    if given != [scores.shape[1]] * scores.shape[0]:
+        raise ShapeError(
+            f"{name} need one value per hit, {scores.shape[0]} rows of {scores.shape[1]}; got rows of {given}"
+        )
+    if real is None:
+        return [row if isinstance(row, list) else list(row) for row in values]
     return [
         [value if kept else None for value, kept in zip(row, line, strict=True)]
-        for row, line in zip(values, mask.tolist(), strict=True)
+        for row, line in zip(values, real, strict=True)
     ]
 
 

@@ -9,6 +9,7 @@ is made again over all. So no engine needs to support removal, and a search neve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -45,12 +46,16 @@ class Part:
     engine: Engine
     rows: Tensor
 
+    @cached_property
+    def alive(self) -> Tensor | None:
+        """Which vectors (c,) still are an entry's; None means all."""
+        alive = self.rows >= 0
+        return None if bool(alive.all()) else alive
+
     def candidates(self, queries: Tensor, count: int, allowed: Tensor | None) -> Tensor:
-        alive: Tensor | None = self.rows >= 0
+        alive = self.alive
         if allowed is not None:
             alive = (self.rows >= 0) & allowed[self.rows.clamp(min=0)]
-        elif bool((self.rows >= 0).all()):
-            alive = None
         found = self.engine.candidates(queries, count, alive)
         return torch.where(found < 0, -1, self.rows[found.clamp(min=0)])
 

@@ -11,11 +11,13 @@ entries, where building it takes minutes.
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import numpy as np
 import torch
 
 import mmattn
+from mmattn.retrieval.exact import Exact
 from recipes.benchmarks.timing import interleaved, ratio
 
 WIDTH, TOP = 384, 10
@@ -39,8 +41,11 @@ def make_vectors(count: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def measure(count: int, seconds: float = 6.0) -> dict[str, dict[str, float]]:
-    """For each number of queries: time for each unit of faiss' flat index, queries per second, and recall@10."""
+def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """For each number of queries: time for each unit of faiss' flat index, queries per second, and recall@10.
+
+    With it the bytes that each index holds for an entry.
+    """
     import faiss
 
     vectors, queries = make_vectors(count, max(QUERIES))
@@ -81,7 +86,18 @@ def measure(count: int, seconds: float = 6.0) -> dict[str, dict[str, float]]:
             if name != "flat":
                 row[f"{name} recall@10"] = recall(index.search(asked, TOP), true)
         rows[f"{count:,} entries, {number} quer{'ies' if number > 1 else 'y'}"] = row
-    return rows
+    held = {f"mmattn {name}": bytes_held(index) / count for name, index in indexes.items()}
+    return rows, {"faiss": faiss.serialize_index(flat).nbytes / count, **held}
+
+
+def bytes_held(index: mmattn.Index) -> int:
+    """The vectors, which every index keeps for the true scores, and what its engine made of them."""
+    engine: Any = index.state.parts[0].engine
+    if isinstance(engine, Exact):
+        made = sum(value.nbytes for value in vars(engine).values() if isinstance(value, torch.Tensor))
+    else:
+        made = engine.serialized().nbytes
+    return index.state.entries.vectors.nbytes + made
 
 
 def recall(hits: mmattn.Hits, true: torch.Tensor) -> float:

@@ -6,12 +6,15 @@ import re
 from random import Random
 
 
-def load_topics(held_out: float = 0.15, seed: int = 0) -> tuple[dict[str, str], dict[str, str]]:
+def load_topics(held_out: float = 0.15, seed: int = 0, copies: bool = False) -> tuple[dict[str, str], dict[str, str]]:
     """Topics to train on and to retrieve from, and held-out topics, {name: text}.
 
     Topics repeat each other's sections. Every paragraph is kept once, in a held-out topic where one has it: else those
     to train on would leak into the held-out ones, and what is retrieved in training would be copies of the text, which
     teaches nothing but to copy.
+
+    Args:
+        copies: leave every topic to train on as it is, to see what that would be worth.
     """
     from pydoc_data.topics import topics
 
@@ -27,7 +30,7 @@ def load_topics(held_out: float = 0.15, seed: int = 0) -> tuple[dict[str, str], 
             if _plain(part) not in told:
                 told.add(_plain(part))
                 kept.append(part)
-        once[name] = "\n\n".join(kept)
+        once[name] = topics[name] if copies and name not in away else "\n\n".join(kept)
     held = {name: once.pop(name) for name in away}
     return {name: text for name, text in once.items() if text}, held
 

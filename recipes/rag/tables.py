@@ -36,7 +36,8 @@ def table(tables: list[dict[str, Any]]) -> str:
     made = training.spread_table("", FACTS if facts else DOCS, runs)
     parameters = f"{tables[0]['parameters']:,} trained parameters"
     if not facts:
-        return f"{made}\n\n{parameters}; {tables[0]['bytes']:,} bytes of held-out topics."
+        taken = f"{tables[0]['copies']:.1%} of the other topics were copies and are taken out"
+        return f"{made}\n\n{parameters}; {tables[0]['bytes']:,} bytes of held-out topics; {taken}."
     seconds = training.mean_and_spread([one["seconds"] for one in tables], 1, ".0f", " s")
     return f"{made}\n\nadapter: {parameters}, {tables[0]['steps']} steps in {seconds}."
 
@@ -63,4 +64,19 @@ def plot_sizes(rows: list[dict[str, Any]], path: Path) -> None:
     axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_bits(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bits per byte of every row but the frozen model's, which is a dashed line."""
+    frozen, *others = rows
+    figure, axis = plt.subplots(figsize=(7, 0.35 * len(others) + 1))
+    axis.barh([row["name"] for row in others], [row["bits"] for row in others])
+    axis.axvline(frozen["bits"], linestyle="--", color="grey", label=frozen["name"])
+    bits = [row["bits"] for row in rows]
+    axis.set_xlim(min(bits) - 0.1 * (max(bits) - min(bits)), max(bits) + 0.05 * (max(bits) - min(bits)))
+    axis.invert_yaxis()
+    axis.set_xlabel("bits per byte of held-out topics (the axis does not begin at 0)")
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)

@@ -14,8 +14,8 @@ from fitting import fit
 from make_lm import prompt
 from measure import Measure
 from settings import Config
-from tables import plot_sizes, table
-from train_docs import train_documents
+from tables import plot_bits, plot_sizes, table
+from train_docs import samples, train_documents
 
 import mmattn
 from mmattn import inspect, training
@@ -33,6 +33,9 @@ def main(settings: dict[str, Any]) -> Path:
     run.write_json("table.json", content)
     if config.part == "facts":
         plot_sizes(content["rows"], run.path / "sizes.png")
+    else:
+        plot_bits(content["rows"], run.path / "bits.png")
+        run.write_text("samples.txt", samples(config, run.path))
     text = table([content])
     run.write_text("table.md", text)
     print(text)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from answering import load_lm
+from ask import Asked
 from documents import load_topics
 from fitting import fit
 from passages import KINDS, Passages, Window, found_by_nobody, memory_of, neighbours, some_of, windows
@@ -33,12 +35,16 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
     known, held = load_topics()
     library = Passages.of(list(known.values()), tokenizer, docs.chunk)
     asking = Passages.of(list(held.values()), tokenizer, docs.chunk)
+    whole, _ = load_topics(copies=True)
+    copies = Passages.of(list(whole.values()), tokenizer, docs.chunk)
     finder = mmattn.TextEncoder()
-    for passages in (library, asking):
+    for passages in (library, asking, copies):
         passages.encode(finder, lm, docs.layer, config.progress)
     train = windows(library, neighbours(library, library, docs.neighbours * docs.choice, same=True), docs.window)
     test = windows(asking, neighbours(asking, library, docs.neighbours, same=False), docs.window)
     size = sum(len(text.encode()) for text in held.values())
+
+    leaky = windows(asking, neighbours(asking, copies, docs.neighbours, same=False), docs.window)
 
     def nobody() -> Choice:
         return found_by_nobody(docs.neighbours, library, Random(config.seed))
@@ -67,6 +73,9 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
             rows.append({"name": f"{name}, random ones instead", "bits": bits(model, kind, nobody())})
         if name == "both":
             rows.append({"name": "both, no memory", "bits": bits(model)})
+            memory = partial(memory_of, library=copies, kind=kind, choose=list)
+            leaked = bits_per_byte(model, leaky, docs.batch, size, memory)
+            rows.append({"name": "both, copies left in the library", "bits": leaked})
             model.save_adapter(run.path / "adapter")
             host.save_pretrained(run.path / "lora")
             library.index(finder).save(run.path / "index")
@@ -77,7 +86,20 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
     seconds = fit(config, lora, lora, loss_on(lora, train, config), docs.steps, "LoRA", run)
     rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
-    return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library)}
+    kept = sum(map(len, known.values())) / sum(map(len, whole.values()))
+    return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library), "copies": 1 - kept}
+
+
+def samples(config: Config, run: Path, count: int = 3) -> str:
+    """How the adapter of a run goes on with the openings of held-out topics, and the passages it looked at."""
+    asked = Asked(run / "index", run / "adapter", config.lm)
+    texts = []
+    for name, text in list(load_topics()[1].items())[:count]:
+        opening = " ".join(text.split()[:40])
+        written, sources = asked(opening)
+        looked = [f"{source.weight:6.1%}  {' '.join(source.text.split())}" for source in sources[:3]]
+        texts.append("\n".join([f"{name}: {opening}", f"-> {' '.join(written.split())}", *looked]))
+    return "\n\n".join(texts) + "\n"
 
 
 def loss_on(

@@ -154,7 +154,7 @@ def test_ask_shows_what_was_looked_at(
     mmattn.Index.build(facts, encoder=encoder, tokens=mmattn.Memory(read)).save(tmp_path / "index")
     given = ["--index", str(tmp_path / "index"), "--adapter", str(run / "adapter"), "--lm", str(lm)]
     with pytest.raises(SystemExit) as ended:
-        main(["ask", "What is the currency of Allemagne?", *given, "--show-sources", "2"])
+        main(["ask", "What is the currency of Allemagne?", *given, "--show-sources", "--sources", "2"])
     assert ended.value.code == 0
     shown = [line.strip() for line in capsys.readouterr().out.splitlines()][-2:]
     weights = [float(line.split("%")[0]) for line in shown]
@@ -268,15 +268,24 @@ def test_every_paragraph_of_the_documents_stands_once(recipe: SimpleNamespace) -
         for part in recipe.documents.paragraphs(text)
     ]
     assert len(parts) == len(set(parts)) > 1000 and not set(known) & set(held) and len(held) == 12
+    whole, same = recipe.documents.load_topics(copies=True)
+    assert same == held and all(len(text) <= len(whole[name]) for name, text in known.items())
+    assert sum(map(len, known.values())) < 0.9 * sum(map(len, whole.values()))
 
 
 def test_a_run_over_documents_has_its_controls(
     recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe.train_docs, "load_topics", lambda: (TOPICS, HELD))
+    def topics(copies: bool = False) -> tuple[dict[str, str], dict[str, str]]:
+        return (TOPICS | {"copy": HELD["tests"]} if copies else TOPICS), HELD
+
+    monkeypatch.setattr(recipe.train_docs, "load_topics", topics)
     out = recipe.train.main(small(lm, tmp_path / "docs", part="docs"))
-    rows = {row["name"]: row["bits"] for row in json.loads((out / "table.json").read_text())["rows"]}
-    assert len(rows) == 10 and rows["both, no memory"] != rows["frozen LM"], "the LoRA stays"
+    table = json.loads((out / "table.json").read_text())
+    rows = {row["name"]: row["bits"] for row in table["rows"]}
+    assert rows["both, copies left in the library"] != rows["both"] and 0.1 < table["copies"] < 0.3
+    assert (out / "bits.png").is_file() and (out / "samples.txt").read_text().startswith("tests: A test calls")
+    assert len(rows) == 11 and rows["both, no memory"] != rows["frozen LM"], "the LoRA stays"
     assert {"neighbours", "continuations", "both", "both, random ones instead", "LoRA, text only"} <= set(rows)
     assert all(2 < bits < 20 for bits in rows.values())
     assert (out / "adapter" / "adapter_model.safetensors").is_file() and (out / "lora").is_dir()

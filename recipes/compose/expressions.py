@@ -17,6 +17,7 @@ from string import ascii_lowercase
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 PAD, END = "[pad]", "[end]"
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
@@ -77,7 +78,7 @@ class World:
         return Expression((first, second), (self.values[first], self.values[second]), random.choice([*OPERATORS]))
 
     def knowing(self, random: Random, known: bool = True) -> Pair:
-        """What m_A learns: the value of the key it has just read, or all values of an expression.
+        """What m_A learns: mostly the value of a key that it has just read, sometimes both values of an expression.
 
         Args:
             known: False gives a text of the same form in which the values are drawn anew each time: nothing to know.
@@ -87,10 +88,7 @@ class World:
             made = Expression(
                 made.keys, (random.randrange(self.numbers), random.randrange(self.numbers)), made.operator
             )
-        if random.random() < 0.5:
-            return made.pair("substitution")
-        asked = made.over()
-        return (asked[:5], [str(made.values[0])]) if random.random() < 0.5 else (asked, [str(made.values[1])])
+        return made.pair("substitution") if random.random() < 0.2 else (made.over()[:5], [str(made.values[0])])
 
     def reckoning(self, random: Random) -> Pair:
         """What m_B learns: arithmetic, with up to four letters that mean nothing before each number."""
@@ -103,16 +101,17 @@ class World:
         random = Random(f"{seed} {task}")
         return [self.draw(self.held, random) for _ in range(count)]
 
-    def batch(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
-        """Rows that learn what is right, and end."""
-        rows = [[self.ids[token] for token in (*asked, *right, END)] for asked, right in pairs]
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [self.ids[PAD]] * (longest - len(row)) for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-        labels = ids.masked_fill(mask == 0, -100)
-        for row, (asked, _) in enumerate(pairs):
-            labels[row, : len(asked)] = -100
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    def batch(self, texts: Sequence[Sequence[Pair]]) -> dict[str, Tensor]:
+        """Rows of one or more pairs each, that learn what is right in all of them, and end."""
+        pad = self.ids[PAD]
+        rows: list[Tensor] = []
+        for text in texts:
+            learned = [(token, right) for pair in text for right, part in enumerate(pair) for token in part]
+            rows.append(torch.tensor([(self.ids[token], right) for token, right in (*learned, (END, 1))]))
+        ids, right = pad_sequence(rows, batch_first=True, padding_value=-1).unbind(-1)
+        mask = ids >= 0
+        ids = ids.masked_fill(~mask, pad)
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(right != 1, -100)}
 
     def prompts(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         """What is asked, to be gone on with: padded on the left."""

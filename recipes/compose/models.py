@@ -21,7 +21,7 @@ def build(world: World, settings: ModelSettings, seed: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(world.tokens), hidden_size=settings.width, intermediate_size=8 * settings.width // 3,
         num_hidden_layers=settings.depth, num_attention_heads=settings.heads, num_key_value_heads=settings.heads,
-        max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=world.ids[END],
+        max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=world.ids[END],
         eos_token_id=world.ids[END], pad_token_id=world.ids[PAD],
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -40,7 +40,8 @@ def teach(
     random = Random(f"{config.seed} {label}")
 
     def loss_at(step: int) -> Tensor:
-        return model(**world.batch([draw(random) for _ in range(settings.batch)])).loss
+        texts = [[draw(random) for _ in range(settings.pieces)] for _ in range(settings.batch)]
+        return model(**world.batch(texts)).loss
 
     model.train()
     groups = training.parameter_groups(model, settings.lr, weight_decay=config.optim.weight_decay)

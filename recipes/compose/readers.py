@@ -119,5 +119,5 @@ def measure(reader: Alone, world: World, task: str, count: int, seed: int, fille
         part = pairs[start : start + 100]
         said = reader.write(world.prompts(part), longest).tolist()
         right += sum(world.said(ids) == answer for ids, (_, answer) in zip(said, part, strict=True))
-        forced += sum(reader.forced(world.batch(part)))
+        forced += sum(reader.forced(world.batch([[pair] for pair in part])))
     return {"written": right / count, "forced": forced / count}

@@ -20,9 +20,10 @@ class ModelSettings(Strict):
     width: int = Field(128, ge=8)
     depth: int = Field(3, ge=1)
     heads: int = Field(4, ge=1)
-    steps: int = Field(1500, ge=1)
-    batch: int = Field(96, ge=1)
-    lr: float = Field(2e-3, gt=0)
+    steps: int = Field(1000, ge=1)
+    batch: int = Field(24, ge=1)  # texts of a step
+    pieces: int = Field(8, ge=1)  # of what is learned in a text
+    lr: float = Field(3e-3, gt=0)
 
 
 class AdapterSettings(Strict):
@@ -50,7 +51,7 @@ class Config(Strict):
     controls: bool = True  # LoRA, other augmenting models, one that reads the prompt only, and one that leaks
     progress: bool = True
     data: DataSettings = DataSettings()
-    knower: ModelSettings = ModelSettings(steps=4000, lr=3e-3)  # m_A, which knows the keys
+    knower: ModelSettings = ModelSettings()  # m_A, which knows the keys
     reckoner: ModelSettings = ModelSettings()  # m_B, which can reckon
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()

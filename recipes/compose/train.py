@@ -93,8 +93,7 @@ def learn(
 
     def loss_at(step: int) -> Any:
         drawn = [world.draw(world.keys, random) for _ in range(config.optim.batch)]
-        pairs = [one.pair(tasks[row % len(tasks)]) for row, one in enumerate(drawn)]
-        return reader.loss(world.batch(pairs))
+        return reader.loss(world.batch([[one.pair(tasks[row % len(tasks)])] for row, one in enumerate(drawn)]))
 
     return tune(config, reader.model, trained, loss_at, label, run)
 

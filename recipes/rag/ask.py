@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from answering import load_lm, looked_at, looks, trace, write_answers
+from passages import sayable
 from reading import read
 from settings import Config, DocsSettings
 from torch import Tensor
@@ -119,8 +120,8 @@ class Continuation:
         Raises:
             AdapterFileError: the index is not one of such a run.
         """
-        texts = [text if text.strip() else "." for text in self.tokenizer.batch_decode(chunks)]
-        hits = self.index.search(texts, self.settings.neighbours)
+        texts = self.tokenizer.batch_decode(chunks)
+        hits = self.index.search(list(map(sayable, texts)), self.settings.neighbours)
         rows = []
         for chunk, line, about in zip(chunks.tolist(), hits.texts, hits.metadata, strict=True):
             found = [(text, more.get("ids")) for text, more in zip(line, about, strict=True) if more is not None]

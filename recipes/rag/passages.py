@@ -48,9 +48,8 @@ class Passages:
         return made
 
     def encode(self, finder: Any, lm: Any, layer: int, progress: bool) -> None:
-        """Vectors to be found by, and states to be read; a text of blanks alone is as good as a full stop."""
-        texts = [text if text.strip() else "." for text in self.texts]
-        self.vectors = finder.encode(texts, batch_size=128, progress=progress).tokens[:, 0]
+        """Vectors to be found by, and states to be read."""
+        self.vectors = finder.encode(list(map(sayable, self.texts)), batch_size=128, progress=progress).tokens[:, 0]
         self.states = read(lm, [self.ids(row) for row in range(len(self))], layer)
 
     def index(self, finder: Any) -> mmattn.Index:
@@ -72,6 +71,11 @@ class Passages:
         """What is read of a found chunk: itself, what follows it, or both (r, e')."""
         size = len(self.chunks[row])
         return self.states[row][slice(size if kind == "continuations" else 0, size if kind == "neighbours" else None)]
+
+
+def sayable(text: str) -> str:
+    """The text, or a full stop where there is nothing in it that a text encoder reads: blanks, half a character."""
+    return text if any(letter.isprintable() and letter not in " \ufffd" for letter in text) else "."
 
 
 def neighbours(asking: Passages, library: Passages, count: int, same: bool) -> list[list[int]]:

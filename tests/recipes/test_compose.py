@@ -87,9 +87,11 @@ def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any)
 
 def test_rows_learn_answers_alone(world: Any) -> None:
     pairs = [(["<", "a", ">"], ["7"]), (["<", "7", ">", "+", "<", "3", ">", "="], ["1", "0"])]
-    batch = world.batch(pairs)
+    batch = world.batch([pairs, pairs[:1]])
     learned = [[world.tokens[id] for id in row[row != -100].tolist()] for row in batch["labels"]]
-    assert learned == [["7", "[end]"], ["1", "0", "[end]"]]
+    assert learned == [["7", "1", "0", "[end]"], ["7", "[end]"]]
+    assert batch["attention_mask"].sum(1).tolist() == [3 + 1 + 8 + 2 + 1, 3 + 1 + 1]
+    assert "".join(map(world.tokens.__getitem__, batch["input_ids"][0].tolist())) == "<a>7<7>+<3>=10[end]"
     prompts = world.prompts(pairs)
     assert [row[mask.bool()].tolist() for row, mask in zip(*prompts.values(), strict=True)] == [
         [world.ids[token] for token in asked] for asked, _ in pairs
@@ -139,7 +141,7 @@ def test_readers_see_what_they_say(recipe: SimpleNamespace, world: Any) -> None:
     knower, reckoner = (recipe.models.build(world, small, seed) for seed in (3, 5))
     adapter = settings.AdapterSettings(num_heads=2, head_dim=6)
     pair = world.asked("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
-    batch = world.batch([pair, (pair[0], ["3"])])
+    batch = world.batch([[pair], [(pair[0], ["3"])]])
     at = len(pair[0]) - 1
     for kind, leaks in ((readers.Along, False), (readers.PromptOnly, False), (readers.Leaky, True)):
         reader = kind(reckoner, knower, adapter)

@@ -113,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--beams", type=int, default=4)
     parser.add_argument("--picture", type=Path, help="where to draw what each word looked at")
     parser.add_argument("--layer", type=int, help="of the decoder; the mean of all by default")
-    parser.add_argument("--written", action="store_true", help="where a word looks when it is written, not read")
+    parser.add_argument("--read", action="store_true", help="where a word looks when it is read, not written")
     given = parser.parse_args(arguments)
     translator = Translator.load(given.run, WritingSettings(beams=given.beams))
     for text in translator(given.sentences):
         print(text)
     if given.picture is not None:
-        settings = AlignmentSettings(layer=given.layer, read=not given.written)
+        settings = AlignmentSettings(layer=given.layer, read=given.read)
         draw([translator.look(text, settings) for text in given.sentences], given.picture)
 
 

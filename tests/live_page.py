@@ -54,7 +54,7 @@ def use(client: Any, live: Live, folder: Path) -> None:
     flower, words = (
         gradio_client.handle_file(str(path)) for path in (ASSETS / "flora" / "daffodil.png", folder / "words.png")
     )
-    assert "words.png' is no picture" in (said := refused(client, "/caption", words)), said
+    assert "words.png' cannot be read as a picture" in (said := refused(client, "/caption", words)), said
     assert "the question is empty" in (said := refused(client, "/ask", " ")), said
     assert "1000" in (said := refused(client, "/draw", "a seven", None, 1.0, 1000, 1.0, 0)), said
     assert "seed must be at least 0" in (said := refused(client, "/draw", "a seven", None, 1.0, 3, 1.0, -1)), said

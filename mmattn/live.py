@@ -119,7 +119,7 @@ def page(live: Live) -> Any:
                 return function(*given)
             except MmattnError as error:
                 # gradio shows messages as HTML, and this one may quote the user.
-                raise gradio.Error(html.escape(str(error)), print_exception=False) from error
+                raise gradio.Error(html.escape(str(error), quote=False), print_exception=False) from error
 
         return call
 

@@ -38,14 +38,31 @@ def demo() -> None:
     The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
     It ends with a page that shows what all of them looked at (see `mmattn explore`).
     """
+    from mmattn.pretrained import without_bars
     from mmattn.recipes import find_recipe, load_recipe
 
-    run = load_recipe(find_recipe("vision").folder, "demo").main()
-    drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
-    typer.echo(f"digits in the hand of examples {drawn}")
-    load_recipe(find_recipe("rag").folder, "demo").demo(run)
+    with without_bars():
+        run = load_recipe(find_recipe("vision").folder, "demo").main()
+        drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
+        typer.echo(f"digits in the hand of examples {drawn}")
+        load_recipe(find_recipe("rag").folder, "demo").demo(run)
     typer.echo("\nwhat all of them looked at, word by word, as a page:")
     explore([file.parent for file in sorted(run.rglob("attention.safetensors"))], run / "explore.html")
+
+
+@app.command()
+def live(
+    port: Annotated[int, typer.Option(help="Where it is served.")] = 7860,
+    host: Annotated[str, typer.Option(help="Who may open it; 0.0.0.0 is all who reach this machine.")] = "127.0.0.1",
+    share: Annotated[bool, typer.Option("--share", help="Lend it a public address of gradio's, for a week.")] = False,
+) -> None:
+    """Serve a page where the shipped models caption a picture, answer a question and draw a digit.
+
+    It needs the extra demo and no network, and sends nothing anywhere.
+    """
+    from mmattn.live import open_page
+
+    open_page(host, port, share)
 
 
 @app.command()
@@ -94,6 +111,7 @@ def caption(
 ) -> None:
     """Describe pictures with a trained adapter."""
     from mmattn.errors import ImageError
+    from mmattn.pretrained import without_bars
     from mmattn.recipes import find_recipe, load_recipe, read_settings
 
     for image in images:
@@ -102,7 +120,8 @@ def caption(
     check_adapter_folder(adapter)
     run = adapter.parent / "config.resolved.yaml"
     recipe = read_settings(run).get("recipe", "vision") if run.is_file() else "vision"
-    texts = load_recipe(find_recipe(str(recipe)).folder, "caption").caption(images, adapter)
+    with without_bars():
+        texts = load_recipe(find_recipe(str(recipe)).folder, "caption").caption(images, adapter)
     for image, text in zip(images, texts, strict=True):
         typer.echo(f"{image}: {text}")
 
@@ -119,6 +138,7 @@ def draw(
 ) -> None:
     """Write a digit by hand, as a sentence asks and in the style of an example."""
     from mmattn.errors import ImageError, check_float, check_int
+    from mmattn.pretrained import without_bars
     from mmattn.recipes import find_recipe, load_recipe
 
     check_int("steps", steps)
@@ -126,7 +146,8 @@ def draw(
     if like is not None and not like.is_file():
         raise ImageError(f"cannot follow {like}: there is no such file")
     recipe = load_recipe(find_recipe("diffusion").folder, "drawing")
-    written = recipe.draw(sentence, out, like=like, strength=strength, w=w, steps=steps, seed=seed)
+    with without_bars():
+        written = recipe.draw(sentence, out, like=like, strength=strength, w=w, steps=steps, seed=seed)
     typer.echo(str(written))
 
 
@@ -144,11 +165,14 @@ def ask(
     The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
     with the text instead, and the number is the share over all of it.
     """
+    from mmattn.pretrained import without_bars
     from mmattn.recipes import find_recipe, load_recipe
 
     if adapter is not None:
         check_adapter_folder(adapter)
-    answer, found = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)(question)
+    with without_bars():
+        asked = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)
+    answer, found = asked(question)
     typer.echo(answer)
     for source in found[:sources] if show_sources else []:
         typer.echo(f"{source.weight:6.1%}  {source.text}")

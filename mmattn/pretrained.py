@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from mmattn.errors import AdapterFileError, ConfigError, check_int
 from mmattn.files import check_values
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside the block transformers draws no bar for each model that it loads; what it was told before holds again."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_pretrained(

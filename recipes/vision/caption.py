@@ -13,6 +13,7 @@ from seeing import load_encoder, load_lm
 from settings import Config
 
 import mmattn
+from mmattn import training
 from mmattn.errors import AdapterFileError
 from mmattn.recipes import read_settings
 
@@ -27,6 +28,50 @@ def caption(images: Sequence[Any], adapter: str | Path, *, progress: bool = Fals
     settings, model, tokenizer, eye = open_run(adapter)
     memory = eye(list(images), progress=progress)
     return write_captions(model, tokenizer, memory.to(torch.float32), **settings.caption.model_dump())
+
+
+class Captioner:
+    """A run's adapter with the encoder and the language model of that run, loaded once for many pictures.
+
+    Raises:
+        AdapterFileError: as `caption`.
+    """
+
+    def __init__(self, adapter: str | Path) -> None:
+        self.settings, self.model, self.tokenizer, self.eye = open_run(adapter)
+
+    @torch.no_grad()
+    def __call__(self, image: Any) -> mmattn.Trace:
+        """The caption of a picture, as the title, and which patches each of its words looked at.
+
+        Beside it stands the picture as the encoder saw it, on which the patches lie.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+        memory = self.eye([image]).to(torch.float32)
+        (text,) = write_captions(self.model, self.tokenizer, memory, **self.settings.caption.model_dump())
+        (ids,) = training.encode_texts(self.tokenizer, [text or " "])
+        with mmattn.record(self.model) as weights:
+            self.model(input_ids=torch.tensor([ids], device=memory.device), memory=memory)
+        rows, columns = self.eye.grid
+        # What a token looked at is seen where it was predicted: at the one before.
+        return mmattn.Trace(
+            [self.tokenizer.decode([one]) for one in ids[1:-1]],
+            [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],
+            torch.stack([calls[0][0, :, :-2] for _, calls in sorted(weights.items())]),
+            [f"layer {layer}" for _, layer in sorted(weights)],
+            text,
+            grid=self.eye.grid,
+            picture=self.seen(image),
+        )
+
+    def seen(self, image: Any) -> Any:
+        """A picture as the encoder sees it: small, and of a long one the middle."""
+        prepared = self.eye.preparation
+        (pixels,) = prepared([image])
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (prepared.mean, prepared.std))
+        return mmattn.load_image((255 * (pixels * std + mean)).round().clamp(0, 255).byte())
 
 
 def open_run(adapter: str | Path) -> tuple[Config, Any, Any, Any]:

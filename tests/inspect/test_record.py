@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 import mmattn
@@ -44,6 +46,25 @@ def test_each_step_of_generate_is_a_call() -> None:
     with mmattn.record(model) as weights:
         model.generate(tiny.text(2, 3), memory=tiny.memory(2, 5), max_new_tokens=4, do_sample=False)
     assert [seen.shape[2] for seen in weights["default", 0]] == [3, 1, 1, 1]
+
+
+def test_calls_of_other_threads_are_theirs() -> None:
+    model = tiny.attach(tiny.make("llama"))
+    ids, mine, other = tiny.text(2, 7), tiny.memory(2, 5), tiny.memory(2, 11)
+
+    def asked(memory: mmattn.Memory) -> dict[tuple[str, int], list[torch.Tensor]]:
+        with mmattn.record(model) as weights:
+            model(ids, memory=memory)
+        return weights
+
+    alone, theirs = asked(mine), asked(other)
+    with ThreadPoolExecutor(1) as pool, mmattn.record(model) as weights:
+        beside = pool.submit(asked, other).result()
+        model(ids, memory=mine)
+        pool.submit(model, ids, memory=other).result()
+    for got, want in ((weights, alone), (beside, theirs)):
+        assert got.keys() == want.keys() and all(len(calls) == 1 for calls in got.values())
+        assert all(torch.equal(calls[0], want[place][0]) for place, calls in got.items())
 
 
 @torch.no_grad()

@@ -153,10 +153,12 @@ def test_ask_shows_what_was_looked_at(
     read = torch.cat([encoder.encode(facts).tokens, encoder.encode(["Euro", "German", "Sweden"]).tokens], -1)
     mmattn.Index.build(facts, encoder=encoder, tokens=mmattn.Memory(read)).save(tmp_path / "index")
     given = ["--index", str(tmp_path / "index"), "--adapter", str(run / "adapter"), "--lm", str(lm)]
+    capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["ask", "What is the currency of Allemagne?", *given, "--show-sources", "--sources", "2"])
-    assert ended.value.code == 0
-    shown = [line.strip() for line in capsys.readouterr().out.splitlines()][-2:]
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0 and "Loading weights" not in err
+    shown = [line.strip() for line in out.splitlines()][-2:]
     weights = [float(line.split("%")[0]) for line in shown]
     assert weights == sorted(weights, reverse=True) and all(line.split("%", 1)[1].strip() in facts for line in shown)
     asked = recipe.ask.Asked(tmp_path / "index", run / "adapter", str(lm))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from transformers.utils import logging
 
 import mmattn
 from mmattn import inspect, training
@@ -263,6 +264,7 @@ class TestRun:
             main(["caption", *map(str, pictures), "--adapter", str(run / "adapter")])
         out, err = capsys.readouterr()
         assert not end.value.code, err
+        assert "Loading weights" not in err and logging.is_progress_bar_enabled()
         assert [line.split(": ")[0] for line in out.splitlines()] == [str(picture) for picture in pictures]
 
     def test_an_adapter_away_from_its_run(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:

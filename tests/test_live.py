@@ -1,0 +1,127 @@
+"""The page of `mmattn live`: what is behind its tabs, asked by one and by several at once, and the page itself."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageChops, ImageStat
+
+from mmattn.errors import ConfigError, ImageError, TextError
+from mmattn.live import LONGEST, Live
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+FLOWERS = [ASSETS / "flora" / f"{name}.png" for name in ("daffodil", "field-poppy")]
+BOLD, SLANTED = (ASSETS / "digits" / f"{name}.png" for name in ("bold", "slanted"))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """The shipped models; the search path is put back."""
+    before = list(sys.path)
+    yield Live(tmp_path_factory.mktemp("live"))
+    sys.path[:] = before
+
+
+def shades(image: Image.Image) -> int:
+    return len(image.convert("RGB").getcolors(1 << 24))
+
+
+def test_a_picture_is_captioned_and_each_word_has_its_map(live: Live) -> None:
+    for flower in FLOWERS:
+        text, maps = live.caption(flower)
+        assert flower.stem.replace("-", " ") in text.lower()
+        assert maps.width > 1000 and shades(maps) > 1000
+    assert live.caption(flower.read_bytes()) == (text, maps), "a file and its bytes are one picture"
+
+
+def test_a_long_picture_is_shown_as_the_encoder_sees_it(live: Live) -> None:
+    with Image.open(FLOWERS[0]) as flower:
+        square = flower.convert("RGB")
+    wide = Image.new("RGB", (3 * square.width, square.height))
+    wide.paste(square, (square.width, 0))
+    (said, maps), (text, want) = live.caption(wide), live.caption(square)
+    apart = ImageChops.difference(maps, want)
+    assert said == text and ImageStat.Stat(apart).mean < [2, 2, 2]
+
+
+def test_a_question_is_answered_from_its_source_or_refused(live: Live) -> None:
+    for question in live.questions[:4]:
+        answer = live.ask(question)
+        text, share = answer.sources[0]
+        assert not answer.refused and answer.text in text
+        assert share > 0.2 and [one for _, one in answer.sources] == sorted(
+            (s for _, s in answer.sources), reverse=True
+        )
+        assert 0 < sum(share for _, share in answer.sources) <= 1 + 1e-5
+    absent = live.ask(live.questions[4])
+    assert absent.refused and absent.text == "unknown" and absent.sources[0][1] < 0.2
+
+
+def test_a_digit_follows_the_sentence_and_the_example(live: Live) -> None:
+    plain = live.draw("a seven", steps=3)
+    assert plain.size == (256, 256) and shades(plain) > 10
+    assert live.draw("a seven", steps=3) == plain == live.draw("a seven", SLANTED, strength=0, steps=3)
+    others = [live.draw("a two", steps=3), live.draw("a seven", BOLD, steps=3), live.draw("a seven", steps=3, seed=1)]
+    assert plain not in others and live.draw("a seven", SLANTED, steps=3) not in others
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "error", "match"),
+    [
+        ("caption", (None,), ImageError, "there is no picture"),
+        ("caption", ("nowhere.png",), ImageError, "there is no file"),
+        ("caption", (b"words, not a picture",), ImageError, "picture"),
+        ("ask", ("",), TextError, "the question is empty"),
+        ("ask", (" \n",), TextError, "the question is empty"),
+        ("ask", ("a" * (LONGEST + 1),), TextError, f"at most {LONGEST}"),
+        ("draw", ("",), TextError, "the sentence is empty"),
+        ("draw", ("a purple seven",), TextError, "words this model never saw"),
+        ("draw", ("a seven", b"words"), ImageError, "picture"),
+        ("draw", ("a seven", Image.new("RGB", (9, 9))), ImageError, "shows nothing"),
+        ("draw", ("a seven", None, 2.5), ConfigError, "strength must be in"),
+        ("draw", ("a seven", None, math.nan), ConfigError, "strength must be"),
+        ("draw", ("a seven", None, 1.0, 0), ConfigError, "steps must be at least 1"),
+        ("draw", ("a seven", None, 1.0, 101), ConfigError, "steps must be at most 100"),
+        ("draw", ("a seven", None, 1.0, 3, -1.0), ConfigError, "w must be in"),
+        ("draw", ("a seven", None, 1.0, 3, 1.0, -1), ConfigError, "seed must be at least 0"),
+        ("draw", ("a seven", None, 1.0, 3, 1.0, None), ConfigError, "seed must be an int"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    live: Live, verb: str, given: tuple[Any, ...], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        getattr(live, verb)(*given)
+
+
+def test_answers_of_many_at_once_do_not_mix(live: Live) -> None:
+    asked: list[Callable[[], Any]] = []
+    for number in range(2):
+        asked.append(lambda number=number: live.caption(FLOWERS[number]))
+        asked.append(lambda number=number: live.ask(live.questions[number]))
+        asked.append(lambda number=number: live.draw(f"a {number}", (None, BOLD)[number], steps=3))
+    alone = [one() for one in asked]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda one: one(), asked * 2))
+    assert together == alone * 2
+    with pytest.raises(TextError):
+        live.ask("")
+    assert live.ask(live.questions[0]) == alone[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_page_in_use(tmp_path: Path) -> None:
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'mmattn[demo]'")
+    # A process of its own: gradio leaves sockets and loops open when it closes.
+    script = [sys.executable, "-W", "ignore", "-m", "tests.live_page", str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=ASSETS.parent, timeout=880)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the page was used" in done.stdout

@@ -137,6 +137,24 @@
     });
   }
 
+  function makeWord(trace, word, i) {
+    const gain = trace.without === null ? 0 : trace.probability[i] - trace.without[i];
+    const button = make("button", { type: "button", class: gain < 0 ? "less" : "more" }, word);
+    button.style.setProperty("--strength", Math.abs(gain).toFixed(4));
+    return button;
+  }
+
+  // A word that is a patch of a picture shows itself.
+  function makeTile(trace, word, i) {
+    const [rows, columns] = trace.word_grid, button = make("button", { type: "button", "aria-label": word, title: word });
+    const place = (at, count) => `${count > 1 ? (100 * at) / (count - 1) : 0}%`;
+    if (trace.word_picture !== null) button.style.setProperty("background-image", `url("${trace.word_picture}")`);
+    button.style.setProperty("background-size", `${100 * columns}% ${100 * rows}%`);
+    button.style.setProperty("background-position",
+      `${place(i % columns, columns)} ${place(Math.floor(i / columns), rows)}`);
+    return button;
+  }
+
   let buttons = [];
   function look(word) {
     if (word === now.word) return;
@@ -145,12 +163,12 @@
   }
 
   function step(event) {
-    const last = buttons.length - 1;
-    const to = { ArrowRight: now.word + 1, ArrowDown: now.word + 1, ArrowLeft: now.word - 1, ArrowUp: now.word - 1,
+    const last = buttons.length - 1, grid = traces[now.trace].word_grid, row = grid === null ? 1 : grid[1];
+    const to = { ArrowRight: now.word + 1, ArrowDown: now.word + row, ArrowLeft: now.word - 1, ArrowUp: now.word - row,
       Home: 0, End: last }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    look(Math.min(Math.max(to, 0), last));
+    if (to >= 0 && to <= last) look(to);
     buttons[now.word].focus();
   }
 
@@ -173,13 +191,18 @@
     now.view = fill(at("view"), views, now.view);
     at("title").textContent = trace.title;
     buttons = trace.words.map((word, i) => {
-      const button = make("button", { type: "button" }, word);
+      const button = trace.word_grid === null ? makeWord(trace, word, i) : makeTile(trace, word, i);
       button.addEventListener("mouseenter", () => look(i));
       button.addEventListener("focus", () => look(i));
       button.addEventListener("click", () => look(i));
       return button;
     });
+    at("words").setAttribute("class", trace.word_grid === null ? "" : "tiles");
+    at("words").style.setProperty("--columns", trace.word_grid === null ? 1 : trace.word_grid[1]);
     at("words").replaceChildren(...buttons);
+    const kind = trace.word_grid === null ? "a word" : "a patch";
+    const lines = trace.without === null ? "" : " An orange line: the memory makes it more probable; a blue one: less.";
+    at("hint").textContent = `Point at ${kind}, or move with the arrow keys.${lines}`;
     choose();
   }
 

@@ -15,7 +15,7 @@ from make_lm import prompt
 from measure import Measure
 from settings import Config
 from tables import plot_sizes, table
-from train_docs import train_documents
+from train_docs import traces, train_documents
 
 import mmattn
 from mmattn import inspect, training
@@ -33,6 +33,8 @@ def main(settings: dict[str, Any]) -> Path:
     run.write_json("table.json", content)
     if config.part == "facts":
         plot_sizes(content["rows"], run.path / "sizes.png")
+    else:
+        inspect.save_traces(traces(config, run.path), run.path)
     text = table([content])
     run.write_text("table.md", text)
     print(text)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from answering import load_lm
+from ask import Asked
 from documents import load_topics
 from fitting import fit
 from passages import KINDS, Passages, Window, found_by_nobody, memory_of, neighbours, some_of, windows
@@ -78,6 +80,12 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
     rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
     return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library)}
+
+
+def traces(config: Config, run: Path, count: int = 3) -> list[mmattn.Trace]:
+    """What the adapter of a run looked at as it went on with the openings of held-out topics."""
+    asked = Asked(run / "index", run / "adapter", config.lm)
+    return [asked.trace(" ".join(text.split()[:40])) for text in list(load_topics()[1].values())[:count]]
 
 
 def loss_on(

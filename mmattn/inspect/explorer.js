@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
   const SVG = "http://www.w3.org/2000/svg";
-  const SHOWN = 20;
+  const SHOWN = 12;
   const now = { trace: 0, word: 0, layer: "all", view: "mean" };
 
   // Numbers from 0 to 1 are kept as 16 bits each.
@@ -39,7 +39,10 @@
   }
 
   const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
-  const signed = (share) => `${share >= 0 ? "+" : "−"}${(100 * Math.abs(share)).toFixed(1)} points`;
+  const signed = (share) => {
+    const points = (100 * Math.abs(share)).toFixed(1);
+    return `${points === "0.0" ? "±" : share > 0 ? "+" : "−"}${points} points`;
+  };
 
   function make(kind, attributes = {}, text = null) {
     const svg = kind === "svg" || kind === "rect" || kind === "title";
@@ -70,12 +73,15 @@
     return lines.join("\n");
   }
 
-  function said(trace, j, value) {
-    const number = now.view === "dropped" ? signed(-value) : percent(value, 2);
-    const more = now.view !== "dropped" && trace.dropped !== null
-      ? `, ${signed(trace.dropped[now.word * trace.sources.length + j] - trace.probability[now.word])} if dropped` : "";
-    return `${number}${more}`;
+  const number = (value) => now.view === "dropped" ? signed(-value) : percent(value, 2);
+
+  // What dropping a source does, where it is known and not what is shown anyway.
+  function change(trace, j) {
+    if (now.view === "dropped" || trace.dropped === null) return null;
+    return `${signed(trace.dropped[now.word * trace.sources.length + j] - trace.probability[now.word])} if dropped`;
   }
+
+  const said = (trace, j, value) => [number(value), change(trace, j)].filter((part) => part !== null).join(", ");
 
   function drawMap(trace, found, most) {
     const [rows, columns] = trace.grid;
@@ -83,24 +89,32 @@
     if (trace.picture !== null) map.append(make("img", { src: trace.picture, alt: "" }));
     const svg = make("svg", { viewBox: `0 0 ${columns} ${rows}`, preserveAspectRatio: "none", role: "img" });
     const best = found.indexOf(Math.max(...found));
+    // Where places share their looks out among the words, each has some of every word: what differs is to be seen.
+    const least = trace.looking === "sources" && most > Math.min(...found) ? Math.min(...found) : 0;
     svg.setAttribute("aria-label", `weights over the picture, most at ${trace.sources[best]}`);
     found.forEach((value, j) => {
       const rect = make("rect", {
         x: j % columns, y: Math.floor(j / columns), width: 1, height: 1, class: value < 0 ? "less" : "more",
-        "fill-opacity": (0.85 * Math.abs(value) / most).toFixed(4),
+        "fill-opacity": (0.75 * (Math.abs(value) - least) / (most - least)).toFixed(4),
       });
       rect.append(make("title", {}, `${trace.sources[j]}: ${said(trace, j, value)}`));
       svg.append(rect);
     });
     map.append(svg);
-    return map;
+    const words = now.view === "dropped" ? "orange: less probable without it, blue: more" : null;
+    const legend = make("div", { class: "legend" }, words);
+    if (now.view !== "dropped") {
+      const ramp = make("span", { class: "ramp", "aria-hidden": "true" });
+      legend.append(make("span", {}, number(least)), ramp, make("span", {}, number(most)));
+    }
+    return [map, legend];
   }
 
   function drawChips(trace, found, most) {
     const row = make("div", { class: "row", role: "list", "aria-label": "sources in their order" });
     found.forEach((value, j) => {
       const chip = make("span", { class: `chip ${value < 0 ? "less" : "more"}`, role: "listitem" }, trace.sources[j]);
-      chip.style.setProperty("--strength", (0.85 * Math.abs(value) / most).toFixed(4));
+      chip.style.setProperty("--strength", (0.75 * Math.abs(value) / most).toFixed(4));
       chip.setAttribute("title", said(trace, j, value));
       row.append(chip);
     });
@@ -110,12 +124,13 @@
   function drawList(trace, found, most) {
     const order = found.map((_, j) => j).sort((a, b) => Math.abs(found[b]) - Math.abs(found[a]));
     const items = order.slice(0, SHOWN).map((j) => {
-      const item = make("li");
-      item.append(make("span", { class: "number" }, said(trace, j, found[j])));
+      const item = make("li"), track = make("span", { class: "track", "aria-hidden": "true" });
+      const bar = make("span", { class: `bar ${found[j] < 0 ? "less" : "more"}` });
+      bar.style.setProperty("--share", `${(100 * Math.abs(found[j])) / most}%`);
+      track.append(bar);
+      item.append(make("span", { class: "number" }, number(found[j])), track);
       item.append(make("span", { class: "name" }, trace.sources[j]));
-      const bar = make("span", { class: `bar ${found[j] < 0 ? "less" : "more"}`, "aria-hidden": "true" });
-      bar.style.setProperty("--share", percent(Math.abs(found[j]) / most));
-      item.append(bar);
+      if (change(trace, j) !== null) item.append(make("span", { class: "change" }, change(trace, j)));
       return item;
     });
     if (order.length > SHOWN) items.push(make("li", { class: "rest" }, `… and ${order.length - SHOWN} more`));
@@ -128,7 +143,7 @@
     at("figures").textContent = figures(trace, found);
     const short = trace.sources.length <= 80 && Math.max(...trace.sources.map((name) => name.length)) <= 16;
     at("picture").replaceChildren(
-      ...(trace.grid !== null ? [drawMap(trace, found, most)] : short ? [drawChips(trace, found, most)] : [])
+      ...(trace.grid !== null ? drawMap(trace, found, most) : short ? [drawChips(trace, found, most)] : [])
     );
     drawList(trace, found, most);
     buttons.forEach((button, i) => {
@@ -137,9 +152,12 @@
     });
   }
 
+  // A space in front says nothing here, and a word of nothing else is seen by a mark.
+  const visible = (word) => word.trim() || word.replace(/\n/g, "↵").replace(/\s/g, "␣");
+
   function makeWord(trace, word, i) {
     const gain = trace.without === null ? 0 : trace.probability[i] - trace.without[i];
-    const button = make("button", { type: "button", class: gain < 0 ? "less" : "more" }, word);
+    const button = make("button", { type: "button", class: gain < 0 ? "less" : "more" }, visible(word));
     button.style.setProperty("--strength", Math.abs(gain).toFixed(4));
     return button;
   }
@@ -147,7 +165,7 @@
   // A word that is a patch of a picture shows itself.
   function makeTile(trace, word, i) {
     const [rows, columns] = trace.word_grid, button = make("button", { type: "button", "aria-label": word, title: word });
-    const place = (at, count) => `${count > 1 ? (100 * at) / (count - 1) : 0}%`;
+    const place = (index, count) => `${count > 1 ? (100 * index) / (count - 1) : 0}%`;
     if (trace.word_picture !== null) button.style.setProperty("background-image", `url("${trace.word_picture}")`);
     button.style.setProperty("background-size", `${100 * columns}% ${100 * rows}%`);
     button.style.setProperty("background-position",

@@ -177,8 +177,8 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
     file = Path(run) / FILE
     if not file.is_file():
         raise AdapterFileError(
-            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag, diffusion and translate leave it when "
-            "they end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
+            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag, diffusion and translate leave it "
+            "when they end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
         )
     tensors, about = read_tensors(file, FORMAT)
     version = about.get("format_version", 1)

@@ -131,7 +131,9 @@ class Continuation:
         for calls in weights.values():
             by_chunk = calls[0] @ belongs[:, None]  # (c, h, s, passages)
             # What stands at place t was written from the state before it, the first that a whole chunk informs.
-            looks.append(torch.stack([by_chunk[t // self.size - 1, :, t % self.size] for t in range(begin, len(ids))], 1))
+            looks.append(
+                torch.stack([by_chunk[t // self.size - 1, :, t % self.size] for t in range(begin, len(ids))], 1)
+            )
         return mmattn.Trace(
             [self.tokenizer.decode([one]) for one in ids[begin:]],
             names,

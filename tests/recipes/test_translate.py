@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmattn import inspect
 from mmattn.cli import main
 from mmattn.errors import ConfigError, TextError
 from mmattn.recipes import read_settings
@@ -154,6 +155,37 @@ def test_a_finished_run_translates_and_draws(recipe: SimpleNamespace, run: Path,
     small = recipe.sentences.train_tokenizer([recipe.pairs.Pair("a", "b")], 300)
     with pytest.raises(ConfigError, match="this tokenizer has"):
         recipe.writing.Translator(translator.model, small, translator.settings, 60)
+
+
+@torch.no_grad()
+def test_traces_are_its_alignments_and_what_hiding_words_does(recipe: SimpleNamespace, run: Path) -> None:
+    settings = recipe.settings.AlignmentSettings()
+    translator = recipe.writing.Translator.load(run, recipe.settings.WritingSettings(**SMALL["writing"]))
+    traces = inspect.load_traces(run)
+    lines = (run / "alignment.txt").read_text(encoding="utf-8").splitlines()
+    assert 0 < len(traces) <= 2 and len(lines) == len(traces)
+    for trace, line in zip(traces, lines, strict=True):
+        source, written = trace.title.split(" → ", 1)
+        assert [written] == translator([source]) and trace.weights.shape[:2] == (1, 2)
+        best = trace.mean().argmax(1).tolist()
+        pairs = zip(trace.words, best, strict=True)
+        assert " ".join(f"{word}→{trace.sources[place]}" for word, place in pairs) == line
+        assert torch.allclose(trace.weights.sum(-1), torch.ones(()), atol=1e-4), "words share their look out"
+        # Each token's probability, one after the other and without a memory of its own.
+        (ids,) = recipe.sentences.read_sources(translator.tokenizer, [source])
+        (target,) = translator.write([ids])
+        told, chances = [translator.tokenizer.bos_token_id], []
+        for token in target:
+            chances.append(translator.model(torch.tensor([ids]), torch.tensor([told]))[0, -1].softmax(-1)[token])
+            told.append(token)
+        spans = [places for _, places in recipe.alignment.words(translator.tokenizer, target)]
+        want = torch.stack([torch.stack(chances)[places].prod() for places in spans])
+        assert want.isfinite().all() and (want > 0).all()
+        torch.testing.assert_close(trace.probability, want)
+        assert not torch.allclose(trace.without, want) and not torch.allclose(trace.dropped[:, 0], want)
+    alone = translator.trace("thousand", settings)
+    assert alone.sources == ("thousand",) and len(alone.words)
+    torch.testing.assert_close(alone.dropped[:, 0], alone.without)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "config_pairs.yaml"])

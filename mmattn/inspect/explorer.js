@@ -28,7 +28,9 @@
   function values(trace) {
     const s = trace.sources.length, l = trace.words.length, found = new Array(s).fill(0);
     if (now.view === "rollout") return Array.from(trace.rollout.slice(now.word * s, (now.word + 1) * s));
-    if (now.view === "dropped") return found.map((_, j) => trace.probability[now.word] - trace.dropped[now.word * s + j]);
+    if (now.view === "dropped") {
+      return found.map((_, j) => trace.probability[now.word] - trace.dropped[now.word * s + j]);
+    }
     const layers = now.layer === "all" ? trace.layers.map((_, n) => n) : [Number(now.layer)];
     const heads = now.view === "mean" ? [...Array(trace.heads).keys()] : [Number(now.view)];
     for (const n of layers) for (const h of heads) {
@@ -62,7 +64,7 @@
       lines.push(word);
     }
     if (now.view === "dropped") {
-      lines.push("shown: what the probability loses when that source is dropped");
+      lines.push("shown: how the probability changes when that source is dropped");
     } else {
       const sum = found.reduce((a, b) => a + b, 0);
       const entropy = found.reduce((bits, w) => bits - (w > 0 ? (w / sum) * Math.log2(w / sum) : 0), 0);
@@ -164,7 +166,8 @@
 
   // A word that is a patch of a picture shows itself.
   function makeTile(trace, word, i) {
-    const [rows, columns] = trace.word_grid, button = make("button", { type: "button", "aria-label": word, title: word });
+    const [rows, columns] = trace.word_grid;
+    const button = make("button", { type: "button", "aria-label": word, title: word });
     const place = (index, count) => `${count > 1 ? (100 * index) / (count - 1) : 0}%`;
     if (trace.word_picture !== null) button.style.setProperty("background-image", `url("${trace.word_picture}")`);
     button.style.setProperty("background-size", `${100 * columns}% ${100 * rows}%`);

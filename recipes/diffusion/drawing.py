@@ -55,7 +55,7 @@ def draw(
 
 
 def demo(out: Path, steps: int = 20) -> Path:
-    """A grid of the ten digits: without an example, in the hand of each shipped one; and what two pictures looked at."""
+    """A grid of the ten digits: without an example, in the hand of each shipped one; what two pictures looked at."""
     from pictures import grid
 
     models = load_models(assets_folder() / "diffusion")

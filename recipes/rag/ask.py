@@ -174,7 +174,9 @@ class Continuation:
         Raises:
             AdapterFileError: the index is not one of such a run.
         """
-        texts = [text if text.strip() else "." for text in self.tokenizer.batch_decode(chunks)]
+        # Blanks and halves of letters are nothing to the encoder.
+        written = self.tokenizer.batch_decode(chunks)
+        texts = [text if any(one.isprintable() and one not in " \ufffd" for one in text) else "." for text in written]
         hits = self.index.search(texts, self.settings.neighbours)
         rows = []
         for chunk, line, about in zip(chunks.tolist(), hits.texts, hits.metadata, strict=True):

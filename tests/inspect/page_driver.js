@@ -1,7 +1,8 @@
 // Uses a page in the stand-in of page_shim.js as a reader does in a browser, and notes what is seen after each step.
 (() => {
   const at = (id) => document.getElementById(id);
-  const fire = (target, kind, more = {}) => target.dispatchEvent(Object.assign(new Event(kind, { bubbles: true }), more));
+  const fire = (target, kind, more = {}) =>
+    target.dispatchEvent(Object.assign(new Event(kind, { bubbles: true }), more));
   const press = (...keys) => keys.forEach((key) => fire(document.activeElement, "keydown", { key }));
   const choose = (id, value) => { at(id).value = value; fire(at(id), "change"); };
   const steps = {

@@ -274,7 +274,7 @@ class TestSizes:
         words, sources, layers = (
             [f"{kind}{i}" for i in range(count)] for kind, count in (("w", l), ("s", s), ("n", n))
         )
-        return mmattn.Trace(words, sources, weights, layers, rollout=weights[0, 0])
+        return mmattn.Trace(words, sources, weights, layers, rollout=weights[0, 0], word_grid=(l, 1))
 
     @pytest.mark.parametrize(
         ("count", "sizes", "words"),
@@ -293,6 +293,13 @@ class TestSizes:
         assert path.stat().st_size < explorer.LIMIT
         assert len(notes) == len(words) and all(part in note for part, note in zip(words, notes, strict=True))
         assert all(json.dumps(note) in path.read_text(encoding="utf-8") for note in notes)
+
+    @needs_chromium
+    def test_a_reader_is_told(self, browser: Chromium, tmp_path: Path) -> None:
+        notes = inspect.write_page([self.large()] * 40, tmp_path / "page.html", heads=True)
+        browser.resize(1000, 800)
+        browser.open(tmp_path / "page.html")
+        assert browser.run("document.getElementById('notes').innerText") == "\n".join(notes) and not browser.faults
 
     def test_what_cannot_be_reduced_is_refused(self, tmp_path: Path) -> None:
         trace = mmattn.Trace(["a"], ["b" * 3_000_000], torch.ones(1, 1, 1, 1), ["c"])

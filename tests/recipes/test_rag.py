@@ -314,7 +314,7 @@ def check_traces(asked: Any, traces: list[mmattn.Trace], written: str) -> None:
     torch.testing.assert_close(trace.probability, want)
     chunk = one.found[tuple(out[0, begin - one.size : begin].tolist())]
     for layer, calls in enumerate(weights.values()):
-        row = calls[0][begin // one.size - 1, :, 0]  # of the last token of the question
+        row = calls[0][begin // one.size - 1, :, 0, : len(chunk)]  # of the last token of the question
         first = torch.stack([row[:, [passage == name for passage in chunk]].sum(1) for name in trace.sources], 1)
         torch.testing.assert_close(trace.weights[layer, :, 0], first)
     assert (trace.weights.sum(-1) < 1).all() and not torch.equal(trace.without, want)

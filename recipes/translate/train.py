@@ -126,7 +126,7 @@ def draw_alignments(config: Config, run: training.RunFolder, translator: Transla
     run.write_text("alignment.txt", "\n".join(map(str, looks.values())))
     if looks:
         draw(list(looks.values()), run.path / "alignment.png")
-        inspect.save_traces([translator.trace(source, config.alignment) for source in looks], run.path)
+        inspect.save_traces([translator.trace(source) for source in looks], run.path)
 
 
 def parameters(model: torch.nn.Module) -> int:

@@ -101,8 +101,14 @@ class Translator:
         return Alignment([word for word, _ in sources], [word for word, _ in targets], shares)
 
     @torch.no_grad()
-    def trace(self, source: str, settings: AlignmentSettings) -> mmattn.Trace:
-        """The same by layer and head, with the probability of each word, also where it may not look at one."""
+    def trace(self, source: str) -> mmattn.Trace:
+        """By layer and head where each word looked when it was written, and its probability without what it looked at.
+
+        Raises:
+            ConfigError: the model was trained without a source.
+        """
+        if not self.model.attentions():
+            raise ConfigError("this model was trained without cross-attention: there is no look to be shown")
         ids, written = self._written(source)
         sources, targets = words(self.tokenizer, ids), words(self.tokenizer, written)
         # A row that sees all, one that sees nothing, and one for each word that is hidden.
@@ -117,7 +123,7 @@ class Translator:
         return mmattn.Trace(
             [word for word, _ in targets],
             [word for word, _ in sources],
-            aligned(sources, targets, self._weights(ids, written), settings.read),
+            aligned(sources, targets, self._weights(ids, written), read=False),
             [f"layer {layer} of the decoder" for _, layer in self.model.attentions()],
             f"{source} → {self.tokenizer.decode(written).strip()}",
             probability=chances[0],

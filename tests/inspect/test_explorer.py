@@ -24,6 +24,7 @@ import mmattn
 from mmattn import inspect
 from mmattn.cli import main
 from mmattn.errors import ConfigError
+from mmattn.files import write_tensors
 from mmattn.inspect import explorer
 from tests.inspect.chromium import Chromium, find_chromium
 from tests.inspect.test_trace import FILE, HEADS, LAYERS, SOURCES, WORDS, made
@@ -325,4 +326,9 @@ def test_the_command_writes_a_page_of_runs(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as end:
         main(["explore", str(tmp_path / "one"), "-o", str(out)])
     assert end.value.code == 2 and "there is no attention.safetensors" in capsys.readouterr().err
+    write_tensors(tmp_path / "one" / FILE, {}, {"format": "mmattn-traces", "format_version": 2, "traces": []})
+    with pytest.raises(SystemExit) as end:
+        main(["explore", str(tmp_path / "one"), "-o", str(out)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert end.value.code == 2 and "is of version 2, and this mmattn reads version 1" in said
     assert out.read_bytes() == before

@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
   const SVG = "http://www.w3.org/2000/svg";
-  const SHOWN = 20;
+  const SHOWN = 12;
   const now = { trace: 0, word: 0, layer: "all", view: "mean" };
 
   // Numbers from 0 to 1 are kept as 16 bits each.
@@ -28,7 +28,9 @@
   function values(trace) {
     const s = trace.sources.length, l = trace.words.length, found = new Array(s).fill(0);
     if (now.view === "rollout") return Array.from(trace.rollout.slice(now.word * s, (now.word + 1) * s));
-    if (now.view === "dropped") return found.map((_, j) => trace.probability[now.word] - trace.dropped[now.word * s + j]);
+    if (now.view === "dropped") {
+      return found.map((_, j) => trace.probability[now.word] - trace.dropped[now.word * s + j]);
+    }
     const layers = now.layer === "all" ? trace.layers.map((_, n) => n) : [Number(now.layer)];
     const heads = now.view === "mean" ? [...Array(trace.heads).keys()] : [Number(now.view)];
     for (const n of layers) for (const h of heads) {
@@ -39,7 +41,10 @@
   }
 
   const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
-  const signed = (share) => `${share >= 0 ? "+" : "−"}${(100 * Math.abs(share)).toFixed(1)} points`;
+  const signed = (share) => {
+    const points = (100 * Math.abs(share)).toFixed(1);
+    return `${points === "0.0" ? "±" : share > 0 ? "+" : "−"}${points} points`;
+  };
 
   function make(kind, attributes = {}, text = null) {
     const svg = kind === "svg" || kind === "rect" || kind === "title";
@@ -59,7 +64,7 @@
       lines.push(word);
     }
     if (now.view === "dropped") {
-      lines.push("shown: what the probability loses when that source is dropped");
+      lines.push("shown: how the probability changes when that source is dropped");
     } else {
       const sum = found.reduce((a, b) => a + b, 0);
       const entropy = found.reduce((bits, w) => bits - (w > 0 ? (w / sum) * Math.log2(w / sum) : 0), 0);
@@ -70,12 +75,15 @@
     return lines.join("\n");
   }
 
-  function said(trace, j, value) {
-    const number = now.view === "dropped" ? signed(-value) : percent(value, 2);
-    const more = now.view !== "dropped" && trace.dropped !== null
-      ? `, ${signed(trace.dropped[now.word * trace.sources.length + j] - trace.probability[now.word])} if dropped` : "";
-    return `${number}${more}`;
+  const number = (value) => now.view === "dropped" ? signed(-value) : percent(value, 2);
+
+  // What dropping a source does, where it is known and not what is shown anyway.
+  function change(trace, j) {
+    if (now.view === "dropped" || trace.dropped === null) return null;
+    return `${signed(trace.dropped[now.word * trace.sources.length + j] - trace.probability[now.word])} if dropped`;
   }
+
+  const said = (trace, j, value) => [number(value), change(trace, j)].filter((part) => part !== null).join(", ");
 
   function drawMap(trace, found, most) {
     const [rows, columns] = trace.grid;
@@ -83,24 +91,32 @@
     if (trace.picture !== null) map.append(make("img", { src: trace.picture, alt: "" }));
     const svg = make("svg", { viewBox: `0 0 ${columns} ${rows}`, preserveAspectRatio: "none", role: "img" });
     const best = found.indexOf(Math.max(...found));
+    // Where places share their looks out among the words, each has some of every word: what differs is to be seen.
+    const least = trace.looking === "sources" && most > Math.min(...found) ? Math.min(...found) : 0;
     svg.setAttribute("aria-label", `weights over the picture, most at ${trace.sources[best]}`);
     found.forEach((value, j) => {
       const rect = make("rect", {
         x: j % columns, y: Math.floor(j / columns), width: 1, height: 1, class: value < 0 ? "less" : "more",
-        "fill-opacity": (0.85 * Math.abs(value) / most).toFixed(4),
+        "fill-opacity": (0.75 * (Math.abs(value) - least) / (most - least)).toFixed(4),
       });
       rect.append(make("title", {}, `${trace.sources[j]}: ${said(trace, j, value)}`));
       svg.append(rect);
     });
     map.append(svg);
-    return map;
+    const words = now.view === "dropped" ? "orange: less probable without it, blue: more" : null;
+    const legend = make("div", { class: "legend" }, words);
+    if (now.view !== "dropped") {
+      const ramp = make("span", { class: "ramp", "aria-hidden": "true" });
+      legend.append(make("span", {}, number(least)), ramp, make("span", {}, number(most)));
+    }
+    return [map, legend];
   }
 
   function drawChips(trace, found, most) {
     const row = make("div", { class: "row", role: "list", "aria-label": "sources in their order" });
     found.forEach((value, j) => {
       const chip = make("span", { class: `chip ${value < 0 ? "less" : "more"}`, role: "listitem" }, trace.sources[j]);
-      chip.style.setProperty("--strength", (0.85 * Math.abs(value) / most).toFixed(4));
+      chip.style.setProperty("--strength", (0.75 * Math.abs(value) / most).toFixed(4));
       chip.setAttribute("title", said(trace, j, value));
       row.append(chip);
     });
@@ -110,12 +126,13 @@
   function drawList(trace, found, most) {
     const order = found.map((_, j) => j).sort((a, b) => Math.abs(found[b]) - Math.abs(found[a]));
     const items = order.slice(0, SHOWN).map((j) => {
-      const item = make("li");
-      item.append(make("span", { class: "number" }, said(trace, j, found[j])));
+      const item = make("li"), track = make("span", { class: "track", "aria-hidden": "true" });
+      const bar = make("span", { class: `bar ${found[j] < 0 ? "less" : "more"}` });
+      bar.style.setProperty("--share", `${(100 * Math.abs(found[j])) / most}%`);
+      track.append(bar);
+      item.append(make("span", { class: "number" }, number(found[j])), track);
       item.append(make("span", { class: "name" }, trace.sources[j]));
-      const bar = make("span", { class: `bar ${found[j] < 0 ? "less" : "more"}`, "aria-hidden": "true" });
-      bar.style.setProperty("--share", percent(Math.abs(found[j]) / most));
-      item.append(bar);
+      if (change(trace, j) !== null) item.append(make("span", { class: "change" }, change(trace, j)));
       return item;
     });
     if (order.length > SHOWN) items.push(make("li", { class: "rest" }, `… and ${order.length - SHOWN} more`));
@@ -128,13 +145,35 @@
     at("figures").textContent = figures(trace, found);
     const short = trace.sources.length <= 80 && Math.max(...trace.sources.map((name) => name.length)) <= 16;
     at("picture").replaceChildren(
-      ...(trace.grid !== null ? [drawMap(trace, found, most)] : short ? [drawChips(trace, found, most)] : [])
+      ...(trace.grid !== null ? drawMap(trace, found, most) : short ? [drawChips(trace, found, most)] : [])
     );
     drawList(trace, found, most);
     buttons.forEach((button, i) => {
       button.setAttribute("aria-pressed", String(i === now.word));
       button.tabIndex = i === now.word ? 0 : -1;
     });
+  }
+
+  // A space in front says nothing here, and a word of nothing else is seen by a mark.
+  const visible = (word) => word.trim() || word.replace(/\n/g, "↵").replace(/\s/g, "␣");
+
+  function makeWord(trace, word, i) {
+    const gain = trace.without === null ? 0 : trace.probability[i] - trace.without[i];
+    const button = make("button", { type: "button", class: gain < 0 ? "less" : "more" }, visible(word));
+    button.style.setProperty("--strength", Math.abs(gain).toFixed(4));
+    return button;
+  }
+
+  // A word that is a patch of a picture shows itself.
+  function makeTile(trace, word, i) {
+    const [rows, columns] = trace.word_grid;
+    const button = make("button", { type: "button", "aria-label": word, title: word });
+    const place = (index, count) => `${count > 1 ? (100 * index) / (count - 1) : 0}%`;
+    if (trace.word_picture !== null) button.style.setProperty("background-image", `url("${trace.word_picture}")`);
+    button.style.setProperty("background-size", `${100 * columns}% ${100 * rows}%`);
+    button.style.setProperty("background-position",
+      `${place(i % columns, columns)} ${place(Math.floor(i / columns), rows)}`);
+    return button;
   }
 
   let buttons = [];
@@ -145,12 +184,12 @@
   }
 
   function step(event) {
-    const last = buttons.length - 1;
-    const to = { ArrowRight: now.word + 1, ArrowDown: now.word + 1, ArrowLeft: now.word - 1, ArrowUp: now.word - 1,
+    const last = buttons.length - 1, grid = traces[now.trace].word_grid, row = grid === null ? 1 : grid[1];
+    const to = { ArrowRight: now.word + 1, ArrowDown: now.word + row, ArrowLeft: now.word - 1, ArrowUp: now.word - row,
       Home: 0, End: last }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    look(Math.min(Math.max(to, 0), last));
+    if (to >= 0 && to <= last) look(to);
     buttons[now.word].focus();
   }
 
@@ -173,13 +212,18 @@
     now.view = fill(at("view"), views, now.view);
     at("title").textContent = trace.title;
     buttons = trace.words.map((word, i) => {
-      const button = make("button", { type: "button" }, word);
+      const button = trace.word_grid === null ? makeWord(trace, word, i) : makeTile(trace, word, i);
       button.addEventListener("mouseenter", () => look(i));
       button.addEventListener("focus", () => look(i));
       button.addEventListener("click", () => look(i));
       return button;
     });
+    at("words").setAttribute("class", trace.word_grid === null ? "" : "tiles");
+    at("words").style.setProperty("--columns", trace.word_grid === null ? 1 : trace.word_grid[1]);
     at("words").replaceChildren(...buttons);
+    const kind = trace.word_grid === null ? "a word" : "a patch";
+    const lines = trace.without === null ? "" : " An orange line: the memory makes it more probable; a blue one: less.";
+    at("hint").textContent = `Point at ${kind}, or move with the arrow keys.${lines}`;
     choose();
   }
 

@@ -98,14 +98,12 @@ def first_words(trace: Trace, count: int) -> Trace:
     """The trace with the first words of its text."""
     parts = {name: getattr(trace, name) for name in ("rollout", "probability", "without", "dropped")}
     shorter: dict[str, Any] = {name: None if part is None else part[:count] for name, part in parts.items()}
+    shorter |= {"word_grid": None, "word_picture": None}
     return replace(trace, words=trace.words[:count], weights=trace.weights[:, :, :count], **shorter)
 
 
 def described(trace: Trace) -> dict[str, Any]:
     """The trace as the page's script reads it."""
-    picture = None
-    if trace.picture is not None:
-        picture = f"data:image/jpeg;base64,{base64.b64encode(trace.picture).decode()}"
     return {
         "title": trace.title,
         "words": list(trace.words),
@@ -114,13 +112,19 @@ def described(trace: Trace) -> dict[str, Any]:
         "heads": trace.weights.shape[1],
         "looking": trace.looking,
         "grid": trace.grid,
-        "picture": picture,
+        "picture": _address(trace.picture),
+        "word_grid": trace.word_grid,
+        "word_picture": _address(trace.word_picture),
         "weights": _packed(trace.weights),
         "rollout": _packed(trace.rollout),
         "dropped": _packed(trace.dropped),
         "probability": _rounded(trace.probability),
         "without": _rounded(trace.without),
     }
+
+
+def _address(picture: bytes | None) -> str | None:
+    return None if picture is None else f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
 
 
 def _packed(shares: Tensor | None) -> str | None:

@@ -22,6 +22,7 @@ FILE = "attention.safetensors"
 #: Pixels a side of a picture, at most.
 SIDE = 256
 _TENSORS = ("weights", "rollout", "probability", "without", "dropped")
+_PICTURES = ("picture", "word_picture")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,8 @@ class Trace:
         probability: (l,) of each word. without: (l,) without a memory. dropped: (l, s) without that source.
         grid: rows and columns, where the sources are the patches of a picture, row by row.
         picture: an image of Pillow, kept small as JPEG, or the bytes of one.
+        word_grid, word_picture: the same of the words, where they are patches, too: those of an example that is
+            followed.
 
     Raises:
         ShapeError: sizes that do not fit. NonFiniteError: NaN or infinity. TextError: words that are no texts.
@@ -62,6 +65,8 @@ class Trace:
     dropped: Tensor | None = None
     grid: tuple[int, int] | None = None
     picture: Any = None
+    word_grid: tuple[int, int] | None = None
+    word_picture: Any = None
 
     def __post_init__(self) -> None:
         for name in ("words", "sources", "layers"):
@@ -89,10 +94,13 @@ class Trace:
             if not torch.isfinite(given).all():
                 raise NonFiniteError(f"{name} of a trace has NaN or infinity: look at the model with doctor(...) first")
             object.__setattr__(self, name, given.detach().float().cpu())
-        if self.grid is not None and self.grid[0] * self.grid[1] != s:
-            raise ShapeError(f"a grid of {self.grid[0]} × {self.grid[1]} patches does not fit {s} sources")
-        if self.picture is not None and not isinstance(self.picture, bytes):
-            object.__setattr__(self, "picture", _small(self.picture))
+        for grid, count, kind in ((self.grid, s, "sources"), (self.word_grid, l, "words")):
+            if grid is not None and grid[0] * grid[1] != count:
+                raise ShapeError(f"a grid of {grid[0]} × {grid[1]} patches does not fit {count} {kind}")
+        for name in _PICTURES:
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, bytes):
+                object.__setattr__(self, name, _small(given))
 
     def mean(self) -> Tensor:
         """The weights (l, s) as the mean over layers and heads."""
@@ -135,8 +143,9 @@ def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
         for name in _TENSORS:
             if getattr(trace, name) is not None:
                 tensors[f"{number}.{name}"] = getattr(trace, name)
-        if trace.picture is not None:
-            tensors[f"{number}.picture"] = torch.frombuffer(bytearray(trace.picture), dtype=torch.uint8)
+        for name in _PICTURES:
+            if getattr(trace, name) is not None:
+                tensors[f"{number}.{name}"] = torch.frombuffer(bytearray(getattr(trace, name)), dtype=torch.uint8)
         described.append(
             {
                 "title": trace.title,
@@ -145,6 +154,7 @@ def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
                 "layers": list(trace.layers),
                 "looking": trace.looking,
                 "grid": None if trace.grid is None else list(trace.grid),
+                "word_grid": None if trace.word_grid is None else list(trace.word_grid),
             }
         )
     file = Path(run) / FILE
@@ -167,7 +177,7 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
     file = Path(run) / FILE
     if not file.is_file():
         raise AdapterFileError(
-            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag (facts) and diffusion (text) leave it "
+            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag, diffusion and translate leave it "
             "when they end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
         )
     tensors, about = read_tensors(file, FORMAT)
@@ -183,14 +193,14 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
 
 def _restored(number: int, about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
     found: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in _TENSORS if name != "weights"}
-    picture = tensors.get(f"{number}.picture")
-    return Trace(
-        weights=tensors[f"{number}.weights"],
-        picture=None if picture is None else picture.numpy().tobytes(),
-        grid=None if about["grid"] is None else (int(about["grid"][0]), int(about["grid"][1])),
-        **{name: about[name] for name in ("words", "sources", "layers", "title", "looking")},
-        **found,
-    )
+    for name in _PICTURES:
+        picture = tensors.get(f"{number}.{name}")
+        found[name] = None if picture is None else picture.numpy().tobytes()
+    # The first files of this version know no grid of words.
+    for name, grid in (("grid", about["grid"]), ("word_grid", about.get("word_grid"))):
+        found[name] = None if grid is None else (int(grid[0]), int(grid[1]))
+    found |= {name: about[name] for name in ("words", "sources", "layers", "title", "looking")}
+    return Trace(weights=tensors[f"{number}.weights"], **found)
 
 
 def _small(image: Any) -> bytes:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from data import away_from_paper
 from models import load_models
-from sampling import as_image, draw as sample, trace
+from sampling import as_image, draw as sample, traces
 from style import load_encoder
 from torch import Tensor
 
@@ -73,7 +73,7 @@ class Pen:
 
 
 def demo(out: Path, steps: int = 20) -> Path:
-    """A grid of the ten digits: without an example, and in the hand of each shipped one; and two traces."""
+    """A grid of the ten digits: without an example, in the hand of each shipped one; what two pictures looked at."""
     from pictures import grid
 
     pen = Pen()
@@ -88,7 +88,10 @@ def demo(out: Path, steps: int = 20) -> Path:
         labels.append(f"like {path.stem}.png")
     grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels)
     (out / "digits").mkdir(exist_ok=True)
-    inspect.save_traces([trace(model, models, one, steps, seed=0) for one in ("a thick seven", "a 3")], out / "digits")
+    # The last example stays in use.
+    looked = traces(model, models, "a thick seven", steps, seed=0)
+    looked += traces(model, models, "a 3", steps, seed=0, memory=encoder.encode(shown), example=shown[0])
+    inspect.save_traces(looked, out / "digits")
     return out / "digits.png"
 
 

@@ -51,23 +51,54 @@ def draw(
     return models.decode(x)
 
 
-def trace(model: mmattn.hosts.UNet, models: Models, sentence: str, steps: int, *, seed: int) -> mmattn.Trace:
-    """Where the picture looked at each word while it was drawn without guidance: the mean over steps."""
+def traces(
+    model: mmattn.hosts.UNet,
+    models: Models,
+    sentence: str,
+    steps: int,
+    *,
+    seed: int,
+    memory: mmattn.Memory | None = None,
+    example: Tensor | None = None,
+) -> list[mmattn.Trace]:
+    """Where the picture looked at each word while it was drawn without guidance: the mean over steps.
+
+    Args:
+        memory: of an `example` (c, size, size) to follow; a second trace is then of its patches.
+    """
     with mmattn.record(model) as weights:
-        made = draw(model, models, [sentence], steps, 0.0, seed=seed)
+        made = draw(model, models, [sentence], steps, 0.0, seed=seed, memory=memory)
     words, side = models.words.tokens(sentence), model.host.config.sample_size
-    maps, names = [], []
-    for index, calls in ((index, calls) for (name, index), calls in weights.items() if name == "text"):
-        seen = torch.stack(calls)[:, 0].mean(0)[..., : len(words)]  # (heads, places, words)
+    given: dict[str, Any] = {"looking": "sources", "grid": (side, side), "picture": enlarged(made[0])}
+    found = [mmattn.Trace(words, patches(side), *maps(weights, "text", len(words), side), sentence, **given)]
+    if memory is not None and example is not None:
+        edge = round(memory.length**0.5)
+        given |= {"word_grid": (edge, edge), "word_picture": enlarged(example)}
+        seen = maps(weights, "default", memory.length, side)
+        found.append(mmattn.Trace(patches(edge), patches(side), *seen, f"{sentence}, in this hand", **given))
+    return found
+
+
+def maps(weights: Any, name: str, count: int, side: int) -> tuple[Tensor, list[str]]:
+    """Of the slots of a memory, (layers, heads, slots, places) over a square of side × side, and the layers' names."""
+    found, names = [], []
+    for index, calls in ((index, calls) for (owner, index), calls in weights.items() if owner == name):
+        seen = torch.stack(calls)[:, 0].mean(0)[..., :count]  # (heads, places, slots)
         height = round(seen.shape[1] ** 0.5)
         square = seen.transpose(1, 2).unflatten(2, (height, height))
-        maps.append(F.interpolate(square, size=(side, side), mode="bilinear", align_corners=False).flatten(2))
+        found.append(F.interpolate(square, size=(side, side), mode="bilinear", align_corners=False).flatten(2))
         names.append(f"attention {index}, {height} × {height} places")
-    places = [f"row {row + 1}, column {column + 1}" for row in range(side) for column in range(side)]
-    return mmattn.Trace(
-        words, places, torch.stack(maps), names, sentence, looking="sources", grid=(side, side),
-        picture=as_image(made[0]).resize((256, 256)),
-    )  # fmt: skip
+    return torch.stack(found), names
+
+
+def patches(side: int) -> list[str]:
+    """The names of the patches of a square picture, row by row."""
+    return [f"row {row + 1}, column {column + 1}" for row in range(side) for column in range(side)]
+
+
+def enlarged(picture: Tensor) -> Any:
+    """A picture (c, height, width) from -1 to 1 as one of Pillow that a page can show."""
+    return as_image(picture).resize((256, 256))
 
 
 def as_image(picture: Tensor) -> Any:

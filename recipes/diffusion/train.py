@@ -11,7 +11,7 @@ from data import Pictures, load_data
 from measure import Judge
 from models import Models, load_models, save_models
 from pictures import grid, plot_losses, word_maps
-from sampling import draw, looked, trace
+from sampling import draw, looked, traces
 from settings import Config
 from style import StyleEncoder, save_encoder, train_encoder
 from tables import style_rows, table, text_rows
@@ -22,7 +22,7 @@ import mmattn
 from mmattn import inspect, training
 from mmattn.recipes import assets_folder
 
-EXPLORED = 4  # sentences that `mmattn explore` shows, at most
+EXPLORED = 4  # sentences, or examples, that `mmattn explore` shows, at most
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -45,7 +45,8 @@ def stage_text(config: Config, run: training.RunFolder) -> None:
     sentence = shown(subject)[0]
     word_maps(*looked(model, models, sentence, config.sample.steps, seed=config.seed), run.path / "words.png")
     given = {"steps": config.sample.steps, "seed": config.seed}
-    inspect.save_traces([trace(model, models, one, **given) for one in shown(subject)[:EXPLORED]], run.path)
+    looks = [traces(model, models, one, **given) for one in shown(subject)[:EXPLORED]]
+    inspect.save_traces([one for some in looks for one in some], run.path)
     finish(run, config, rows, judge.credentials(held_out), {"UNet and text encoder": fitted})
 
 
@@ -85,7 +86,7 @@ def show(
     config: Config,
     run: training.RunFolder,
 ) -> None:
-    """A grid: in each row an example, then up to ten classes in its style."""
+    """A grid: in each row an example, then up to ten classes in its style; of some, what they looked at."""
     rows = held_out.measures.abs().sum(1).topk(min(8, len(held_out))).indices.tolist()
     sentences = [subject.plain(number) for number in range(min(10, len(subject.classes)))]
     pictures = []
@@ -94,6 +95,13 @@ def show(
         made = draw(model, models, sentences, config.sample.steps, config.sample.w, seed=config.seed, memory=memory)
         pictures += [held_out.pictures[row], *made]
     grid(torch.stack(pictures), len(sentences) + 1, run.path / "examples.png")
+    looks = []
+    for row in rows[:EXPLORED]:
+        other = subject.plain((int(held_out.classes[row]) + 1) % len(subject.classes))
+        example = held_out.pictures[row]
+        given = {"memory": encoder.encode(example[None]), "example": example}
+        looks += traces(model, models, other, config.sample.steps, seed=config.seed, **given)
+    inspect.save_traces(looks, run.path)
 
 
 def finish(

@@ -68,7 +68,9 @@ class Asked:
         return answer, sorted(found, key=lambda source: -source.weight)
 
     def trace(self, question: str) -> mmattn.Trace:
-        """The answer word by word: which entries each looked at, and what it would be without them."""
+        """What is written word by word: which entries each looked at, and what it would be without them."""
+        if self.reader is not None:
+            return Continuation(self.index, self.model, self.tokenizer, self.reader, self.settings.docs).trace(question)
         prompt, memory = self.given(question)
         answer = write_answers(self.model, self.tokenizer, [prompt], memory)[0]
         return trace(self.model, self.tokenizer, prompt, answer, memory)
@@ -94,25 +96,78 @@ class Continuation:
     @torch.no_grad()
     def __call__(self, text: str, new: int = 48) -> tuple[str, list[Source]]:
         """What the model writes behind a text, and the passages it looked at."""
-        asked = self.tokenizer(text)["input_ids"]
-        # Whole chunks, so that the last one ends with the question and what it finds is read at once.
-        line = self.tokenizer("\n")["input_ids"][-1:]
-        ids = torch.tensor([line * (-len(asked) % self.size) + asked])
         memory = self.model.prepare(self.retrieve)
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), memory=memory, max_new_tokens=new, do_sample=False,
-            repetition_penalty=1.2, pad_token_id=self.tokenizer.pad_token_id,
-        )  # fmt: skip
+        out, begin = self.write(text, memory, new)
         with mmattn.record(self.model) as weights:
             self.model(out, memory=memory)
         shares: Counter[str] = Counter()
         seen = weights.mean()[0].mean(1)
-        chunks = out[0][: len(out[0]) // self.size * self.size].view(-1, self.size).tolist()
-        for chunk, row in zip(chunks, seen.tolist(), strict=False):
+        for chunk, row in zip(self.chunks(out).tolist(), seen.tolist(), strict=False):
             for passage, weight in zip(self.found[tuple(chunk)], row, strict=False):
                 shares[passage] += weight / len(seen)
-        written = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        written = self.tokenizer.decode(out[0, begin:], skip_special_tokens=True)
         return written, [Source(passage, share) for passage, share in shares.most_common()]
+
+    @torch.no_grad()
+    def trace(self, text: str, new: int = 48) -> mmattn.Trace:
+        """The same word by word: the passages that each could look at, those found for the whole chunk before it."""
+        out, begin = self.write(text, self.model.prepare(self.retrieve), new)
+        ids, first = out[0].tolist(), begin // self.size - 1
+        found = self.retrieve(self.chunks(out))
+        chunks, m, _ = found.tokens.shape
+        slots = [self.found[tuple(chunk)] for chunk in self.chunks(out).tolist()]
+        names = list(dict.fromkeys(name for row in slots[first:] for name in row))
+        owner = torch.full((chunks, m), -1)
+        for chunk in range(first, chunks):
+            owner[chunk, : len(slots[chunk])] = torch.tensor([names.index(name) for name in slots[chunk]])
+        kept = torch.ones(chunks, m, dtype=torch.bool) if found.mask is None else found.mask
+        # One row for all that was found, and one for each passage that is hidden.
+        rows = torch.stack([kept, *(kept & (owner != number) for number in range(len(names)))]).flatten(1)
+        segments = torch.arange(chunks).repeat_interleave(m).expand(len(rows), -1)
+        memory = mmattn.Memory(found.tokens.flatten(0, 1).expand(len(rows), -1, -1), rows, segments)
+        with mmattn.record(self.model) as weights:
+            everything = self.chances(out, begin, memory[:1])[0]
+        belongs = torch.nn.functional.one_hot(owner + 1, 1 + len(names))[..., 1:].float()
+        looks = []
+        for calls in weights.values():
+            by_chunk = calls[0] @ belongs[:, None]  # (c, h, s, passages)
+            # What stands at place t was written from the state before it, the first that a whole chunk informs.
+            looks.append(
+                torch.stack([by_chunk[t // self.size - 1, :, t % self.size] for t in range(begin, len(ids))], 1)
+            )
+        return mmattn.Trace(
+            [self.tokenizer.decode([one]) for one in ids[begin:]],
+            names,
+            torch.stack(looks),
+            [f"layer {layer}" for _, layer in weights],
+            " ".join(text.split()),
+            probability=everything,
+            without=self.chances(out, begin, None)[0],
+            dropped=self.chances(out, begin, memory[1:]).T if len(names) else None,
+        )
+
+    def write(self, text: str, memory: Any, new: int) -> tuple[Tensor, int]:
+        """Ids (1, l) of a text and what the model writes behind it, and where that begins."""
+        asked = self.tokenizer(text)["input_ids"]
+        # Whole chunks, so that the last one ends with the question and what it finds is read at once.
+        line = self.tokenizer("\n")["input_ids"][-1:]
+        ids = torch.tensor([line * (-len(asked) % self.size) + asked])
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), memory=memory, max_new_tokens=new, do_sample=False,
+            repetition_penalty=1.2, pad_token_id=self.tokenizer.pad_token_id,
+        )  # fmt: skip
+        return out, ids.shape[1]
+
+    def chunks(self, ids: Tensor) -> Tensor:
+        """The whole chunks (c, s) of a text (1, l)."""
+        return ids[0, : ids.shape[1] // self.size * self.size].view(-1, self.size)
+
+    def chances(self, ids: Tensor, begin: int, memory: mmattn.Memory | None) -> Tensor:
+        """The probability (b, t) of each token of a text (1, l) from `begin` on, for each row of a memory."""
+        given = {} if memory is None else {"memory": memory}
+        rows = ids if memory is None else ids.expand(memory.batch, -1)
+        logs = self.model(rows, **given).logits[:, begin - 1 : -1].log_softmax(-1)
+        return logs.gather(2, rows[:, begin:, None])[..., 0].exp()
 
     def retrieve(self, chunks: Tensor) -> mmattn.Memory:
         """The passages nearest to chunks (c, s), each with what follows it, as the language model reads them.

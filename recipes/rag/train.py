@@ -15,7 +15,7 @@ from make_lm import prompt
 from measure import Measure
 from settings import Config
 from tables import plot_bits, plot_sizes, table
-from train_docs import samples, train_documents
+from train_docs import show, train_documents
 
 import mmattn
 from mmattn import inspect, training
@@ -35,7 +35,7 @@ def main(settings: dict[str, Any]) -> Path:
         plot_sizes(content["rows"], run.path / "sizes.png")
     else:
         plot_bits(content["rows"], run.path / "bits.png")
-        run.write_text("samples.txt", samples(config, run.path))
+        show(config, run)
     text = table([content])
     run.write_text("table.md", text)
     print(text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,7 +21,7 @@ from reading import begin_as_lookup
 from settings import Config
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
 
 Choice = Callable[[list[int]], list[int]]
 Memories = Callable[[list[Window]], mmattn.Memory]
@@ -90,16 +89,17 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
     return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library), "copies": 1 - kept}
 
 
-def samples(config: Config, run: Path, count: int = 3) -> str:
-    """How the adapter of a run goes on with the openings of held-out topics, and the passages it looked at."""
-    asked = Asked(run / "index", run / "adapter", config.lm)
+def show(config: Config, run: training.RunFolder, count: int = 3) -> None:
+    """Leave how the adapter of a run goes on with the openings of held-out topics, and what it looked at."""
+    asked = Asked(run.path / "index", run.path / "adapter", config.lm)
+    openings = {name: " ".join(text.split()[:40]) for name, text in list(load_topics()[1].items())[:count]}
     texts = []
-    for name, text in list(load_topics()[1].items())[:count]:
-        opening = " ".join(text.split()[:40])
+    for name, opening in openings.items():
         written, sources = asked(opening)
         looked = [f"{source.weight:6.1%}  {' '.join(source.text.split())}" for source in sources[:3]]
         texts.append("\n".join([f"{name}: {opening}", f"-> {' '.join(written.split())}", *looked]))
-    return "\n\n".join(texts) + "\n"
+    run.write_text("samples.txt", "\n\n".join(texts) + "\n")
+    inspect.save_traces([asked.trace(opening) for opening in openings.values()], run.path)
 
 
 def loss_on(

@@ -26,21 +26,25 @@ class Alignment:
         return " ".join(f"{word}→{self.source[place]}" for word, place in zip(self.target, best, strict=True))
 
 
-def aligned(tokenizer: Any, source_ids: list[int], target_ids: list[int], weights: Tensor, read: bool) -> Alignment:
-    """Weights of words from those of tokens.
+Words = list[tuple[str, list[int]]]
+
+
+def aligned(sources: Words, targets: Words, weights: Tensor, read: bool) -> Tensor:
+    """Weights (…, words of the target, of the source) from those of tokens.
 
     Args:
-        weights: (1 + l, m) of the start and of each token of the target. read: a token's look is the one it has when it
-            is read; otherwise that of the token before it, from which it is written.
+        sources, targets: of `words`. weights: (…, 1 + l, m) of the start and of each token of the target.
+        read: a token's look is the one it has when it is read; otherwise that of the token before it, from which it is
+            written.
     """
-    sources, targets = words(tokenizer, source_ids), words(tokenizer, target_ids)
-    looks = weights[1:] if read else weights[:-1]
-    columns = torch.stack([looks[:, tokens].sum(1) for _, tokens in sources], 1)
-    rows = torch.stack([columns[tokens].mean(0) for _, tokens in targets]) if targets else columns[:0]
-    return Alignment([word for word, _ in sources], [word for word, _ in targets], rows)
+    looks = weights[..., 1:, :] if read else weights[..., :-1, :]
+    columns = torch.stack([looks[..., tokens].sum(-1) for _, tokens in sources], -1)
+    if not targets:
+        return columns
+    return torch.stack([columns[..., tokens, :].mean(-2) for _, tokens in targets], -2)
 
 
-def words(tokenizer: Any, ids: list[int]) -> list[tuple[str, list[int]]]:
+def words(tokenizer: Any, ids: list[int]) -> Words:
     """The words of a text of tokens, each with the places of its tokens.
 
     A word begins at a space, or where letters meet punctuation: "l'homme." is "l'", "homme" and ".".

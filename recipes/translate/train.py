@@ -19,7 +19,7 @@ from tables import table
 from writing import Translator
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
 from mmattn.errors import ConfigError
 
 CODES = ("sinusoidal", "learned", "rotary", "alibi")
@@ -118,16 +118,15 @@ def readable(tokenizer: Any, questions: list[Question], max_tokens: int) -> list
 
 
 def draw_alignments(config: Config, run: training.RunFolder, translator: Translator, questions: list[Question]) -> None:
-    """A picture and a text of where the words of short held-out sentences looked."""
-    short = [question for question in questions if 3 <= len(question.source.split()) <= 6]
-    looks = [
-        translator.look(question.source, config.alignment)
-        for question in (short or questions)[: config.alignment.sentences]
-    ]
-    looks = [look for look in looks if look.target]
-    run.write_text("alignment.txt", "\n".join(map(str, looks)))
+    """A picture and a text of where the words of short held-out sentences looked, and the same for `mmattn explore`."""
+    short = [question.source for question in questions if 3 <= len(question.source.split()) <= 6]
+    sources = (short or [question.source for question in questions])[: config.alignment.sentences]
+    looks = {source: translator.look(source, config.alignment) for source in sources}
+    looks = {source: look for source, look in looks.items() if look.target}
+    run.write_text("alignment.txt", "\n".join(map(str, looks.values())))
     if looks:
-        draw(looks, run.path / "alignment.png")
+        draw(list(looks.values()), run.path / "alignment.png")
+        inspect.save_traces([translator.trace(source) for source in looks], run.path)
 
 
 def parameters(model: torch.nn.Module) -> int:

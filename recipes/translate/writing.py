@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from alignment import Alignment, aligned, draw
+from alignment import Alignment, aligned, draw, words
 from sentences import padded, read_sources
 from settings import AlignmentSettings, WritingSettings
 from torch import Tensor
@@ -88,21 +88,60 @@ class Translator:
         Raises:
             ConfigError: the model has no such layer, or was trained without a source.
         """
-        (ids,) = read_sources(self.tokenizer, [source], self.max_tokens)
-        (written,) = self.write([ids])
-        return aligned(self.tokenizer, ids, written, self._weights(ids, written, settings.layer), settings.read)
+        places = len(self.model.attentions())
+        if not places or (settings.layer is not None and settings.layer >= places):
+            raise ConfigError(
+                f"alignment.layer={settings.layer}: the decoder looks at the source in {places} layers, from 0"
+            )
+        ids, written = self._written(source)
+        weights = self._weights(ids, written).mean(1)
+        sources, targets = words(self.tokenizer, ids), words(self.tokenizer, written)
+        chosen = weights.mean(0) if settings.layer is None else weights[settings.layer]
+        shares = aligned(sources, targets, chosen, settings.read)
+        return Alignment([word for word, _ in sources], [word for word, _ in targets], shares)
 
     @torch.no_grad()
-    def _weights(self, source: list[int], target: list[int], layer: int | None) -> Tensor:
-        """Weights (l, m), the mean over heads and layers, of the start and each token of a target."""
-        places = list(self.model.attentions())
-        if not places or (layer is not None and layer >= len(places)):
-            raise ConfigError(
-                f"alignment.layer={layer}: the decoder looks at the source in {len(places)} layers, from 0"
-            )
+    def trace(self, source: str) -> mmattn.Trace:
+        """By layer and head where each word looked when it was written, and its probability without what it looked at.
+
+        Raises:
+            ConfigError: the model was trained without a source.
+        """
+        if not self.model.attentions():
+            raise ConfigError("this model was trained without cross-attention: there is no look to be shown")
+        ids, written = self._written(source)
+        sources, targets = words(self.tokenizer, ids), words(self.tokenizer, written)
+        # A row that sees all, one that sees nothing, and one for each word that is hidden.
+        seen = torch.ones(2 + len(sources), len(ids), dtype=torch.bool)
+        seen[1] = False
+        for row, (_, tokens) in enumerate(sources, start=2):
+            seen[row, tokens] = False
+        memory = mmattn.Memory(self.model.encode(torch.tensor([ids])).tokens.expand(len(seen), -1, -1), seen)
+        target = torch.tensor([[self.tokenizer.bos_token_id, *written]]).expand(len(seen), -1)
+        logs = self.model.decode(target[:, :-1], memory).log_softmax(-1).gather(2, target[:, 1:, None])[..., 0]
+        chances = torch.stack([logs[:, tokens].sum(1) for _, tokens in targets], 1).exp()
+        return mmattn.Trace(
+            [word for word, _ in targets],
+            [word for word, _ in sources],
+            aligned(sources, targets, self._weights(ids, written), read=False),
+            [f"layer {layer} of the decoder" for _, layer in self.model.attentions()],
+            f"{source} → {self.tokenizer.decode(written).strip()}",
+            probability=chances[0],
+            without=chances[1],
+            dropped=chances[2:].T,
+        )
+
+    def _written(self, source: str) -> tuple[list[int], list[int]]:
+        """Ids of a source and of its translation."""
+        (ids,) = read_sources(self.tokenizer, [source], self.max_tokens)
+        return ids, self.write([ids])[0]
+
+    @torch.no_grad()
+    def _weights(self, source: list[int], target: list[int]) -> Tensor:
+        """Weights (layers, h, 1 + l, m) of the start and each token of a target."""
         with mmattn.record(self.model) as weights:
             self.model(torch.tensor([source]), torch.tensor([[self.tokenizer.bos_token_id, *target]]))
-        return weights.mean()[0][0] if layer is None else weights[places[layer]][0][0].mean(0)
+        return torch.cat([calls[0] for calls in weights.values()])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

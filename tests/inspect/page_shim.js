@@ -1,7 +1,7 @@
 // The little of a browser's document that a page uses, for Node: elements, attributes, events that bubble. No HTML is
 // parsed: an element gets its text by textContent alone, and a page that used innerHTML would show nothing.
 const fs = require("fs");
-const [, , pageFile, driverFile] = process.argv;
+const [, , pageFile, ...files] = process.argv;
 const page = fs.readFileSync(pageFile, "utf-8");
 
 class Node {
@@ -35,5 +35,4 @@ global.document = {
 const scripts = [...page.matchAll(/<script>([^]*?)<\/script>/g)].map((one) => one[1]);
 if (scripts.length !== 1) throw new Error(`a page has one script of its own, this one ${scripts.length}`);
 (0, eval)(scripts[0]);
-(0, eval)(fs.readFileSync(driverFile, "utf-8"));
-process.stdout.write(document.body.children[0].textContent);
+for (const file of files) (0, eval)(fs.readFileSync(file, "utf-8"));

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
+import io
 import json
 import math
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import mmattn
 from mmattn import inspect
 from mmattn.cli import main
 from mmattn.errors import ConfigError
+from mmattn.files import write_tensors
 from mmattn.inspect import explorer
+from tests.inspect.chromium import Chromium, find_chromium
 from tests.inspect.test_trace import FILE, HEADS, LAYERS, SOURCES, WORDS, made
 
 HERE = Path(__file__).parent
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-NODE = shutil.which("node")
+CHROMIUM, NODE = find_chromium(), shutil.which("node")
 EVIL = '</script><img src=x onerror="alert(1)"><!--<script>&amp;\u2028$title'
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: install one or set CHROMIUM")
 
 
 def evil() -> mmattn.Trace:
@@ -36,64 +41,100 @@ def evil() -> mmattn.Trace:
     return mmattn.Trace([EVIL, "two"], [EVIL, "b", "c"], weights, [EVIL], EVIL)
 
 
+def example() -> mmattn.Trace:
+    """Patches of a picture, 3 × 2 of them, that the places of another look at."""
+    torch.manual_seed(0)
+    weights, names = torch.rand(1, 2, 6, 4).softmax(2), [f"patch {i}" for i in range(6)]
+    places, picture = ["a", "b", "c", "d"], Image.new("RGB", (31, 37), (10, 90, 200))
+    shown = {"grid": (2, 2), "picture": picture, "word_grid": (3, 2), "word_picture": picture}
+    return mmattn.Trace(names, places, weights, ["layer 5"], looking="sources", **shown)
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of a picture and of a text that would be HTML, with every head."""
+    """A page of a picture, of a text that would be HTML, and of patches, with every head."""
     path = tmp_path_factory.mktemp("page") / "page.html"
-    assert inspect.write_page([made(), evil()], path, heads=True, title="a <b>title</b> & more") == []
+    assert inspect.write_page([made(), evil(), example()], path, heads=True, title="a <b>title</b> & more") == []
     return path
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(str(CHROMIUM), tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
 def in_node(page: Path) -> dict[str, Any]:
-    """What the driver notes in Node."""
-    done = subprocess.run(
-        [str(NODE), HERE / "page_shim.js", page, HERE / "page_driver.js"], capture_output=True, text=True, timeout=60
-    )
+    """What is seen after each step in Node, where no pixel is drawn."""
+    files = [HERE / name for name in ("page_shim.js", "page_seen.js", "page_driver.js")]
+    command = [str(NODE), files[0], page, *files[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def in_chromium(page: Path, folder: Path) -> dict[str, Any]:
-    """What the driver notes in a headless Chromium that cannot resolve any name; errors of the page fail."""
-    driver = (HERE / "page_driver.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(driver.encode()).digest()).decode()
-    text = page.read_text(encoding="utf-8").replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
-    driven = folder / "driven.html"
-    driven.write_text(text.replace("</body>", f"<script>{driver}</script></body>"), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={folder}/own"]
-    done = subprocess.run(
-        [str(CHROMIUM), *flags, "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", driven.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    errors = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-    assert done.returncode == 0 and not errors, errors or done.stderr
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
-    assert found, "the page's script or the driver did not come to its end"
-    return json.loads(html.unescape(found[1]))
+def in_chromium(page: Path, browser: Chromium) -> dict[str, Any]:
+    """What is seen after the same steps, made with a mouse and keys; nothing is asked of a network, nothing fails."""
+    found = {}
+
+    def see(name: str) -> None:
+        found[name] = browser.run("seen()")
+
+    def choose(name: str, down: int) -> None:
+        browser.run(f"document.getElementById('{name}').focus()")
+        browser.press(*["ArrowDown"] * down)
+
+    browser.open(page)
+    browser.run((HERE / "page_seen.js").read_text(encoding="utf-8"))
+    see("first")
+    browser.point("#words button:nth-child(2)")
+    see("hover")
+    browser.point("h1")
+    browser.press("Tab", "Tab", "Tab", "Tab", "ArrowRight")
+    see("right")
+    browser.press("End", "ArrowRight")
+    see("end")
+    browser.press("Home")
+    choose("layer", 2)
+    see("layer")
+    choose("view", 5)
+    see("head")
+    browser.press("ArrowDown")
+    see("rollout")
+    browser.press("ArrowDown")
+    see("dropped")
+    choose("trace", 1)
+    see("other")
+    browser.press("ArrowDown")
+    see("tiles")
+    browser.press("Tab", "Tab", "Tab", "ArrowDown")
+    see("below")
+    assert browser.requests and not [url for url in browser.requests if not url.startswith(("file:", "data:"))]
+    assert not browser.faults
+    return found
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("chromium", marks=pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")),
+        pytest.param("chromium", marks=needs_chromium),
         pytest.param("node", marks=pytest.mark.skipif(NODE is None, reason="there is no Node here")),
     ],
 )
-def found(request: pytest.FixtureRequest, page: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, page: Path) -> dict[str, Any]:
     """What a reader sees, step by step."""
-    return in_node(page) if request.param == "node" else in_chromium(page, tmp_path_factory.mktemp("chromium"))
+    return in_node(page) if request.param == "node" else in_chromium(page, request.getfixturevalue("browser"))
 
 
 class TestReading:
     def test_a_word_shows_true_weights(self, found: dict[str, Any]) -> None:
-        assert found["words"] == list(WORDS) and found["fetched"] == 0
-        mean, first = made().mean(), found["first"]
-        assert first["pressed"] == 0 and first["tabs"] == 1
+        mean, first, trace = made().mean(), found["first"], made()
+        assert (first["words"], first["pressed"], first["tabs"]) == (list(WORDS), 0, 1)
         best = mean[0].argsort(descending=True).tolist()
         for text, source in zip(first["sources"], best, strict=True):
-            assert text.startswith(f"{100 * mean[0, source]:.2f} %") and text.endswith(SOURCES[source])
+            change = 100 * (trace.dropped[0, source] - trace.probability[0])
+            assert text.startswith(f"{100 * mean[0, source]:.2f} %{SOURCES[source]}")
+            assert text.endswith(f"{'+' if change > 0 else '−'}{abs(change):.1f} points if dropped")
         entropy = float(torch.special.entr(mean[0]).sum() / math.log(2))
         assert f"entropy {entropy:.2f} of {math.log2(len(SOURCES)):.2f} bits" in first["figures"]
         assert "sum 1.0000" in first["figures"]
@@ -105,12 +146,13 @@ class TestReading:
         assert len(first["rects"]) == len(hover["rects"]) == len(SOURCES)
         assert first["rects"] != hover["rects"] and hover["pressed"] == 1 and '"two"' in hover["figures"]
         mean = made().mean()[1]
-        for shade, share in zip(hover["rects"], (0.85 * mean / mean.max()).tolist(), strict=True):
+        for shade, share in zip(hover["rects"], (0.75 * mean / mean.max()).tolist(), strict=True):
             assert float(shade) == pytest.approx(share, abs=2e-4)
 
     def test_the_keyboard_goes_where_a_pointer_goes(self, found: dict[str, Any]) -> None:
-        assert (found["right"]["pressed"], found["focused"], found["right"]["tabs"]) == (2, 2, 1)
-        assert found["end"]["pressed"] == 2 and found["right"]["figures"].startswith('"three"')
+        right = found["right"]
+        assert (right["pressed"], right["focused"], right["tabs"]) == (2, 2, 1)
+        assert found["end"]["pressed"] == 2 and right["figures"].startswith('"three"')
 
     def test_layers_heads_rollout_and_counterfactuals(self, found: dict[str, Any]) -> None:
         trace, word = made(), 0
@@ -128,14 +170,69 @@ class TestReading:
         change = trace.dropped[word] - trace.probability[word]
         most = change[change.abs().argmax()].item()
         assert found["dropped"]["sources"][0].startswith(f"{'+' if most >= 0 else '−'}{100 * abs(most):.1f} points")
+        assert not found["dropped"]["sources"][0].endswith("if dropped"), "it is shown anyway"
 
     def test_html_stays_letters(self, found: dict[str, Any], page: Path) -> None:
         other = found["other"]
-        assert other["title"] == EVIL and other["names"] == [EVIL, "two"]
+        assert other["title"] == EVIL and other["words"] == [EVIL, "two"]
         assert other["sources"] == [f"25.00 %{name}" for name in (EVIL, "b", "c")]
         assert "25.0 % elsewhere" in other["figures"] and other["views"] == ["mean of the heads"]
-        assert set(found["elements"]) <= {"button", "div", "img", "li", "ol", "rect", "span", "svg", "title"}
+        assert set(found["first"]["elements"] + other["elements"]) <= {
+            "button", "div", "img", "li", "ol", "rect", "span", "svg", "title",
+        }  # fmt: skip
         assert EVIL not in page.read_text(encoding="utf-8")
+
+    def test_patches_of_an_example_are_words(self, found: dict[str, Any]) -> None:
+        tiles, mean = found["tiles"], example().mean()[0]
+        assert tiles["named"] == list(example().words) and tiles["words"] == [""] * 6
+        shades = (0.75 * (mean - mean.min()) / (mean.max() - mean.min())).tolist()
+        assert [float(one) for one in tiles["rects"]] == pytest.approx(shades, abs=2e-4), "from the least to the most"
+        assert "over 4 places" in tiles["figures"]
+        assert (found["below"]["pressed"], found["below"]["focused"]) == (2, 2), "a row of two below the first"
+
+
+@needs_chromium
+class TestSight:
+    """What only a browser draws."""
+
+    def test_the_browser_tells_of_requests_and_errors(self, browser: Chromium, tmp_path: Path) -> None:
+        page = tmp_path / "page.html"
+        page.write_text('<img src="http://a.invalid/b.png"><script>throw new Error("c")</script>', encoding="utf-8")
+        browser.open(page)
+        assert browser.requests[1:] == ["http://a.invalid/b.png"]
+        assert sum("Error: c" in fault for fault in browser.faults) == 1
+
+    def test_pixels_follow_the_mouse(self, browser: Chromium, page: Path) -> None:
+        browser.open(page)
+        box = "({ x, y, width, height }) => ({ x, y, width, height })"
+        cells = browser.run(f"Array.from(document.querySelectorAll('rect'), (r) => ({box})(r.getBoundingClientRect()))")
+        for word in (1, 2, 1):
+            browser.point(f"#words button:nth-child({word})")
+            seen = Image.open(io.BytesIO(browser.picture())).convert("RGB")
+            middles = [(int(cell["x"] + cell["width"] / 2), int(cell["y"] + cell["height"] / 2)) for cell in cells]
+            # The picture has one colour, less red than what is over it: the more, the more it was looked at.
+            reds = [seen.getpixel(middles[place])[0] for place in made().mean()[word - 1].argsort().tolist()]
+            assert all(after >= before for before, after in pairwise(reds)) and reds[-1] > reds[0] + 20, reds
+
+    def test_bars_are_as_long_as_shares(self, browser: Chromium, page: Path) -> None:
+        browser.open(page)
+        widths = browser.run(
+            "Array.from(document.querySelectorAll('.bar'), (bar) => bar.getBoundingClientRect().width)"
+        )
+        shares = made().mean()[0].sort(descending=True).values
+        assert widths[0] > 50
+        for width, share in zip(widths, (shares / shares[0]).tolist(), strict=True):
+            assert width / widths[0] == pytest.approx(share, abs=0.02)
+
+    @pytest.mark.parametrize("width", [360, 1000])
+    def test_nothing_stands_outside_the_window(self, browser: Chromium, page: Path, width: int) -> None:
+        browser.resize(width, 800)
+        browser.open(page)
+        for sample in range(3):
+            browser.run(
+                f"at = document.getElementById('trace'), at.value = '{sample}', at.dispatchEvent(new Event('change'))"
+            )
+            assert browser.run("document.documentElement.scrollWidth") <= width, sample
 
 
 class _Tags(HTMLParser):
@@ -178,7 +275,7 @@ class TestSizes:
         words, sources, layers = (
             [f"{kind}{i}" for i in range(count)] for kind, count in (("w", l), ("s", s), ("n", n))
         )
-        return mmattn.Trace(words, sources, weights, layers, rollout=weights[0, 0])
+        return mmattn.Trace(words, sources, weights, layers, rollout=weights[0, 0], word_grid=(l, 1))
 
     @pytest.mark.parametrize(
         ("count", "sizes", "words"),
@@ -197,6 +294,13 @@ class TestSizes:
         assert path.stat().st_size < explorer.LIMIT
         assert len(notes) == len(words) and all(part in note for part, note in zip(words, notes, strict=True))
         assert all(json.dumps(note) in path.read_text(encoding="utf-8") for note in notes)
+
+    @needs_chromium
+    def test_a_reader_is_told(self, browser: Chromium, tmp_path: Path) -> None:
+        notes = inspect.write_page([self.large()] * 40, tmp_path / "page.html", heads=True)
+        browser.resize(1000, 800)
+        browser.open(tmp_path / "page.html")
+        assert browser.run("document.getElementById('notes').innerText") == "\n".join(notes) and not browser.faults
 
     def test_what_cannot_be_reduced_is_refused(self, tmp_path: Path) -> None:
         trace = mmattn.Trace(["a"], ["b" * 3_000_000], torch.ones(1, 1, 1, 1), ["c"])
@@ -222,4 +326,9 @@ def test_the_command_writes_a_page_of_runs(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as end:
         main(["explore", str(tmp_path / "one"), "-o", str(out)])
     assert end.value.code == 2 and "there is no attention.safetensors" in capsys.readouterr().err
+    write_tensors(tmp_path / "one" / FILE, {}, {"format": "mmattn-traces", "format_version": 2, "traces": []})
+    with pytest.raises(SystemExit) as end:
+        main(["explore", str(tmp_path / "one"), "-o", str(out)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert end.value.code == 2 and "is of version 2, and this mmattn reads version 1" in said
     assert out.read_bytes() == before

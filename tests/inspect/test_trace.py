@@ -12,7 +12,7 @@ from PIL import Image
 import mmattn
 from mmattn import inspect
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, TextError
-from mmattn.files import write_tensors
+from mmattn.files import read_tensors, write_tensors
 from mmattn.inspect.trace import FILE, SIDE
 
 WORDS, SOURCES, LAYERS, HEADS = ("one", "two", "three"), ("a", "b", "c", "d", "e", "f"), ("layer 1", "layer 3"), 5
@@ -40,11 +40,12 @@ def made(**changes: Any) -> mmattn.Trace:
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     bare = made(rollout=None, probability=None, without=None, dropped=None, grid=None, picture=None, looking="sources")
-    given = [made(), bare]
+    patches = made(word_grid=(3, 1), word_picture=Image.new("RGB", (101, 307), (0, 90, 10)))
+    given = [made(), bare, patches]
     file = inspect.save_traces(given, tmp_path)
     assert file == tmp_path / FILE
     for got, want in zip(inspect.load_traces(tmp_path), given, strict=True):
-        for name in ("words", "sources", "layers", "title", "looking", "grid", "picture"):
+        for name in ("words", "sources", "layers", "title", "looking", "grid", "picture", "word_grid", "word_picture"):
             assert getattr(got, name) == getattr(want, name)
         for name in ("weights", "rollout", "probability", "without", "dropped"):
             kept, own = getattr(got, name), getattr(want, name)
@@ -66,7 +67,8 @@ def test_a_picture_is_kept_small() -> None:
         ({"words": ["one"]}, ShapeError, r"weights of 2 layers, 1 words and 6 sources must be \(2, 5, 1, 6\)"),
         ({"weights": torch.ones(3, 6)}, ShapeError, "weights"),
         ({"dropped": torch.ones(6, 3)}, ShapeError, r"dropped .* must be \(3, 6\), got \(6, 3\)"),
-        ({"grid": (2, 2)}, ShapeError, "grid of 2 × 2"),
+        ({"grid": (2, 2)}, ShapeError, "grid of 2 × 2 patches does not fit 6 sources"),
+        ({"word_grid": (2, 3)}, ShapeError, "grid of 2 × 3 patches does not fit 3 words"),
         ({"rollout": torch.full((3, 6), torch.nan)}, NonFiniteError, "rollout"),
         ({"words": ["one", "two", None]}, TextError, "text 2"),
         ({"looking": "heads"}, ConfigError, "looking"),
@@ -75,6 +77,15 @@ def test_a_picture_is_kept_small() -> None:
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         made(**changes)
+
+
+def test_files_from_before_words_had_a_grid(tmp_path: Path) -> None:
+    file = inspect.save_traces([made()], tmp_path)
+    tensors, about = read_tensors(file, "mmattn-traces")
+    del about["traces"][0]["word_grid"]
+    write_tensors(file, tensors, about)
+    (trace,) = inspect.load_traces(tmp_path)
+    assert trace.words == WORDS and trace.word_grid is None and trace.grid == (2, 3)
 
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:

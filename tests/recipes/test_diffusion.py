@@ -166,6 +166,13 @@ def test_stage_b_and_drawing(
     assert {path.name: path.read_bytes() for path in (base / "unet").iterdir()} == before
     rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
     assert len(rows) == 11
+    traces = inspect.load_traces(out)
+    assert len(traces) == 8
+    for words, patches in zip(traces[::2], traces[1::2], strict=True):
+        assert (words.word_grid, patches.word_grid, len(patches.words)) == (None, (4, 4), 16)
+        assert patches.title.startswith(words.title) and patches.word_picture != patches.picture == words.picture
+        for trace in (words, patches):
+            assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "each place shares its look out"
     # Strength 0 is exactly no example.
     assert {**rows["decoupled, strength 0.0"], "name": ""} == {**rows["no example"], "name": ""}
 

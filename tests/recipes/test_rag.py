@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -304,6 +305,7 @@ def test_a_run_over_documents_has_its_controls(
     assert {source.text for source in sources} <= set(asked.index.state.entries.texts)
     assert 0.5 < sum(source.weight for source in sources) < 1, "the null slot has the rest"
     assert [source.weight for source in sources] == sorted((one.weight for one in sources), reverse=True)
+    check_traces(asked, inspect.load_traces(out), written)
     plain = mmattn.Index.build(["a loop", "a call"], encoder=mmattn.TextEncoder(), metadata=[{"page": 1}, {"page": 2}])
     plain.save(tmp_path / "plain")
     with pytest.raises(AdapterFileError, match="no ids of tokens"):
@@ -311,6 +313,31 @@ def test_a_run_over_documents_has_its_controls(
     (out / "config.resolved.yaml").unlink()
     with pytest.raises(AdapterFileError, match="keep it in the folder of its run"):
         recipe.ask.Asked(out / "index", out / "adapter", str(lm))
+
+
+@torch.no_grad()
+def check_traces(asked: Any, traces: list[mmattn.Trace], written: str) -> None:
+    """What words of a continuation looked at, beside what the model does when it looks its passages up itself."""
+    (held,) = traces
+    assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= set(asked.index.state.entries.texts)
+    trace = asked.trace("A call gives a value, and a loop")
+    assert "".join(trace.words).strip() == written and len(set(trace.sources)) == len(trace.sources)
+    Continuation = sys.modules[type(asked).__module__].Continuation
+    one = Continuation(asked.index, asked.model, asked.tokenizer, asked.reader, asked.settings.docs)
+    memory = asked.model.prepare(one.retrieve)
+    out, begin = one.write("A call gives a value, and a loop", memory, 48)
+    with mmattn.record(asked.model) as weights:
+        logits = asked.model(out, memory=memory).logits[0, begin - 1 : -1]
+    want = logits.softmax(-1).gather(1, out[0, begin:, None])[:, 0]
+    torch.testing.assert_close(trace.probability, want)
+    chunk = one.found[tuple(out[0, begin - one.size : begin].tolist())]
+    for layer, calls in enumerate(weights.values()):
+        row = calls[0][begin // one.size - 1, :, 0, : len(chunk)]  # of the last token of the question
+        first = torch.stack([row[:, [passage == name for passage in chunk]].sum(1) for name in trace.sources], 1)
+        torch.testing.assert_close(trace.weights[layer, :, 0], first)
+    assert (trace.weights.sum(-1) < 1).all() and not torch.equal(trace.without, want)
+    hidden = trace.mean()[0].argmax()
+    assert (trace.dropped[0, hidden] - want[0]).abs() > 1e-6
 
 
 def test_a_language_model_that_is_not_there(recipe: SimpleNamespace, tmp_path: Path) -> None:

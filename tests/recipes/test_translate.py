@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmattn import inspect
 from mmattn.cli import main
 from mmattn.errors import ConfigError, TextError
 from mmattn.recipes import read_settings
@@ -107,11 +108,14 @@ def test_words_and_where_they_looked(recipe: SimpleNamespace) -> None:
     weights = torch.zeros(1 + len(target), len(source))
     weights[:first, : spans[0]] = 1 / spans[0]
     weights[first:, spans[0] :] = 1 / spans[1]
-    made = recipe.alignment.aligned(tokenizer, source, target, weights, read=False)
-    torch.testing.assert_close(made.weights, torch.eye(2))
-    assert str(made) == "Je→I vois→see"
+    both = [recipe.alignment.words(tokenizer, ids) for ids in (source, target)]
+    made = recipe.alignment.aligned(*both, weights, read=False)
+    torch.testing.assert_close(made, torch.eye(2))
+    assert str(recipe.alignment.Alignment(["I", "see"], ["Je", "vois"], made)) == "Je→I vois→see"
+    by_head = recipe.alignment.aligned(*both, torch.stack([weights, 0 * weights]), read=False)
+    torch.testing.assert_close(by_head, torch.stack([torch.eye(2), torch.zeros(2, 2)]))
     if first == 1:
-        assert str(recipe.alignment.aligned(tokenizer, source, target, weights, read=True)) == "Je→see vois→see"
+        assert recipe.alignment.aligned(*both, weights, read=True).argmax(1).tolist() == [1, 1]
 
 
 def test_several_references_count(recipe: SimpleNamespace) -> None:
@@ -154,6 +158,39 @@ def test_a_finished_run_translates_and_draws(recipe: SimpleNamespace, run: Path,
     small = recipe.sentences.train_tokenizer([recipe.pairs.Pair("a", "b")], 300)
     with pytest.raises(ConfigError, match="this tokenizer has"):
         recipe.writing.Translator(translator.model, small, translator.settings, 60)
+
+
+@torch.no_grad()
+def test_traces_are_looks_of_writing_and_what_hiding_words_does(recipe: SimpleNamespace, run: Path) -> None:
+    settings = recipe.settings.AlignmentSettings(read=False)
+    translator = recipe.writing.Translator.load(run, recipe.settings.WritingSettings(**SMALL["writing"]))
+    traces = inspect.load_traces(run)
+    assert 0 < len(traces) <= 2
+    for trace in traces:
+        source, written = trace.title.split(" → ", 1)
+        assert [written] == translator([source]) and trace.weights.shape[:2] == (1, 2)
+        look = translator.look(source, settings)
+        assert (list(trace.words), list(trace.sources)) == (look.target, look.source)
+        torch.testing.assert_close(trace.mean(), look.weights)
+        assert torch.allclose(trace.weights.sum(-1), torch.ones(()), atol=1e-4), "words share their look out"
+    # The probability of each token, one after the other; of few, or that of a word would be 0 in float32.
+    short = recipe.writing.Translator(translator.model, translator.tokenizer, translator.settings, 9)
+    (ids,) = recipe.sentences.read_sources(short.tokenizer, ["fr: 7"])
+    (target,) = short.write([ids])
+    told, chances = [short.tokenizer.bos_token_id], []
+    for token in target:
+        chances.append(short.model(torch.tensor([ids]), torch.tensor([told]))[0, -1].softmax(-1)[token])
+        told.append(token)
+    spans = [places for _, places in recipe.alignment.words(short.tokenizer, target)]
+    want = torch.stack([torch.stack(chances)[places].prod() for places in spans])
+    assert want.isfinite().all() and (want > 0).all()
+    trace = short.trace("fr: 7")
+    torch.testing.assert_close(trace.probability, want, rtol=1e-3, atol=0)
+    for other in (trace.without, *trace.dropped.T):
+        assert ((other / want - 1).abs() > 1e-3).any()
+    alone = short.trace("7")
+    assert alone.sources == ("7",) and len(alone.words)
+    torch.testing.assert_close(alone.dropped[:, 0], alone.without, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "config_pairs.yaml"])

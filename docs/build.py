@@ -14,8 +14,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import mmattn
-
 API = Path(__file__).resolve().parent / "api"
 PARTS = ("core", "adapters", "hosts", "encoders", "retrieval", "inspect", "training")
 MODULES = ("mmattn", "mmattn.encoders", "mmattn.retrieval", "mmattn.inspect", "mmattn.training")

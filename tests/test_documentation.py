@@ -171,9 +171,10 @@ def parse(words: list[str]) -> None:
     """Have the command line read words as it would, and do nothing."""
     command = typer.main.get_command(app)
     words = [word for word in words if word != "--debug"]
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and words:
         command, words = command.commands[words[0]], words[1:]
-    command.make_context(command.name, words)
+    if words:  # where a page names only the command
+        command.make_context(command.name, words)
 
 
 @pytest.mark.parametrize("page", ["README.md", *PAGES])

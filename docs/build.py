@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,8 @@ def plain(text: str) -> str:
 def section(path: str, value: Any) -> str:
     """The heading, signature and docstring of a class or function, and of the methods of a class."""
     error = inspect.isclass(value) and issubclass(value, Exception)
-    lines = [f"### {path}", "" if error else f"```py\n{path.rpartition('.')[2]}{signature(value)}\n```"]
-    lines.append(markdown(value.__doc__ or ""))
+    called = "" if error else textwrap.fill(path.rpartition(".")[2] + signature(value), 110, subsequent_indent="    ")
+    lines = [f"### {path}", called and f"```py\n{called}\n```", markdown(value.__doc__ or "")]
     if inspect.isclass(value) and not error:
         own = [base for base in value.__mro__ if base.__module__.startswith("mmattn")]
         members = {name: member for base in reversed(own) for name, member in vars(base).items()}

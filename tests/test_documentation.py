@@ -7,6 +7,7 @@ import doctest
 import functools
 import importlib
 import io
+import json
 import pkgutil
 import re
 import runpy
@@ -15,6 +16,7 @@ import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +204,33 @@ def test_the_reference_is_of_these_docstrings() -> None:
     whole = "".join(wanted.values())
     classes = [name for name in mmattn.__all__ if callable(getattr(mmattn, name))]
     assert [name for name in classes if f"### mmattn.{name}\n" not in whole] == []
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run_and_hold_what_they_show(path: Path) -> None:
+    """Every cell runs and gives outputs of the kinds that are kept; numbers may differ from machine to machine."""
+    torch.manual_seed(0)
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    made = runpy.run_path(str(ROOT / "docs" / "notebooks" / "run.py"))["run"](kept)
+    assert kinds(kept) == kinds(made), "run python docs/notebooks/run.py"
+    assert path.stat().st_size < 100_000
+
+
+def kinds(notebook: dict[str, Any]) -> list[list[list[str]]]:
+    """For each code cell of a notebook what kinds of outputs it has."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [[sorted(output.get("data", ["stdout"])) for output in cell["outputs"]] for cell in cells]
+
+
+def test_a_notebook_that_fails_or_shows_something_else_is_seen() -> None:
+    run = runpy.run_path(str(ROOT / "docs" / "notebooks" / "run.py"))["run"]
+    cell = {"cell_type": "code", "source": ["print('a')\n", "2 + 3"], "outputs": []}
+    made = run({"cells": [cell]})
+    assert kinds(made) == [[["stdout"], ["text/plain"]]] != kinds({"cells": [cell]})
+    printed, value = made["cells"][0]["outputs"]
+    assert (printed["text"], value["data"]["text/plain"]) == (["a\n"], ["5"])
+    with pytest.raises(NameError):
+        run({"cells": [{**cell, "source": ["unheard_of"]}]})
 
 
 def test_every_rule_is_drawn(tmp_path: Path) -> None:

@@ -138,14 +138,10 @@ def pages() -> dict[str, str]:
         names = {path: value for path, value in found.items() if part_of(value) == part}
         sections = [section(path, value) for path, value in names.items()]
         out[f"{part}.md"] = "\n\n".join([f"# {part.capitalize()}", note, *sections]) + "\n"
-        rows = [f"| [{path}]({part}.md#{anchor(path)}) | {summary(value)} |" for path, value in names.items()]
+        first = {path: plain((value.__doc__ or "").strip().split("\n")[0]) for path, value in names.items()}
+        rows = [f"| [{path}]({part}.md#{anchor(path)}) | {line} |" for path, line in first.items()]
         index += [f"## {part.capitalize()}", "\n".join(["| name | is |", "|---|---|", *rows])]
     return {"README.md": "\n\n".join(index) + "\n"} | out
-
-
-def summary(value: Any) -> str:
-    """The first line of a docstring."""
-    return plain((value.__doc__ or "").strip().split("\n")[0])
 
 
 if __name__ == "__main__":

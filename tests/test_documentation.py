@@ -1,23 +1,35 @@
-"""Documentation that runs: docstring examples, the README's Python blocks, and what the words beside them promise."""
+"""Documentation that runs: docstring examples, the Python blocks of pages, and what the words beside them promise."""
 
 from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import importlib
 import io
+import json
 import pkgutil
 import re
+import runpy
+import shlex
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 import mmattn
+from mmattn import masks
 from mmattn.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/api/*.md"))
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md") if path.parent.name != "api")
+RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S)
 SKIP = "<!-- skip -->"
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
@@ -78,10 +90,12 @@ def test_readme_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(block, names)
 
 
-@pytest.mark.parametrize("page", sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("recipes/*/README.md")))
-def test_recipe_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", RECIPES + PAGES)
+def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "page"}
+    monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))  # dataclasses look for the module of a class
+    names = vars(sys.modules["page"])
     for block in blocks((ROOT / page).read_text(encoding="utf-8")):
         run(block, names)
 
@@ -101,12 +115,134 @@ def test_a_skip_mark_skips_one_block() -> None:
     assert [block.code for block in blocks(page)] == ["second\n"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def links(page: Path) -> list[str]:
+    """Where a page leads within this project, code left out."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    return [target for target in found if "://" not in target]
+
+
+def dead_links(page: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading of one."""
+    dead = []
+    for target in links(page):
+        place, _, heading = target.partition("#")
+        file = page.parent / place if place else page
+        if not file.exists() or (heading and heading not in headings(file)):
+            dead.append(target)
+    return dead
+
+
+@functools.cache
+def headings(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page in links."""
+    found = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES, *REFERENCE])
 def test_links_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in t]
-    targets += [t for t in re.findall(r'(?:src|href)="([^"]+)"', text) if "://" not in t]
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    assert dead_links(ROOT / page) == []
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Two words, one\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](other.md) [b](gone.md) [c](other.md#two-words-one) [d](other.md#three) ![e](gone.png)\n")
+    assert dead_links(page) == ["gone.md", "other.md#three", "gone.png"]
+
+
+def test_every_page_is_reached_from_the_first() -> None:
+    linked = {(ROOT / "docs" / link).resolve() for link in links(ROOT / "docs" / "README.md")}
+    pages = {path for path in ROOT.glob("docs/**/*.md") if path.parent.name != "api"} | set(
+        ROOT.glob("docs/**/*.ipynb")
+    )
+    assert pages - {ROOT / "docs" / "README.md"} <= linked
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each `mmattn …` in a page: lines of shell blocks, and code with a command and more."""
+    lines = [line for block in re.findall(r"^```(?:sh)?\n(.*?)^```", text, re.M | re.S) for line in block.split("\n")]
+    lines += re.findall(r"`(mmattn [^`\n]+)`", text)
+    return [shlex.split(line)[1:] for line in lines if line.startswith("mmattn ") and "…" not in line]
+
+
+def parse(words: list[str]) -> None:
+    """Have the command line read words as it would, and do nothing."""
+    command = typer.main.get_command(app)
+    words = [word for word in words if word != "--debug"]
+    while hasattr(command, "commands") and words:
+        command, words = command.commands[words[0]], words[1:]
+    if words:  # where a page names only the command
+        command.make_context(command.name, words)
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_commands_of_pages_are_understood(page: str) -> None:
+    for words in commands((ROOT / page).read_text(encoding="utf-8")):
+        parse(words)
+
+
+def test_a_wrong_command_is_seen() -> None:
+    (words,) = commands("```sh\nmmattn caption a.jpg --adaptor runs\n```\n")
+    with pytest.raises(Exception, match="No such option.*--adaptor"):
+        parse(words)
+    parse(["index", "search", "folder", "a question", "--top-k", "3"])
+    with pytest.raises(KeyError, match="serach"):
+        parse(["index", "serach", "folder", "a question"])
+
+
+def test_the_reference_is_of_these_docstrings() -> None:
+    wanted = runpy.run_path(str(ROOT / "docs" / "build.py"))["pages"]()
+    stale = [
+        name for name, text in wanted.items() if (ROOT / "docs" / "api" / name).read_text(encoding="utf-8") != text
+    ]
+    assert not stale, f"{stale} of docs/api are not what the docstrings say now: run python docs/build.py"
+    assert {f"docs/api/{name}" for name in wanted} == set(REFERENCE)
+    whole = "".join(wanted.values())
+    classes = [name for name in mmattn.__all__ if callable(getattr(mmattn, name))]
+    assert [name for name in classes if f"### mmattn.{name}\n" not in whole] == []
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run_and_hold_what_they_show(path: Path) -> None:
+    """Every cell runs and gives outputs of the kinds that are kept; numbers may differ from machine to machine."""
+    torch.manual_seed(0)
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    made = runpy.run_path(str(ROOT / "docs" / "notebooks" / "run.py"))["run"](kept)
+    assert kinds(kept) == kinds(made), "run python docs/notebooks/run.py"
+    assert path.stat().st_size < 100_000
+
+
+def kinds(notebook: dict[str, Any]) -> list[list[list[str]]]:
+    """For each code cell of a notebook what kinds of outputs it has."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [[sorted(output.get("data", ["stdout"])) for output in cell["outputs"]] for cell in cells]
+
+
+def test_a_notebook_that_fails_or_shows_something_else_is_seen() -> None:
+    run = runpy.run_path(str(ROOT / "docs" / "notebooks" / "run.py"))["run"]
+    cell = {"cell_type": "code", "source": ["print('a')\n", "2 + 3"], "outputs": []}
+    made = run({"cells": [cell]})
+    assert kinds(made) == [[["stdout"], ["text/plain"]]] != kinds({"cells": [cell]})
+    printed, value = made["cells"][0]["outputs"]
+    assert (printed["text"], value["data"]["text/plain"]) == (["a\n"], ["5"])
+    with pytest.raises(NameError):
+        run({"cells": [{**cell, "source": ["unheard_of"]}]})
+
+
+def test_every_rule_is_drawn(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "draw_masks.py"))
+    drawn = {path.name for path in script["draw"](tmp_path)}
+    assert drawn == {path.name for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    page = (ROOT / "docs" / "core.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(drawn) if f"pictures/{name}" not in page] == []
+    rules = [name for name, rule in vars(masks).items() if getattr(rule, "__annotations__", {}).get("return") == "Mask"]
+    public = {name for name in rules if not name.startswith("_")}
+    source = (ROOT / "docs" / "draw_masks.py").read_text(encoding="utf-8")
+    assert public and {name for name in public if f"masks.{name}(" not in source} == set()
 
 
 def test_commands_the_readme_names_exist() -> None:

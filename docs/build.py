@@ -75,7 +75,8 @@ def signature(value: Any) -> str:
     named = [one.replace(annotation=one.empty) for name, one in given.parameters.items() if name not in ("self", "cls")]
     returned = given.return_annotation
     shown = f" -> {returned}" if isinstance(returned, str) and returned != "None" else ""
-    return f"{given.replace(parameters=named, return_annotation=given.empty)}{shown}"
+    text = f"{given.replace(parameters=named, return_annotation=given.empty)}{shown}"
+    return re.sub(r"<function .*? at 0x\w+>", "…", text)
 
 
 def markdown(doc: str) -> str:

@@ -107,16 +107,19 @@ def schema(
 @app.command()
 def caption(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format.")],
-    adapter: Annotated[Path, typer.Option(help="The adapter's folder, such as runs/vision/adapter.")],
+    adapter: Annotated[
+        Path | None, typer.Option(help="Its folder, such as runs/vision/adapter; a shipped one for drawn flowers.")
+    ] = None,
 ) -> None:
     """Describe pictures with a trained adapter."""
     from mmattn.errors import ImageError
     from mmattn.pretrained import without_bars
-    from mmattn.recipes import find_recipe, load_recipe, read_settings
+    from mmattn.recipes import assets_folder, find_recipe, load_recipe, read_settings
 
     for image in images:
         if not Path(image).is_file():
             raise ImageError(f"cannot caption {image}: there is no such file")
+    adapter = assets_folder() / "vision" / "adapter" if adapter is None else adapter
     check_adapter_folder(adapter)
     run = adapter.parent / "config.resolved.yaml"
     recipe = read_settings(run).get("recipe", "vision") if run.is_file() else "vision"

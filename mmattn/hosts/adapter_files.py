@@ -18,7 +18,7 @@ from mmattn.adapters.files import adapter_settings, check_tensors, load_folder, 
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.layers import AdapterLayers
 from mmattn.adapters.settings import FORMAT, FORMAT_VERSION
-from mmattn.errors import AdapterFileError, AttachError
+from mmattn.errors import AdapterFileError, AttachError, ConfigError
 from mmattn.files import fingerprint
 from mmattn.hosts.attention_layers import find_places, head_size, pick_places, text_width
 from mmattn.hosts.decoder_layers import pick_layers
@@ -99,8 +99,17 @@ def elsewhere(host: nn.Module) -> bool:
 
 
 def save(model: Handle, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
-    """Write the adapter `name` of a host as a folder."""
+    """Write the adapter `name` of a host as a folder.
+
+    Raises:
+        ConfigError: its kind is not one of the package's.
+    """
     adapter = model._adapter(name)
+    if adapter.config.kind not in KINDS:
+        raise ConfigError(
+            f"adapters of kind {adapter.config.kind!r} are your own, and load() could not make one again (it knows "
+            f"{', '.join(sorted(KINDS))}): keep its state_dict() with safetensors, and attach it again"
+        )
     config = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,

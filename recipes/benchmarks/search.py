@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 import mmattn
-from mmattn.retrieval.exact import Exact
 from recipes.benchmarks.timing import interleaved, ratio
 
 WIDTH, TOP = 384, 10
@@ -93,10 +92,10 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
 def bytes_held(index: mmattn.Index) -> int:
     """The vectors, which every index keeps for the true scores, and what its engine made of them."""
     engine: Any = index.state.parts[0].engine
-    if isinstance(engine, Exact):
-        made = sum(value.nbytes for value in vars(engine).values() if isinstance(value, torch.Tensor))
-    else:
+    if hasattr(engine, "serialized"):  # one of faiss
         made = engine.serialized().nbytes
+    else:
+        made = sum(value.nbytes for value in vars(engine).values() if isinstance(value, torch.Tensor))
     return index.state.entries.vectors.nbytes + made
 
 

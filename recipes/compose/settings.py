@@ -36,9 +36,9 @@ class AdapterSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int = Field(500, ge=1)
-    batch: int = Field(64, ge=1)
-    lr: float = Field(2e-3, gt=0)
+    steps: int = Field(1500, ge=1)
+    batch: int = Field(96, ge=1)
+    lr: float = Field(8e-3, gt=0)
     gate_lr: float = Field(2e-2, gt=0)
     weight_decay: float = Field(0.05, ge=0)
     warmup: int = Field(50, ge=0)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mmattn
 from mmattn import training
-from mmattn.errors import AdapterFileError, TextError
+from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.recipes import assets_folder, read_settings
 
 
@@ -32,7 +32,11 @@ class Source:
 
 
 class Asked:
-    """An index, a language model with an adapter, and an encoder, loaded once for many questions."""
+    """An index, a language model with an adapter, and an encoder, loaded once for many questions.
+
+    Raises:
+        ConfigError: the entries of the index have no encoded tokens, and the adapter reads them.
+    """
 
     def __init__(self, index: Path, adapter: Path | None = None, lm: str = "assets/rag", view: int = 100) -> None:
         self.encoder = mmattn.TextEncoder()
@@ -43,6 +47,11 @@ class Asked:
             host = training.load_lora(host, folder.parent / "lora")
         self.model = mmattn.load(host, folder).eval()
         chunked = isinstance(self.model.adapters["default"].config, mmattn.ChunkedAdapter)
+        if not chunked and len(self.index) and self.index.state.entries.tokens is None:
+            raise ConfigError(
+                f"the entries of {index} have no encoded tokens, which this adapter reads: ask an index that a run of "
+                "this recipe left (RUN/index), or give tokens= when building one, as recipes/rag/entries.py does"
+            )
         self.reader = load_lm(lm)[0] if chunked else None
         self.settings = resolved(folder.parent) if chunked else Config()
         self.view = view

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import mmattn
-from mmattn.errors import AdapterFileError, NonFiniteError
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.files import read_tensors, write_tensors
 from tests import tiny
 
@@ -153,6 +153,15 @@ class TestLoad:
             next(host.parameters()).view(-1)[5] += 1e-3
         with pytest.warns(UserWarning, match="not those the adapter"):
             mmattn.load(host, saved)
+
+    def test_a_kind_of_ones_own_cannot_be_loaded_so_it_is_not_saved(self, tmp_path: Path) -> None:
+        class Own(mmattn.GatedAdapter):
+            kind = "own"
+
+        model = mmattn.attach(tiny.make("llama"), Own(memory_dim=tiny.MEMORY_DIM, every=2))
+        with pytest.raises(ConfigError, match="kind 'own' are your own.*chunked, composed, decoupled, gated"):
+            model.save_adapter(tmp_path / "adapter")
+        assert not list(tmp_path.iterdir())
 
     def test_a_second_save_fails_and_the_first_still_loads(self, saved: Path) -> None:
         model = mmattn.load(tiny.make("llama"), saved)

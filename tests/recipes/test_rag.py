@@ -340,6 +340,12 @@ def check_traces(asked: Any, traces: list[mmattn.Trace], written: str) -> None:
     assert (trace.dropped[0, hidden] - want[0]).abs() > 1e-6
 
 
+def test_an_index_without_tokens(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    mmattn.Index.build(["Lima is in Peru."], encoder=mmattn.TextEncoder()).save(tmp_path / "plain")
+    with pytest.raises(ConfigError, match="have no encoded tokens.*that a run of this recipe left"):
+        recipe.ask.Asked(tmp_path / "plain")
+
+
 def test_a_language_model_that_is_not_there(recipe: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder with a language model"):
         recipe.answering.load_lm(str(tmp_path / "nothing"))

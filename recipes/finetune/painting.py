@@ -126,6 +126,23 @@ class Painting:
         return {"encoder_hidden_states": found, "text_mask": mask.bool() & told[:, None]}
 
     @torch.no_grad()
+    def draw(self, model: Any, memory: Any, texts: Sequence[str], seed: int, steps: int = 20) -> torch.Tensor:
+        """Pictures (b, c, height, width) from 0 to 1, as the texts say, by DDIM (arXiv 2010.02502) without guidance."""
+        from diffusers import DDIMScheduler
+
+        schedule = DDIMScheduler.from_config(self.schedule.config, timestep_spacing="trailing")
+        schedule.set_timesteps(steps)
+        channels, size = self.host.config.in_channels, self.host.config.sample_size
+        noise = torch.randn(channels, size, size, generator=torch.Generator().manual_seed(seed))
+        made = noise.expand(len(texts), -1, -1, -1).to(self.device)
+        given = {**self.words(texts), "memory": memory.to(self.device)}
+        for time in schedule.timesteps:
+            made = schedule.step(model(made, time, **given).sample, time, made).prev_sample
+        if self.vae is not None:
+            made = self.vae.decode(made / self.vae.config.scaling_factor).sample
+        return (made / 2 + 0.5).clamp(0, 1).cpu()
+
+    @torch.no_grad()
     def latents(self, pictures: Sequence[Any]) -> torch.Tensor:
         """What the UNet sees of pictures: their middle square, from -1 to 1, through the VAE where there is one."""
         made = []

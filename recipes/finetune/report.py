@@ -1,4 +1,4 @@
-"""What a run leaves behind besides the adapter: the table with its controls, and the plot of the losses."""
+"""What a run leaves behind besides the adapter: the table with its controls, the plot of the losses, and pictures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mmattn
 from mmattn import training
 
 
@@ -57,5 +58,26 @@ def plot_losses(path: Path, metrics: Path) -> None:
     axes.grid(alpha=0.3)
     if lines:
         axes.legend()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def plot_pictures(path: Path, rows: Sequence[Any], drawn: Any) -> None:
+    """For each row the picture it was shown, if it was, and below it what was drawn as its text says."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(rows), figsize=(1.6 * len(rows), 3.6), squeeze=False)
+    for row, picture, (above, below) in zip(rows, drawn, axes.T, strict=True):
+        if row.images:
+            above.imshow(mmattn.load_image(row.images[0]))
+        below.imshow(picture.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
+        below.set_xlabel(row.text[:40], fontsize=7)
+        for axis in (above, below):
+            axis.set(xticks=[], yticks=[])
+    axes[0][0].set_ylabel("shown", fontsize=8)
+    axes[1][0].set_ylabel("drawn", fontsize=8)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)

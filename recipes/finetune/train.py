@@ -165,9 +165,13 @@ class Run:
         )
 
     def _samples(self, model: Any, memories: training.RowMemories) -> None:
-        """What is written of the first few held-out rows."""
+        """What is written or drawn of the first few held-out rows."""
         rows = [row for row in self.held_out if row.remembers][:8]
-        if not self.first or self.settings.host != "language" or not rows:
+        if not self.first or not rows:
+            return
+        if self.settings.host == "unet":
+            drawn = self.host.draw(model, memories.of(rows), [row.text for row in rows], self.settings.seed)
+            report.plot_pictures(self.out / "samples.png", rows, drawn)
             return
         lines = []
         for row in rows:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from pydantic import ValidationError
 
 import mmattn
@@ -171,6 +172,8 @@ class TestUNet:
         out = recipe.train.main(asked)
         rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
         assert len(rows) == 4 and rows["adapter, its own memory"]["loss"] != rows["adapter, no memory"]["loss"]
+        with Image.open(out / "samples.png") as samples:
+            assert min(samples.size) > 100
         assert rows["adapter, its own memory"]["parameters"] == pytest.approx(
             rows["LoRA, text only"]["parameters"], rel=0.05
         )

@@ -53,7 +53,8 @@ def main(settings: dict[str, Any]) -> Path:
         for question, text in zip(questions, written, strict=True)
     ]
     run.write_json("translations.json", lines)
-    draw_alignments(config, run, translator, questions)
+    right = [question for question, text in zip(questions, written, strict=True) if text in question.references]
+    draw_alignments(config, run, translator, right or questions)
     pages = [measure_pages(translator, questions, beams) for beams in sorted({1, config.writing.beams})]
     for name in [*(code for code in CODES if code != config.model.positions), NO_SOURCE] if config.controls else []:
         other, fitted = train_model(config, tokenizer, batches, name, run)
@@ -118,7 +119,7 @@ def readable(tokenizer: Any, questions: list[Question], max_tokens: int) -> list
 
 
 def draw_alignments(config: Config, run: training.RunFolder, translator: Translator, questions: list[Question]) -> None:
-    """A picture and a text of where the words of short held-out sentences looked, and the same for `mmattn explore`."""
+    """A picture and a text of where the words of short ones of these looked, and the same for `mmattn explore`."""
     short = [question.source for question in questions if 3 <= len(question.source.split()) <= 6]
     sources = (short or [question.source for question in questions])[: config.alignment.sentences]
     looks = {source: translator.look(source, config.alignment) for source in sources}

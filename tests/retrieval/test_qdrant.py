@@ -197,3 +197,18 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     with pytest.raises(MissingExtraError, match=r"mmattn\[scale\]"):
         QdrantIndex.build(torch.eye(2))
+
+
+def test_an_id_that_is_taken_is_refused_and_nothing_changes() -> None:
+    index = QdrantIndex.build(torch.eye(3), ids=["a", "b", "c"], client=QdrantClient(":memory:"), collection="taken")
+    with pytest.raises(IndexMismatchError, match="'b'"):
+        index.add(-torch.eye(3)[:2], ids=["d", "b"])
+    assert list(index.ids) == ["a", "b", "c"] and index.search([0.0, 1.0, 0.0], 1).ids == [["b"]]
+
+
+@pytest.mark.parametrize("numbers", [(3, 0, 1, 2), (1, 0, 3, 2), (1, 0, 2, 3)])
+def test_what_float32_cannot_tell_apart_is_told_apart(numbers: tuple[int, ...]) -> None:
+    vectors = torch.tensor([[1e8, float(number), -1e8] for number in numbers])
+    index = QdrantIndex.build(vectors, metric="ip", client=QdrantClient(":memory:"), collection="near")
+    assert index.search([1.0, 1.0, 1.0], 1).ids == [[numbers.index(3)]]
+    assert index.search([1.0, 1.0, 1.0], 3).scores.tolist() == [[3.0, 2.0, 1.0]]

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from mmattn.encoders.text import TextEncoder
-from mmattn.errors import AdapterFileError, ConditionError, ConfigError, IndexMismatchError, TextError
+from mmattn.errors import (
+    AdapterFileError,
+    ConditionError,
+    ConfigError,
+    IndexMismatchError,
+    NonFiniteError,
+    TextError,
+)
 from mmattn.memory import Memory
 from mmattn.retrieval.corpus import CorpusShards, embed_corpus
 from tests.tiny_texts import WIDTH, save_encoder
@@ -272,3 +279,12 @@ def test_settings_that_cannot_be(files: list[Path], encoder: TextEncoder, folder
     assert not out.exists()
     with pytest.raises(ConfigError, match="use an encoder that pools"):
         embed_corpus(files, out, TextEncoder(folder, pooling="none"))
+
+
+def test_vectors_that_are_not_finite_are_refused(files: list[Path], folder: Path, tmp_path: Path) -> None:
+    broken = TextEncoder(folder)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    with pytest.raises(NonFiniteError):
+        embed_corpus(files, tmp_path / "out", broken)
+    assert not list((tmp_path / "out").rglob("*.parquet"))

@@ -52,17 +52,20 @@ def demo() -> None:
 
 @app.command()
 def live(
+    adapter: Annotated[Path, typer.Option(help="What captions pictures; the demo leaves one.")] = Path(
+        "runs/demo/adapter"
+    ),
     port: Annotated[int, typer.Option(help="Where it is served.")] = 7860,
     host: Annotated[str, typer.Option(help="Who may open it; 0.0.0.0 is all who reach this machine.")] = "127.0.0.1",
     share: Annotated[bool, typer.Option("--share", help="Lend it a public address of gradio's, for a week.")] = False,
 ) -> None:
-    """Serve a page where the shipped models caption a picture, answer a question and draw a digit.
+    """Serve a page where small models caption a picture, answer a question and draw a digit.
 
     It needs the extra demo and no network, and sends nothing anywhere.
     """
     from mmattn.live import open_page
 
-    open_page(host, port, share)
+    open_page(adapter, host, port, share)
 
 
 @app.command()
@@ -107,19 +110,16 @@ def schema(
 @app.command()
 def caption(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format.")],
-    adapter: Annotated[
-        Path | None, typer.Option(help="Its folder, such as runs/vision/adapter; a shipped one for drawn flowers.")
-    ] = None,
+    adapter: Annotated[Path, typer.Option(help="The adapter's folder, such as runs/vision/adapter.")],
 ) -> None:
     """Describe pictures with a trained adapter."""
     from mmattn.errors import ImageError
     from mmattn.pretrained import without_bars
-    from mmattn.recipes import assets_folder, find_recipe, load_recipe, read_settings
+    from mmattn.recipes import find_recipe, load_recipe, read_settings
 
     for image in images:
         if not Path(image).is_file():
             raise ImageError(f"cannot caption {image}: there is no such file")
-    adapter = assets_folder() / "vision" / "adapter" if adapter is None else adapter
     check_adapter_folder(adapter)
     run = adapter.parent / "config.resolved.yaml"
     recipe = read_settings(run).get("recipe", "vision") if run.is_file() else "vision"

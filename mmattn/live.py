@@ -1,4 +1,4 @@
-"""The page of `mmattn live`: what the shipped models see in a picture, answer and draw.
+"""The page of `mmattn live`: what small models see in a picture, answer and draw.
 
 `Live` holds the models and may be asked by several threads at once; gradio is only the skin around it.
 """
@@ -41,18 +41,19 @@ class Answer:
 
 
 class Live:
-    """The shipped models, loaded once.
+    """The models, loaded once: those that ship, and an adapter that captions pictures.
 
     Args:
+        adapter: the folder of one that a run of the recipe vision left, the demo's for instance.
         folder: an empty one, where an index of facts is made that its adapter was never trained on.
 
     Attributes:
         questions: four that the index answers, and one that it does not.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, adapter: Path, folder: Path) -> None:
         vision, rag, diffusion = (find_recipe(name).folder for name in ("vision", "rag", "diffusion"))
-        self._captioner = load_recipe(vision, "caption").Captioner(assets_folder() / "vision" / "adapter")
+        self._captioner = load_recipe(vision, "caption").Captioner(adapter)
         facts = load_recipe(rag, "demo").build(folder / "facts", folder / "cache")
         self._asked = load_recipe(rag, "ask").Asked(folder / "facts")
         self._unknown = load_recipe(rag, "facts").UNKNOWN
@@ -176,8 +177,8 @@ def serve(live: Live, host: str = "127.0.0.1", port: int = 7860, share: bool = F
     return blocks
 
 
-def open_page(host: str, port: int, share: bool) -> None:
-    """Load the shipped models and serve the page until Ctrl-C.
+def open_page(adapter: Path, host: str, port: int, share: bool) -> None:
+    """Load the models and serve the page until Ctrl-C.
 
     Raises:
         MissingExtraError: there is no gradio. As `serve`.
@@ -185,7 +186,7 @@ def open_page(host: str, port: int, share: bool) -> None:
     import_extra("gradio", "demo")
     with tempfile.TemporaryDirectory() as folder:
         with without_bars():
-            live = Live(Path(folder))
+            live = Live(adapter, Path(folder))
         serve(live, host, port, share)
 
 

@@ -1,6 +1,6 @@
 """The page of `mmattn live` served, and used by a client over localhost: what `test_live.py` runs in a fresh process.
 
-python -m tests.live_page FOLDER
+python -m tests.live_page ADAPTER FOLDER
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def use(client: Any, live: Live, folder: Path) -> None:
         assert drawn.size == (256, 256)
 
 
-def main(folder: Path) -> None:
+def main(adapter: Path, folder: Path) -> None:
     """Serve, use and close the page; AssertionError if anything is not as it should be."""
     os.environ["GRADIO_TEMP_DIR"] = str(folder / "cache")
     (folder / "models").mkdir()
-    live, port, names = Live(folder / "models"), free_port(), note_names()
+    live, port, names = Live(adapter, folder / "models"), free_port(), note_names()
     os.chdir(folder)  # the examples of the page lie elsewhere
     import gradio_client
 
@@ -92,4 +92,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

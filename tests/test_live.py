@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops, ImageStat
 
-from mmattn.errors import ConfigError, ImageError, TextError
+from mmattn.errors import AdapterFileError, ConfigError, ImageError, TextError
 from mmattn.live import LONGEST, Live
+from mmattn.recipes import find_recipe, load_recipe
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 FLOWERS = [ASSETS / "flora" / f"{name}.png" for name in ("daffodil", "field-poppy")]
@@ -22,21 +23,46 @@ BOLD, SLANTED = (ASSETS / "digits" / f"{name}.png" for name in ("bold", "slanted
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """The shipped models; the search path is put back."""
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An adapter that a run of seconds leaves; the search path is put back."""
     before = list(sys.path)
-    yield Live(tmp_path_factory.mktemp("live"))
+    folder = tmp_path_factory.mktemp("run")
+    data = {"kind": "flora", "train_per_species": 1, "held_out_per_species": 1, "cache": str(folder / "cache")}
+    train = load_recipe(find_recipe("vision").folder, "train")
+    run = train.main(
+        {
+            "out": str(folder / "run"),
+            "progress": False,
+            "controls": False,
+            "data": data,
+            "adapter": {"every": 3, "num_heads": 2, "head_dim": 16, "feed_forward": 1},
+            "optim": {"steps": 30, "batch": 16, "warmup": 1},
+            "caption": {"max_new_tokens": 11},
+        }
+    )
+    yield Path(run) / "adapter"
     sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def live(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Live:
+    """The models."""
+    return Live(adapter, tmp_path_factory.mktemp("live"))
+
+
+def test_without_an_adapter(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFileError, match="nowhere"):
+        Live(tmp_path / "nowhere", tmp_path)
 
 
 def shades(image: Image.Image) -> int:
     return len(image.convert("RGB").getcolors(1 << 24))
 
 
-def test_a_picture_is_captioned_and_each_word_has_its_map(live: Live) -> None:
+def test_a_picture_is_captioned_and_each_word_has_its_map(live: Live, adapter: Path) -> None:
     for flower in FLOWERS:
         text, maps = live.caption(flower)
-        assert flower.stem.replace("-", " ") in text.lower()
+        assert text == load_recipe(find_recipe("vision").folder, "caption").caption([flower], adapter)[0]
         assert maps.width > 1000 and shades(maps) > 1000
     assert live.caption(flower.read_bytes()) == (text, maps), "a file and its bytes are one picture"
 
@@ -118,10 +144,10 @@ def test_answers_of_many_at_once_do_not_mix(live: Live) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_page_in_use(tmp_path: Path) -> None:
+def test_the_page_in_use(adapter: Path, tmp_path: Path) -> None:
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'mmattn[demo]'")
     # A process of its own: gradio leaves sockets and loops open when it closes.
-    script = [sys.executable, "-W", "ignore", "-m", "tests.live_page", str(tmp_path)]
+    script = [sys.executable, "-W", "ignore", "-m", "tests.live_page", str(adapter), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, cwd=ASSETS.parent, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the page was used" in done.stdout

@@ -19,7 +19,7 @@ import mmattn
 from mmattn import inspect, training
 from mmattn.cli import main
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.recipes import assets_folder, find_recipe
+from mmattn.recipes import find_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -348,10 +348,3 @@ def test_photographs(recipe: SimpleNamespace, shared_data: Path, tmp_path: Path)
     right, shuffled = rows["adapter, right picture"], rows["adapter, shuffled pictures"]
     assert right["species_accuracy"] >= 0.8 and shuffled["species_accuracy"] <= 0.2
     assert right["perplexity"] < shuffled["perplexity"]
-
-
-def test_the_shipped_adapter_captions_without_being_named(capsys: pytest.CaptureFixture[str]) -> None:
-    picture = assets_folder() / "flora" / "daffodil.png"
-    with pytest.raises(SystemExit) as ended:
-        main(["caption", str(picture)])
-    assert ended.value.code == 0 and "daffodil" in capsys.readouterr().out.removeprefix(str(picture))

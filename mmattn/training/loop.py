@@ -56,16 +56,26 @@ def parameter_groups(
     return groups
 
 
-def rate(step: int, steps: int, warmup: int) -> float:
-    """Share of the learning rate at a step: a line up over `warmup` steps, then a cosine down to a hundredth.
+#: What is left of the rate, from 1 to 0, when a share from 0 to 1 of the steps behind the warm-up is done.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+}
 
-    >>> [round(rate(step, 101, 1), 2) for step in (0, 1, 51, 100)]
-    [1.0, 1.0, 0.5, 0.01]
+
+def rate(step: int, steps: int, warmup: int, schedule: str = "cosine") -> float:
+    """Share of the learning rate at a step: a line up over `warmup` steps, then one of `SCHEDULES`.
+
+    "cosine" and "linear" go down to a hundredth, "constant" stays.
+
+    >>> {schedule: [round(rate(step, 101, 1, schedule), 2) for step in (0, 1, 26, 100)] for schedule in SCHEDULES}
+    {'cosine': [1.0, 1.0, 0.86, 0.01], 'linear': [1.0, 1.0, 0.75, 0.01], 'constant': [1.0, 1.0, 1.0, 1.0]}
     """
     if step < warmup:
         return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - 1 - warmup)
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    return 0.01 + 0.99 * SCHEDULES[schedule](done)
 
 
 def fit(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmattn.errors import ConfigError, check_float, check_int
+from mmattn.errors import ConfigError, check_choice, check_float, check_int
+from mmattn.training.loop import SCHEDULES
 from mmattn.training.order import RowBatches
 from mmattn.training.rows import Row
 
@@ -23,7 +24,8 @@ class Tuning:
     Args:
         steps: of the optimiser; or epochs, over data that has a length. pieces: a batch is learned in so many, one
             after another (gradient accumulation).
-        lr, gate_lr, weight_decay: of AdamW; gates have a rate of their own. warmup: steps; then a cosine.
+        lr, gate_lr, weight_decay: of AdamW; gates have a rate of their own. warmup: steps over which the
+            rate rises; schedule: what it does then, "cosine", "linear" or "constant".
         clip: norm of the gradient. ema: decay of averaged weights, which are those measured and kept; 0 for none.
         recompute: the adapters' own activations, instead of keeping them.
         evaluate_every: steps between held-out losses. patience: so many of them without a better one end the run, and
@@ -39,6 +41,7 @@ class Tuning:
     gate_lr: float | None = None
     weight_decay: float = 0.0
     warmup: int = 0
+    schedule: str = "cosine"
     clip: float | None = 1.0
     ema: float = 0.0
     recompute: bool = False
@@ -58,6 +61,7 @@ class Tuning:
             raise ConfigError(f"epochs must be above 0, got {self.epochs}")
         for name, least in (("pieces", 1), ("warmup", 0), ("evaluate_every", 0), ("patience", 0), ("keep", 1)):
             check_int(name, getattr(self, name), at_least=least)
+        check_choice("schedule", self.schedule, tuple(SCHEDULES))
         check_int("save_every", self.save_every)
         check_int("log_every", self.log_every)
         check_float("ema", self.ema, at_least=0, below=1)

@@ -125,7 +125,7 @@ class _Run:
         """Learn a batch; its mean loss and the norm of its gradient."""
         state, tuning = self.accelerator, self.tuning
         self.optimizer.zero_grad(set_to_none=True)
-        share_of_rate = rate(self.done.step, self.total, tuning.warmup)
+        share_of_rate = rate(self.done.step, self.total, tuning.warmup, tuning.schedule)
         for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = own * share_of_rate
         placed = [(row, seed_of(tuning.seed, "row", self.done.step, place)) for place, row in enumerate(batch)]

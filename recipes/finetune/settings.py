@@ -64,6 +64,7 @@ class OptimSettings(Strict):
     lora_lr: float = Field(1e-3, gt=0)  # of the control
     weight_decay: float = Field(0.05, ge=0)
     warmup: int = Field(10, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # of the rate, after the warm-up
     clip: float | None = Field(1.0, gt=0)
     ema: float = Field(0.0, ge=0, lt=1)
     recompute: bool = False  # gradient checkpointing of the adapters themselves

@@ -65,6 +65,7 @@ class Run:
             gate_lr=optim.gate_lr,
             weight_decay=optim.weight_decay,
             warmup=optim.warmup,
+            schedule=optim.schedule,
             clip=optim.clip,
             ema=optim.ema,
             recompute=optim.recompute,

@@ -171,11 +171,26 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
         ({"steps": 3, "patience": 2}, "set evaluate_every"),
         ({"steps": 3, "pieces": 0}, "pieces must be at least 1"),
         ({"steps": 3, "ema": 1.0}, "ema must be in"),
+        ({"steps": 3, "schedule": "polynomial"}, "schedule.*'cosine', 'linear', 'constant'"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, float], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         training.Tuning(**settings)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("cosine", [0.5, 1, 1, 0.7525, 0.2575, 0.01]),
+        ("linear", [0.5, 1, 1, 0.67, 0.34, 0.01]),
+        ("constant", [0.5] + [1] * 5),
+    ],
+)
+def test_the_rate_follows_its_schedule(tmp_path: Path, schedule: str, shares: list[float]) -> None:
+    small_run.run(tmp_path, steps=6, schedule=schedule, evaluate_every=0)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines] == pytest.approx([1e-2 * share for share in shares])
 
 
 def test_half_precision_where_there_is_none(tmp_path: Path) -> None:

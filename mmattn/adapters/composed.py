@@ -7,7 +7,7 @@ output of the host's layer i and M (b, m, e) the states that the augmenting mode
 
 Departures from the paper: the projection of M to the width of the host is one with those to keys and values; a gate
 that starts at 0 starts it as nothing; queries and keys are rotated by the places of their tokens (`rotary=False` is the
-paper's way), so that a token can tell the states of its own place from those of others.
+paper's way), so that a token can tell the states of its own place from those of others, and begins by looking at those.
 
 The published code has no causal mask: a token in training sees the augmenting model's states of the very tokens that it
 must predict, and in generation it does not. Here it never does.
@@ -18,8 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from mmattn.adapters.gated import BlockLayers, BlockSettings
 from mmattn.errors import AttachError, ConfigError, check_int
+from mmattn.layers import CrossAttention
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class ComposedAdapter(BlockSettings):
         augmenting_layers: for each of the host's layers, in the order given, the layer of the augmenting model whose
             states it reads, counted from 0; those of the same numbers by default. The states of its last layer are
             taken behind its final norm.
-        rotary: rotary positions (arXiv 2104.09864) for queries and keys.
+        rotary: rotary positions (arXiv 2104.09864) for queries and keys, which then have learned biases that begin so
+            that a token looks at the state of its own place.
         feed_forward: as in `GatedAdapter`; none by default, as in the paper.
 
     The others are those of `GatedAdapter`, without look, media_token, score_bias and resampler.
@@ -93,3 +97,23 @@ class ComposedLayers(BlockLayers):
             )
         super().__init__(config, host_dim, layers)
         self.augmenting_layers = dict(zip(self.layers, others, strict=True))
+        if config.rotary:
+            for layer in self.layers:
+                _begin_at_own_place(self.attention(layer))
+
+
+def _begin_at_own_place(attention: CrossAttention) -> None:
+    """Let every head begin by looking at the state of the token's own place, e³ times as much as at the one before it.
+
+    A bias that queries and keys share is turned with them: their product is highest where both stand at one place. Only
+    the fastest quarter of the pairs has it, the others hardly tell neighbours apart.
+    """
+    k = attention.head_dim
+    fastest = torch.arange(max(1, k // 8))
+    fall = (1 - torch.cos(10_000.0 ** (-2 * fastest / k))).sum()
+    bias = torch.zeros(k)
+    bias[fastest] = (3 / (attention.scale * fall)).sqrt()
+    with torch.no_grad():
+        attention.v_proj.bias.zero_()
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.bias.copy_(bias.repeat(projection.out_features // k))

@@ -186,6 +186,7 @@ class GatedBlock(nn.Module):
 
     def __init__(self, config: BlockSettings, host_dim: int, memory_dim: int) -> None:
         super().__init__()
+        rotary = Rotary(config.head_dim) if getattr(config, "rotary", False) else None
         self.norm = make_norm(config, host_dim)
         self.attention = CrossAttention(
             host_dim,
@@ -199,7 +200,9 @@ class GatedBlock(nn.Module):
             score_bias=config.score_bias,
             dropout=config.dropout,
             norm_eps=1e-6 if config.norm_eps is None else config.norm_eps,
-            rotary=Rotary(config.head_dim) if getattr(config, "rotary", False) else None,
+            rotary=rotary,
+            bias=rotary is not None,
+            out_bias=False,
         )
         self.per_head = config.gate == "head"
         shape = {"scalar": (), "head": (config.num_heads,), "channel": (host_dim,)}[config.gate]

@@ -106,7 +106,21 @@ def test_without_rotary_only_the_states_tell_places():
     bare = attach(tiny.make("llama"), rotary=False)
     assert bare.adapters["default"].attention(0).rotary is None
     assert differs(bare(s.ids, memory=along()).logits, s.model(s.ids, memory=along()).logits)
-    assert bare.adapters.state_dict().keys() == s.model.adapters.state_dict().keys()
+    weights = {name for name in s.model.adapters.state_dict() if not name.endswith("_proj.bias")}
+    assert set(bare.adapters.state_dict()) == weights != set(s.model.adapters.state_dict())
+
+
+@pytest.mark.parametrize("head_dim", [26, 32, 64])
+@torch.no_grad()
+def test_heads_begin_at_their_own_place(head_dim):
+    """Whatever the states say, most of what a new adapter sees is the state of the token itself; then that before."""
+    block = attach(tiny.make("llama"), opened=False, head_dim=head_dim).adapters["default"].block(2)
+    x, states = (torch.nn.functional.layer_norm(torch.randn(5, 13, dim), (dim,)) for dim in (block.attention.query_dim, DIM))
+    _, weights = block.attention(x, states, causal=True, return_weights=True)
+    assert weights.isfinite().all()
+    own = weights.diagonal(dim1=2, dim2=3)[..., 1:]
+    before = weights.diagonal(-1, dim1=2, dim2=3)
+    assert own.mean() > 0.75 and own.mean() > 6 * before.mean()
 
 
 @families

@@ -11,7 +11,7 @@ digits together). A key is three letters, and to be asked for a value it stands 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from string import ascii_lowercase
 
@@ -27,11 +27,12 @@ Pair = tuple[list[str], list[str]]
 
 @dataclass(frozen=True)
 class Expression:
-    """Two keys, their values and an operator."""
+    """Two keys, their values and an operator; `working`: an answer begins with the numbers."""
 
     keys: tuple[str, str]
     values: tuple[int, int]
     operator: str
+    working: bool = True
 
     @property
     def result(self) -> int:
@@ -48,10 +49,14 @@ class Expression:
 
     def pair(self, task: str, names: Sequence[str] = ("", "")) -> Pair:
         """What is asked and what is right, for one of `TASKS`."""
+        numbers = [str(self.values[0]), self.operator, str(self.values[1])]
         if task == "substitution":
-            return [*self.over(), ":"], [str(self.values[0]), self.operator, str(self.values[1])]
+            return [*self.over(), ":"], numbers
+        result = [*(["-"] if self.result < 0 else []), str(abs(self.result))]
+        if task == "bare":
+            return [*numbers, "="], result
         asked = self.over(None if task == "KV-arithmetic" else names)
-        return [*asked, "="], [*(["-"] if self.result < 0 else []), str(abs(self.result))]
+        return [*asked, "="], [*numbers, "=", *result] if self.working else result
 
 
 class World:
@@ -61,11 +66,11 @@ class World:
         count: of the keys. values: numbers from 0 to one less. share: of the keys that compositions are trained on.
     """
 
-    def __init__(self, count: int, values: int, share: float, seed: int) -> None:
+    def __init__(self, count: int, values: int, share: float, working: bool, seed: int) -> None:
         random = Random(seed)
         names = [a + b + c for a in ascii_lowercase for b in ascii_lowercase for c in ascii_lowercase]
         self.values = {key: random.randrange(values) for key in random.sample(names, count)}
-        self.numbers = values
+        self.numbers, self.working = values, working
         keys = list(self.values)
         self.keys, self.held = keys[: round(share * count)], keys[round(share * count) :]
         numbers = map(str, range(max(values * values, 2 * values)))
@@ -75,26 +80,33 @@ class World:
     def draw(self, keys: Sequence[str], random: Random) -> Expression:
         """An expression of two of these keys."""
         first, second = random.choice(keys), random.choice(keys)
-        return Expression((first, second), (self.values[first], self.values[second]), random.choice([*OPERATORS]))
+        values = (self.values[first], self.values[second])
+        return Expression((first, second), values, random.choice([*OPERATORS]), self.working)
 
-    def knowing(self, random: Random, known: bool = True) -> Pair:
-        """What m_A learns: mostly the value of a key that it has just read, sometimes both values of an expression.
+    def knowing(self, random: Random, done: float = 1.0, known: bool = True) -> Pair:
+        """What m_A learns: the value of a key that it has just read, or both values of an expression, behind : and =.
 
         Args:
+            done: share of the training. A tenth of the keys come first and all after a third of it: with all from the
+                start it may take thousands of steps to begin to tell keys apart.
             known: False gives a text of the same form in which the values are drawn anew each time: nothing to know.
         """
-        made = self.draw([*self.values], random)
+        keys = [*self.values]
+        made = self.draw(keys[: round((0.1 + 2.7 * done) * len(keys))], random)
         if not known:
-            made = Expression(
-                made.keys, (random.randrange(self.numbers), random.randrange(self.numbers)), made.operator
-            )
-        return made.pair("substitution") if random.random() < 0.2 else (made.over()[:5], [str(made.values[0])])
+            values = (random.randrange(self.numbers), random.randrange(self.numbers))
+            made = replace(made, values=values)
+        if random.random() < 0.6:
+            return made.over()[:5], [str(made.values[0])]
+        (*asked, _), right = made.pair("substitution")
+        return [*asked, random.choice(":=")], right
 
     def reckoning(self, random: Random) -> Pair:
         """What m_B learns: arithmetic, with up to four letters that mean nothing before each number."""
         values = (random.randrange(self.numbers), random.randrange(self.numbers))
         names = ["".join(random.choices(ascii_lowercase, k=random.randint(0, 4))) for _ in values]
-        return Expression(("", ""), values, random.choice([*OPERATORS])).pair("arithmetic", names)
+        made = Expression(("", ""), values, random.choice([*OPERATORS]), self.working)
+        return made.pair("bare") if self.working and random.random() < 0.3 else made.pair("arithmetic", names)
 
     def asked(self, task: str, count: int, seed: int) -> list[Expression]:
         """Expressions of held-out keys to be measured with."""

@@ -31,20 +31,21 @@ def teach(
     config: Config,
     world: World,
     settings: ModelSettings,
-    draw: Callable[[Random], Pair],
+    draw: Callable[[Random, float], Pair],
     label: str,
     run: training.RunFolder,
 ) -> LlamaForCausalLM:
-    """A model that has learned what `draw` tells; frozen from then on."""
+    """A model that has learned what `draw` tells at each share of its steps; frozen from then on."""
     model = build(world, settings, config.seed)
     random = Random(f"{config.seed} {label}")
 
     def loss_at(step: int) -> Tensor:
-        texts = [[draw(random) for _ in range(settings.pieces)] for _ in range(settings.batch)]
+        done = step / settings.steps
+        texts = [[draw(random, done) for _ in range(settings.pieces)] for _ in range(settings.batch)]
         return model(**world.batch(texts)).loss
 
     model.train()
-    groups = training.parameter_groups(model, settings.lr, weight_decay=config.optim.weight_decay)
+    groups = training.parameter_groups(model, settings.lr, weight_decay=settings.weight_decay)
     fit(config, groups, loss_at, settings.steps, label, run)
     return model.eval().requires_grad_(False)
 

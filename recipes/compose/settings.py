@@ -10,25 +10,34 @@ class Strict(BaseModel):
 
 
 class DataSettings(Strict):
-    keys: int = Field(500, ge=10, le=17_000)  # of three letters, each with a value
+    keys: int = Field(1000, ge=10, le=17_000)  # of three letters, each with a value
     values: int = Field(20, ge=2, le=31)  # numbers from 0 to one less
+    working: bool = True  # m_B writes the numbers down before it reckons; False: in its head
     share: float = Field(0.2, gt=0, lt=1)  # of the keys, to train the composition on
     ask: int = Field(500, ge=1)  # expressions of each kind when measured, of the other keys
 
 
 class ModelSettings(Strict):
     width: int = Field(128, ge=8)
-    depth: int = Field(3, ge=1)
+    depth: int = Field(2, ge=1)
     heads: int = Field(4, ge=1)
     steps: int = Field(1000, ge=1)
     batch: int = Field(24, ge=1)  # texts of a step
     pieces: int = Field(8, ge=1)  # of what is learned in a text
     lr: float = Field(3e-3, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+
+
+class KnowerSettings(ModelSettings):
+    depth: int = Field(3, ge=1)
+    steps: int = Field(1800, ge=1)
+    batch: int = Field(32, ge=1)
+    weight_decay: float = Field(1.0, ge=0)  # keeps what its states have of a key besides the value small
 
 
 class AdapterSettings(Strict):
-    layers: list[int] = [0, 1, 2]
-    augmenting_layers: list[int] = [2, 2, 2]
+    layers: list[int] = [0, 1]
+    augmenting_layers: list[int] = [2, 2]
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=2)
     feed_forward: float = Field(0.0, ge=0)
@@ -36,7 +45,7 @@ class AdapterSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int = Field(1500, ge=1)
+    steps: int = Field(500, ge=1)
     batch: int = Field(96, ge=1)
     lr: float = Field(8e-3, gt=0)
     gate_lr: float = Field(2e-2, gt=0)
@@ -51,7 +60,7 @@ class Config(Strict):
     controls: bool = True  # LoRA, other augmenting models, one that reads the prompt only, and one that leaks
     progress: bool = True
     data: DataSettings = DataSettings()
-    knower: ModelSettings = ModelSettings(steps=2000)  # m_A, which knows the keys
+    knower: KnowerSettings = KnowerSettings()  # m_A, which knows the keys
     reckoner: ModelSettings = ModelSettings()  # m_B, which can reckon
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()

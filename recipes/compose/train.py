@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,9 +35,9 @@ def main(settings: dict[str, Any]) -> Path:
 def compose(config: Config, run: training.RunFolder) -> dict[str, Any]:
     """Every row of the table, and what was trained."""
     data = config.data
-    world = World(data.keys, data.values, data.share, config.seed)
+    world = World(data.keys, data.values, data.share, data.working, config.seed)
     knower = teach(config, world, config.knower, world.knowing, "m_A", run)
-    reckoner = teach(config, world, config.reckoner, world.reckoning, "m_B", run)
+    reckoner = teach(config, world, config.reckoner, lambda random, _: world.reckoning(random), "m_B", run)
     for name, lm in (("m_A", knower), ("m_B", reckoner)):
         lm.save_pretrained(run.path / name)
     rows = [
@@ -70,7 +71,7 @@ def controls(
     lora.unload()
     # There is only the form to learn, which is soon done.
     short = config.knower.model_copy(update={"steps": max(1, config.knower.steps // 4)})
-    vanilla = teach(config, world, short, lambda random: world.knowing(random, known=False), "vanilla m_A", run)
+    vanilla = teach(config, world, short, partial(world.knowing, known=False), "vanilla m_A", run)
     random = build(world, config.knower, config.seed + 1)
     for name, kind, lm in (
         ("random m_A", Along, random),

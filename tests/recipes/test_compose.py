@@ -28,7 +28,7 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
 @pytest.fixture
 def world(recipe: SimpleNamespace) -> Any:
     """Thirty keys, a fifth of them to train a composition on."""
-    return recipe.expressions.World(30, 11, 0.2, seed=0)
+    return recipe.expressions.World(30, 11, 0.2, True, seed=0)
 
 
 @pytest.fixture(scope="module")

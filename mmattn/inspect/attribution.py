@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +82,7 @@ def attribute(
     if len(texts) != length:
         raise ShapeError(f"words must name each of {length} tokens, got {len(texts)}")
     names, owner = named_sources(memory, sources, grid)
+    model = _twin(model)
     with resting(model):
         asked = {"input_ids": row, "memory": {name: memory}}
         with record(model) as weights:
@@ -117,6 +120,14 @@ def attribute(
         grid=grid,
         picture=picture,
     )
+
+
+def _twin(model: LanguageModel) -> LanguageModel:
+    """The model with modules of its own and the same parameters and buffers.
+
+    What attribution changes (hooks, modes, the way a host attends) belongs to a model, which other threads may be asking.
+    """
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 
 
 def named_sources(

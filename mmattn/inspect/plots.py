@@ -101,6 +101,8 @@ def plot_mask(mask: Mask | Tensor, path: Place) -> Path:
         axes = figure.add_subplot(1, min(len(grids), 4), number + 1)
         axes.imshow(grid.cpu().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         axes.set(xlabel="slot", ylabel="query")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
         if len(grids) > 1:
             axes.set_title(f"row {number // heads}, head {number % heads}", fontsize=8)
     return _saved(figure, path)

@@ -66,9 +66,11 @@ class _Listener:
     def __init__(self, weights: Weights, place: tuple[str, int], block: object) -> None:
         self.weights, self.place, self.block = weights, place, block
 
-    def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, attention: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        # Another thread's call may meet a hook that torch has not yet been told, or been told no more, takes kwargs.
         if self.block not in _blocks.get():
             return
+        kwargs: dict[str, Any] = rest[0]
         # A dropout of its own must not move the random numbers of the model.
         with torch.no_grad(), torch.random.fork_rng():
             _, seen = attention.forward(*args, **{**kwargs, "return_weights": True})

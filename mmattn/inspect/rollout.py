@@ -13,8 +13,7 @@ there.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,28 +46,17 @@ def _read(reached: Tensor, seen: Tensor | None) -> Tensor:
 
 
 def own_weights(model: nn.Module, **call: Any) -> list[Tensor] | None:
-    """The host's weights (l, l) at each layer in a call of one row, the mean over heads; None where it gives none."""
-    with _plainly(model.host) as can:  # type: ignore[arg-type]
-        if not can:
-            return None
-        found = getattr(model(**call, output_attentions=True), "attentions", None)
+    """The host's weights (l, l) at each layer in a call of one row, the mean over heads; None where it gives none.
+
+    The host is left attending in the one way that gives weights.
+    """
+    kind = getattr(getattr(model.host, "config", None), "_attn_implementation", None)
+    change = getattr(model.host, "set_attn_implementation", None)
+    if kind is None or change is None:
+        return None
+    if kind != "eager":
+        change("eager")
+    found = getattr(model(**call, output_attentions=True), "attentions", None)
     if not found or any(weights is None or weights.dim() != 4 for weights in found):
         return None
     return [weights[0].float().mean(0).cpu() for weights in found]
-
-
-@contextlib.contextmanager
-def _plainly(host: nn.Module) -> Iterator[bool]:
-    """Inside the block the host attends in the one way that gives its weights; False where it cannot be told to."""
-    kind = getattr(getattr(host, "config", None), "_attn_implementation", None)
-    change = getattr(host, "set_attn_implementation", None)
-    if kind is None or change is None:
-        yield False
-        return
-    try:
-        if kind != "eager":
-            change("eager")
-        yield True
-    finally:
-        if kind != "eager":
-            change(kind)

@@ -115,7 +115,9 @@ def test_without_rotary_only_the_states_tell_places():
 def test_heads_begin_at_their_own_place(head_dim):
     """Whatever the states say, most of what a new adapter sees is the state of the token itself; then that before."""
     block = attach(tiny.make("llama"), opened=False, head_dim=head_dim).adapters["default"].block(2)
-    x, states = (torch.nn.functional.layer_norm(torch.randn(5, 13, dim), (dim,)) for dim in (block.attention.query_dim, DIM))
+    x, states = (
+        torch.nn.functional.layer_norm(torch.randn(5, 13, dim), (dim,)) for dim in (block.attention.query_dim, DIM)
+    )
     _, weights = block.attention(x, states, causal=True, return_weights=True)
     assert weights.isfinite().all()
     own = weights.diagonal(dim1=2, dim2=3)[..., 1:]

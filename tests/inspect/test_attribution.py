@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -79,6 +81,26 @@ def test_the_model_is_as_it_was() -> None:
     assert model.training and model.host.training and model.host.config._attn_implementation == kind
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(trace.dropped, mmattn.attribute(model, IDS, memory).dropped)
+
+
+def test_threads_explain_and_ask_at_once() -> None:
+    """What attribution changes, such as the way a host attends, no other call of the model meets."""
+    model, memory = tiny.attach(tiny.make("llama")), tiny.memory(1, SLOTS)
+    kind, alone = model.host.config._attn_implementation, mmattn.attribute(model, IDS, memory)
+    assert kind != "eager", "there is nothing to change"
+
+    @torch.no_grad()
+    def ask(turn: int) -> torch.Tensor | mmattn.inspect.Trace:
+        return mmattn.attribute(model, IDS, memory) if turn % 2 else model(IDS, memory=memory).logits
+
+    want = ask(0)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(ask, range(24)))
+    assert all(torch.equal(logits, want) for logits in found[::2])
+    for trace in found[1::2]:
+        assert trace.rollout is not None and torch.equal(trace.weights, alone.weights)
+        assert torch.equal(trace.dropped, alone.dropped) and torch.equal(trace.rollout, alone.rollout)
+    assert model.host.config._attn_implementation == kind
 
 
 @pytest.mark.parametrize("place", ["behind", "before"])

@@ -52,9 +52,13 @@ def test_what_is_asked_and_what_is_right(recipe: SimpleNamespace) -> None:
     pairs = {task: made.pair(task) for task in recipe.expressions.TASKS}
     assert {task: ("".join(asked), right) for task, (asked, right) in pairs.items()} == {
         "substitution": ("<kqz>-<abt>:", ["7", "-", "12"]),
-        "arithmetic": ("<7>-<12>=", ["-", "5"]),
-        "KV-arithmetic": ("<kqz>-<abt>=", ["-", "5"]),
+        "arithmetic": ("<7>-<12>=", ["7", "-", "12", "=", "-", "5"]),
+        "KV-arithmetic": ("<kqz>-<abt>=", ["7", "-", "12", "=", "-", "5"]),
     }
+    assert made.pair("bare") == (["7", "-", "12", "="], ["-", "5"])
+    in_the_head = recipe.expressions.Expression(("kqz", "abt"), (7, 12), "-", working=False)
+    for task in ("arithmetic", "KV-arithmetic"):
+        assert in_the_head.pair(task) == (pairs[task][0], ["-", "5"])
     assert "".join(made.pair("arithmetic", ("ab", ""))[0]) == "<ab7>-<12>="
 
 
@@ -71,7 +75,7 @@ def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any)
     random = Random(0)
     for _ in range(200):
         asked, right = world.knowing(random)
-        assert "=" not in asked
+        assert "=" not in (*asked[:-1], *right) and len(right) == (1 if asked[-1] == ">" else 3)
         if asked[-1] == ">":
             assert right == [str(world.values["".join(asked[-4:-1])])]
         else:
@@ -81,8 +85,18 @@ def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any)
         assert ":" not in asked and not any(f"<{key}>" in "".join(asked) for key in world.values)
         numbers = [int(token) for token in asked if token.isdigit()]
         operator = next(token for token in asked if token in "+-*")
+        if "<" in asked:
+            assert right[:4] == [str(numbers[0]), operator, str(numbers[1]), "="]
+            right = right[4:]
         assert int("".join(right)) == {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator](*numbers)
     assert len({tuple(world.knowing(Random(seed), known=False)[1]) for seed in range(60)}) > 20
+
+
+def test_keys_come_a_few_at_a_time(world: Any) -> None:
+    random = Random(0)
+    for done, count in ((0, 3), (0.1, 11), (0.34, 30), (1, 30)):
+        asked = [world.knowing(random, done)[0] for _ in range(500)]
+        assert {"".join(text[1:4]) for text in asked} == {*[*world.values][:count]}
 
 
 def test_rows_learn_answers_alone(world: Any) -> None:

@@ -125,7 +125,7 @@ def attribute(
 def _twin(model: LanguageModel) -> LanguageModel:
     """The model with modules of its own and the same parameters and buffers.
 
-    What attribution changes (hooks, modes, the way a host attends) belongs to a model, which other threads may be asking.
+    What attribution changes (hooks, modes, how a host attends) belongs to a model, which other threads may be asking.
     """
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 

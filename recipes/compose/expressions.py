@@ -53,8 +53,6 @@ class Expression:
         if task == "substitution":
             return [*self.over(), ":"], numbers
         result = [*(["-"] if self.result < 0 else []), str(abs(self.result))]
-        if task == "bare":
-            return [*numbers, "="], result
         asked = self.over(None if task == "KV-arithmetic" else names)
         return [*asked, "="], [*numbers, "=", *result] if self.working else result
 
@@ -102,11 +100,17 @@ class World:
         return [*asked, random.choice(":=")], right
 
     def reckoning(self, random: Random) -> Pair:
-        """What m_B learns: arithmetic, with up to four letters that mean nothing before each number."""
+        """What m_B learns: arithmetic, with up to four letters that mean nothing before each number.
+
+        In 40 % the numbers stand in the working alone, so that m_B reckons with what it wrote and not with what it read.
+        """
         values = (random.randrange(self.numbers), random.randrange(self.numbers))
         names = ["".join(random.choices(ascii_lowercase, k=random.randint(0, 4))) for _ in values]
         made = Expression(("", ""), values, random.choice([*OPERATORS]), self.working)
-        return made.pair("bare") if self.working and random.random() < 0.3 else made.pair("arithmetic", names)
+        asked, right = made.pair("arithmetic", names)
+        if self.working and random.random() < 0.4:
+            asked, right = [token for token in asked if not token.isdigit()] + right[:4], right[4:]
+        return asked, right
 
     def asked(self, task: str, count: int, seed: int) -> list[Expression]:
         """Expressions of held-out keys to be measured with."""

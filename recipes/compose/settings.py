@@ -21,9 +21,9 @@ class ModelSettings(Strict):
     width: int = Field(128, ge=8)
     depth: int = Field(2, ge=1)
     heads: int = Field(4, ge=1)
-    steps: int = Field(1000, ge=1)
-    batch: int = Field(24, ge=1)  # texts of a step
-    pieces: int = Field(8, ge=1)  # of what is learned in a text
+    steps: int = Field(700, ge=1)
+    batch: int = Field(160, ge=1)  # texts of a step
+    pieces: int = Field(1, ge=1)  # of what is learned in a text
     lr: float = Field(3e-3, gt=0)
     weight_decay: float = Field(0.05, ge=0)
 
@@ -32,6 +32,7 @@ class KnowerSettings(ModelSettings):
     depth: int = Field(3, ge=1)
     steps: int = Field(1800, ge=1)
     batch: int = Field(32, ge=1)
+    pieces: int = Field(8, ge=1)
     weight_decay: float = Field(1.0, ge=0)  # keeps what its states have of a key besides the value small
 
 

@@ -7,7 +7,9 @@ output of the host's layer i and M (b, m, e) the states that the augmenting mode
 
 Departures from the paper: the projection of M to the width of the host is one with those to keys and values; a gate
 that starts at 0 starts it as nothing; queries and keys are rotated by the places of their tokens (`rotary=False` is the
-paper's way), so that a token can tell the states of its own place from those of others, and begins by looking at those.
+paper's way), so that a token can tell the states of its own place from those of others. With `own_place` it begins by
+looking at those: heads that begin anywhere learn to mix in the states of other tokens, by which the texts they were
+trained on can be told apart.
 
 The published code has no causal mask: a token in training sees the augmenting model's states of the very tokens that it
 must predict, and in generation it does not. Here it never does.
@@ -36,8 +38,9 @@ class ComposedAdapter(BlockSettings):
         augmenting_layers: for each of the host's layers, in the order given, the layer of the augmenting model whose
             states it reads, counted from 0; those of the same numbers by default. The states of its last layer are
             taken behind its final norm.
-        rotary: rotary positions (arXiv 2104.09864) for queries and keys, which then have learned biases that begin so
-            that a token looks at the state of its own place.
+        rotary: rotary positions (arXiv 2104.09864) for queries and keys.
+        own_place: queries and keys have learned biases that begin so that a token looks at the state of its own place
+            (with head_dim 16 or more); needs rotary.
         feed_forward: as in `GatedAdapter`; none by default, as in the paper.
 
     The others are those of `GatedAdapter`, without look, media_token, score_bias and resampler.
@@ -49,6 +52,7 @@ class ComposedAdapter(BlockSettings):
     feed_forward: float = 0.0
     augmenting_layers: tuple[int, ...] | None = None
     rotary: bool = True
+    own_place: bool = False
 
     kind = "composed"
 
@@ -59,8 +63,11 @@ class ComposedAdapter(BlockSettings):
             raise ConfigError("a resampler would mix the states of tokens with those of later ones: leave it out")
         if self.score_bias:
             raise ConfigError("score_bias needs scores, and the states of a language model have none: leave it out")
-        if not isinstance(self.rotary, bool):
-            raise ConfigError(f"rotary must be true or false, got {self.rotary!r}")
+        for name in ("rotary", "own_place"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.own_place and not self.rotary:
+            raise ConfigError("own_place needs rotary, by which a token tells its own place: leave rotary=False out")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of channels: head_dim must be even, got {self.head_dim}")
         if others is None:
@@ -97,7 +104,7 @@ class ComposedLayers(BlockLayers):
             )
         super().__init__(config, host_dim, layers)
         self.augmenting_layers = dict(zip(self.layers, others, strict=True))
-        if config.rotary:
+        if config.own_place:
             for layer in self.layers:
                 _begin_at_own_place(self.attention(layer))
 

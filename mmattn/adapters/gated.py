@@ -186,7 +186,6 @@ class GatedBlock(nn.Module):
 
     def __init__(self, config: BlockSettings, host_dim: int, memory_dim: int) -> None:
         super().__init__()
-        rotary = Rotary(config.head_dim) if getattr(config, "rotary", False) else None
         self.norm = make_norm(config, host_dim)
         self.attention = CrossAttention(
             host_dim,
@@ -200,8 +199,8 @@ class GatedBlock(nn.Module):
             score_bias=config.score_bias,
             dropout=config.dropout,
             norm_eps=1e-6 if config.norm_eps is None else config.norm_eps,
-            rotary=rotary,
-            bias=rotary is not None,
+            rotary=Rotary(config.head_dim) if getattr(config, "rotary", False) else None,
+            bias=getattr(config, "own_place", False),
             out_bias=False,
         )
         self.per_head = config.gate == "head"

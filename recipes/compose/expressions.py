@@ -102,7 +102,7 @@ class World:
     def reckoning(self, random: Random) -> Pair:
         """What m_B learns: arithmetic, with up to four letters that mean nothing before each number.
 
-        In 40 % the numbers stand in the working alone, so that m_B reckons with what it wrote and not with what it read.
+        In 40 % the numbers stand in the working alone: m_B is to reckon with what it wrote and not with what it read.
         """
         values = (random.randrange(self.numbers), random.randrange(self.numbers))
         names = ["".join(random.choices(ascii_lowercase, k=random.randint(0, 4))) for _ in values]

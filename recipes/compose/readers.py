@@ -64,7 +64,7 @@ class Leaky(Alone):
     """A model that looks at all states of the other one, of whatever text there is, later tokens included."""
 
     def __init__(self, anchor: Any, lm: Any, settings: AdapterSettings) -> None:
-        given = settings.model_dump(exclude={"augmenting_layers", "rotary"})
+        given = settings.model_dump(exclude={"augmenting_layers", "rotary", "own_place"})
         super().__init__(mmattn.attach(anchor, mmattn.GatedAdapter(memory_dim=lm.config.hidden_size, **given)))
         self.lm = lm
 

@@ -43,6 +43,7 @@ class AdapterSettings(Strict):
     head_dim: int = Field(32, ge=2)
     feed_forward: float = Field(0.0, ge=0)
     rotary: bool = True
+    own_place: bool = True
 
 
 class OptimSettings(Strict):

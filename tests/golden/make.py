@@ -62,6 +62,9 @@ _ADAPTERS: dict[str, Any] = {
     "decoupled-image-tokens": mmattn.DecoupledAdapter(E, tokens=2, start="host"),
     "decoupled-resampler-up": mmattn.DecoupledAdapter(E, blocks=("up", "mid"), resampler=_LATENTS),
     "composed": mmattn.ComposedAdapter(12, layers=(1, 3), augmenting_layers=(3, 0), num_heads=2, head_dim=4),
+    "composed-own-place": mmattn.ComposedAdapter(
+        12, layers=(1, 3), augmenting_layers=(3, 0), num_heads=2, head_dim=4, own_place=True
+    ),
 }
 
 
@@ -139,7 +142,7 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     slots = 3 * SLOTS if name == "chunked" else SLOTS
     given: dict[str, Tensor] = {}
-    if name != "composed":
+    if not name.startswith("composed"):
         given["tokens"] = torch.randn(ROWS, slots, E, generator=random)
         given["mask"] = torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None]
     if name == "chunked":

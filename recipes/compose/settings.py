@@ -47,7 +47,7 @@ class AdapterSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int = Field(500, ge=1)
+    steps: int = Field(1000, ge=1)
     batch: int = Field(96, ge=1)
     lr: float = Field(8e-3, gt=0)
     gate_lr: float = Field(2e-2, gt=0)

@@ -70,7 +70,7 @@ def rate(step: int, steps: int, warmup: int, schedule: str = "cosine") -> float:
     "cosine" and "linear" go down to a hundredth, "constant" stays.
 
     >>> {schedule: [round(rate(step, 101, 1, schedule), 2) for step in (0, 1, 26, 100)] for schedule in SCHEDULES}
-    {'cosine': [1.0, 1.0, 0.86, 0.01], 'linear': [1.0, 1.0, 0.75, 0.01], 'constant': [1.0, 1.0, 1.0, 1.0]}
+    {'cosine': [1.0, 1.0, 0.85, 0.01], 'linear': [1.0, 1.0, 0.75, 0.01], 'constant': [1.0, 1.0, 1.0, 1.0]}
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -27,7 +27,7 @@ Pair = tuple[list[str], list[str]]
 
 @dataclass(frozen=True)
 class Expression:
-    """Two keys, their values and an operator; `working`: an answer begins with the numbers."""
+    """Two keys, their values and an operator; with `working` an answer begins with the numbers."""
 
     keys: tuple[str, str]
     values: tuple[int, int]
@@ -62,6 +62,7 @@ class World:
 
     Args:
         count: of the keys. values: numbers from 0 to one less. share: of the keys that compositions are trained on.
+        working: answers begin with the numbers.
     """
 
     def __init__(self, count: int, values: int, share: float, working: bool, seed: int) -> None:

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mmattn.adapters.gated import BlockLayers, BlockSettings
 from mmattn.errors import AttachError, ConfigError, check_int
 from mmattn.layers import CrossAttention
+from mmattn.positions import Rotary
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class ComposedAdapter(BlockSettings):
             picked = tuple(other for _, other in sorted(zip(given, picked, strict=True)))
         object.__setattr__(self, "augmenting_layers", picked)
 
+    def more_of_attention(self) -> dict[str, Any]:
+        """Rotary positions, and biases on queries, keys and values."""
+        rotary = Rotary(self.head_dim) if self.rotary else None
+        return {"rotary": rotary, "bias": self.own_place, "out_bias": False}
+
     def build(self, host_dim: int, layers: Sequence[int]) -> ComposedLayers:
         """Make the trainable part for a host of width `host_dim` at `layers`.
 
@@ -115,11 +122,12 @@ def _begin_at_own_place(attention: CrossAttention) -> None:
     A bias that queries and keys share is turned with them: their product is highest where both stand at one place. Only
     the fastest quarter of the pairs has it, the others hardly tell neighbours apart.
     """
-    k = attention.head_dim
-    fastest = torch.arange(max(1, k // 8))
-    fall = (1 - torch.cos(10_000.0 ** (-2 * fastest / k))).sum()
+    rotary, k = attention.rotary, attention.head_dim
+    assert rotary is not None
     bias = torch.zeros(k)
-    bias[fastest] = (3 / (attention.scale * fall)).sqrt()
+    bias[: max(1, k // 8)] = 1
+    here, there = rotary(bias.expand(1, 1, 2, k), torch.arange(2))[0, 0]
+    bias *= (3 / (attention.scale * (here @ here - here @ there))).sqrt()
     with torch.no_grad():
         attention.v_proj.bias.zero_()
         for projection in (attention.q_proj, attention.k_proj):

@@ -27,7 +27,6 @@ from mmattn.cache import KeyValue
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 from mmattn.layers import CrossAttention
 from mmattn.memory import Memory
-from mmattn.positions import Rotary
 
 GATES = ("scalar", "head", "channel")
 LOOKS = ("all", "previous", "latest")
@@ -116,6 +115,10 @@ class BlockSettings:
         if self.resampler is not None and self.score_bias:
             raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
 
+    def more_of_attention(self) -> dict[str, Any]:
+        """What else the cross-attention of the blocks is made with, where a kind of adapter has more."""
+        return {}
+
 
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
@@ -199,9 +202,7 @@ class GatedBlock(nn.Module):
             score_bias=config.score_bias,
             dropout=config.dropout,
             norm_eps=1e-6 if config.norm_eps is None else config.norm_eps,
-            rotary=Rotary(config.head_dim) if getattr(config, "rotary", False) else None,
-            bias=getattr(config, "own_place", False),
-            out_bias=False,
+            **config.more_of_attention(),
         )
         self.per_head = config.gate == "head"
         shape = {"scalar": (), "head": (config.num_heads,), "channel": (host_dim,)}[config.gate]

@@ -67,6 +67,18 @@ def test_calls_of_other_threads_are_theirs() -> None:
         assert all(torch.equal(calls[0], want[place][0]) for place, calls in got.items())
 
 
+def test_a_call_may_come_while_hooks_are_being_made() -> None:
+    """torch makes a hook in two steps, the hook first and that it takes kwargs second: between them it is called."""
+    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(2, 7), tiny.memory(2, 5)
+    want = model(ids, memory=memory).logits
+    with ThreadPoolExecutor(1) as pool, mmattn.record(model) as weights:
+        for attention in model.attentions().values():
+            assert attention._forward_hooks_with_kwargs
+            attention._forward_hooks_with_kwargs.clear()
+        assert torch.equal(pool.submit(lambda: model(ids, memory=memory).logits).result(), want)
+    assert not weights and not any(attention._forward_hooks for attention in model.attentions().values())
+
+
 @torch.no_grad()
 def test_a_unet_tells_of_its_text_and_of_each_adapter():
     model = tiny_unets.attach(tiny_unets.make())

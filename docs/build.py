@@ -19,13 +19,17 @@ API = Path(__file__).resolve().parent / "api"
 PARTS = ("core", "adapters", "hosts", "encoders", "retrieval", "inspect", "training")
 MODULES = ("mmattn", "mmattn.encoders", "mmattn.retrieval", "mmattn.inspect", "mmattn.training")
 #: Modules all of whose own functions and classes are public, and where users find those of another.
-WHOLE = {"mmattn.masks": "mmattn.masks", "mmattn.conventions": "mmattn.masks", "mmattn.positions": "mmattn.positions"}
+WHOLE = {
+    "mmattn.masks": "mmattn.masks",
+    "mmattn.core.conventions": "mmattn.masks",
+    "mmattn.positions": "mmattn.positions",
+}
 MORE = (
     "mmattn.errors.MissingExtraError",
     "mmattn.adapters.gated.BlockSettings",
-    "mmattn.hosts.language.LanguageModel",
-    "mmattn.hosts.unet.UNet",
-    "mmattn.hosts.bank.Bank",
+    "mmattn.hosts.causal_lm.model.AdaptedCausalLM",
+    "mmattn.hosts.unet.model.AdaptedUNet",
+    "mmattn.hosts.bank.bank.Bank",
     "mmattn.retrieval.chunking.chunk",
     "mmattn.retrieval.chunking.Chunk",
     "mmattn.retrieval.corpus.embed_corpus",

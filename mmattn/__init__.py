@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "attend": "mmattn.attention",
-    "CrossAttention": "mmattn.layers",
-    "SelfAttention": "mmattn.layers",
-    "TransformerBlock": "mmattn.transformer",
+    "attend": "mmattn.core.attention",
+    "CrossAttention": "mmattn.core.layers",
+    "SelfAttention": "mmattn.core.layers",
+    "TransformerBlock": "mmattn.core.transformer",
     "EncoderDecoder": "mmattn.seq2seq",
-    "KeyValue": "mmattn.cache",
-    "GrowingCache": "mmattn.cache",
-    "PagePool": "mmattn.paged",
-    "PagedCache": "mmattn.paged",
+    "KeyValue": "mmattn.core.kv",
+    "GrowingCache": "mmattn.core.growing",
+    "PagePool": "mmattn.core.paged",
+    "PagedCache": "mmattn.core.paged",
     "Memory": "mmattn.memory",
     "GatedAdapter": "mmattn.adapters.gated",
     "ChunkedAdapter": "mmattn.adapters.chunked",
     "ComposedAdapter": "mmattn.adapters.composed",
     "DecoupledAdapter": "mmattn.adapters.decoupled",
     "Resampler": "mmattn.adapters.resampler",
-    "Augmenting": "mmattn.hosts.augmenting",
-    "Guidance": "mmattn.hosts.guidance",
+    "AugmentingModel": "mmattn.hosts.augmenting",
+    "Guidance": "mmattn.hosts.unet.guidance",
     "attach": "mmattn.hosts",
     "load": "mmattn.hosts",
     "load_published": "mmattn.hosts",
@@ -58,19 +58,24 @@ _HOME = {
     "ImageError": "mmattn.errors",
     "TextError": "mmattn.errors",
 }
-_PARTS = ("errors", "masks", "positions")
+_PARTS = {"errors": "mmattn.errors", "masks": "mmattn.core.masks", "positions": "mmattn.core.positions"}
 
 __all__ = [*_HOME, *_PARTS]
 
 if TYPE_CHECKING:
-    from mmattn import errors, masks, positions
+    from mmattn import errors
     from mmattn.adapters.chunked import ChunkedAdapter
     from mmattn.adapters.composed import ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.resampler import Resampler
-    from mmattn.attention import attend
-    from mmattn.cache import GrowingCache, KeyValue
+    from mmattn.core import masks, positions
+    from mmattn.core.attention import attend
+    from mmattn.core.growing import GrowingCache
+    from mmattn.core.kv import KeyValue
+    from mmattn.core.layers import CrossAttention, SelfAttention
+    from mmattn.core.paged import PagedCache, PagePool
+    from mmattn.core.transformer import TransformerBlock
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.text import TextEncoder
@@ -90,25 +95,22 @@ if TYPE_CHECKING:
         TextError,
     )
     from mmattn.hosts import attach, load, load_published
-    from mmattn.hosts.augmenting import Augmenting
-    from mmattn.hosts.guidance import Guidance
+    from mmattn.hosts.augmenting import AugmentingModel
+    from mmattn.hosts.unet.guidance import Guidance
     from mmattn.inspect.attribution import attribute
     from mmattn.inspect.record import record
     from mmattn.inspect.trace import Trace
-    from mmattn.layers import CrossAttention, SelfAttention
     from mmattn.memory import Memory
-    from mmattn.paged import PagedCache, PagePool
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
     from mmattn.retrieval.qdrant import QdrantIndex
-    from mmattn.seq2seq import EncoderDecoder
-    from mmattn.transformer import TransformerBlock
+    from mmattn.seq2seq.encoder_decoder import EncoderDecoder
 
 
 def __getattr__(name: str) -> Any:
     if name in _PARTS:
-        return importlib.import_module(f"mmattn.{name}")
+        return importlib.import_module(_PARTS[name])
     if name not in _HOME:
         raise AttributeError(f"module 'mmattn' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

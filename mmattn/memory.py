@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_float, check_int
-from mmattn.files import read_tensors, write_tensors
+from mmattn.storage.tensor_files import read_tensors, write_tensors
 
 FORMAT = "mmattn-memory"
 

@@ -141,7 +141,7 @@ def over_seeds(
     import argparse
     import json
 
-    from mmattn.atomic import write_text
+    from mmattn.storage.atomic import write_text
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)

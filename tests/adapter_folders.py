@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mmattn.adapters.files import adapter_settings, save_folder
+from mmattn.adapters.folder import adapter_settings, save_folder
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.resampler import Resampler
 

@@ -28,9 +28,9 @@ def augmenting(family: str = "llama", seed: int = 11) -> Any:
     )
 
 
-def along(family: str = "llama", seed: int = 11) -> mmattn.Augmenting:
+def along(family: str = "llama", seed: int = 11) -> mmattn.AugmentingModel:
     """That model as a memory."""
-    return mmattn.Augmenting(augmenting(family, seed))
+    return mmattn.AugmentingModel(augmenting(family, seed))
 
 
 def attach(lm: nn.Module, *, opened: bool = True, name: str = "default", **settings: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import mmattn.heads
+import mmattn.core.projection
 from mmattn import CrossAttention, KeyValue, attend
 from tests.reference import assert_close, attend_reference, cross_attention_reference, gradients
 
@@ -94,10 +94,10 @@ def make_layer(dtype: torch.dtype = torch.float32, **settings_) -> CrossAttentio
 
 
 def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(mmattn.heads, "_PACK_SAVES", -1 if "packed" in layout else float("inf"))
+    monkeypatch.setattr(mmattn.core.projection, "_PACK_SAVES", -1 if "packed" in layout else float("inf"))
     for margin in ("_ABSORB_MARGIN", "_ABSORB_MARGIN_HALF"):
-        monkeypatch.setattr(mmattn.heads, margin, float("inf") if "absorbed" in layout else 0)
-    monkeypatch.setattr(mmattn.heads, "_ABSORB_LEAST_HALF", 0)
+        monkeypatch.setattr(mmattn.core.projection, margin, float("inf") if "absorbed" in layout else 0)
+    monkeypatch.setattr(mmattn.core.projection, "_ABSORB_LEAST_HALF", 0)
 
 
 def kind(kept: KeyValue) -> str:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mmattn.live import Live, serve
+from mmattn.cli.live import Live, serve
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmattn.masks import Mask
+from mmattn.core.masks import Mask
 
 # Error against float64 as max|a-b| / max|b| and as a ratio of norms, over the whole core, on the CPU.
 TARGETS: dict[torch.dtype, dict[str, tuple[float, float]]] = {

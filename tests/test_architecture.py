@@ -17,7 +17,7 @@ GOOD = {
     "attention.py": '"""softmax in words does not count."""\ndef attend(x):\n    return x.softmax(-1)\n',
     "adapters/__init__.py": "",
     "adapters/gated.py": "from .. import memory\nfrom . import resampler\nfrom ..attention import attend\n",
-    "adapters/resampler.py": "from mmattn.attention import attend\n",
+    "adapters/resampler.py": "from mmattn.core.attention import attend\n",
     "hosts/__init__.py": "",
     "hosts/language.py": "from mmattn import __version__\ndef find():\n    import transformers\n",
     "hosts/handle.py": "def doctor():\n    from mmattn.inspect.doctor import examine\n",
@@ -78,11 +78,11 @@ class TestTheseChecksCanFail:
         [
             ("errors", "from mmattn.memory import Memory", "errors stands below"),
             ("memory", "from . import attention", "memory stands below"),
-            ("memory", "import mmattn.hosts.language", "memory stands below"),
+            ("memory", "import mmattn.hosts.causal_lm.model", "memory stands below"),
             ("attention", "def late():\n    from mmattn import adapters", "attention stands below"),
             ("attention", "import importlib\nimportlib.import_module('mmattn.hosts')", "attention stands below"),
             ("adapters__gated", "from ..hosts.language import find", "adapters stands below"),
-            ("encoders__openclip", "from mmattn.attention import attend", "encoders must not know attention"),
+            ("encoders__openclip", "from mmattn.core.attention import attend", "encoders must not know attention"),
             ("retrieval__index", "from mmattn.hosts import language", "retrieval must not know hosts"),
             ("hosts__language", "from mmattn.inspect.doctor import diagnose", "hosts must not know inspect"),
             ("hosts__handle", "from mmattn.inspect.doctor import examine", "hosts must not know inspect"),
@@ -143,6 +143,6 @@ class TestTheseChecksCanFail:
             "import mmattn\nfrom mmattn.errors import ShapeError\nfrom mmattn import Memory\n"
         )
         assert architecture.back_doors(tmp_path) == []
-        (recipe / "data.py").write_text("def late():\n    from mmattn.hosts.language import find\n")
+        (recipe / "data.py").write_text("def late():\n    from mmattn.hosts.causal_lm.model import find\n")
         (complaint,) = architecture.back_doors(tmp_path)
-        assert complaint.endswith("imports mmattn.hosts.language")
+        assert complaint.endswith("imports mmattn.hosts.causal_lm.model")

@@ -1,10 +1,11 @@
-"""`Snapshot`: whether tensors are still what they were; `KeyValue.gather`: rows of several as one."""
+"""`TensorVersion`: whether tensors are still what they were; `KeyValue.gather`: rows of several as one."""
 
 import pytest
 import torch
 
-from mmattn.cache import KeyValue, Snapshot
-from mmattn.layers import CrossAttention
+from mmattn.core.kv import KeyValue
+from mmattn.core.layers import CrossAttention
+from mmattn.core.tensor_cache import TensorVersion
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from mmattn.layers import CrossAttention
 )
 def test_another_reading_of_the_same_storage_is_another_tensor(now):
     x = torch.randn(3, 5)
-    snapshot = Snapshot([x])
+    snapshot = TensorVersion([x])
     assert snapshot.holds([x])
     assert not snapshot.holds([now(x)])
     assert not snapshot.holds([x, x])
@@ -41,7 +42,7 @@ def projected(kind: str, batch: int, m: int, monkeypatch: pytest.MonkeyPatch) ->
     memory = torch.randn(batch, m, 11)
     mask = torch.rand(batch, m) > 0.3 if "whole" not in kind else None
     scores = torch.randn(batch, m) if "scored" in kind else None
-    monkeypatch.setattr("mmattn.heads._PACK_SAVES", 0 if "packed" in kind else 1 << 40)
+    monkeypatch.setattr("mmattn.core.projection._PACK_SAVES", 0 if "packed" in kind else 1 << 40)
     return layer, layer.project(memory, mask=mask, scores=scores, absorb=kind.startswith("absorbed"))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmattn import recipes
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.errors import ConfigError, MmattnError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -313,7 +313,7 @@ def test_the_console_script_is_this_main(tmp_path: Path) -> None:
     assert (
         textwrap.dedent("""\
         [project.scripts]
-        mmattn = "mmattn.cli:main"
+        mmattn = "mmattn.cli.app:main"
         """)
         in text
     )

@@ -24,7 +24,7 @@ import typer
 
 import mmattn
 from mmattn import masks
-from mmattn.cli import app
+from mmattn.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/api/*.md"))

@@ -13,15 +13,15 @@ import pytest
 import safetensors.torch
 import torch
 
-import mmattn.files
-import mmattn.fingerprints
+import mmattn.storage.fingerprints
+import mmattn.storage.tensor_files
 from mmattn.errors import ConfigError
-from mmattn.files import fingerprint, read_header, read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.tensor_files import fingerprint, read_header, read_json, read_tensors, write_json, write_tensors
 from tests.tensor_files import META, example, litter, same_bits
 
 
 def test_docstring_examples_run() -> None:
-    for module in (mmattn.files, mmattn.fingerprints):
+    for module in (mmattn.storage.tensor_files, mmattn.storage.fingerprints):
         result = doctest.testmod(module, extraglobs={"torch": torch})
         assert result.attempted >= 3
         assert result.failed == 0

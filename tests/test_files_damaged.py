@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from mmattn.errors import AdapterFileError, NonFiniteError
-from mmattn.files import describe, read_header, read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.tensor_files import describe, read_header, read_json, read_tensors, write_json, write_tensors
 from tests.tensor_files import META, example, same_bits
 
 

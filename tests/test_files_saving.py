@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmattn.files import read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.tensor_files import read_json, read_tensors, write_json, write_tensors
 from tests.tensor_files import META, example, litter
 
 
@@ -68,7 +68,7 @@ class TestSaving:
         # Root writes anywhere, so a process that gives its rights up does it; outside the tests' own private folder.
         code = """
 import os, sys
-from mmattn.files import write_json
+from mmattn.storage.tensor_files import write_json
 if os.getuid() == 0:
     os.setuid(65534)
 for folder in sys.argv[1:]:
@@ -93,7 +93,7 @@ for folder in sys.argv[1:]:
         old = (tmp_path / "a").read_bytes()
         code = """
 import resource, sys, torch
-from mmattn.files import write_tensors
+from mmattn.storage.tensor_files import write_tensors
 tensors = {"x": torch.ones(50_000), "y": torch.ones(50_000)}
 for size in range(0, 400_000, 20_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -140,7 +140,7 @@ for size in range(0, 400_000, 20_000):
     def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(self, tmp_path: Path) -> None:
         code = """
 import sys
-from mmattn.atomic import replacing
+from mmattn.storage.atomic import replacing
 with replacing(sys.argv[1]) as file:
     file.write(b"half")
     file.flush()
@@ -180,7 +180,7 @@ with replacing(sys.argv[1]) as file:
             weight.add_(1)
             return sha256(*args)
 
-        monkeypatch.setattr("mmattn.files.hashlib.sha256", busy)
+        monkeypatch.setattr("mmattn.storage.tensor_files.hashlib.sha256", busy)
         write_tensors(tmp_path / "a", {"x": weight, "y": weight}, META)
         monkeypatch.undo()
         after, _ = read_tensors(tmp_path / "a", "example")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmattn.generation import beam_search, greedy
+from mmattn.seq2seq.generation import beam_search, greedy
 
 V, END, LONGEST = 5, 4, 4
 

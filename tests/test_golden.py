@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.adapters.settings import FORMAT_VERSION
-from mmattn.files import fingerprint
+from mmattn.adapters.config_file import FORMAT_VERSION
 from mmattn.hosts.adapter_files import KINDS
+from mmattn.storage.tensor_files import fingerprint
 from tests.adapter_folders import contents
 from tests.golden import make as golden
 from tests.tiny import assert_close, differs

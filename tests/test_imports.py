@@ -48,7 +48,7 @@ def test_its_names_load_torch_and_nothing_heavier() -> None:
     assert not modules & set(HEAVY)
 
 
-@pytest.mark.parametrize("statement", ["import mmattn.cli", "import mmattn.recipes; mmattn.recipes.list_recipes()"])
+@pytest.mark.parametrize("statement", ["import mmattn.cli.app", "import mmattn.recipes; mmattn.recipes.list_recipes()"])
 def test_the_command_line_starts_without_torch(statement: str) -> None:
     assert not loaded(statement) & {*HEAVY, "torch", "numpy", "pydantic", "yaml"}
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from mmattn import CrossAttention, KeyValue, SelfAttention, masks
-from mmattn.positions import Rotary
+from mmattn.core.positions import Rotary
 from tests.core import (
     DTYPES,
     LAYOUTS,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmattn import ConfigError, CrossAttention, MaskError, ShapeError
-from mmattn.positions import Rotary, grid
+from mmattn.core.positions import Rotary, grid
 from tests.core import MASK, RULE, B, D, E, L, M, data, make_layer as make
 from tests.reference import assert_close
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops, ImageStat
 
+from mmattn.cli.live import LONGEST, Live
 from mmattn.errors import AdapterFileError, ConfigError, ImageError, TextError
-from mmattn.live import LONGEST, Live
 from mmattn.recipes import find_recipe, load_recipe
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-import mmattn.conventions
-import mmattn.masks
+import mmattn.core.masks
 from mmattn import masks
+from mmattn.core.masks import Mask
 from mmattn.errors import ConfigError, MaskError, ShapeError
-from mmattn.masks import Mask
 
 
 def rule(l: int, m: int, sees: Callable[[int, int], bool]) -> Tensor:
@@ -23,7 +22,7 @@ def rule(l: int, m: int, sees: Callable[[int, int], bool]) -> Tensor:
 
 
 def test_docstring_examples_run() -> None:
-    for module, least in ((mmattn.masks, 12), (mmattn.conventions, 3)):
+    for module, least in ((mmattn.core.masks, 15),):
         result = doctest.testmod(module, extraglobs={"torch": torch})
         assert result.attempted >= least
         assert result.failed == 0

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from mmattn import ConfigError, CrossAttention, SelfAttention, ShapeError, attend
-from mmattn.masks import from_additive, from_huggingface, from_key_padding
-from mmattn.positions import Rotary
+from mmattn.core.masks import from_additive, from_huggingface, from_key_padding
+from mmattn.core.positions import Rotary
 
 B, L, M, H, K = 3, 5, 7, 2, 11
 D = H * K

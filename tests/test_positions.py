@@ -14,14 +14,14 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-import mmattn.positions
+import mmattn.core.positions
 from mmattn import positions
 from mmattn.errors import ConfigError, ShapeError
 from tests.reference import assert_close, rotary_reference
 
 
 def test_docstring_examples_run() -> None:
-    result = doctest.testmod(mmattn.positions, extraglobs={"torch": torch})
+    result = doctest.testmod(mmattn.core.positions, extraglobs={"torch": torch})
     assert result.attempted >= 7
     assert result.failed == 0
 

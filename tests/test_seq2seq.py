@@ -8,8 +8,8 @@ from torch import Tensor
 
 import mmattn
 from mmattn import AdapterFileError, EncoderDecoder, GrowingCache, MaskError, ShapeError
-from mmattn.files import read_tensors, write_tensors
-from mmattn.seq2seq import POSITIONS
+from mmattn.seq2seq.encoder_decoder import POSITIONS
+from mmattn.storage.tensor_files import read_tensors, write_tensors
 
 V, D, H, LAYERS = 53, 42, 3, 2
 START, END = 1, 2

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from mmattn.errors import TextError
-from mmattn.texts import ClipTokenizer, check_text, tokenize
+from mmattn.tokenization import ClipTokenizer, check_text, tokenize
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmattn import ConfigError, GrowingCache, SelfAttention, ShapeError, TransformerBlock, masks
-from mmattn.positions import Rotary, alibi
+from mmattn.core.positions import Rotary, alibi
 
 B, L, M, D, H = 2, 5, 7, 42, 3
 

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 
 from mmattn.adapters.gated import BlockLayers, BlockSettings
+from mmattn.core.layers import CrossAttention
+from mmattn.core.positions import Rotary
 from mmattn.errors import AttachError, ConfigError, check_int
-from mmattn.layers import CrossAttention
-from mmattn.positions import Rotary
 
 
 @dataclass(frozen=True)
 class ComposedAdapter(BlockSettings):
     """Settings of the composition of a language model with an augmenting one, which reads the same text.
 
-    The memory of a call is `mmattn.Augmenting(lm)`. For several augmenting models attach an adapter for each.
+    The memory of a call is `mmattn.AugmentingModel(lm)`. For several augmenting models attach an adapter for each.
 
     Args:
         memory_dim: e, width of the augmenting model.

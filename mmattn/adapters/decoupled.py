@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from mmattn.adapters.layers import AdapterLayers
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.resampler import Resampler
+from mmattn.core.layers import PlainHeads
 from mmattn.errors import ConfigError, check_choice, check_int
-from mmattn.layers import PlainHeads
 from mmattn.memory import Memory
 
 STARTS = ("nothing", "host")

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.layers import AdapterLayers
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.resampler import Resampler
-from mmattn.cache import KeyValue
+from mmattn.core.kv import KeyValue
+from mmattn.core.layers import CrossAttention
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
-from mmattn.layers import CrossAttention
 from mmattn.memory import Memory
 
 GATES = ("scalar", "head", "channel")

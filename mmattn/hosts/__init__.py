@@ -12,10 +12,10 @@ from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
-from mmattn.hosts.handle import Handle, find_handle
-from mmattn.hosts.language import LanguageModel
-from mmattn.hosts.stored import stored
-from mmattn.hosts.unet import UNet
+from mmattn.hosts.adapted import AdaptedModel, find_adapted
+from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.interop.quantised import stored
+from mmattn.hosts.unet.model import AdaptedUNet
 
 
 @overload
@@ -26,13 +26,13 @@ def attach(
     *,
     path: str | None = ...,
     require_memory: bool = ...,
-) -> LanguageModel: ...
+) -> AdaptedCausalLM: ...
 
 
 @overload
 def attach(
     host: nn.Module, adapter: DecoupledAdapter | None = ..., name: str = ..., *, require_memory: bool = ...
-) -> UNet: ...
+) -> AdaptedUNet: ...
 
 
 def attach(
@@ -42,7 +42,7 @@ def attach(
     *,
     path: str | None = None,
     require_memory: bool = False,
-) -> LanguageModel | UNet:
+) -> AdaptedCausalLM | AdaptedUNet:
     """Put an adapter on a frozen host; the host's answers stay bit for bit what they were until it is trained.
 
     Args:
@@ -50,7 +50,7 @@ def attach(
             returned for it.
         adapter: its settings: a `GatedAdapter`, `ChunkedAdapter` or `ComposedAdapter` for a language model, a
             `DecoupledAdapter` for a UNet. A UNet may go without: its own text can go through the core, see
-            `UNet.use_core`.
+            `AdaptedUNet.use_core`.
         name: to switch, combine and save it by.
         path: where the list of decoder layers is, if it cannot be found.
         require_memory: calls without a memory raise instead of giving the host's own answer.
@@ -60,15 +60,15 @@ def attach(
             ConditionError: the host is compiled, has no weights, its 4-bit weights were laid out anew by an earlier
             call, or memory would not reach a layer. Nothing is changed then.
     """
-    if isinstance(host, Handle):
+    if isinstance(host, AdaptedModel):
         host = host.host
-    handle = find_handle(host) if isinstance(host, nn.Module) else None
+    handle = find_adapted(host) if isinstance(host, nn.Module) else None
     fresh = handle is None
     if handle is None:
         unet = isinstance(adapter, DecoupledAdapter) or (adapter is None and hasattr(host, "attn_processors"))
-        handle = UNet(host, require_memory) if unet else LanguageModel(host, path, require_memory)
-    assert isinstance(handle, (LanguageModel, UNet))
-    if adapter is not None or isinstance(handle, LanguageModel):
+        handle = AdaptedUNet(host, require_memory) if unet else AdaptedCausalLM(host, path, require_memory)
+    assert isinstance(handle, (AdaptedCausalLM, AdaptedUNet))
+    if adapter is not None or isinstance(handle, AdaptedCausalLM):
         with stored(handle.host):
             handle.add_adapter(name, adapter)  # type: ignore[arg-type]
     if fresh:
@@ -83,7 +83,7 @@ def load(
     *,
     path: str | None = None,
     revision: str | None = None,
-) -> LanguageModel | UNet:
+) -> AdaptedCausalLM | AdaptedUNet:
     """Put a saved adapter on a host; on a UNet also the single file of a published IP-Adapter.
 
     Args:
@@ -95,7 +95,7 @@ def load(
         AdapterFileError: the folder does not hold an adapter for this host; nothing is changed.
     """
     from mmattn.hosts.adapter_files import load as load_folder
-    from mmattn.hosts.hub import local_folder
+    from mmattn.hosts.interop.hub import local_folder
 
     return load_folder(host, local_folder(folder, revision), name, path)
 
@@ -110,7 +110,7 @@ def load_published(
     media_token: int | None = None,
     num_heads: int | None = None,
     path: str | None = None,
-) -> LanguageModel:
+) -> AdaptedCausalLM:
     """Put the gated cross-attention of a published model on a host that holds the rest of its text part.
 
     The memory is what the published blocks attend to: for Idefics the states of its vision model, resampled where it
@@ -137,5 +137,5 @@ def load_published(
     model = load_weights(
         host, family, weights, name, look=look, media_token=media_token, num_heads=num_heads, path=path
     )
-    assert isinstance(model, LanguageModel)
+    assert isinstance(model, AdaptedCausalLM)
     return model

@@ -11,24 +11,24 @@ import torch
 from torch import nn
 
 from mmattn import __version__
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.composed import ComposedAdapter
+from mmattn.adapters.config_file import FORMAT, FORMAT_VERSION
 from mmattn.adapters.decoupled import DecoupledAdapter
-from mmattn.adapters.files import adapter_settings, check_tensors, load_folder, parse_config, save_folder
+from mmattn.adapters.folder import adapter_settings, check_tensors, load_folder, parse_config, save_folder
 from mmattn.adapters.gated import GatedAdapter
-from mmattn.adapters.layers import AdapterLayers
-from mmattn.adapters.settings import FORMAT, FORMAT_VERSION
 from mmattn.errors import AdapterFileError, AttachError, ConfigError
-from mmattn.files import fingerprint
-from mmattn.hosts.attention_layers import find_places, head_size, pick_places, text_width
-from mmattn.hosts.decoder_layers import pick_layers
-from mmattn.hosts.families import find_layers, host_depth, host_width, text_config
-from mmattn.hosts.sharded import shards
+from mmattn.hosts.causal_lm.decoder_layers import pick_layers
+from mmattn.hosts.causal_lm.layer_search import find_layers, host_depth, host_width, text_config
+from mmattn.hosts.interop.sharded import shards
+from mmattn.hosts.unet.attention_layers import find_places, head_size, pick_places, text_width
+from mmattn.storage.tensor_files import fingerprint
 
 if TYPE_CHECKING:
-    from mmattn.hosts.handle import Handle
-    from mmattn.hosts.language import LanguageModel
-    from mmattn.hosts.unet import UNet
+    from mmattn.hosts.adapted import AdaptedModel
+    from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+    from mmattn.hosts.unet.model import AdaptedUNet
 
 LanguageAdapter = GatedAdapter | ChunkedAdapter | ComposedAdapter
 
@@ -42,7 +42,7 @@ KINDS: dict[str, type[LanguageAdapter] | type[DecoupledAdapter]] = {
 CALLS = {
     GatedAdapter.kind: "model.generate(input_ids, memory=memory)",
     ChunkedAdapter.kind: "model.generate(input_ids, memory=retrieve)",
-    ComposedAdapter.kind: "model.generate(input_ids, memory=mmattn.Augmenting(lm))",
+    ComposedAdapter.kind: "model.generate(input_ids, memory=mmattn.AugmentingModel(lm))",
     DecoupledAdapter.kind: "model(sample, timestep, text, memory=memory)",
 }
 
@@ -64,11 +64,11 @@ def picked_layers(host: nn.Module, settings: LanguageAdapter | DecoupledAdapter,
     Raises:
         AttachError: the host has no such layers, or cannot be told where they are.
     """
-    from mmattn.hosts.handle import find_handle
+    from mmattn.hosts.adapted import find_adapted
 
     if isinstance(settings, DecoupledAdapter):
         return pick_places(settings, find_places(host))
-    known: Any = find_handle(host)
+    known: Any = find_adapted(host)
     return pick_layers(settings, len(find_layers(host, path)[1] if known is None else known.layers))
 
 
@@ -98,7 +98,7 @@ def elsewhere(host: nn.Module) -> bool:
     return bool(shards(host)) or any(parameter.device.type == "meta" for parameter in host.parameters())
 
 
-def save(model: Handle, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
+def save(model: AdaptedModel, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
     """Write the adapter `name` of a host as a folder.
 
     Raises:
@@ -150,12 +150,12 @@ Written by mmattn {config["mmattn_version"]}.
 """
 
 
-def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | None) -> LanguageModel | UNet:
+def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | None) -> AdaptedCausalLM | AdaptedUNet:
     """Put the adapter in a folder on a host, checking everything before the host is touched."""
     from mmattn.hosts import attach
-    from mmattn.hosts.handle import Handle
+    from mmattn.hosts.adapted import AdaptedModel
 
-    if isinstance(host, Handle):
+    if isinstance(host, AdaptedModel):
         host = host.host
     if os.path.isfile(folder):
         return load_ip_adapter(host, folder, name)
@@ -195,10 +195,10 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
     return model
 
 
-def load_ip_adapter(host: nn.Module, path: str | PathLike[str], name: str) -> UNet:
+def load_ip_adapter(host: nn.Module, path: str | PathLike[str], name: str) -> AdaptedUNet:
     """Put an IP-Adapter's single file on a host."""
     from mmattn.hosts import attach
-    from mmattn.hosts.ip_adapter import read_ip_adapter
+    from mmattn.hosts.unet.ip_adapter import read_ip_adapter
 
     try:
         settings, tensors = read_ip_adapter(host, path)

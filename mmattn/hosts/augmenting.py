@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.composed import ComposedLayers
-from mmattn.attention import combine_masks, may_read, visible_rows
-from mmattn.cache import KeyValue
+from mmattn.core.attention import combine_masks, may_read, visible_rows
+from mmattn.core.kv import KeyValue
+from mmattn.core.masks import causal
 from mmattn.errors import AttachError, ConditionError, ShapeError
-from mmattn.hosts.decoder_layers import device_of, embeddings_of
-from mmattn.hosts.families import host_depth, host_width, text_config
-from mmattn.hosts.texts import Text
-from mmattn.masks import causal
+from mmattn.hosts.causal_lm.decoder_layers import device_of, embeddings_of
+from mmattn.hosts.causal_lm.layer_search import host_depth, host_width, text_config
+from mmattn.hosts.causal_lm.text_state import Text
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
     from mmattn.hosts.calls import Call
 
 
-class Augmenting:
+class AugmentingModel:
     """A language model as the memory of a `ComposedAdapter`: it reads the text of the call, as far as that has come.
 
     It becomes no part of host or adapter, is never trained, and what it has read is forgotten with the call.
@@ -44,7 +44,7 @@ class Augmenting:
     >>> anchor = LlamaForCausalLM(LlamaConfig(hidden_size=32, **sizes)).eval()
     >>> lm = LlamaForCausalLM(LlamaConfig(hidden_size=24, **sizes)).eval()
     >>> model = mmattn.attach(anchor, mmattn.ComposedAdapter(memory_dim=24, layers=[1, 2], augmenting_layers=[0, 2]))
-    >>> model.generate(torch.tensor([[5, 6, 7]]), memory=mmattn.Augmenting(lm), max_new_tokens=4).shape
+    >>> model.generate(torch.tensor([[5, 6, 7]]), memory=mmattn.AugmentingModel(lm), max_new_tokens=4).shape
     torch.Size([1, 7])
     """
 

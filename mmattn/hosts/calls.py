@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.layers import AdapterLayers
-from mmattn.cache import KeyValue, Made
+from mmattn.adapters.base import AdapterLayers
+from mmattn.core.kv import KeyValue
+from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
-    from mmattn.hosts.augmenting import Augmenting, Reading
+    from mmattn.hosts.augmenting import AugmentingModel, Reading
+    from mmattn.hosts.causal_lm.text_state import Noted
     from mmattn.hosts.neighbours import Blocks, Neighbours
-    from mmattn.hosts.texts import Noted
 
 # Kept keys and values decode faster at every size measured, but the memory itself is held once for all layers: above
 # this many bytes of K and V per adapter it is kept instead.
@@ -38,7 +39,7 @@ class Kept:
 
     adapter: weakref.ref[AdapterLayers]
     autocast: bool
-    made: Made = field(default_factory=Made)
+    made: TensorCache = field(default_factory=TensorCache)
 
 
 class Prepared:
@@ -119,7 +120,7 @@ class Call:
         readings: by adapter what a model that reads along has read.
     """
 
-    memories: Mapping[str, Prepared | Neighbours | Augmenting]
+    memories: Mapping[str, Prepared | Neighbours | AugmentingModel]
     images: Tensor | None = None
     strength: float = 1.0
     expands: bool = False
@@ -205,7 +206,7 @@ def current(key: object) -> tuple[bool, Call | None]:
     return False, None
 
 
-def check_rows(rows: int, call: Call, name: str, prepared: Prepared | Neighbours | Augmenting) -> None:
+def check_rows(rows: int, call: Call, name: str, prepared: Prepared | Neighbours | AugmentingModel) -> None:
     """Rows of text must be rows of memory, or inside `generate` a multiple of them.
 
     Raises:

@@ -11,12 +11,12 @@ import torch
 from mmattn.errors import AttachError, ConfigError, check_float
 
 if TYPE_CHECKING:
-    from mmattn.hosts.handle import Handle
+    from mmattn.hosts.adapted import AdaptedModel
 
 
 @torch.no_grad()
-def add_weighted(model: Handle, names: Sequence[str], weights: Sequence[float], name: str) -> None:
-    """What `Handle.add_weighted_adapter` does; everything is checked before the host is touched."""
+def add_weighted(model: AdaptedModel, names: Sequence[str], weights: Sequence[float], name: str) -> None:
+    """What `AdaptedModel.add_weighted_adapter` does; everything is checked before the host is touched."""
     if isinstance(names, str) or not names:
         raise ConfigError(f"give the names of the adapters to merge as a list, got {names!r}")
     if len(weights) != len(names):

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.chunked import ChunkedLayers, chunk_slots, grouped
-from mmattn.attention import visible_rows
-from mmattn.cache import KeyValue, Made
+from mmattn.core.attention import visible_rows
+from mmattn.core.kv import KeyValue
+from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.calls import Prepared
-from mmattn.hosts.texts import Text
+from mmattn.hosts.causal_lm.text_state import Text
 from mmattn.memory import Memory
 
 Retrieve = Callable[[Tensor], "Memory | Tensor"]
@@ -132,7 +133,7 @@ class Given(Neighbours):
                 "the chunk of the text that each slot belongs to, from 0"
             )
         self.prepared = prepared
-        self._rows = Made()
+        self._rows = TensorCache()
 
     @property
     def batch(self) -> int:

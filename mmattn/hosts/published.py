@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mmattn.adapters.published import TextHost, read_published
 from mmattn.errors import AdapterFileError, AttachError
-from mmattn.hosts.families import host_depth, host_width, text_config
-from mmattn.hosts.handle import Handle
+from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.causal_lm.layer_search import host_depth, host_width, text_config
 
 Weights = Mapping[str, Tensor] | str | PathLike[str]
 
@@ -112,7 +112,7 @@ def load_published(
     """What `mmattn.load_published` does; everything is checked before the host is touched."""
     from mmattn.hosts import attach
 
-    if isinstance(host, Handle):
+    if isinstance(host, AdaptedModel):
         host = host.host
     tensors, source = read_weights(weights)
     try:

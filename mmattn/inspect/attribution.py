@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
-from mmattn.hosts.language import LanguageModel
+from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 from mmattn.inspect.record import record
 from mmattn.inspect.rollout import own_weights, roll_out
 from mmattn.inspect.trace import Trace
@@ -20,11 +20,11 @@ from mmattn.inspect.trial import real_slots, resting
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
-    from mmattn.hosts.handle import Handle
+    from mmattn.hosts.adapted import AdaptedModel
 
 
 def attribute(
-    model: Handle,
+    model: AdaptedModel,
     ids: Tensor | Sequence[int],
     memory: Memory | Tensor,
     words: Sequence[str] | None = None,
@@ -65,7 +65,7 @@ def attribute(
     >>> trace.words, trace.sources, trace.weights.shape, trace.dropped.shape
     (('6', '7'), ('a', 'b'), torch.Size([2, 3, 2, 2]), torch.Size([2, 2]))
     """
-    if not isinstance(model, LanguageModel):
+    if not isinstance(model, AdaptedCausalLM):
         raise ConditionError(f"words of a language model are explained here, got {type(model).__name__}: use record()")
     adapter = model._adapter(name)
     device = adapter.weight.device
@@ -122,7 +122,7 @@ def attribute(
     )
 
 
-def _twin(model: LanguageModel) -> LanguageModel:
+def _twin(model: AdaptedCausalLM) -> AdaptedCausalLM:
     """The model with modules of its own and the same parameters and buffers.
 
     What attribution changes (hooks, modes, how a host attends) belongs to a model, which other threads may be asking.
@@ -179,7 +179,7 @@ def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
     return Memory(many.tokens, real_slots(many) & ~gone, many.segments, many.scores, check_finite=False)
 
 
-def _probability(model: LanguageModel, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
+def _probability(model: AdaptedCausalLM, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
     """(b, t) of the tokens from `start` on, after those before them."""
     ids = row if memory is None else row.expand(memory.batch, -1)
     seen = {} if memory is None else {"memory": {name: memory}}

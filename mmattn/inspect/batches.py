@@ -10,22 +10,22 @@ from torch import Tensor
 
 from mmattn.adapters.chunked import ChunkedLayers
 from mmattn.errors import ConditionError, ConfigError
-from mmattn.hosts.attention_layers import text_width
-from mmattn.hosts.augmenting import Augmenting
-from mmattn.hosts.families import text_config
+from mmattn.hosts.augmenting import AugmentingModel
+from mmattn.hosts.causal_lm.layer_search import text_config
 from mmattn.hosts.neighbours import Found
-from mmattn.hosts.unet import UNet
+from mmattn.hosts.unet.attention_layers import text_width
+from mmattn.hosts.unet.model import AdaptedUNet
 from mmattn.inspect.trial import real_slots
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
-    from mmattn.hosts.handle import Handle
+    from mmattn.hosts.adapted import AdaptedModel
 
 # Sizes of a random batch, no two alike.
 ROWS, SLOTS, TOKENS = 3, 5, 7
 
 
-def memories_of(model: Handle, batch: Mapping[str, Any]) -> dict[str, Memory]:
+def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Memory]:
     """The memory of each active adapter in a batch, checked.
 
     Raises:
@@ -42,7 +42,7 @@ def memories_of(model: Handle, batch: Mapping[str, Any]) -> dict[str, Memory]:
     prepared = {name: one for name, one in model._prepare(batch["memory"]).items() if name in model.active}
     if not prepared:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
-    along = [name for name, one in prepared.items() if isinstance(one, Augmenting)]
+    along = [name for name, one in prepared.items() if isinstance(one, AugmentingModel)]
     if along:
         raise ConfigError(
             f"doctor asks with other memories, and adapters {along} read along with a model: give it a batch with a "
@@ -58,7 +58,7 @@ def memories_of(model: Handle, batch: Mapping[str, Any]) -> dict[str, Memory]:
     return memories
 
 
-def found_for(found: Found, model: Handle, name: str, batch: Mapping[str, Any]) -> Memory:
+def found_for(found: Found, model: AdaptedModel, name: str, batch: Mapping[str, Any]) -> Memory:
     """What a function finds for the complete chunks of a text, as one memory with segments.
 
     Raises:
@@ -87,7 +87,7 @@ def found_for(found: Found, model: Handle, name: str, batch: Mapping[str, Any]) 
     return Memory(memory.tokens[pick].flatten(1, 2), real, segments, scores)
 
 
-def random_batch(model: Handle, name: str = "default") -> dict[str, Any]:
+def random_batch(model: AdaptedModel, name: str = "default") -> dict[str, Any]:
     """A batch of random numbers for one adapter of a model, some of the memory's slots masked."""
     generator = torch.Generator().manual_seed(0)
     adapter = model._adapter(name)
@@ -96,7 +96,11 @@ def random_batch(model: Handle, name: str = "default") -> dict[str, Any]:
     def random(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator).to(device)
 
-    batch = random_picture(model, random) if isinstance(model, UNet) else random_text(model, adapter.config, generator)
+    batch = (
+        random_picture(model, random)
+        if isinstance(model, AdaptedUNet)
+        else random_text(model, adapter.config, generator)
+    )
     parts = 2 if adapter.config.kind == "chunked" or getattr(adapter.config, "look", "all") != "all" else 1
     m = parts * SLOTS
     segments = torch.arange(parts).repeat_interleave(SLOTS).expand(ROWS, m).to(device) if parts > 1 else None
@@ -106,7 +110,7 @@ def random_batch(model: Handle, name: str = "default") -> dict[str, Any]:
     return moved | {"memory": {name: Memory(random(ROWS, m, adapter.config.memory_dim), mask, segments, scores)}}
 
 
-def random_text(model: Handle, config: Any, generator: torch.Generator) -> dict[str, Any]:
+def random_text(model: AdaptedModel, config: Any, generator: torch.Generator) -> dict[str, Any]:
     """Ids of a text, long enough for two chunks where there are chunks, and where images are in it."""
     known = text_config(model.host)
     wanted = max(TOKENS, 2 * getattr(config, "chunk_size", 0) + 2)
@@ -118,7 +122,7 @@ def random_text(model: Handle, config: Any, generator: torch.Generator) -> dict[
     return batch
 
 
-def random_picture(model: UNet, random: Any) -> dict[str, Any]:
+def random_picture(model: AdaptedUNet, random: Any) -> dict[str, Any]:
     """A noisy picture, a time and a text, with what the UNets of SDXL are told besides."""
     config: Any = model.host.config
     size = config.sample_size or 32

@@ -16,12 +16,12 @@ from mmattn.inspect.report import Report
 from mmattn.inspect.trial import Trial, apart, cut, emptied, padded, real_slots, resting, shuffled
 
 if TYPE_CHECKING:
-    from mmattn.hosts.handle import Handle
+    from mmattn.hosts.adapted import AdaptedModel
 
 Verdict = tuple[bool | None, str]
 
 
-def examine(model: Handle, batch: Mapping[str, Any]) -> Report:
+def examine(model: AdaptedModel, batch: Mapping[str, Any]) -> Report:
     """What `model.doctor(batch)` finds out: a table of questions about each active adapter, with a verdict each.
 
     The model is called some twenty times without gradients; hooks, modes and random states come back as they were.
@@ -280,7 +280,7 @@ def by_layer(figures: Mapping[Any, str]) -> str:
     return ", ".join(parts if len(parts) <= 8 else [*parts[:4], "…", *parts[-3:]])
 
 
-def versions(model: Handle) -> str:
+def versions(model: AdaptedModel) -> str:
     """What this was found with."""
     known = {"Python": platform.python_version(), "mmattn": version("mmattn") or "from source"}
     used = "diffusers" if type(model.host).__module__.startswith("diffusers") else "transformers"

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.atomic import write_text
 from mmattn.errors import ConfigError
 from mmattn.inspect.trace import Trace
+from mmattn.storage.atomic import write_text
 
 #: Bytes of a page, at most.
 LIMIT = 2_000_000

@@ -7,14 +7,14 @@ import warnings
 from os import PathLike
 
 from mmattn.adapters.decoupled import DecoupledAdapter
-from mmattn.adapters.files import load_folder
+from mmattn.adapters.folder import load_folder
 from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.hosts import load
-from mmattn.hosts.unet import load_unet
+from mmattn.hosts.unet.model import load_unet
 from mmattn.inspect.batches import random_batch
 from mmattn.inspect.doctor import examine, openings
 from mmattn.inspect.report import Report
-from mmattn.pretrained import load_model
+from mmattn.storage.pretrained import load_model
 
 
 def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = None) -> Report:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.core.masks import Mask
 from mmattn.errors import ConfigError, ShapeError, import_extra
 from mmattn.inspect.trace import Trace
-from mmattn.masks import Mask
 
 Place = str | PathLike[str]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, check_choice
-from mmattn.files import read_tensors, write_tensors
-from mmattn.texts import check_text
+from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.tokenization import check_text
 
 FORMAT, VERSION = "mmattn-traces", 1
 #: The name of the file in a run's folder.

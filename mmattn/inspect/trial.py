@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from mmattn.adapters.chunked import ChunkedLayers
 from mmattn.hosts.calls import Prepared, images_so_far
-from mmattn.inspect.looks import Look, watch
+from mmattn.inspect.attention_figures import Look, watch
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
-    from mmattn.hosts.handle import Handle
+    from mmattn.hosts.adapted import AdaptedModel
 
 # Masked slots put behind a memory, so that there is padding to look at.
 EXTRA = 3
@@ -40,7 +40,7 @@ class Trial:
         batch: what the model is called with, by name. memory: the one whose part is played here.
     """
 
-    def __init__(self, model: Handle, name: str, batch: Mapping[str, Any], memory: Memory) -> None:
+    def __init__(self, model: AdaptedModel, name: str, batch: Mapping[str, Any], memory: Memory) -> None:
         self.model, self.name, self.memory = model, name, memory
         self.adapter = model._adapter(name)
         self.batch = {key: value for key, value in batch.items() if key not in _NOT_ASKED}

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.atomic import Path
 from mmattn.errors import ConfigError, check_int, import_extra
 from mmattn.retrieval.exact import Exact
 from mmattn.retrieval.state import Engine, EngineMaker
 from mmattn.retrieval.vectors import lengths_of
+from mmattn.storage.atomic import Path
 
 #: Fewer vectors than this teach a product quantiser nothing.
 _ENOUGH = 1024

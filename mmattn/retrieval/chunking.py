@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_int
-from mmattn.texts import check_text
+from mmattn.tokenization import check_text
 
 _WORD = re.compile(r"\S+")
 # An end is a full stop and the like before a gap, one of the full-width ones, or an empty line.

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmattn.errors import ConfigError, IndexFileError, import_extra
-from mmattn.formats import dump_json
 from mmattn.retrieval.entries import MAX_METADATA, Entries, check_lines
 from mmattn.retrieval.space import Space
 from mmattn.retrieval.vectors import directions
+from mmattn.storage.file_kinds import dump_json
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.atomic import replacing, write_text
 from mmattn.errors import (
     AdapterFileError,
     ConditionError,
@@ -34,11 +33,12 @@ from mmattn.errors import (
     check_int,
     import_extra,
 )
-from mmattn.files import read_json
-from mmattn.fingerprints import file_fingerprint
-from mmattn.formats import dump_json
 from mmattn.progress import tracked
 from mmattn.retrieval.lines import LineFiles, Stretch
+from mmattn.storage.atomic import replacing, write_text
+from mmattn.storage.file_kinds import dump_json
+from mmattn.storage.fingerprints import file_fingerprint
+from mmattn.storage.tensor_files import read_json
 
 FORMAT = "mmattn-corpus"
 MAX_JSON = 256 << 20

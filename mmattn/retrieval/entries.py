@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
-from mmattn.formats import dump_json
 from mmattn.memory import Memory
+from mmattn.storage.file_kinds import dump_json
 
 Id = str | int
 Filter = Mapping[str, Any] | Callable[[Any], bool]

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.atomic import Path, replacing
 from mmattn.errors import ConfigError, IndexFileError, NonFiniteError
-from mmattn.files import check_values, read_header, write_tensors
 from mmattn.retrieval.approximate import HNSW, IVFPQ, FaissEngine, Flat, described_maker, read_engine
 from mmattn.retrieval.entries import Entries
 from mmattn.retrieval.folder import read_version, write_version
 from mmattn.retrieval.state import EngineMaker, Part, State
 from mmattn.retrieval.vectors import METRICS
+from mmattn.storage.atomic import Path, replacing
+from mmattn.storage.tensor_files import check_values, read_header, write_tensors
 
 VECTORS = "vectors.safetensors"
 ENTRIES = "entries.jsonl"

@@ -23,9 +23,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
-from mmattn.atomic import Path, fcntl, sync_folder
 from mmattn.errors import AdapterFileError, IndexFileError
-from mmattn.files import describe, read_json, write_json
+from mmattn.storage.atomic import Path, fcntl, sync_folder
+from mmattn.storage.tensor_files import describe, read_json, write_json
 
 FORMAT = "mmattn-index"
 FORMAT_VERSION = 1

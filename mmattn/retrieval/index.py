@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.atomic import Path
 from mmattn.errors import IndexMismatchError, ShapeError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.approximate import describe_maker, engine_maker
@@ -30,6 +29,7 @@ from mmattn.retrieval.hits import Hits, found
 from mmattn.retrieval.space import Encoder, Space
 from mmattn.retrieval.state import EngineMaker, State
 from mmattn.retrieval.vectors import gather, score
+from mmattn.storage.atomic import Path
 
 
 class Index:

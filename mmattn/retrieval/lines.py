@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmattn.errors import AdapterFileError, ConfigError, IndexMismatchError, TextError
-from mmattn.formats import parse_json
+from mmattn.storage.file_kinds import parse_json
 
 MAX_LINE = 16 << 20
 _JSON_LINES = (".jsonl", ".ndjson")

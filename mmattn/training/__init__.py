@@ -74,7 +74,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Made when it is first asked for: its class is one of transformers'.
+    # TensorCache when it is first asked for: its class is one of transformers'.
     if name == "AdapterTrainer":
         from mmattn.training.trainer import adapter_trainer
 

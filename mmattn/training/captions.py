@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError, ShapeError, TextError, check_float, check_int
 from mmattn.memory import Memory
-from mmattn.texts import tokenize
+from mmattn.tokenization import tokenize
 
 IGNORED = -100
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.atomic import sync_folder
 from mmattn.errors import AdapterFileError
-from mmattn.files import read_tensors, write_tensors
+from mmattn.storage.atomic import sync_folder
+from mmattn.storage.tensor_files import read_tensors, write_tensors
 
 FORMAT = "mmattn-checkpoint"
 STATE = "state.safetensors"

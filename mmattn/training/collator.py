@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmattn.errors import TextError, check_int
-from mmattn.texts import tokenize
+from mmattn.tokenization import tokenize
 from mmattn.training.captions import IGNORED, TextBatch, begin_and_end, collate
 from mmattn.training.memories import RowMemories
 from mmattn.training.rows import Row

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, ShapeError, check_int
-from mmattn.fingerprints import file_fingerprint
 from mmattn.memory import Memory
 from mmattn.progress import batches
+from mmattn.storage.fingerprints import file_fingerprint
 from mmattn.training.rows import Row
 
 # Rows whose pictures are held at once while what is missing is encoded.

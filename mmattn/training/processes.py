@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mmattn.atomic import write_text
 from mmattn.errors import ConfigError, check_choice, import_extra
+from mmattn.storage.atomic import write_text
 
 COLUMNS = ("step", "epoch", "loss", "lr", "gradient_norm", "held_out_loss", "seconds")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmattn.errors import ConfigError, TextError, check_choice
 from mmattn.memory import Memory
-from mmattn.texts import check_text
+from mmattn.tokenization import check_text
 
 PICTURES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"})
 KEYS = {

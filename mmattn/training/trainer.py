@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmattn.errors import AdapterFileError, import_extra
-from mmattn.files import read_tensors, write_tensors
+from mmattn.storage.tensor_files import read_tensors, write_tensors
 from mmattn.training.checkpoints import put_weights, trained
 from mmattn.training.loop import parameter_groups
 from mmattn.training.order import LengthOrder, row_letters

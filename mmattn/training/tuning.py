@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, NonFiniteError
-from mmattn.hosts.sharded import check_trained, gradients_throughout, shards
-from mmattn.hosts.stored import stored
+from mmattn.hosts.interop.quantised import stored
+from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.loop import parameter_groups, rate

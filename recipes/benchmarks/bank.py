@@ -36,7 +36,7 @@ def make_encoder(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda passages: encoder(input_ids=passages).last_hidden_state
 
 
-def make_reader(dtype: torch.dtype) -> mmattn.hosts.LanguageModel:
+def make_reader(dtype: torch.dtype) -> mmattn.hosts.AdaptedCausalLM:
     """The host with three gated adapters whose gates are open."""
     torch.manual_seed(0)
     model = mmattn.attach(make_host(dtype), mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
@@ -47,7 +47,7 @@ def make_reader(dtype: torch.dtype) -> mmattn.hosts.LanguageModel:
     return model
 
 
-def make_keys(model: mmattn.hosts.LanguageModel, prepared: mmattn.hosts.calls.Prepared) -> None:
+def make_keys(model: mmattn.hosts.AdaptedCausalLM, prepared: mmattn.hosts.calls.Prepared) -> None:
     """Have every layer's keys and values made."""
     for name, adapter in model.adapters.items():
         for layer in adapter.layers:
@@ -85,7 +85,7 @@ def measure_growth(banks: tuple[int, ...], dtype: torch.dtype, seconds: float = 
     """Time of gathering 64 entries from banks of several sizes, for each unit of the smallest."""
     model = make_reader(dtype)
 
-    def gather(bank: mmattn.hosts.bank.Bank) -> Callable[[], None]:
+    def gather(bank: mmattn.hosts.bank.bank.Bank) -> Callable[[], None]:
         # Other entries every time: those just read would still lie in the processor's cache.
         return lambda: make_keys(model, bank.gather(torch.randint(0, len(bank), (1, FOUND))))
 

@@ -41,7 +41,7 @@ def decoder(host: torch.nn.Module, rows: int, prompt: int = 16) -> Callable[...,
     return step
 
 
-def conditioned(slots: int, rows: int, dtype: torch.dtype) -> tuple[mmattn.hosts.LanguageModel, mmattn.Memory]:
+def conditioned(slots: int, rows: int, dtype: torch.dtype) -> tuple[mmattn.hosts.AdaptedCausalLM, mmattn.Memory]:
     """The host with three gated adapters whose gates are open, and a memory for it."""
     torch.manual_seed(0)
     model = mmattn.attach(make_host(dtype), mmattn.GatedAdapter(memory_dim=WIDTH, every=4))

@@ -53,7 +53,7 @@ class Along(Alone):
         given = settings.model_dump()
         adapter = mmattn.ComposedAdapter(memory_dim=lm.config.hidden_size, **given)
         super().__init__(mmattn.attach(anchor, adapter))
-        self.memory = mmattn.Augmenting(lm)
+        self.memory = mmattn.AugmentingModel(lm)
 
     def beside(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The model that reads along."""

@@ -16,7 +16,7 @@ from mmattn import training
 
 @torch.no_grad()
 def draw(
-    model: mmattn.hosts.UNet,
+    model: mmattn.hosts.AdaptedUNet,
     models: Models,
     sentences: Sequence[str],
     steps: int,
@@ -52,7 +52,7 @@ def draw(
 
 
 def traces(
-    model: mmattn.hosts.UNet,
+    model: mmattn.hosts.AdaptedUNet,
     models: Models,
     sentence: str,
     steps: int,
@@ -111,7 +111,7 @@ def as_image(picture: Tensor) -> Any:
 
 @torch.no_grad()
 def looked(
-    model: mmattn.hosts.UNet, models: Models, sentence: str, steps: int, *, seed: int
+    model: mmattn.hosts.AdaptedUNet, models: Models, sentence: str, steps: int, *, seed: int
 ) -> tuple[list[str], list[int], Tensor, Tensor]:
     """Where the picture looked at each word while it was drawn without guidance.
 

@@ -20,7 +20,7 @@ STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 def text_rows(
-    model: mmattn.hosts.UNet, models: Models, judge: Judge, steps: int, seed: int, each: int
+    model: mmattn.hosts.AdaptedUNet, models: Models, judge: Judge, steps: int, seed: int, each: int
 ) -> list[dict[str, Any]]:
     """For each guidance: classes and attributes as asked, diversity, and the distance to real pictures."""
     asked, rows = questions(judge.subject, each, seed), []
@@ -31,7 +31,7 @@ def text_rows(
 
 
 def style_rows(
-    model: mmattn.hosts.UNet,
+    model: mmattn.hosts.AdaptedUNet,
     models: Models,
     judge: Judge,
     encoder: StyleEncoder,

@@ -78,7 +78,7 @@ def stage_style(config: Config, run: training.RunFolder) -> None:
 
 
 def show(
-    model: mmattn.hosts.UNet,
+    model: mmattn.hosts.AdaptedUNet,
     models: Models,
     encoder: StyleEncoder,
     subject: Subject,

@@ -55,7 +55,7 @@ def train_style(
     config: Config,
     data: Pictures,
     subject: Subject,
-    model: mmattn.hosts.UNet,
+    model: mmattn.hosts.AdaptedUNet,
     models: Models,
     encoder: StyleEncoder,
     trained: nn.Module,

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from mmattn.adapters.files import load_folder, parse_config, save_folder
-from mmattn.adapters.settings import is_label
+from mmattn.adapters.config_file import is_label
+from mmattn.adapters.folder import load_folder, parse_config, save_folder
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.files import read_tensors, write_tensors
+from mmattn.storage.tensor_files import read_tensors, write_tensors
 from tests.adapter_folders import ADAPTER, CARD, KINDS, config, contents, example, save
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mmattn.adapters.files import load_folder
+from mmattn.adapters.folder import load_folder
 from mmattn.errors import AdapterFileError
-from mmattn.hosts.handle import find_handle
+from mmattn.hosts.adapted import find_adapted
 from tests.stress.mutated_files import CONFIG, TENSORS, Folder, put_together, taken_apart
 
 JSON = st.recursive(
@@ -41,7 +41,7 @@ def refused_or_right(folder: Folder, files: dict[str, bytes], said: dict[str, ob
     except AdapterFileError:
         problem = None
     assert problem is None, problem
-    assert find_handle(folder.host) is None
+    assert find_adapted(folder.host) is None
 
 
 @given(name=st.sampled_from([TENSORS, CONFIG]), raw=st.binary(max_size=300))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import mmattn
-from mmattn.adapters.settings import FORMAT_VERSION
+from mmattn.adapters.config_file import FORMAT_VERSION
 
 HERE = Path(__file__).parent
 HOSTS = HERE / "hosts"
@@ -87,7 +87,9 @@ def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
     if memory:
         # What is composed has no stored memory: a second copy of its host reads along.
         stored = "tokens" in given
-        more["memory"] = mmattn.Memory(given["tokens"], **seen) if stored else mmattn.Augmenting(load_host("llama"))
+        more["memory"] = (
+            mmattn.Memory(given["tokens"], **seen) if stored else mmattn.AugmentingModel(load_host("llama"))
+        )
     with torch.no_grad():
         if "input_ids" in given:
             out: Tensor = host(given["input_ids"], **more).logits

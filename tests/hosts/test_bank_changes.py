@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mmattn
+from mmattn.core.positions import Rotary
 from mmattn.errors import ConditionError, ConfigError, MaskError, NonFiniteError, ShapeError
-from mmattn.positions import Rotary
 from tests import tiny
 from tests.banks import (
     ENTRIES,

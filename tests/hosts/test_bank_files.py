@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.files import read_tensors, write_tensors
-from mmattn.hosts.bank import Bank
+from mmattn.hosts.bank.bank import Bank
+from mmattn.storage.tensor_files import read_tensors, write_tensors
 from tests import tiny
 from tests.banks import (
     ENTRIES,

@@ -90,13 +90,13 @@ def test_the_other_model_may_be_of_another_family(family):
     s = scene()
     lm = augmenting(family)
     model, ids = s.model, s.ids
-    out = model(ids, memory=mmattn.Augmenting(lm)).logits
+    out = model(ids, memory=mmattn.AugmentingModel(lm)).logits
     assert_close(out, by_prefixes(tiny.make("llama"), lm, ids, model.adapters["default"]))
     rows = [tiny.text(1, length, seed=length)[0] for length in (3, 11)]
     padded, keep = tiny.left_padded(rows)
-    out = model(padded, attention_mask=keep, memory=mmattn.Augmenting(lm)).logits
+    out = model(padded, attention_mask=keep, memory=mmattn.AugmentingModel(lm)).logits
     for row, text in enumerate(rows):
-        assert_close(out[row, -len(text) :], model(text[None], memory=mmattn.Augmenting(lm)).logits[0])
+        assert_close(out[row, -len(text) :], model(text[None], memory=mmattn.AugmentingModel(lm)).logits[0])
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def test_loss_teaches_every_adapter_weight_and_no_other(family):
     model, lm = trainable(family), copy.deepcopy(augmenting())
     ids = tiny.text(ROWS, LENGTH)
     before = {name: value.clone() for name, value in lm.state_dict().items()}
-    loss = model(ids, labels=ids, memory=mmattn.Augmenting(lm)).loss
+    loss = model(ids, labels=ids, memory=mmattn.AugmentingModel(lm)).loss
     assert torch.isfinite(loss)
     loss.backward()
     for name, parameter in model.adapters.named_parameters():
@@ -192,7 +192,7 @@ def test_nothing_is_left_behind(family):
     keys, hooks = list(lm.state_dict()), [len(part._forward_hooks) for part in (*lm.modules(), *other.modules())]
     traces = [set(part.__dict__) for part in other.modules()]
     model = attach(lm)
-    model.generate(ids, memory=mmattn.Augmenting(other), max_new_tokens=2, do_sample=False)
+    model.generate(ids, memory=mmattn.AugmentingModel(other), max_new_tokens=2, do_sample=False)
     assert list(lm.state_dict()) == keys and not hasattr(lm, "memory")
     assert model.detach() is lm
     assert [len(part._forward_hooks) for part in (*lm.modules(), *other.modules())] == hooks
@@ -236,15 +236,15 @@ def test_the_anchor_itself_may_read_along():
     ids = tiny.text(ROWS, LENGTH)
     for place in ("behind", "before"):
         model = attach(tiny.make("llama"), memory_dim=32, augmenting_layers=(0, 1), place=place)
-        own = model(ids, memory=mmattn.Augmenting(model.host)).logits
-        assert torch.equal(own, model(ids, memory=mmattn.Augmenting(tiny.make("llama"))).logits)
+        own = model(ids, memory=mmattn.AugmentingModel(model.host)).logits
+        assert torch.equal(own, model(ids, memory=mmattn.AugmentingModel(tiny.make("llama"))).logits)
 
 
 @torch.no_grad()
 def test_another_precision():
     s = scene()
     want = s.model(s.ids, memory=along()).logits
-    got = s.model(s.ids, memory=mmattn.Augmenting(copy.deepcopy(augmenting()).to(torch.bfloat16))).logits
+    got = s.model(s.ids, memory=mmattn.AugmentingModel(copy.deepcopy(augmenting()).to(torch.bfloat16))).logits
     assert got.dtype == want.dtype
     assert_close(got, want, 0.15)
     model = attach(tiny.make("llama").to(torch.bfloat16))
@@ -260,28 +260,28 @@ def test_a_model_that_does_not_fit_is_refused():
     ):
         lm = tiny.make("llama", **changes)
         with pytest.raises(ShapeError, match=words):
-            s.model(s.ids, memory=mmattn.Augmenting(lm))
+            s.model(s.ids, memory=mmattn.AugmentingModel(lm))
     trained = copy.deepcopy(augmenting())
-    memory = mmattn.Augmenting(trained)
+    memory = mmattn.AugmentingModel(trained)
     trained.train()
-    for ask in (lambda: s.model(s.ids, memory=memory), lambda: mmattn.Augmenting(trained)):
+    for ask in (lambda: s.model(s.ids, memory=memory), lambda: mmattn.AugmentingModel(trained)):
         with pytest.raises(ConditionError, match="eval"):
             ask()
     broken = copy.deepcopy(augmenting())
     with torch.no_grad():
         broken.model.norm.weight[0] = float("nan")
     with pytest.raises(NonFiniteError, match="row 0"):
-        s.model(s.ids, memory=mmattn.Augmenting(broken))
+        s.model(s.ids, memory=mmattn.AugmentingModel(broken))
     with pytest.raises(AttachError, match="Linear"):
-        mmattn.Augmenting(torch.nn.Linear(3, 5))
+        mmattn.AugmentingModel(torch.nn.Linear(3, 5))
     sizes = {"hidden_size": DIM, "intermediate_size": 53, "num_hidden_layers": 5, "num_attention_heads": 4}
     encoder = BertModel(BertConfig(vocab_size=tiny.VOCAB, **sizes)).eval()
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.normal_(0, 0.2)
     with pytest.raises(AttachError, match="see later ones"):
-        mmattn.Augmenting(encoder)
-    with pytest.raises(ShapeError, match="Augmenting"):
+        mmattn.AugmentingModel(encoder)
+    with pytest.raises(ShapeError, match="AugmentingModel"):
         s.model(s.ids, memory=tiny.memory(ROWS, e=DIM))
     with pytest.raises(ConditionError, match="each call"):
         s.model.prepare(along())

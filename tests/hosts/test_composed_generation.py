@@ -72,7 +72,7 @@ def test_the_other_model_may_be_of_any_family(family):
 @torch.no_grad()
 def test_each_token_is_read_and_projected_once():
     s, lm, projected = scene("llama"), copy.deepcopy(augmenting()), []
-    memory = mmattn.Augmenting(lm)
+    memory = mmattn.AugmentingModel(lm)
     read, _ = lengths_read(lm)
     hook = (
         s.model.adapters["default"]
@@ -156,7 +156,7 @@ def test_drafts_do_not_change_the_answer(family, helper):
 def test_a_refused_draft_is_unread():
     """What a draft added is cut off again: the other model never goes on from words that were taken back."""
     s, lm = scene("llama"), copy.deepcopy(augmenting())
-    memory = mmattn.Augmenting(lm)
+    memory = mmattn.AugmentingModel(lm)
     read, _ = lengths_read(lm)
     got = generate(s.model, s.ids[:1], memory=memory, assistant_model=tiny.make("llama"))
     assert torch.equal(got, s.rows[:1])
@@ -200,14 +200,14 @@ def test_the_hosts_own_generate(family):
 
 def test_an_edited_model_is_read_anew():
     s, lm = scene("llama"), copy.deepcopy(augmenting())
-    with s.model.condition(mmattn.Augmenting(lm)):
+    with s.model.condition(mmattn.AugmentingModel(lm)):
         assert torch.equal(generate(s.model.host, s.ids), s.rows)
         with torch.no_grad():
             for parameter in lm.parameters():
                 parameter.mul_(-1.5)
         got = generate(s.model.host, s.ids)
     assert not torch.equal(got, s.rows)
-    assert torch.equal(got, generate(s.model, s.ids, memory=mmattn.Augmenting(lm)))
+    assert torch.equal(got, generate(s.model, s.ids, memory=mmattn.AugmentingModel(lm)))
 
 
 def test_options_of_the_attention_hold_over_a_growing_memory():

@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def weights(model: mmattn.LanguageModel) -> dict[str, torch.Tensor]:
+def weights(model: mmattn.AdaptedCausalLM) -> dict[str, torch.Tensor]:
     return model.adapters["default"].state_dict()
 
 

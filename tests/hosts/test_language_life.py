@@ -13,7 +13,7 @@ from torch import nn
 
 import mmattn
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.decoder_layers import AfterLayer
+from mmattn.hosts.causal_lm.decoder_layers import AfterLayer
 from tests import tiny
 from tests.tiny import own
 

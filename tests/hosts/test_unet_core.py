@@ -119,7 +119,7 @@ def test_gradients_go_around_padding():
     assert not words.grad[~mask].any() and words.grad[mask].any()
 
 
-# Made once
+# TensorCache once
 
 
 @torch.no_grad()

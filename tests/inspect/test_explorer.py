@@ -22,10 +22,10 @@ from PIL import Image
 
 import mmattn
 from mmattn import inspect
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.errors import ConfigError
-from mmattn.files import write_tensors
 from mmattn.inspect import explorer
+from mmattn.storage.tensor_files import write_tensors
 from tests.inspect.chromium import Chromium, find_chromium
 from tests.inspect.test_trace import FILE, HEADS, LAYERS, SOURCES, WORDS, made
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.inspect.batches import random_batch
 from tests import chunks, tiny, tiny_unets
 

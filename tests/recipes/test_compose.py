@@ -145,7 +145,7 @@ def test_the_saved_adapter_composes_the_saved_models(recipe: SimpleNamespace, ru
     model = mmattn.load(reckoner, run / "adapter")
     ids = torch.tensor([[5, 9, 3, 7]])
     with torch.no_grad():
-        assert model(ids, memory=mmattn.Augmenting(knower)).logits.isfinite().all()
+        assert model(ids, memory=mmattn.AugmentingModel(knower)).logits.isfinite().all()
 
 
 def test_readers_see_what_they_say(recipe: SimpleNamespace, world: Any) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 
 import mmattn
 from mmattn import inspect
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.errors import ConfigError, ImageError, TextError
 from mmattn.recipes import over_seeds
 from tests import tiny_pipeline

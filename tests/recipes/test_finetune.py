@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 import mmattn
 from mmattn import training
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError
 from tests.tiny import assert_close
 

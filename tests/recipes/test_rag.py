@@ -15,7 +15,7 @@ import torch
 
 import mmattn
 from mmattn import inspect
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 
 TOPICS = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmattn import inspect
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.errors import ConfigError, TextError
 from mmattn.recipes import read_settings
 

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 import mmattn
 from mmattn import inspect, training
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.recipes import find_recipe
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from mmattn import Hits, Index, TextEncoder
-from mmattn.cli import main
+from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError, MaskError, NonFiniteError, ShapeError, TextError
 from mmattn.retrieval.rerank import Reranker
 from tests.tiny_texts import POSITIONS, save_encoder

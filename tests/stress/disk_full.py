@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from mmattn.adapters.files import load_folder
+from mmattn.adapters.folder import load_folder
 from tests import tiny
 from tests.adapter_folders import contents
 

@@ -29,9 +29,9 @@ import psutil
 import torch
 
 import mmattn
-from mmattn.adapters.files import adapter_settings
+from mmattn.adapters.folder import adapter_settings
 from mmattn.errors import AdapterFileError
-from mmattn.hosts.handle import find_handle
+from mmattn.hosts.adapted import find_adapted
 from tests import tiny
 from tests.adapter_folders import contents
 
@@ -233,11 +233,11 @@ def fuzz(count: int, seed: int) -> Found:
             except Exception as error:
                 problem = repr(error)
             found.slowest = max(found.slowest, time.process_time() - start)
-            if problem is None and find_handle(folder.host) is not None:
+            if problem is None and find_adapted(folder.host) is not None:
                 problem = "it was refused and left an adapter on the host"
             if problem is not None:
                 found.wrong.append(f"mutation {number} of seed {seed}: {problem[:500]}")
-                handle = find_handle(folder.host)
+                handle = find_adapted(folder.host)
                 if handle is not None:
                     handle.detach()
             if number % 1000 == 0:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn.fingerprints import fingerprint
+from mmattn.storage.fingerprints import fingerprint
 from tests import tiny
 from tests.stress.growth import hooks
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 import mmattn
 from mmattn import training
 from mmattn.errors import ConditionError
-from mmattn.fingerprints import fingerprint
+from mmattn.storage.fingerprints import fingerprint
 from tests import tiny
 from tests.tiny import assert_close
 from tests.training import small_run

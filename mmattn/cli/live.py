@@ -1,0 +1,198 @@
+"""The page of `mmattn live`: what small models see in a picture, answer and draw.
+
+`Live` holds the models and may be asked by several threads at once; gradio is only the skin around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmattn.encoders.images import load_image
+from mmattn.errors import ImageError, MmattnError, TextError, check_float, check_int, import_extra
+from mmattn.inspect.plots import plot_heat_maps
+from mmattn.recipes import assets_folder, find_recipe, load_recipe
+from mmattn.storage.pretrained import without_bars
+
+#: Characters of a question or a sentence, at most: a model would read more for minutes.
+LONGEST = 200
+STEPS, STRENGTH, GUIDANCE = 100, 2.0, 5.0
+ABOUT = """# mmattn
+Small frozen models that were never built to see, with adapters that look at a memory. They know little: drawn flowers,
+the names of countries, digits."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, whether it says that nothing answers the question, and the entries looked at, the most first.
+
+    Args:
+        sources: (text, share of the attention); what is left of 1 went to "nothing here".
+    """
+
+    text: str
+    refused: bool
+    sources: Sequence[tuple[str, float]]
+
+
+class Live:
+    """The models, loaded once: those that ship, and an adapter that captions pictures.
+
+    Args:
+        adapter: the folder of one that a run of the recipe vision left, the demo's for instance.
+        folder: an empty one, where an index of facts is made that its adapter was never trained on.
+
+    Attributes:
+        questions: four that the index answers, and one that it does not.
+    """
+
+    def __init__(self, adapter: Path, folder: Path) -> None:
+        vision, rag, diffusion = (find_recipe(name).folder for name in ("vision", "rag", "diffusion"))
+        self._captioner = load_recipe(vision, "caption").Captioner(adapter)
+        facts = load_recipe(rag, "demo").build(folder / "facts", folder / "cache")
+        self._asked = load_recipe(rag, "ask").Asked(folder / "facts")
+        self._unknown = load_recipe(rag, "facts").UNKNOWN
+        self._pen = load_recipe(diffusion, "drawing").Pen()
+        self.questions = [facts[row].question for row in (0, 70, 140, 210, -1)]
+
+    def caption(self, picture: Any) -> tuple[str, Any]:
+        """The caption of a picture, and for each of its words where it looked, as an image of Pillow.
+
+        Args:
+            picture: anything `mmattn.load_image` reads.
+
+        Raises:
+            ImageError: it cannot be read, or there is none.
+        """
+        if picture is None:
+            raise ImageError("there is no picture to caption: give one")
+        trace = self._captioner(load_image(picture))
+        with tempfile.TemporaryDirectory() as folder:
+            return trace.title, load_image(plot_heat_maps(trace, Path(folder) / "words.png", columns=8))
+
+    def ask(self, question: str) -> Answer:
+        """What the index holds for a question.
+
+        Raises:
+            TextError: an empty question, or one that is too long.
+        """
+        answer, sources = self._asked(_checked("question", question))
+        return Answer(answer, answer == self._unknown, [(source.text, source.weight) for source in sources])
+
+    def draw(
+        self, sentence: str, example: Any = None, strength: float = 1.0, steps: int = 20, w: float = 1.0, seed: int = 0
+    ) -> Any:
+        """A digit as an image of Pillow, as a sentence asks and in the hand of an example where there is one.
+
+        Raises:
+            TextError: words the model never saw. ImageError: an example that cannot be read or shows nothing.
+            ConfigError: a number outside its range.
+        """
+        options = {
+            "strength": check_float("strength", strength, at_least=0, below=STRENGTH + 1e-6),
+            "steps": check_int("steps", steps, at_most=STEPS),
+            "w": check_float("w", w, at_least=0, below=GUIDANCE + 1e-6),
+            "seed": check_int("seed", seed, at_least=0, at_most=2**31 - 1),
+        }
+        like = None if example is None else load_image(example)
+        return self._pen(_checked("sentence", sentence), like=like, **options)
+
+
+def page(live: Live) -> Any:
+    """The page as gradio's Blocks, with the routes /caption, /ask and /draw.
+
+    Raises:
+        MissingExtraError: there is no gradio.
+    """
+    gradio = import_extra("gradio", "demo")
+
+    def told(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, its errors being shown on the page."""
+
+        @functools.wraps(function)
+        def call(*given: Any) -> Any:
+            try:
+                return function(*given)
+            except MmattnError as error:
+                # gradio shows messages as HTML, and this one may quote the user.
+                raise gradio.Error(html.escape(str(error), quote=False), print_exception=False) from error
+
+        return call
+
+    def ask(question: str) -> tuple[str, dict[str, float]]:
+        answer = live.ask(question)
+        shares = dict(answer.sources[:5])
+        shares["nothing here"] = max(0.0, 1 - sum(share for _, share in answer.sources))
+        return f"{answer.text} (nothing in the index answers this)" if answer.refused else answer.text, shares
+
+    with gradio.Blocks(title="mmattn", analytics_enabled=False, delete_cache=(3600, 3600)) as blocks:
+        gradio.Markdown(ABOUT)
+        with gradio.Tab("See"):
+            picture = gradio.File(label="Picture")
+            said = gradio.Textbox(label="Caption")
+            looked = gradio.Image(label="Where each word looked")
+            flowers = sorted((assets_folder() / "flora").glob("*.png"))
+            gradio.Examples([[str(path)] for path in flowers], picture)
+            picture.change(told(live.caption), picture, [said, looked], api_name="caption")
+        with gradio.Tab("Ask"):
+            question = gradio.Textbox(label="Question", max_length=LONGEST, submit_btn="Ask")
+            answer = gradio.Textbox(label="Answer")
+            sources = gradio.Label(label="Where its first word looked")
+            gradio.Examples([[one] for one in live.questions], question)
+            question.submit(told(ask), question, [answer, sources], api_name="ask")
+        with gradio.Tab("Draw"):
+            sentence = gradio.Textbox("a thick seven", label="Sentence", max_length=LONGEST, submit_btn="Draw")
+            example = gradio.File(label="In the hand of this picture (may be left out)")
+            gradio.Examples([[str(path)] for path in sorted((assets_folder() / "digits").glob("*.png"))], example)
+            given = [
+                sentence,
+                example,
+                gradio.Slider(0, STRENGTH, 1.0, label="Strength of the example"),
+                gradio.Slider(1, STEPS, 20, step=1, label="Steps"),
+                gradio.Slider(0, GUIDANCE, 1.0, label="Guidance w"),
+                gradio.Number(0, precision=0, label="Seed"),
+            ]
+            drawn = gradio.Image(label="Drawing")
+            sentence.submit(told(live.draw), given, drawn, api_name="draw")
+    return blocks.queue(default_concurrency_limit=4, max_size=64)
+
+
+def serve(live: Live, host: str = "127.0.0.1", port: int = 7860, share: bool = False, wait: bool = True) -> Any:
+    """Serve the page, with `wait` until Ctrl-C; its Blocks.
+
+    Raises:
+        ConfigError: no number of a port. OSError: the port is taken.
+    """
+    check_int("port", port, at_most=65535)
+    blocks = page(live)
+    blocks.launch(
+        server_name=host, server_port=port, share=share, prevent_thread_lock=not wait, ssr_mode=False,
+        max_file_size="20mb",
+    )  # fmt: skip
+    return blocks
+
+
+def open_page(adapter: Path, host: str, port: int, share: bool) -> None:
+    """Load the models and serve the page until Ctrl-C.
+
+    Raises:
+        MissingExtraError: there is no gradio. As `serve`.
+    """
+    import_extra("gradio", "demo")
+    with tempfile.TemporaryDirectory() as folder:
+        with without_bars():
+            live = Live(adapter, Path(folder))
+        serve(live, host, port, share)
+
+
+def _checked(name: str, text: str | None) -> str:
+    if text is None or not text.strip():
+        raise TextError(f"the {name} is empty: write something")
+    if len(text) > LONGEST:
+        raise TextError(f"the {name} has {len(text)} characters, and at most {LONGEST} are read: shorten it")
+    return text

@@ -1,0 +1,303 @@
+"""The core. `attend` holds the only attention softmax of the package; everything that attends ends here.
+
+Scaled dot-product attention, softmax(q kᵀ / √k + bias) v (arXiv 1706.03762, equation 1; the scale is inside the
+softmax), with three departures: a query that may look at nothing gets exactly 0 and finite gradients; what lies in
+masked slots has no influence, forward or backward; heads and beams that share keys and values are folded into the
+query length instead of copying keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmattn.core.masks import Mask, causal as causal_mask
+from mmattn.errors import MaskError, ShapeError, check_bool_mask, check_choice
+
+BACKENDS = ("sdpa", "eager")
+# Slots up to which half precision with gradients goes through float32 on the CPU: its backward is twice as fast there.
+_WIDEN_UP_TO = 320
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    attention_mask: Tensor | Mask | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str | None = None,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Let queries look at keys and take the values.
+
+    Args:
+        q: (b, h, l, k). k: (b, g, m, k) and v: (b, g, m, v), where g divides h. The rows of q may be a multiple of
+            those of k and v: row i of q then reads row i // multiple (beams), and nothing is copied.
+        mask: (b, m) bool, True = may look; the padding of k and v.
+        attention_mask: (l, m), (b, l, m) or (b, h, l, m) bool or a `Mask`, True = may look.
+        bias: float, broadcastable to (b, h, l, m), added to the scaled scores; not a mask.
+        causal: query i sees keys up to i + m - l.
+        scale: of the scores; 1/√k by default.
+        dropout: probability of dropping a weight.
+        backend: "sdpa" (fused) or "eager" (scores in float32 at least, gives weights); chosen by default.
+        return_weights: also return the weights (b, h, l, m) before dropout.
+
+    Raises:
+        MaskError: a mask that is not bool, a bias that is. ShapeError: sizes, dtypes or devices that do not fit.
+
+    >>> q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
+    >>> attend(q, k, k, mask=torch.tensor([[True] * 5, [False] * 5]))[1].abs().sum()
+    tensor(0.)
+    """
+    _check_attend(q, k, v, bias)
+    b, m = k.shape[0], k.shape[2]
+    if backend is not None:
+        check_choice("backend", backend, BACKENDS)
+    allowed = combine_masks(mask, attention_mask, (q.shape[0], b, q.shape[1], q.shape[2], m))
+    # The kernel's own causal rule counts queries, so it holds only where none are folded and there is no other rule.
+    if causal and not (allowed is None and bias is None and q.shape[:3] == (b, k.shape[1], m) and not return_weights):
+        rule = causal_mask(q.shape[2], m, offset=m - q.shape[2]).tensor.to(q.device)
+        allowed = rule[None, None] if allowed is None else allowed & rule
+        causal = False
+    if allowed is not None:
+        # Zeros where no query may look: 0 · NaN would reach the sums, forward or backward.
+        hidden = ~visible_slots(allowed, b, m)[:, None, :, None]
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    return attend_checked(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights)
+
+
+def combine_masks(
+    mask: Tensor | None, attention_mask: Tensor | Mask | None, sizes: tuple[int, int, int, int, int]
+) -> Tensor | None:
+    """One bool tensor broadcastable to (b, h, l, m) from a padding mask and an attention mask, or None.
+
+    Args:
+        mask: (memory rows, m). attention_mask: (l, m), (rows, l, m) or (rows, h, l, m).
+        sizes: text rows, memory rows, h, l, m.
+
+    Raises:
+        MaskError: not bool. ShapeError: another shape; a (b, m) mask is never taken for (l, m) or the other way round.
+    """
+    rows, memory_rows, h, l, m = sizes
+    allowed = None
+    if mask is not None:
+        if check_bool_mask("mask", mask).shape != (memory_rows, m):
+            raise ShapeError(
+                f"mask must be (b, m) = {(memory_rows, m)}, got {tuple(mask.shape)}; a mask over queries (l, m) is "
+                "called attention_mask"
+            )
+        allowed = mask[:, None, None, :]
+    if attention_mask is not None:
+        given = attention_mask.tensor if isinstance(attention_mask, Mask) else attention_mask
+        given = check_bool_mask("attention_mask", given)
+        shaped = given if given.dim() == 4 else given[:, None] if given.dim() == 3 else given[None, None]
+        fits = given.dim() in (2, 3, 4) and all(
+            size in (1, *full) for size, full in zip(shaped.shape, ((rows, memory_rows), (h,), (l,), (m,)), strict=True)
+        )
+        exact = isinstance(attention_mask, Mask) or given.shape[-2:] == (l, m)
+        if not (fits and exact):
+            raise ShapeError(
+                f"attention_mask must be (l, m) = {(l, m)}, (b, l, m) or (b, h, l, m) with b = {rows}, h = {h}; got "
+                f"{tuple(given.shape)}; a padding mask (b, m) is called mask"
+            )
+        if allowed is None:
+            return shaped
+        if shaped.shape[0] == rows != memory_rows:
+            allowed = allowed.repeat_interleave(rows // memory_rows, 0)
+        allowed = allowed & shaped
+    return allowed
+
+
+def _check_attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ShapeError(
+            f"attend needs q (b, h, l, k), k (b, g, m, k), v (b, g, m, v); got {tuple(q.shape)}, {tuple(k.shape)}, "
+            f"{tuple(v.shape)}"
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ShapeError(
+            f"k and v must agree in (b, g, m) and q and k in k; got q {tuple(q.shape)}, k {tuple(k.shape)}, "
+            f"v {tuple(v.shape)}"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"key/value heads must divide heads, got {k.shape[1]} and {q.shape[1]}")
+    if q.shape[0] != k.shape[0] and (k.shape[0] == 0 or q.shape[0] % k.shape[0]):
+        raise ShapeError(
+            f"rows of q must be those of k or a multiple of them (beams), got {q.shape[0]} and {k.shape[0]}"
+        )
+    if not q.device == k.device == v.device:
+        raise ShapeError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
+        raise ShapeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: convert with .to()")
+    if bias is None:
+        return
+    if not bias.is_floating_point():
+        raise MaskError(f"bias is added to the scores and must be float, got {bias.dtype}; a mask is attention_mask")
+    wanted = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(shape) != 4 or any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
+        raise ShapeError(f"bias must be broadcastable to (b, h, l, m) = {wanted}, got {tuple(bias.shape)}")
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether looking at values costs nothing: on the CPU, and outside a graph being traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def visible_slots(allowed: Tensor, memory_rows: int, m: int) -> Tensor:
+    """Which slots (b, m) any query or head of the row may look at."""
+    visible = allowed.any(1).any(1)
+    if visible.shape[0] not in (1, memory_rows):
+        visible = visible.unflatten(0, (memory_rows, -1)).any(1)
+    return visible.expand(memory_rows, m)
+
+
+def visible_rows(
+    allowed: Tensor | None,
+    rows: int,
+    m: int,
+    *,
+    per_head: bool = False,
+    device: torch.device | None = None,
+) -> Tensor | None:
+    """Which queries (b, l or 1, 1) may look at anything, or None where all of them may.
+
+    Args:
+        per_head: (b, h or 1, l or 1, 1) instead. device: of the answer where there is no `allowed` to tell.
+    """
+    if m == 0:
+        allowed = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device if allowed is None else allowed.device)
+    if allowed is None:
+        return None
+    seen = allowed.any(-1, keepdim=True)
+    seen = seen if per_head else seen.any(1)
+    if may_read(seen) and bool(seen.all()):
+        return None
+    return seen if seen.shape[0] in (1, rows) else seen.repeat_interleave(rows // seen.shape[0], 0)
+
+
+def _fold(tensor: Tensor, b: int, g: int) -> Tensor:
+    """(r·b, g·n, l, x) to (b, g, r·n·l, x), where r queries rows and n heads share keys and values."""
+    r, n = tensor.shape[0] // b, tensor.shape[1] // g
+    if r == 1 and n == 1:
+        return tensor
+    l, x = tensor.shape[2:]
+    return tensor.reshape(b, r, g, n, l, x).transpose(1, 2).reshape(b, g, r * n * l, x)
+
+
+def _unfold(tensor: Tensor, rows: int, h: int) -> Tensor:
+    """The inverse of `_fold`."""
+    b, g = tensor.shape[:2]
+    r, n = rows // b if b else 1, h // g
+    if r == 1 and n == 1:
+        return tensor
+    l = tensor.shape[2] // (r * n)
+    return tensor.reshape(b, g, r, n, l, -1).transpose(1, 2).reshape(rows, h, l, -1)
+
+
+def _fold_mask(allowed: Tensor, rows: int, h: int, l: int, b: int, g: int) -> Tensor:
+    if (rows == b and h == g) or (allowed.shape[1] == 1 and allowed.shape[2] == 1 and allowed.shape[0] in (1, b)):
+        return allowed
+    if allowed.shape[0] not in (1, rows):
+        allowed = allowed.repeat_interleave(rows // allowed.shape[0], 0)
+    return _fold(allowed.expand(rows, h, l, allowed.shape[3]), b, g)
+
+
+def attend_checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    backend: str | None,
+    return_weights: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attend` without its checks: hidden slots hold finite values, `allowed` broadcasts to (b, h, l, m)."""
+    rows, h, l, _ = q.shape
+    b, g, m, _ = k.shape
+    if not (m and rows and l):
+        # Sums of nothing: exactly 0 whatever the tensors hold, and the graph stays whole.
+        nothing = q.new_zeros(rows, h, l, v.shape[3]) + sum(tensor.reshape(-1)[:0].sum() for tensor in (q, k, v))
+        return (nothing, q.new_zeros(rows, h, l, m)) if return_weights else nothing
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if q.element_size() == 2 and q.device.type == "cpu" and not (backend or return_weights):
+        needed = q.requires_grad or k.requires_grad or v.requires_grad
+        # The length is asked last: a traced graph would hold only for lengths of the same answer.
+        if needed and torch.is_grad_enabled() and m <= _WIDEN_UP_TO:
+            with torch.autocast("cpu", enabled=False):
+                wide = q.float(), k.float(), v.float()
+                out = attend_checked(*wide, allowed, bias, causal, scale, dropout, None, False)
+            assert isinstance(out, Tensor)
+            return out.to(v.dtype)
+    if allowed is None and bias is None and h == g and rows == b and not return_weights and backend != "eager":
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale)
+    if allowed is not None:
+        allowed = _fold_mask(allowed, rows, h, l, b, g)
+    if bias is not None:
+        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+        bias = _fold_mask(bias.expand(*bias.shape[:3], m), rows, h, l, b, g)
+    q = _fold(q, b, g)
+
+    seen = None
+    if allowed is not None:
+        seen = allowed.any(-1, keepdim=True)
+        # A row without any True would divide 0 by 0 in some kernels: let it look everywhere, then erase what it saw.
+        if may_read(seen) and bool(seen.all()):
+            seen = None
+        else:
+            allowed = allowed | ~seen
+
+    weights = None
+    if return_weights or backend == "eager":
+        out, weights = _eager(q, k, v, allowed, bias, causal, scale, dropout)
+    else:
+        if bias is not None:
+            bias = bias.to(q.dtype)
+            if allowed is not None:
+                bias = torch.where(allowed, bias, float("-inf"))
+        rule = allowed if bias is None else bias
+        if rule is not None and rule.dim() == 4:
+            rule = rule.expand(-1, -1, q.shape[2], m)
+        out = F.scaled_dot_product_attention(q, k, v, rule, dropout, causal, scale=scale)
+    if seen is not None:
+        out = out.masked_fill(~seen, 0)
+        weights = None if weights is None else weights.masked_fill(~seen, 0)
+    out = _unfold(out, rows, h)
+    return (out, _unfold(weights, rows, h)) if return_weights and weights is not None else out
+
+
+def _eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    # Scores in float32 at least: float16 overflows, and bfloat16 scores lose accuracy the fused path keeps.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (q.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
+        if bias is not None:
+            scores = scores + bias.to(wide)
+        if causal:
+            rule = causal_mask(q.shape[2], k.shape[2]).tensor.to(q.device)
+            allowed = rule if allowed is None else allowed & rule
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, float("-inf"))
+        weights = scores.softmax(-1)
+        out = F.dropout(weights, dropout, dropout > 0) @ v.to(wide)
+    return out.to(v.dtype), weights.to(v.dtype)

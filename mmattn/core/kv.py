@@ -1,0 +1,136 @@
+"""What is computed once and read many times, owned by whoever holds the object.
+
+Keys and values of a memory, made once (`KeyValue`), and of a text that grows (`GrowingCache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """Keys and values of a memory for one layer, made by `CrossAttention.project`.
+
+    Three layouts, told apart by `lengths` and `absorbed`:
+
+    * padded: keys (b, g, m, k), values (b, g, m, k), with `mask` (b, m) or None;
+    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n in all;
+      padding is neither projected nor attended to; `mask` still tells which of the m slots they were;
+    * absorbed: keys and values are the memory itself, (b, 1, m, e) or packed (1, 1, n, e), shared by every layer; the
+      projections are applied to the query and to the result instead. With `lengths` and b rows, only the first slots
+      of each row are read.
+
+    Args:
+        bias: (b, m) or packed (1, n) float, added to the scores of each slot.
+        null: a learned first slot has been put in front of every row.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
+    absorbed: bool = False
+    null: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return self.keys.shape[0] if self.lengths is None else len(self.lengths)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots m of the memory, padding included and a null slot not."""
+        if self.lengths is not None:
+            assert self.mask is not None
+            return self.mask.shape[1]
+        return self.keys.shape[2] - self.null
+
+    def rows(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Keys (1, g, m_i, k), values and bias (m_i,) of each row whose length is known, as views."""
+        assert self.lengths is not None
+        bias: Iterable[Tensor | None] = [None] * len(self.lengths)
+        if self.keys.shape[0] != len(self.lengths):
+            # Split, not sliced: the gradient of a slice is as large as all rows together.
+            keys, values = self.keys.split(self.lengths, 2), self.values.split(self.lengths, 2)
+            if self.bias is not None:
+                bias = self.bias[0].split(self.lengths)
+            yield from zip(keys, values, bias, strict=True)
+            return
+        if self.bias is not None:
+            bias = self.bias.unbind()
+        for length, key, value, own in zip(self.lengths, self.keys.unbind(), self.values.unbind(), bias, strict=True):
+            yield key[None, :, :length], value[None, :, :length], None if own is None else own[:length]
+
+    def row(self, number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys (g, m_i, k), values, bias (m_i,) and mask (m_i,) of one row, as views; None for what there is not."""
+        if self.lengths is None:
+            bias, mask = (None if one is None else one[number] for one in (self.bias, self.mask))
+            return self.keys[number], self.values[number], bias, mask
+        shared = self.keys.shape[0] != len(self.lengths)
+        begin, holder = (sum(self.lengths[:number]), 0) if shared else (0, number)
+        own = slice(begin, begin + self.lengths[number])
+        bias = None if self.bias is None else self.bias[holder, own]
+        return self.keys[holder, :, own], self.values[holder, :, own], bias, None
+
+    @staticmethod
+    def gather(rows: Sequence[tuple[KeyValue, int]]) -> KeyValue:
+        """Rows of one or several, alike in `absorbed` and `null`, under each other; padded to the longest."""
+        first = rows[0][0]
+        if [number for _, number in rows] == list(range(first.batch)) and all(holder is first for holder, _ in rows):
+            return first
+        keys, values, biases, masks = zip(*(holder.row(number) for holder, number in rows), strict=True)
+        lengths = [key.shape[1] for key in keys]
+        longest = max(lengths)
+
+        def stack(parts: Sequence[Tensor]) -> Tensor:
+            return torch.stack([F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in parts])
+
+        mask = bias = None
+        if len(set(lengths)) > 1 or any(own is not None for own in masks):
+            slots = [key.new_ones(key.shape[1] - first.null, dtype=torch.bool) for key in keys]
+            given = [real if own is None else own for real, own in zip(slots, masks, strict=True)]
+            mask = torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
+        if first.bias is not None:
+            bias = torch.nn.utils.rnn.pad_sequence(list(biases), batch_first=True)
+        made = stack(keys)
+        return KeyValue(
+            made, made if first.absorbed else stack(values), mask, bias, absorbed=first.absorbed, null=first.null
+        )
+
+    def pick(self, rows: Tensor, slots: int) -> KeyValue:
+        """The first `slots` slots of some rows, in the padded layout without a mask."""
+        assert not self.absorbed and self.mask is None and self.bias is None
+        keys, values = (made[rows, :, : self.null + slots] for made in (self.keys, self.values))
+        return KeyValue(keys, values, null=self.null)
+
+    def append(self, more: KeyValue) -> KeyValue:
+        """These slots and others of the same rows behind them, in the padded layout without a mask."""
+        assert not (self.absorbed or more.absorbed) and self.mask is None and more.mask is None
+        keys = torch.cat([self.keys, more.keys[:, :, more.null :]], 2)
+        values = torch.cat([self.values, more.values[:, :, more.null :]], 2)
+        return KeyValue(keys, values, null=self.null)
+
+    def nbytes(self) -> int:
+        """Bytes held, counting storage shared by keys and values once."""
+        size = self.keys.nbytes
+        return size if self.values is self.keys else size + self.values.nbytes
+
+
+def real_slots_first(mask: Tensor, lengths: tuple[int, ...]) -> bool:
+    """Whether in each row of mask (b, m) all real slots come before the padding."""
+    ends = torch.tensor(lengths, device=mask.device)[:, None]
+    return bool((mask == (torch.arange(mask.shape[1], device=mask.device) < ends)).all())
+
+
+def pack(tensor: Tensor, mask: Tensor, lengths: tuple[int, ...], first: bool) -> Tensor:
+    """The real slots of all rows of a tensor (b, m, …), one behind the other (1, n, …); `first` as told above."""
+    if first:
+        return torch.cat([row[:length] for row, length in zip(tensor.unbind(), lengths, strict=True)])[None]
+    return tensor.flatten(0, 1).index_select(0, mask.flatten().nonzero()[:, 0])[None]

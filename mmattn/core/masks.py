@@ -1,0 +1,424 @@
+"""Who may see what: small boolean rules that combine with `&`, `|`, `~` and draw themselves.
+
+True means may look, everywhere. A rule is a `Mask` around a tensor that broadcasts to (b, h, l, m): rules over tokens
+and slots are (l, m), rules that differ from row to row are (b, 1, l, m) or (b, 1, 1, m), so any two of them combine.
+The `from_…` functions turn the masks of other libraries into boolean tensors.
+
+>>> print((causal(4) & padding([4, 2], 4)).draw())
+2 rows, 4 queries × 4 slots
+row 0
+█···
+██··
+███·
+████
+row 1
+█···
+██··
+██··
+██··
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConfigError, MaskError, ShapeError, check_bool_mask, check_choice, check_int
+
+Device = torch.device | str | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mask:
+    """A boolean rule, True = may look, that broadcasts to (b, h, l, m).
+
+    A tensor (l, m) holds for every row and head, (b, l, m) for every head (kept as (b, 1, l, m)), (b, h, l, m) as it
+    is; a size of 1 stands for all. The tensor is not copied.
+
+    Raises:
+        MaskError: `tensor` is not boolean.
+        ShapeError: it has fewer than two or more than four dimensions.
+
+    >>> print((causal(4) & ~window(4, 4, size=2)).draw())
+    4 queries × 4 slots
+    ····
+    ····
+    █···
+    ██··
+    """
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        tensor = check_bool_mask("a Mask", self.tensor)
+        if not 2 <= tensor.dim() <= 4:
+            raise ShapeError(
+                f"a Mask takes (l, m), (b, l, m) or (b, h, l, m), got {tuple(tensor.shape)}; "
+                "a padding mask (b, m) goes through mmattn.masks.padding_mask"
+            )
+        if tensor.dim() == 3:
+            object.__setattr__(self, "tensor", tensor.unsqueeze(1))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Sizes of the tensor: (l, m) or (b, h, l, m), where 1 stands for all."""
+        return self.tensor.shape
+
+    def to(self, device: torch.device | str) -> Mask:
+        """The same rule on another device."""
+        return Mask(self.tensor.to(device))
+
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        return self._join(other, "&", torch.logical_and)
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return self._join(other, "|", torch.logical_or)
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def __invert__(self) -> Mask:
+        return Mask(~self.tensor)
+
+    def _join(self, other: Mask | Tensor, sign: str, rule: Callable[[Tensor, Tensor], Tensor]) -> Mask:
+        theirs = other if isinstance(other, Mask) else Mask(other)
+        try:
+            torch.broadcast_shapes(self.shape, theirs.shape)
+        except RuntimeError as error:
+            raise ShapeError(
+                f"cannot combine masks of {tuple(self.shape)} {sign} {tuple(theirs.shape)}: each size must be equal "
+                "or 1; build both for the same b, l and m"
+            ) from error
+        return Mask(rule(self.tensor, theirs.tensor))
+
+    def __repr__(self) -> str:
+        return f"Mask{tuple(self.shape)}"
+
+    def draw(self, *, rows: int = 4, width: int = 100, height: int = 50) -> str:
+        """The rule as text: one line per query, '█' may look, '·' may not.
+
+        Args:
+            rows: pictures drawn at most, one per row and head.
+            width: slots drawn per line at most; '…' marks what is left out.
+            height: queries drawn per picture at most.
+
+        Raises:
+            ConfigError: a limit below 1.
+        """
+        for name, limit in (("rows", rows), ("width", width), ("height", height)):
+            check_int(name, limit)
+        grid = self.tensor.reshape((1,) * (4 - self.tensor.dim()) + tuple(self.shape))
+        b, h, l, m = grid.shape
+        sizes = [_count(b, "row")] * (b > 1) + [_count(h, "head")] * (h > 1)
+        lines = [", ".join([*sizes, f"{_count(l, 'query', 'queries')} × {_count(m, 'slot')}"])]
+        for number in range(min(rows, b * h)):
+            row, head = divmod(number, h)
+            labels = [f"row {row}"] * (b > 1) + [f"head {head}"] * (h > 1)
+            if labels:
+                lines.append(", ".join(labels))
+            for seen in grid[row, head, :height, :width].tolist():
+                lines.append("".join("█" if look else "·" for look in seen) + "…" * (m > width))
+            if l > height:
+                lines.append(f"… {l - height} more")
+        if b * h > rows:
+            lines.append(f"… {_count(b * h - rows, 'more picture')}")
+        return "\n".join(lines)
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = None) -> Mask:
+    """Row i may look at its first `lengths[i]` slots; (b, 1, 1, m).
+
+    Args:
+        lengths: (b,) ints.
+        length: m.
+
+    Raises:
+        ConfigError: lengths that are not ints.
+        ShapeError: not one length per row, or a length outside 0…m.
+
+    >>> print(padding([2, 4], 4).draw())
+    2 rows, 1 query × 4 slots
+    row 0
+    ██··
+    row 1
+    ████
+    """
+    check_int("length", length, at_least=0)
+    counts = torch.as_tensor(lengths, device=device)
+    if counts.numel() == 0:
+        counts = counts.long()
+    _check_ints("lengths", counts)
+    if counts.dim() != 1:
+        raise ShapeError(f"lengths must be (b,), one per row, got {tuple(counts.shape)}")
+    if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
+        raise ShapeError(f"lengths must lie in 0…{length} (length), got {counts.tolist()}")
+    return padding_mask(torch.arange(length, device=counts.device) < counts[:, None])
+
+
+def padding_mask(mask: Tensor) -> Mask:
+    """Row i may look where `mask[i]` (b, m) is True; (b, 1, 1, m).
+
+    Raises:
+        MaskError: not boolean.
+        ShapeError: not (b, m).
+
+    >>> print(padding_mask(torch.tensor([[False, True, True]])).draw())
+    1 query × 3 slots
+    ·██
+    """
+    if check_bool_mask("mask", mask).dim() != 2:
+        raise ShapeError(f"mask must be (b, m), got {tuple(mask.shape)}")
+    return Mask(mask[:, None, None])
+
+
+def memory_mask(matrix: Tensor) -> Mask:
+    """Query i may look at slot j where `matrix[i, j]` (l, m) is True.
+
+    Raises:
+        MaskError: not boolean.
+        ShapeError: not (l, m).
+
+    >>> print(memory_mask(torch.eye(3, dtype=torch.bool)).draw())
+    3 queries × 3 slots
+    █··
+    ·█·
+    ··█
+    """
+    if check_bool_mask("matrix", matrix).dim() != 2:
+        raise ShapeError(f"matrix must be (l, m), got {tuple(matrix.shape)}; a (b, l, m) mask is a Mask(tensor)")
+    return Mask(matrix)
+
+
+def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = None) -> Mask:
+    """Query i may look at slots up to i + offset; (l, m).
+
+    `offset` counts the slots before the first query (a cache), -1 hides a query's own slot; m is l + offset unless
+    given.
+
+    Raises:
+        ConfigError: sizes that are not ints of at least 0.
+
+    >>> print(causal(3, offset=2).draw())
+    3 queries × 5 slots
+    ███··
+    ████·
+    █████
+    """
+    return Mask(_distance(l, m, offset, device) >= 0)
+
+
+def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device = None) -> Mask:
+    """Query i may look at the last `size` slots up to i + offset; (l, m).
+
+    Raises:
+        ConfigError: sizes that are not ints of at least 0, a window below 1.
+
+    >>> print(window(4, 4, size=2).draw())
+    4 queries × 4 slots
+    █···
+    ██··
+    ·██·
+    ··██
+    """
+    check_int("size", size)
+    distance = _distance(l, m, offset, device)
+    return Mask((distance >= 0) & (distance < size))
+
+
+def _distance(l: int, m: int | None, offset: int, device: Device) -> Tensor:
+    """How far slot j lies behind query i, (l, m); negative for slots ahead."""
+    check_int("l", l, at_least=0)
+    check_int("offset", offset, at_least=-sys.maxsize)
+    m = l + max(offset, 0) if m is None else check_int("m", m, at_least=0)
+    return torch.arange(l, device=device)[:, None] + offset - torch.arange(m, device=device)
+
+
+def chunk(
+    l: int, chunk_size: int, neighbour_length: int, chunks: int | None = None, *, offset: int = 0, device: Device = None
+) -> Mask:
+    """RETRO's shifted chunks (arXiv 2112.04426, section 2.4): a token sees what the last finished chunk retrieved.
+
+    The memory is (chunks × neighbour_length) slots in order. The last token of chunk c, up to the second to last of
+    chunk c + 1, may look at the neighbours of chunk c; the tokens before the end of chunk 0 see nothing.
+
+    Args:
+        l: tokens.
+        chunk_size: tokens per chunk.
+        neighbour_length: slots per chunk, all its neighbours together (n × r).
+        chunks: chunks in memory; the finished ones unless given. Tokens of a chunk beyond them see nothing.
+        offset: tokens before the first one (a cache).
+
+    Raises:
+        ConfigError: sizes that are not ints, or too small.
+
+    >>> print(chunk(6, chunk_size=2, neighbour_length=3).draw())
+    6 queries × 9 slots
+    ·········
+    ███······
+    ███······
+    ···███···
+    ···███···
+    ······███
+    """
+    check_int("l", l, at_least=0)
+    check_int("chunk_size", chunk_size)
+    check_int("neighbour_length", neighbour_length)
+    check_int("offset", offset, at_least=0)
+    chunks = (offset + l) // chunk_size if chunks is None else check_int("chunks", chunks, at_least=0)
+    finished = (torch.arange(l, device=device) + offset + 1) // chunk_size
+    owner = torch.arange(chunks * neighbour_length, device=device) // neighbour_length
+    return Mask(owner == finished[:, None] - 1)
+
+
+def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
+    """Queries look at slots of the same document; (b, 1, l, m).
+
+    Args:
+        query_ids: (b, l) ints; a negative one belongs to no document.
+        memory_ids: (b, m) ints, likewise.
+
+    Raises:
+        ConfigError: ids that are not ints.
+        ShapeError: not (b, l) and (b, m).
+
+    >>> ids = torch.tensor([[0, 0, 1, 1, 1, -1]])
+    >>> print((block(ids, ids) & causal(6)).draw())
+    6 queries × 6 slots
+    █·····
+    ██····
+    ··█···
+    ··██··
+    ··███·
+    ······
+    """
+    _check_pair("query_ids", query_ids, "memory_ids", memory_ids)
+    same = query_ids[:, :, None] == memory_ids[:, None]
+    return Mask((same & (memory_ids >= 0)[:, None])[:, None])
+
+
+def media(images: Tensor, segments: Tensor, look: str = "latest") -> Mask:
+    """Tokens look at the images placed before them (Flamingo, arXiv 2204.14198, section 2.3); (b, 1, l, m).
+
+    Args:
+        images: (b, l) ints, the number of images begun at or before each token; a token with 0 sees nothing.
+        segments: (b, m) ints, the image each slot belongs to, from 0; a negative one belongs to none.
+        look: "latest", only the last image begun, or "all", every image begun.
+
+    Raises:
+        ConfigError: another `look`, or counts that are not ints.
+        ShapeError: not (b, l) and (b, m).
+
+    >>> images, segments = torch.tensor([[0, 1, 1, 2, 2]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    >>> print(media(images, segments).draw())
+    5 queries × 6 slots
+    ······
+    ███···
+    ███···
+    ···███
+    ···███
+    """
+    check_choice("look", look, ("latest", "all"))
+    _check_pair("images", images, "segments", segments)
+    begun, owner = images[:, :, None] - 1, segments[:, None]
+    seen = owner == begun if look == "latest" else owner <= begun
+    return Mask((seen & (owner >= 0))[:, None])
+
+
+def _check_ints(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} must be a tensor of ints, got {type(tensor).__name__}")
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise ConfigError(f"{name} must be ints, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def _check_pair(query_name: str, queries: Tensor, memory_name: str, slots: Tensor) -> None:
+    _check_ints(query_name, queries)
+    _check_ints(memory_name, slots)
+    if queries.dim() != 2 or slots.dim() != 2 or queries.shape[0] != slots.shape[0]:
+        raise ShapeError(
+            f"{query_name} must be (b, l) and {memory_name} (b, m) with the same b, "
+            f"got {tuple(queries.shape)} and {tuple(slots.shape)}"
+        )
+
+
+_DROPPED = -9000.0
+
+
+def from_huggingface(mask: Tensor) -> Tensor:
+    """A transformers `attention_mask` (1 = keep, 0 = drop; int, float or bool) as bool, True = may look.
+
+    Raises:
+        MaskError: values other than 0 and 1, or not a tensor.
+
+    >>> from_huggingface(torch.tensor([[0, 1, 1]]))
+    tensor([[False,  True,  True]])
+    """
+    _check_tensor("from_huggingface", mask)
+    if mask.dtype == torch.bool:
+        return mask
+    keep = mask == 1
+    if not bool((keep | (mask == 0)).all()):
+        raise MaskError(
+            "from_huggingface reads 1 = keep and 0 = drop, got other values; "
+            "a mask that is added to the scores (0 = keep, -inf = drop) goes through from_additive"
+        )
+    return keep
+
+
+def from_additive(mask: Tensor) -> Tensor:
+    """A mask that is added to the scores (0 = keep, -10000 or less = drop) as bool, True = may look.
+
+    Raises:
+        MaskError: not a float tensor, or values that are neither: those are a bias, not a mask.
+
+    >>> from_additive(torch.tensor([[0.0, float("-inf"), -10000.0]]))
+    tensor([[ True, False, False]])
+    """
+    _check_tensor("from_additive", mask)
+    if not mask.is_floating_point():
+        raise MaskError(
+            f"from_additive reads floats, 0 = keep and -inf = drop; got {_dtype(mask)}. "
+            "For 1 = keep use from_huggingface, for a bool with True = drop from_key_padding"
+        )
+    keep = mask == 0
+    if not bool((keep | (mask <= _DROPPED)).all()):
+        raise MaskError(
+            "from_additive reads 0 = keep and -10000 or less = drop, got other values; "
+            "for 1 = keep use from_huggingface, and pass a bias on the scores as bias="
+        )
+    return keep
+
+
+def from_key_padding(mask: Tensor) -> Tensor:
+    """A `key_padding_mask` or bool `attn_mask` of nn.MultiheadAttention (True = drop) as bool, True = may look.
+
+    Raises:
+        MaskError: not boolean.
+
+    >>> from_key_padding(torch.tensor([[True, False, False]]))
+    tensor([[False,  True,  True]])
+    """
+    _check_tensor("from_key_padding", mask)
+    if mask.dtype != torch.bool:
+        raise MaskError(
+            f"from_key_padding reads a bool tensor, True = drop; got {_dtype(mask)}. "
+            "For floats added to the scores use from_additive, for 1 = keep from_huggingface"
+        )
+    return ~mask
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_tensor(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise MaskError(f"{name} takes a tensor, got {type(mask).__name__}")

@@ -1,0 +1,211 @@
+"""Keys and values of growing texts in pages of fixed size, shared between texts that begin alike (arXiv 2309.06180).
+
+A page holds a few tokens in all layers. Texts take pages as they grow; beams and requests with a common beginning hold
+the same pages, and a page that several hold is copied before one of them writes into it. For a step, the pages of one
+layer are put side by side, so that the core reads them as it reads any keys and values: what is saved is what stays.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mmattn.core.pages import side_by_side
+from mmattn.errors import ConfigError, ShapeError, check_int
+
+
+class PagePool:
+    """Where pages come from and go back to; one for all texts of a model, used by one thread at a time.
+
+    Args:
+        layers: of the model. num_kv_heads: g. head_dim: k. page_size: tokens of a page.
+
+    >>> pool = PagePool(layers=1, num_kv_heads=2, head_dim=3, page_size=4)
+    >>> cache = pool.cache(rows=1)
+    >>> _ = cache.append(0, torch.ones(1, 2, 5, 3), torch.ones(1, 2, 5, 3))
+    >>> cache.reorder([0, 0, 0])
+    >>> pool.used
+    2
+    >>> _ = cache.append(0, torch.ones(3, 2, 1, 3), torch.ones(3, 2, 1, 3))
+    >>> pool.used  # the full page is still shared, the one written to is not
+    4
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        page_size: int = 16,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layers, self.page_size = check_int("layers", layers), check_int("page_size", page_size)
+        g, k = check_int("num_kv_heads", num_kv_heads), check_int("head_dim", head_dim)
+        # A tensor made in inference mode could not be written to outside it.
+        with torch.inference_mode(False):
+            self._keys = torch.empty(layers, 0, g, page_size, k, device=device, dtype=dtype)
+            self._values = torch.empty_like(self._keys)
+        self._holders: list[int] = []
+        self._free: list[int] = []
+        self.peak = 0
+
+    @property
+    def used(self) -> int:
+        """Pages that a text holds; `peak` is the largest number there ever was."""
+        return len(self._holders) - len(self._free)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, keys and values of all layers."""
+        layers, _, g, size, k = self._keys.shape
+        return 2 * layers * g * size * k * self._keys.element_size()
+
+    def nbytes(self) -> int:
+        """Bytes of the pages that a text holds."""
+        return self.used * self.page_bytes
+
+    def cache(self, rows: int) -> PagedCache:
+        """An empty cache for so many texts, which grow together."""
+        return PagedCache(self, [[] for _ in range(check_int("rows", rows))], 0)
+
+    def take(self) -> int:
+        """A page for one holder."""
+        if not self._free:
+            self._grow(max(16, len(self._holders)))
+        page = self._free.pop()
+        self._holders[page] = 1
+        self.peak = max(self.peak, self.used)
+        return page
+
+    def hold(self, tables: Iterable[Sequence[int]]) -> None:
+        """Add a holder to each page as often as it is named."""
+        for table in tables:
+            for page in table:
+                self._holders[page] += 1
+
+    def give_back(self, tables: list[list[int]]) -> None:
+        """Take a holder from each page as often as it is named; pages without one are free. Leaves `tables` empty."""
+        for table in tables:
+            for page in table:
+                self._holders[page] -= 1
+                if not self._holders[page]:
+                    self._free.append(page)
+        tables.clear()
+
+    def own(self, page: int) -> int:
+        """A page with these contents and one holder: the same one, or a copy where others hold it, too."""
+        if self._holders[page] == 1:
+            return page
+        copy = self.take()
+        self._holders[page] -= 1
+        with torch.no_grad():
+            self._keys[:, copy], self._values[:, copy] = self._keys[:, page], self._values[:, page]
+        return copy
+
+    def check(self, layer: int, rows: int, keys: Tensor, values: Tensor) -> None:
+        """Refuse keys and values (b, g, l, k) that these pages cannot hold.
+
+        Raises:
+            ShapeError: other rows, heads, layers, dtype or device. ConfigError: gradients would be lost.
+        """
+        layers, _, g, _, k = self._keys.shape
+        if not (keys.shape == values.shape and keys.dim() == 4 and layer < layers) or (
+            (keys.shape[0], keys.shape[1], keys.shape[3]) != (rows, g, k)
+        ):
+            raise ShapeError(
+                f"these pages hold {layers} layers of keys and values ({rows}, {g}, l, {k}), {rows} rows as now; got "
+                f"{tuple(keys.shape)} and {tuple(values.shape)} for layer {layer}"
+            )
+        if keys.dtype != self._keys.dtype or keys.device != self._keys.device:
+            raise ShapeError(
+                f"these pages are {self._keys.dtype} on {self._keys.device}, and the keys {keys.dtype} on "
+                f"{keys.device}: make the pool as the model is"
+            )
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise ConfigError("pages keep no gradients: run under torch.no_grad(), or train without a cache")
+
+    def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values (b, g, l, k) into the `pages` (b, l) at their `slots` (l,)."""
+        with torch.no_grad():
+            for table, given in ((self._keys, keys), (self._values, values)):
+                table[layer][pages.flatten(), :, slots.repeat(len(pages))] = given.transpose(1, 2).flatten(0, 1)
+
+    def read(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (b, g, length, k) of the texts whose pages are (b, n)."""
+        keys, values = (side_by_side(table[layer], pages, None) for table in (self._keys, self._values))
+        return keys[:, :, :length], values[:, :, :length]
+
+    def _grow(self, more: int) -> None:
+        count = len(self._holders)
+        with torch.inference_mode(False), torch.no_grad():
+            for name in ("_keys", "_values"):
+                old = getattr(self, name)
+                new = old.new_empty(old.shape[0], count + more, *old.shape[2:])
+                new[:, :count] = old
+                setattr(self, name, new)
+        self._holders += [0] * more
+        self._free += range(count + more - 1, count - 1, -1)
+
+
+class PagedCache:
+    """Keys and values of texts that grow together, in pages of a `PagePool`; made by `pool.cache(rows)`.
+
+    Its pages go back to the pool with `free()`, or when nothing refers to it any more.
+    """
+
+    def __init__(self, pool: PagePool, tables: list[list[int]], length: int) -> None:
+        self.pool, self._tables = pool, tables
+        self._lengths = [length] * pool.layers
+        self.free = weakref.finalize(self, pool.give_back, tables)
+
+    @property
+    def length(self) -> int:
+        """Tokens held, between two calls of a model."""
+        return self._lengths[0]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the new tokens (b, g, l, k) of a layer, and give those of all tokens so far (b, g, m, k).
+
+        Raises:
+            ShapeError: other rows, heads, layers, dtype or device than those of the pool. ConfigError: gradients.
+        """
+        self.pool.check(layer, len(self._tables), keys, values)
+        size, begin = self.pool.page_size, self._lengths[layer]
+        end = begin + keys.shape[2]
+        for table in self._tables:
+            for place in range(begin // size, -(-end // size)):
+                if place == len(table):
+                    table.append(self.pool.take())
+                else:
+                    table[place] = self.pool.own(table[place])
+        pages, places = torch.tensor(self._tables, device=keys.device), torch.arange(begin, end, device=keys.device)
+        self.pool.write(layer, pages[:, places // size], places % size, keys, values)
+        self._lengths[layer] = end
+        return self.pool.read(layer, pages, end)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, some of them several times (beams), some not at all; nothing is copied."""
+        picked = [list(self._tables[row]) for row in rows]
+        self.pool.hold(picked)
+        self.pool.give_back(self._tables)
+        self._tables += picked
+
+    def fork(self, length: int | None = None) -> PagedCache:
+        """Another cache that begins with the first `length` tokens of this one, all by default, on the same pages.
+
+        Raises:
+            ConfigError: more tokens than there are.
+        """
+        length = check_int("length", self.length if length is None else length, at_least=0, at_most=self.length)
+        tables = [table[: -(-length // self.pool.page_size)] for table in self._tables]
+        self.pool.hold(tables)
+        return PagedCache(self.pool, tables, length)
+
+    def nbytes(self) -> int:
+        """Bytes of its pages, each counted once."""
+        return len({page for table in self._tables for page in table}) * self.pool.page_bytes

@@ -1,0 +1,82 @@
+"""Adapters on the Hugging Face hub: a repository is a folder as `save_adapter` writes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from mmattn.adapters.folder import CARD, CONFIG, TENSORS
+from mmattn.errors import AdapterFileError, ConfigError
+
+if TYPE_CHECKING:
+    from mmattn.hosts.adapted import AdaptedModel
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def local_folder(folder: str | PathLike[str], revision: str | None) -> str | PathLike[str]:
+    """Where an adapter lies on this machine: the folder itself, or what was fetched of a repository of that name.
+
+    Only the adapter's own files are fetched, once for each commit, into the cache that all of Hugging Face shares.
+
+    Raises:
+        AdapterFileError: neither a folder nor a repository that can be reached or was kept from before.
+        ConfigError: a revision of a folder.
+    """
+    if os.path.exists(folder) or not (isinstance(folder, str) and _REPOSITORY.fullmatch(folder)):
+        if revision is not None:
+            raise ConfigError(f"revision={revision!r} is for names on the hub, and {os.fspath(folder)!r} is a path")
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(folder, revision=revision, allow_patterns=[CONFIG, TENSORS, CARD])
+    except (OSError, ValueError) as error:
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise AdapterFileError(
+            f"there is no folder {folder!r}, and no adapter of that name{at} on the hub that is reachable or kept from "
+            f"before ({error}): correct the name, or save the adapter there first"
+        ) from error
+
+
+def push(
+    model: AdaptedModel,
+    repository: str,
+    name: str,
+    *,
+    encoder: str | None,
+    private: bool | None,
+    revision: str | None,
+    token: str | None,
+    message: str | None,
+) -> str:
+    """Upload one adapter, making the repository where it is missing; the address of the commit.
+
+    Raises:
+        AdapterFileError: the hub refused it, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_adapter(folder, name, encoder=encoder)
+        hub = HfApi(token=token)
+        try:
+            made = hub.create_repo(repository, private=private, exist_ok=True)
+            if revision is not None:
+                hub.create_branch(made.repo_id, branch=revision, exist_ok=True)
+            commit = hub.upload_folder(
+                repo_id=made.repo_id,
+                folder_path=folder,
+                revision=revision,
+                commit_message=message or f"Adapter {name}",
+                allow_patterns=[CONFIG, TENSORS, CARD],
+            )
+        except Exception as error:  # its client lets the errors of several libraries through
+            raise AdapterFileError(
+                f"the adapter could not be uploaded to {repository!r} ({error}): log in with `hf auth login`, give "
+                "token=, or name a repository that is yours"
+            ) from error
+    return str(commit)

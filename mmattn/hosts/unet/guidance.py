@@ -1,0 +1,158 @@
+"""Classifier-free guidance (arXiv 2207.12598) over the text and any memories of a UNet.
+
+With ε(c) what the host predicts under all conditions and ε(∅) without the dropped ones, equation 6 gives
+
+    ε = (1 + w) ε(c) − w ε(∅)
+
+w = 0 is no guidance; diffusers' `guidance_scale` is 1 + w. The null is a real absence: the rows of the null half see no
+text and no memory at all, unless a text is given to stand for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float
+from mmattn.hosts import calls
+from mmattn.hosts.adapted import Memories
+from mmattn.hosts.calls import Prepared
+from mmattn.hosts.unet.adapter_scale import Strength
+from mmattn.hosts.unet.model import AdaptedUNet
+from mmattn.memory import Memory
+
+Predict = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Settings of classifier-free guidance.
+
+    Args:
+        w: how far beyond the conditions to go; 0 is no guidance. diffusers' `guidance_scale` is 1 + w.
+        drop: what the null goes without: "text" and names of adapters; None is all of them.
+        rescale: φ, share of the way back to the standard deviation of ε(c) (arXiv 2305.08891, equations 15 and 16).
+        interval: time steps (from, to) between which guidance acts (arXiv 2404.07724); outside ε(c) alone is asked for.
+
+    >>> Guidance(w=2.0, interval=(200, 800)).w
+    2.0
+    """
+
+    w: float = 1.0
+    drop: tuple[str, ...] | None = None
+    rescale: float = 0.0
+    interval: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        check_float("w", self.w)
+        check_float("rescale", self.rescale, at_least=0)
+        if self.rescale > 1:
+            raise ConfigError(f"rescale is a share from 0 to 1, got {self.rescale}")
+        if self.interval is not None and not self.interval[0] <= self.interval[1]:
+            raise ConfigError(f"interval must be (from, to) with from ≤ to, got {self.interval}")
+
+    @contextlib.contextmanager
+    def run(
+        self,
+        model: AdaptedUNet,
+        text: Tensor,
+        *,
+        text_mask: Tensor | None = None,
+        null_text: Tensor | None = None,
+        memory: Memories | None = None,
+        strength: Any = 1.0,
+    ) -> Iterator[Predict]:
+        """For one sampling run: a function (sample (b, …), time step) to the guided prediction.
+
+        Keys and values of the text (with `use_core`) and of every memory are made once for all steps.
+
+        Args:
+            text: (b, m, e), the host's `encoder_hidden_states`. text_mask: (b, m) bool, needs `use_core`.
+            null_text: (b or 1, n, e) stands for no text in hosts that were trained so; n = m, or less with `use_core`.
+            memory, strength: as in `AdaptedUNet.condition`; rows b.
+
+        Raises:
+            ConfigError: an unknown name in `drop`. ConditionError: no way to leave out the text.
+        """
+        names = {"text", *model.adapters}
+        if self.drop is not None and (unknown := set(self.drop) - names):
+            raise ConfigError(f"drop names {sorted(unknown)}; there are {sorted(names)}")
+        drop = names if self.drop is None else set(self.drop)
+        whole = model._call(memory, strength, text_mask)
+        both, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
+        memories = {} if whole is None else whole.memories
+        twice = {name: one if name in drop else _twice(one) for name, one in memories.items()}
+        given = {} if whole is None else whole.strengths
+        strengths = {name: given[name] if name in drop else _doubled(given[name]) for name in twice}
+        half = model._call(twice or None, strengths if twice else 1.0, both_mask, guided=True)
+
+        def predict(sample: Tensor, timestep: Any) -> Tensor:
+            inside = self.interval is None or self.interval[0] <= float(timestep) <= self.interval[1]
+            if self.w == 0 or not inside:
+                with calls.entered(model._key, whole):
+                    found: Tensor = model.host(sample, timestep, text).sample
+                return found
+            with calls.entered(model._key, half):
+                null, given = model.host(torch.cat([sample, sample]), timestep, both).sample.chunk(2)
+            out = given + self.w * (given - null)
+            if self.rescale:
+                axes = tuple(range(1, out.dim()))
+                matched = out * (given.std(axes, keepdim=True) / out.std(axes, keepdim=True))
+                out = self.rescale * matched + (1 - self.rescale) * out
+            return out
+
+        yield predict
+
+
+def _halves(
+    model: AdaptedUNet, text: Tensor, mask: Tensor | None, null_text: Tensor | None, dropped: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The text of the null half and of the other, (2b, m, e), and which of it is real."""
+    if mask is not None and mask.shape != text.shape[:2]:
+        raise ShapeError(f"text_mask must be (b, m) = {tuple(text.shape[:2])}, got {tuple(mask.shape)}")
+    if not dropped:
+        return torch.cat([text, text]), None if mask is None else torch.cat([mask, mask])
+    if null_text is not None:
+        missing = text.shape[1] - null_text.shape[1]
+        if missing < 0 or (missing and not model.through_core) or null_text.shape[0] not in (1, len(text)):
+            raise ShapeError(
+                f"null_text must be (b or 1, m, e) like the text {tuple(text.shape)}, or shorter with use_core(); got "
+                f"{tuple(null_text.shape)}"
+            )
+        null = F.pad(null_text, (0, 0, 0, missing)).expand_as(text)
+        if mask is None and not missing:
+            return torch.cat([null, text]), None
+        given = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        real = given.clone()
+        real[:, text.shape[1] - missing :] = False
+        return torch.cat([null, text]), torch.cat([real, given if mask is None else mask])
+    if not model.through_core:
+        raise ConditionError(
+            "guidance that drops the text needs the host's own attention to go through the core: call use_core(), or "
+            "give null_text= (for Stable Diffusion the embedding of the empty text)"
+        )
+    real = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask
+    return torch.cat([text, text]), torch.cat([torch.zeros_like(real), real])
+
+
+def _doubled(strength: Strength) -> Strength:
+    """The same strength for two halves of rows."""
+    if isinstance(strength, Tensor):
+        return torch.cat([strength, strength])
+    if isinstance(strength, Mapping):
+        return {place: _doubled(inner) for place, inner in strength.items()}
+    if callable(strength):
+        schedule = strength
+        return lambda timestep: _doubled(schedule(timestep))
+    return strength
+
+
+def _twice(prepared: Prepared) -> Memory:
+    rows = list(range(prepared.batch))
+    return prepared.memory[rows + rows]

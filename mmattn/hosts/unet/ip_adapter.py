@@ -1,0 +1,125 @@
+"""Published IP-Adapter checkpoints (arXiv 2308.06721), read onto a UNet and written back.
+
+The layout is that of the authors: `image_proj.proj`, `image_proj.norm`, and `ip_adapter.1.to_k_ip`, `.to_v_ip`, `3`,
+`5`, … in the order of the host's `attn_processors`. Files of the Plus, Full and FaceID kind hold other image
+projections and are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mmattn.adapters.decoupled import DecoupledAdapter
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError
+from mmattn.hosts.unet.attention_layers import find_places, head_size, text_width
+from mmattn.storage.atomic import replacing
+from mmattn.storage.tensor_files import check_values
+
+if TYPE_CHECKING:
+    from mmattn.hosts.unet.model import AdaptedUNet
+
+PROJECTION = {
+    "image_proj.proj.weight": "projection.weight",
+    "image_proj.proj.bias": "projection.bias",
+    "image_proj.norm.weight": "memory_norm.weight",
+    "image_proj.norm.bias": "memory_norm.bias",
+}
+_BLOCK = re.compile(r"ip_adapter\.(\d+)\.to_([kv])_ip\.weight")
+
+
+def read_ip_adapter(host: nn.Module, path: str | PathLike[str]) -> tuple[DecoupledAdapter, dict[str, Tensor]]:
+    """The settings and weights of an IP-Adapter file, for this host; nothing is changed.
+
+    Raises:
+        AdapterFileError: torn, of another kind, or made for another base model.
+    """
+    found = read_file(path)
+    strange = [name for name in found if name not in PROJECTION and not _BLOCK.fullmatch(name)]
+    missing = [name for name in PROJECTION if name not in found]
+    if strange or missing:
+        raise AdapterFileError(
+            f"{str(path)!r} is not a plain IP-Adapter: it lacks {missing} and holds {strange[:3]}"
+            f"{' …' if len(strange) > 3 else ''}; files of the Plus, Full and FaceID kind are not read"
+        )
+    places, width = find_places(host), text_width(host)
+    state = {own: found[name] for name, own in PROJECTION.items()}
+    expected = {}
+    for index, place in enumerate(places):
+        heads = head_size(host.get_submodule(place))
+        for letter in "kv":
+            name = f"ip_adapter.{2 * index + 1}.to_{letter}_ip.weight"
+            expected[name] = (heads.num_kv_heads * heads.head_dim, width)
+            state[f"blocks.{index}.{letter}_proj.weight"] = found.get(name, torch.empty(0))
+    given = {name: tuple(value.shape) for name, value in found.items() if name not in PROJECTION}
+    if given != expected:
+        widths = sorted({shape[-1] for shape in given.values() if shape})
+        raise AdapterFileError(
+            f"{str(path)!r} was made for another base model: it has {len(given) // 2} layers for text {widths} wide, "
+            f"and this {type(host).__name__} has {len(places)} for text {width} wide; load it onto that base"
+        )
+    shapes = [tuple(found[name].shape) for name in PROJECTION]
+    rows, memory_dim = shapes[0] if len(shapes[0]) == 2 else (0, 0)
+    if rows % width or shapes != [(rows, memory_dim), (rows,), (width,), (width,)]:
+        raise AdapterFileError(f"{str(path)!r}: an image projection of {shapes} gives no slots {width} wide")
+    for name, value in found.items():
+        if not value.is_floating_point():
+            raise AdapterFileError(f"{str(path)!r}: the tensor {name!r} is {value.dtype}, no floating point")
+        check_values(name, value)
+    try:
+        return DecoupledAdapter(memory_dim=memory_dim, tokens=rows // width), state
+    except ConfigError as error:
+        raise AdapterFileError(f"{str(path)!r}: {error}") from error
+
+
+def read_file(path: str | PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by dotted name; a `.bin` is unpickled with `weights_only`.
+
+    Raises:
+        AdapterFileError: it cannot be read, or holds no tensors by name.
+    """
+    try:
+        if not os.fspath(path).endswith((".bin", ".pt", ".pth")):
+            return load_file(path)
+        given = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torn pickles raise all there is
+        raise AdapterFileError(f"{str(path)!r} cannot be read as an IP-Adapter: {error}; fetch it again") from error
+    flat = {}
+    for part, tensors in given.items() if isinstance(given, dict) else ():
+        for name, value in tensors.items() if isinstance(tensors, dict) else ():
+            flat[f"{part}.{name}"] = value
+    if not flat or not all(isinstance(value, Tensor) for value in flat.values()):
+        raise AdapterFileError(f"{str(path)!r} holds no 'image_proj' and 'ip_adapter' with tensors")
+    return flat
+
+
+def write_ip_adapter(model: AdaptedUNet, path: str | PathLike[str], name: str) -> None:
+    """Write the adapter `name` in the layout of IP-Adapter, atomically.
+
+    Raises:
+        ConditionError: it is not of that kind: a part of the blocks, a resampler, or no image projection.
+    """
+    from safetensors.torch import save
+
+    adapter = model._adapter(name)
+    if adapter.config.tokens is None or adapter.resampler is not None or len(adapter.layers) != len(model.places):
+        raise ConditionError(
+            f"adapter {name!r} is no IP-Adapter, which has tokens=, all blocks and no resampler; use save_adapter"
+        )
+    state = {key: value.detach().contiguous().cpu() for key, value in adapter.state_dict().items()}
+    tensors = {theirs: state[own] for theirs, own in PROJECTION.items()}
+    for index in adapter.layers:
+        for letter in "kv":
+            tensors[f"ip_adapter.{2 * index + 1}.to_{letter}_ip.weight"] = state[f"blocks.{index}.{letter}_proj.weight"]
+    for key, value in tensors.items():
+        check_values(key, value)
+    with replacing(path) as file:
+        file.write(save(tensors))
+        file.flush()
+        os.fsync(file.fileno())

@@ -27,7 +27,7 @@ _HOME = {
     "ComposedAdapter": "mmattn.adapters.composed",
     "DecoupledAdapter": "mmattn.adapters.decoupled",
     "Resampler": "mmattn.adapters.resampler",
-    "AugmentingModel": "mmattn.hosts.augmenting",
+    "AugmentingModel": "mmattn.adapters.augmenting",
     "Guidance": "mmattn.hosts.unet.guidance",
     "attach": "mmattn.hosts",
     "load": "mmattn.hosts",
@@ -45,6 +45,7 @@ _HOME = {
     "record": "mmattn.inspect.record",
     "attribute": "mmattn.inspect.attribution",
     "Trace": "mmattn.inspect.trace",
+    "doctor": "mmattn.inspect.doctor",
     "MmattnError": "mmattn.errors",
     "MaskError": "mmattn.errors",
     "ShapeError": "mmattn.errors",
@@ -95,7 +96,7 @@ if TYPE_CHECKING:
         TextError,
     )
     from mmattn.hosts import attach, load, load_published
-    from mmattn.hosts.augmenting import AugmentingModel
+    from mmattn.adapters.augmenting import AugmentingModel
     from mmattn.hosts.unet.guidance import Guidance
     from mmattn.inspect.attribution import attribute
     from mmattn.inspect.record import record

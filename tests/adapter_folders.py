@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mmattn.adapters.folder import adapter_settings, save_folder
+from mmattn.adapters.file_format import adapter_settings
+from mmattn.adapters.folder import save_folder
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.resampler import Resampler
 

@@ -25,7 +25,7 @@ SETTINGS = {
     "score bias": {"score_bias": True},
     "score bias and null slot": {"score_bias": True, "null_slot": True, "num_heads": 4, "num_kv_heads": 2},
     "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
-    "latest hit": {"look": "latest"},
+    "latest hit": {"visible_segments": "latest"},
 }
 settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.adapters.config_file import FORMAT_VERSION
-from mmattn.hosts.adapter_files import KINDS
+from mmattn.adapters.file_format import FORMAT_VERSION
+from mmattn.adapters.registry import adapter_kinds
 from mmattn.storage.tensor_files import fingerprint
 from tests.adapter_folders import contents
 from tests.golden import make as golden

@@ -93,7 +93,7 @@ def test_a_question_is_answered_from_its_source_or_refused(live: Live) -> None:
 def test_a_digit_follows_the_sentence_and_the_example(live: Live) -> None:
     plain = live.draw("a seven", steps=3)
     assert plain.size == (256, 256) and shades(plain) > 10
-    assert live.draw("a seven", steps=3) == plain == live.draw("a seven", SLANTED, strength=0, steps=3)
+    assert live.draw("a seven", steps=3) == plain == live.draw("a seven", SLANTED, adapter_scale=0, steps=3)
     others = [live.draw("a two", steps=3), live.draw("a seven", BOLD, steps=3), live.draw("a seven", steps=3, seed=1)]
     assert plain not in others and live.draw("a seven", SLANTED, steps=3) not in others
 
@@ -111,8 +111,8 @@ def test_a_digit_follows_the_sentence_and_the_example(live: Live) -> None:
         ("draw", ("a purple seven",), TextError, "words this model never saw"),
         ("draw", ("a seven", b"words"), ImageError, "picture"),
         ("draw", ("a seven", Image.new("RGB", (9, 9))), ImageError, "shows nothing"),
-        ("draw", ("a seven", None, 2.5), ConfigError, "strength must be in"),
-        ("draw", ("a seven", None, math.nan), ConfigError, "strength must be"),
+        ("draw", ("a seven", None, 2.5), ConfigError, "adapter_scale must be in"),
+        ("draw", ("a seven", None, math.nan), ConfigError, "adapter_scale must be"),
         ("draw", ("a seven", None, 1.0, 0), ConfigError, "steps must be at least 1"),
         ("draw", ("a seven", None, 1.0, 101), ConfigError, "steps must be at most 100"),
         ("draw", ("a seven", None, 1.0, 3, -1.0), ConfigError, "w must be in"),

@@ -191,7 +191,7 @@ def listening(model: Any, place: int) -> Iterator[dict[str, Tensor]]:
     def note(attn: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
         heard.update(x=args[0], out=output)
 
-    hook = model.place(place).register_forward_hook(note)
+    hook = model.layer(place).register_forward_hook(note)
     try:
         yield heard
     finally:
@@ -200,7 +200,7 @@ def listening(model: Any, place: int) -> Iterator[dict[str, Tensor]]:
 
 def share(model: Any, place: int, x: Tensor, memory: mmattn.Memory, name: str = "default") -> Tensor:
     """By hand, what an adapter adds to the output of a layer that was given x: no row of the memory is padded."""
-    attn, adapter = model.place(place), model.adapters[name]
+    attn, adapter = model.layer(place), model.adapters[name]
     block, size = adapter.attention(place), x.shape
     x = x if attn.group_norm is None else attn.group_norm(x)
     x = x.flatten(2).transpose(1, 2) if x.dim() == 4 else x

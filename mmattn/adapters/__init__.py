@@ -1,0 +1,8 @@
+"""The kinds of adapters: their settings, how they read a memory, and their files."""
+
+from mmattn.adapters.chunked import ChunkedAdapter
+from mmattn.adapters.composed import ComposedAdapter
+from mmattn.adapters.decoupled import DecoupledAdapter
+from mmattn.adapters.gated import GatedAdapter
+
+__all__ = ["ChunkedAdapter", "ComposedAdapter", "DecoupledAdapter", "GatedAdapter"]

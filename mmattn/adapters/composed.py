@@ -19,18 +19,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
-from mmattn.adapters.gated import BlockLayers, BlockSettings
+from mmattn.adapters.augmenting import AugmentedSource, AugmentingModel
+from mmattn.adapters.block_adapter import BlockAdapter, BlockLayers
+from mmattn.adapters.gated_block import check_bool
+from mmattn.adapters.protocols import MemorySource, Site
+from mmattn.adapters.registry import register_adapter
 from mmattn.core.layers import CrossAttention
 from mmattn.core.positions import Rotary
-from mmattn.errors import AttachError, ConfigError, check_int
+from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError, check_int
 
 
+@register_adapter
 @dataclass(frozen=True)
-class ComposedAdapter(BlockSettings):
+class ComposedAdapter(BlockAdapter):
     """Settings of the composition of a language model with an augmenting one, which reads the same text.
 
     The memory of a call is `mmattn.AugmentingModel(lm)`. For several augmenting models attach an adapter for each.
@@ -45,7 +51,7 @@ class ComposedAdapter(BlockSettings):
             (with head_dim 16 or more); needs rotary.
         feed_forward: as in `GatedAdapter`; none by default, as in the paper.
 
-    The others are those of `GatedAdapter`, without look, media_token, score_bias and resampler.
+    The others are those of `BlockAdapter`.
 
     >>> ComposedAdapter(memory_dim=24, layers=[3, 1], augmenting_layers=[5, 2]).augmenting_layers
     (2, 5)
@@ -56,18 +62,14 @@ class ComposedAdapter(BlockSettings):
     rotary: bool = True
     own_place: bool = False
 
-    kind = "composed"
+    kind: ClassVar[str] = "composed"
+    example_call: ClassVar[str] = "model.generate(input_ids, memory=mmattn.AugmentingModel(lm))"
 
     def __post_init__(self) -> None:
         given, others = self.layers, self.augmenting_layers
         super().__post_init__()
-        if self.resampler is not None:
-            raise ConfigError("a resampler would mix the states of tokens with those of later ones: leave it out")
-        if self.score_bias:
-            raise ConfigError("score_bias needs scores, and the states of a language model have none: leave it out")
-        for name in ("rotary", "own_place"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        check_bool("rotary", self.rotary)
+        check_bool("own_place", self.own_place)
         if self.own_place and not self.rotary:
             raise ConfigError("own_place needs rotary, by which a token tells its own place: leave rotary=False out")
         if self.rotary and self.head_dim % 2:
@@ -76,44 +78,83 @@ class ComposedAdapter(BlockSettings):
             return
         if not isinstance(others, Sequence) or isinstance(others, str) or not others:
             raise ConfigError(f"augmenting_layers must be a list of layers counted from 0, got {others!r}")
-        picked = tuple(check_int("augmenting_layers", layer, at_least=0, at_most=4095) for layer in others)
+        selected = tuple(check_int("augmenting_layers", layer, at_least=0, at_most=4095) for layer in others)
         if given is not None:
-            if len(given) != len(picked):
+            if len(given) != len(selected):
                 raise ConfigError(
-                    f"augmenting_layers must name one layer for each of layers, got {list(picked)} for {list(given)}"
+                    f"augmenting_layers must name one layer for each of layers, got {list(selected)} for {list(given)}"
                 )
-            picked = tuple(other for _, other in sorted(zip(given, picked, strict=True)))
-        object.__setattr__(self, "augmenting_layers", picked)
+            selected = tuple(other for _, other in sorted(zip(given, selected, strict=True)))
+        object.__setattr__(self, "augmenting_layers", selected)
 
-    def more_of_attention(self) -> dict[str, Any]:
+    def attention_settings(self) -> dict[str, Any]:
         """Rotary positions, and biases on queries, keys and values."""
         rotary = Rotary(self.head_dim) if self.rotary else None
         return {"rotary": rotary, "bias": self.own_place, "out_bias": False}
 
-    def build(self, host_dim: int, layers: Sequence[int]) -> ComposedLayers:
-        """Make the trainable part for a host of width `host_dim` at `layers`.
+    def build(self, sites: Sequence[Site]) -> ComposedLayers:
+        """The trainable part for these sites.
 
         Raises:
             AttachError: another number of augmenting layers than of layers.
         """
-        return ComposedLayers(self, host_dim, layers)
+        return ComposedLayers(self, sites)
 
 
 class ComposedLayers(BlockLayers):
-    """The trainable part of one composed adapter on one host."""
+    """The trainable part of one composed adapter on one host.
 
-    def __init__(self, config: ComposedAdapter, host_dim: int, layers: Sequence[int]) -> None:
+    Args:
+        config: the settings.
+        sites: where the blocks are.
+    """
+
+    reads_whole_text = True
+
+    def __init__(self, config: ComposedAdapter, sites: Sequence[Site]) -> None:
+        layers = [site.layer for site in sites]
         others = tuple(layers) if config.augmenting_layers is None else config.augmenting_layers
         if len(others) != len(layers):
             raise AttachError(
-                f"the adapter is put at layers {list(layers)} of the host and augmenting_layers names {list(others)}: "
-                "name one for each"
+                f"the adapter is put at layers {layers} of the host and augmenting_layers names {list(others)}: name one "
+                "for each"
             )
-        super().__init__(config, host_dim, layers)
+        super().__init__(config, sites)
         self.augmenting_layers = dict(zip(self.layers, others, strict=True))
         if config.own_place:
             for layer in self.layers:
                 _begin_at_own_place(self.attention(layer))
+
+    def prepare(self, memory: Any) -> Any:
+        """The augmenting model.
+
+        Raises:
+            ShapeError: something else.
+        """
+        if not isinstance(memory, AugmentingModel):
+            raise ShapeError(
+                f"adapter {self.name!r} is of kind 'composed' and got {type(memory).__name__}: give it "
+                "mmattn.AugmentingModel(lm)"
+            )
+        return memory
+
+    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
+        """The source of one call: what the model has read is forgotten with it.
+
+        Raises:
+            ShapeError: a model that does not fit this adapter or the host.
+            ConditionError: the model is being trained.
+        """
+        prepared.check(self, host)
+        return AugmentedSource(prepared, self)
+
+    def check_shareable(self, prepared: Any) -> None:
+        """What an augmenting model reads belongs to one call.
+
+        Raises:
+            ConditionError: always.
+        """
+        raise ConditionError("what an augmenting model reads belongs to a call: give it to each call as memory=")
 
 
 def _begin_at_own_place(attention: CrossAttention) -> None:

@@ -13,21 +13,26 @@ of the host's; padding of the memory is never attended to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.projected import ProjectedMemory, ProjectedView
+from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
 from mmattn.core.layers import PlainHeads
-from mmattn.errors import ConfigError, check_choice, check_int
+from mmattn.errors import AttachError, ConfigError, check_choice, check_int
 from mmattn.memory import Memory
 
 STARTS = ("nothing", "host")
 
 
+@register_adapter
 @dataclass(frozen=True)
 class DecoupledAdapter:
     """Settings of decoupled cross-attention for a diffusion UNet.
@@ -51,7 +56,9 @@ class DecoupledAdapter:
     start: str = "nothing"
     resampler: Resampler | None = None
 
-    kind = "decoupled"
+    kind: ClassVar[str] = "decoupled"
+    positions: ClassVar[tuple[str, ...]] = ("inside",)
+    example_call: ClassVar[str] = "model(sample, timestep, text, memory=memory)"
 
     def __post_init__(self) -> None:
         check_int("memory_dim", self.memory_dim, at_most=65536)
@@ -69,24 +76,40 @@ class DecoupledAdapter:
         if self.resampler is not None and not isinstance(self.resampler, Resampler):
             raise ConfigError(f"resampler must be a Resampler, got {self.resampler!r}")
 
-    def build(self, host_dim: int, layers: Sequence[int], sizes: Sequence[HeadSize]) -> DecoupledLayers:
-        """Make the trainable part for the attention layers `layers` of a host whose text is `host_dim` wide."""
-        return DecoupledLayers(self, host_dim, layers, sizes)
+    def sites(self, host: Host) -> list[Site]:
+        """The attention layers whose names begin as `blocks` say.
 
+        Raises:
+            AttachError: the host has no block of that name.
+        """
+        offered = host.sites("inside")
+        if self.blocks is None:
+            return offered
+        names = [site.module for site in offered]
+        for prefix in self.blocks:
+            if not any(name.startswith(prefix) for name in names):
+                raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
+        return [site for site in offered if site.module.startswith(self.blocks)]
 
-class HeadSize(NamedTuple):
-    """Heads h, key/value heads g and head width k of one attention layer of the host."""
+    def build(self, sites: Sequence[Site]) -> DecoupledLayers:
+        """The trainable part for these sites."""
+        return DecoupledLayers(self, sites)
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """A random memory (rows, 5, e), some slots masked."""
+        return random_memory(generator, rows, self.memory_dim)
 
 
 class DecoupledBlock(PlainHeads):
-    """Keys and values of the memory for the queries of one attention layer of the host."""
+    """Keys and values of the memory for the queries of one attention layer of the host.
 
-    def __init__(self, memory_dim: int, size: HeadSize) -> None:
-        super().__init__(*size, memory_dim)
+    Args:
+        memory_dim: width of the memory as the block reads it.
+        size: of the host's attention.
+    """
+
+    def __init__(self, memory_dim: int, size: HeadSizes) -> None:
+        super().__init__(size.num_heads, size.num_kv_heads, size.head_dim, memory_dim)
         width = size.num_kv_heads * size.head_dim
         self.k_proj = nn.Linear(memory_dim, width, bias=False)
         self.v_proj = nn.Linear(memory_dim, width, bias=False)
@@ -96,52 +119,91 @@ class DecoupledLayers(AdapterLayers):
     """The trainable part of one decoupled adapter on one host.
 
     Args:
-        config: the settings. host_dim: width of the host's text. layers: numbers of the host's attention layers.
-        sizes: of each of them.
+        config: the settings.
+        sites: the attention layers of the host beside which it attends.
     """
 
-    memory_norm: nn.LayerNorm
-
-    def __init__(
-        self, config: DecoupledAdapter, host_dim: int, layers: Sequence[int], sizes: Sequence[HeadSize]
-    ) -> None:
-        super().__init__(config, host_dim, layers)
+    def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
         self._add_resampler(config.resampler)
-        width = config.memory_dim
+        width, self.text_width = config.memory_dim, self.sites[0].width
         self.projection = None
         if config.tokens is not None:
-            self.projection = nn.Linear(width, config.tokens * host_dim)
-            width = host_dim
+            self.projection = nn.Linear(width, config.tokens * self.text_width)
+            width = self.text_width
         self.memory_norm = nn.LayerNorm(width)
-        self.blocks = nn.ModuleDict(
-            {name: DecoupledBlock(width, size) for name, size in zip(self.names.values(), sizes, strict=True)}
-        )
+        blocks = {}
+        for site in self.sites:
+            assert site.heads is not None
+            blocks[str(site.layer)] = DecoupledBlock(width, site.heads)
+        self.blocks = nn.ModuleDict(blocks)
         if config.start == "nothing":
             for layer in self.layers:
                 nn.init.zeros_(self.attention(layer).v_proj.weight)
 
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the memory's norm."""
+        return self.memory_norm.weight
+
     def attention(self, layer: int) -> DecoupledBlock:
         """The block beside attention layer `layer` of the host."""
-        block = self.blocks[self.names[layer]]
+        block = self.block(layer)
         assert isinstance(block, DecoupledBlock)
         return block
 
-    def reading_parameters(self) -> Iterator[nn.Parameter]:
-        """The weights that `read` uses."""
-        yield from super().reading_parameters()
-        if self.projection is not None:
-            yield from self.projection.parameters()
+    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
+        """The source of one call, of what `prepare` returned."""
+        return DecoupledMemory(prepared, self)
+
+    @torch.no_grad()
+    def initialise(self, host: Any) -> None:
+        """Copy the host's own key and value projections, with start="host".
+
+        Raises:
+            AttachError: the memory reaches the blocks in another width than the text.
+        """
+        if self.config.start != "host":
+            return
+        for layer in self.layers:
+            block, (k, v) = self.attention(layer), host.key_value_weights(layer)
+            if k.shape != block.k_proj.weight.shape:
+                raise AttachError(
+                    f"start='host' copies projections of text {k.shape[1]} wide, and the memory comes "
+                    f"{block.memory_dim} wide: give tokens=, or start='nothing'"
+                )
+            block.k_proj.weight.copy_(k)
+            block.v_proj.weight.copy_(v)
 
     def read(self, memory: Memory) -> Memory:
         """The memory as every block sees it: resampled, projected to slots, normalised."""
-        memory = self._taken_in(memory)
+        memory = self._cast_memory(memory)
         if self.resampler is not None:
             memory = self.resampler(memory)
         if self.projection is None:
             return memory.replace(self.memory_norm(memory.tokens))
         b, m, n = memory.batch, memory.length, self.config.tokens
-        slots = self.memory_norm(self.projection(memory.tokens).view(b, m * n, self.host_dim))
+        slots = self.memory_norm(self.projection(memory.tokens).view(b, m * n, self.text_width))
         mask, segments = (
             None if given is None else given.repeat_interleave(n, 1) for given in (memory.mask, memory.segments)
         )
         return Memory(slots, mask, segments, check_finite=False)
+
+
+class DecoupledView(ProjectedView):
+    """A memory beside the text of a host's attention layer."""
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """What the host's queries x (b, h, l, k) find in the memory, times the scale: (b, h, l, k)."""
+        projected = self.projected[layer]
+        if projected is None:
+            heads: Tensor = block(x, self.tokens, mask=self.mask)
+        else:
+            heads = block(x, projected)
+        return heads * adapter_scale
+
+
+class DecoupledMemory(ProjectedMemory):
+    """A prepared memory bound to a decoupled adapter."""
+
+    view = DecoupledView

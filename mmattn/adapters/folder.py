@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.config_file import FORMAT, Shapes, adapter_settings, check_config, check_tensors, parse_config
+from mmattn.adapters.file_format import FORMAT, Shapes, check_config
+from mmattn.adapters.migrations import migrate_config, migrate_names
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.atomic import Path, fcntl, replacing, sync_folder
 from mmattn.storage.tensor_files import check_values, read_header, read_json, read_tensors, write_json, write_tensors
-
-__all__ = ["adapter_settings", "check_config", "check_tensors", "load_folder", "parse_config", "save_folder"]
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -194,7 +193,7 @@ def _check_folder(folder: str) -> None:
 def load_folder(
     folder: Path, check: Callable[[dict[str, Any], Shapes], None] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors that `save_folder` wrote.
+    """The config and the tensors that `save_folder` wrote, in the newest format whatever the file's.
 
     Args:
         folder: the folder.
@@ -222,9 +221,10 @@ def _load(
     folder: str, check: Callable[[dict[str, Any], Shapes], None] | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, shapes = _read_config(folder)
+    version, migrated = config["format_version"], migrate_config(config)
     if check is not None:
-        check(config, shapes)
+        check(migrated, migrate_names(shapes, version))
     tensors, metadata = read_tensors(os.path.join(folder, TENSORS), FORMAT, max_header=MAX_HEADER)
     if not _same(metadata, config) or {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()} != shapes:
         raise AdapterFileError(f"{TENSORS} in {folder!r} was replaced while it was read")
-    return config, tensors
+    return migrated, migrate_names(tensors, version)

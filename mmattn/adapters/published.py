@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.gated import GatedAdapter, GatedLayout
+from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, check_choice, check_int
 from mmattn.storage.pretrained import refuse_keys
 from mmattn.storage.tensor_files import check_values
@@ -56,14 +57,14 @@ class Family:
         marker: how one name in every block begins, and none in other layers.
         names: a tensor of a block to what it is here; several are stacked along its rows.
         norms: the same for the norms of queries and keys, where there are any.
-        settings: of the adapter.
+        layout: of the blocks.
         head_dim: k where neither weights nor host tell.
     """
 
     block: re.Pattern[str]
     marker: str
     names: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, Any]
+    layout: Mapping[str, Any]
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     head_dim: int | None = None
 
@@ -130,7 +131,7 @@ def read_published(
     tensors: Mapping[str, Tensor],
     host: TextHost,
     *,
-    look: str = "latest",
+    visible_segments: str = "latest",
     media_token: int | None = None,
     num_heads: int | None = None,
     source: str = "the state dict",
@@ -140,7 +141,7 @@ def read_published(
     Tensors of other parts (text, vision, resampler) are left alone.
 
     Args:
-        family: "idefics", "mllama" or "openflamingo". look, media_token: as in `GatedAdapter`.
+        family: "idefics", "mllama" or "openflamingo". visible_segments, media_token: as in `GatedAdapter`.
         num_heads: h; by default what the norms of queries say, or the host (Idefics), or heads of width 64.
         source: what messages call the tensors.
 
@@ -158,12 +159,19 @@ def read_published(
     layers = _layers(family, sorted(blocks), others, host.depth, source)
     lowest = {theirs: tensors[blocks[min(blocks)][theirs]] for theirs in names}
     first = {ours: lowest[theirs] for theirs, all_ours in names.items() for ours in all_ours}
-    settings = {**known.settings, **_sizes(known, first, host, num_heads, f"{source} ({prefix}…)")}
+    sizes = _sizes(known, first, host, num_heads, f"{source} ({prefix}…)")
+    epsilon = _epsilon(known, host, source)
     adapter = GatedAdapter(
-        **settings, layers=layers, place="before", memory_norm=False, look=look, media_token=media_token
+        **sizes,
+        layers=layers,
+        position="before",
+        layout=GatedLayout(**known.layout, **epsilon, memory_norm=False),
+        visible_segments=visible_segments,
+        media_token=media_token,
     )
     with torch.device("meta"):
-        own = adapter.build(host.width, layers).state_dict()
+        sites = [Site(layer, "before", "", host.width, torch.device("meta")) for layer in layers]
+        own = adapter.build(sites).state_dict()
     state: dict[str, Tensor] = {}
     wrong = []
     for layer, number in zip(layers, sorted(blocks), strict=True):
@@ -262,14 +270,19 @@ def _sizes(
         "gate": "channel" if first["gate.gate"].numel() > 1 else "scalar",
         "qk_norm": norm is not None,
     }
-    if known.settings.get("norm") == "rms":
-        if host.norm_eps is None or host.activation not in ("silu", "swish"):
-            raise AdapterFileError(
-                f"{source} takes RMSNorm's epsilon and the activation from its text model; this host has epsilon "
-                f"{host.norm_eps} and activation {host.activation!r}, and only SwiGLU can be represented"
-            )
-        settings["norm_eps"] = host.norm_eps
     return settings
+
+
+def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, float]:
+    """RMSNorm's epsilon, which the text model decides where the family has it."""
+    if known.layout.get("norm") != "rms":
+        return {}
+    if host.norm_eps is None or host.activation not in ("silu", "swish"):
+        raise AdapterFileError(
+            f"{source} takes RMSNorm's epsilon and the activation from its text model; this host has epsilon "
+            f"{host.norm_eps} and activation {host.activation!r}, and only SwiGLU can be represented"
+        )
+    return {"norm_eps": host.norm_eps}
 
 
 def _published_shape(ours: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ def caption(
 def draw(
     sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help='What to write: "a thick seven".')],
     like: Annotated[Path | None, typer.Option(help="A picture of a character whose style to follow.")] = None,
-    strength: Annotated[float, typer.Option(help="How closely to follow it; 0 is not at all.")] = 1.0,
+    adapter_scale: Annotated[float, typer.Option(help="How closely to follow it; 0 is not at all.")] = 1.0,
     w: Annotated[float, typer.Option(help="Guidance; diffusers' guidance_scale is 1 + w.")] = 1.0,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 30,
     seed: Annotated[int, typer.Option(help="Of the noise it starts from.")] = 0,
@@ -145,12 +145,12 @@ def draw(
     from mmattn.storage.pretrained import without_bars
 
     check_int("steps", steps)
-    check_float("strength", strength)
+    check_float("adapter_scale", adapter_scale)
     if like is not None and not like.is_file():
         raise ImageError(f"cannot follow {like}: there is no such file")
     recipe = load_recipe(find_recipe("diffusion").folder, "drawing")
     with without_bars():
-        written = recipe.draw(sentence, out, like=like, strength=strength, w=w, steps=steps, seed=seed)
+        written = recipe.draw(sentence, out, like=like, adapter_scale=adapter_scale, w=w, steps=steps, seed=seed)
     typer.echo(str(written))
 
 

@@ -21,7 +21,7 @@ from mmattn.storage.pretrained import without_bars
 
 #: Characters of a question or a sentence, at most: a model would read more for minutes.
 LONGEST = 200
-STEPS, STRENGTH, GUIDANCE = 100, 2.0, 5.0
+STEPS, ADAPTER_SCALE, GUIDANCE = 100, 2.0, 5.0
 ABOUT = """# mmattn
 Small frozen models that were never built to see, with adapters that look at a memory. They know little: drawn flowers,
 the names of countries, digits."""
@@ -85,7 +85,7 @@ class Live:
         return Answer(answer, answer == self._unknown, [(source.text, source.weight) for source in sources])
 
     def draw(
-        self, sentence: str, example: Any = None, strength: float = 1.0, steps: int = 20, w: float = 1.0, seed: int = 0
+        self, sentence: str, example: Any = None, adapter_scale: float = 1.0, steps: int = 20, w: float = 1.0, seed: int = 0
     ) -> Any:
         """A digit as an image of Pillow, as a sentence asks and in the hand of an example where there is one.
 
@@ -94,7 +94,7 @@ class Live:
             ConfigError: a number outside its range.
         """
         options = {
-            "strength": check_float("strength", strength, at_least=0, below=STRENGTH + 1e-6),
+            "adapter_scale": check_float("adapter_scale", adapter_scale, at_least=0, below=ADAPTER_SCALE + 1e-6),
             "steps": check_int("steps", steps, at_most=STEPS),
             "w": check_float("w", w, at_least=0, below=GUIDANCE + 1e-6),
             "seed": check_int("seed", seed, at_least=0, at_most=2**31 - 1),
@@ -152,7 +152,7 @@ def page(live: Live) -> Any:
             given = [
                 sentence,
                 example,
-                gradio.Slider(0, STRENGTH, 1.0, label="Strength of the example"),
+                gradio.Slider(0, ADAPTER_SCALE, 1.0, label="Strength of the example"),
                 gradio.Slider(1, STEPS, 20, step=1, label="Steps"),
                 gradio.Slider(0, GUIDANCE, 1.0, label="Guidance w"),
                 gradio.Number(0, precision=0, label="Seed"),

@@ -1,55 +1,91 @@
-"""The verbs shared by all hosts: adapters by name, memory by call, files, and going away without a trace."""
+"""The verbs shared by all hosts: adapters by name, memory by call, files."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.chunked import ChunkedLayers
-from mmattn.adapters.composed import ComposedLayers
-from mmattn.errors import AttachError, ConditionError, ShapeError
-from mmattn.hosts import calls
-from mmattn.hosts.augmenting import AugmentingModel
-from mmattn.hosts.calls import Call, Prepared
-from mmattn.hosts.interop.quantised import keep_stored, let_change, size_of
-from mmattn.hosts.interop.sharded import reshard
-from mmattn.hosts.neighbours import Found, Retrieve
-from mmattn.memory import Memory
-
-if TYPE_CHECKING:
-    from mmattn.inspect.doctor import Report
-
-OneMemory = Memory | Prepared | Tensor | Retrieve | Found | AugmentingModel
-Memories = OneMemory | Mapping[str, OneMemory]
+from mmattn.adapters.file_format import check_name
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.registry import is_adapter, kinds_at
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import AttachError, ConditionError, check_float
+from mmattn.hosts.attached import AttachedModel, adapted, check_host, forget_compiled
+from mmattn.hosts.blocks import OpenBlocks
+from mmattn.hosts.calls import Action, Call, ForwardStep
+from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
+from mmattn.hosts.interop.quantised import size_of
 
 
-class AdaptedModel(nn.Module, ABC):
-    """A host and its adapters. Whatever is not found here is looked up on the host.
+class AdaptedModel(AttachedModel):
+    """A host and its adapters; what `attach` returns. Whatever is not found here is looked up on the host.
 
-    The host keeps its own modules, hooks apart: `host.state_dict()`, `save_pretrained` and every tool that walks the
-    host see it as it was. `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
+    A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is
+    registered with `register_host`. By default adapters act by hooks before and after the modules that the sites name.
+
+    Args:
+        host: the frozen model.
+        require_memory: calls without a memory raise instead of giving the host's own answer.
     """
 
+    kind: ClassVar[str] = ""
+    positions: ClassVar[tuple[str, ...]] = ("after", "before")
+    # Whether it may be attached without an adapter.
+    attaches_bare: ClassVar[bool] = False
+    # Whether its output has `logits` of the next token.
+    predicts_tokens: ClassVar[bool] = False
+
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
-        super().__init__()
-        self.training = host.training
-        self.host = host
-        self.adapters = nn.ModuleDict().train(host.training)
+        super().__init__(check_host(host))
         self.require_memory = require_memory
         self.active: list[str] = []
-        self._key = object()
-        self._hooks: list[Any] = []
-        self._frozen: list[nn.Parameter] = []
-        self._stored: list[nn.Module] = []
+        self.open_blocks = OpenBlocks()
+
+    # What a kind of host says of itself ----------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Whether a model is of this kind."""
+
+    @abstractmethod
+    def sites(self, position: str) -> list[Site]:
+        """Every site of this position, in the order of the layers."""
+
+    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
+        """What the host is given in one forward; by default its first argument is what it reads, without a cache."""
+        given = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        return TextState(given.shape[0], given.shape[1], given, past=0, images=call.images)
+
+    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+        """A random batch as the host is called with, without a memory; for the doctor and the shared tests.
+
+        Args:
+            generator: of the random numbers.
+            config: settings of the adapter that it is for.
+            rows: b.
+        """
+        raise ConditionError(f"{type(self).__name__} has no example_batch: give the doctor a batch of your own")
+
+    @classmethod
+    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
+        """The host of this name or in this folder, for `mmattn doctor`."""
+        raise ConditionError(f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)")
+
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Prove that what an adapter writes at its sites reaches the host's answer.
+
+        Raises:
+            AttachError: it cannot be proved.
+            ConditionError: it does not.
+        """
 
     # Adapters ------------------------------------------------------------------------------------------------------
 
@@ -59,51 +95,96 @@ class AdaptedModel(nn.Module, ABC):
         Raises:
             AttachError: a name that is not attached.
         """
-        picked = [names] if isinstance(names, str) else list(names)
-        for name in picked:
-            self._adapter(name)
-        self.active = picked
+        selected = [names] if isinstance(names, str) else list(names)
+        for name in selected:
+            self.adapter(name)
+        self.active = selected
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """Put another adapter on the host, active beside those that are.
+
+        Args:
+            name: to switch, combine and save it by.
+            adapter: its settings.
+
+        Raises:
+            AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
+            ConditionError: memory cannot reach its layers, or the adapters were unloaded.
+        """
+        self._check_new(name)
+        fits = is_adapter(adapter) and set(adapter.positions) & set(self.positions)
+        if not fits:
+            raise AttachError(
+                f"{type(self.host).__name__} is a host of kind {self.kind!r} and takes {kinds_at(self.positions)}; got "
+                f"{type(adapter).__name__}"
+            )
+        built = adapter.build(adapter.sites(self))
+        built.name = name
+        self.check_adapter(built)
+        built.initialise(self)
+        # A block lives where the states that it changes are: with a device map, on several devices.
+        built.to_sites()
+        built.train(self.host.training)
+        self.adapters[name] = built
+        self.active.append(name)
+        self.refresh_hooks()
 
     def delete_adapter(self, name: str) -> None:
-        """Remove an adapter and its weights; the last one goes with `detach`."""
-        self._adapter(name)
+        """Remove an adapter and its weights; the last one goes with `unload`.
+
+        Raises:
+            AttachError: it is not attached, or the only one.
+        """
+        self.adapter(name)
         if len(self.adapters) == 1:
-            raise AttachError(f"{name!r} is the only adapter: use detach()")
+            raise AttachError(f"{name!r} is the only adapter: use unload()")
         del self.adapters[name]
         self.active = [other for other in self.active if other != name]
-        self._refresh_hooks()
-
-    @abstractmethod
-    def add_adapter(self, name: str, adapter: Any) -> None:
-        """Put another adapter on the host, active beside those that are."""
+        self.refresh_hooks()
 
     def add_weighted_adapter(self, names: Sequence[str], weights: Sequence[float], name: str) -> None:
-        """Merge adapters of equal settings into a new one, whose weights are the weighted sum of theirs.
+        """Merge adapters of equal settings into a new one (model soups, arXiv 2203.05482, section 2).
 
         It is not active: `set_adapter(name)` uses it instead of the others.
+
+        Args:
+            names: of the adapters to merge.
+            weights: one for each; those of the new adapter are the weighted sum.
+            name: of the new adapter.
 
         Raises:
             AttachError: an adapter that is not attached, a name that is taken, or settings that differ.
             ConfigError: another number of weights than adapters.
         """
-        from mmattn.hosts.merging import add_weighted
+        from mmattn.hosts.merging import weighted_sum
 
-        add_weighted(self, names, weights, name)
+        parts = [self.adapter(one) for one in names] if not isinstance(names, str) else names
+        merged = weighted_sum(parts, weights)
+        active = list(self.active)
+        self.add_adapter(name, parts[0].config)  # type: ignore[union-attr]
+        self.active = active
+        self.adapter(name).load_state_dict(merged)
 
     def _check_new(self, name: str) -> None:
         if self.adapters:
-            self._check_reachable()
+            self.check_attached()
+        check_name(name)
         if name in self.adapters:
-            raise AttachError(f"an adapter {name!r} is already attached; pick another name or delete_adapter({name!r})")
-        if not isinstance(name, str) or not name or "." in name:
-            raise AttachError(f"an adapter's name must be a string without dots, got {name!r}")
+            raise AttachError(
+                f"an adapter {name!r} is already attached; choose another name or delete_adapter({name!r})"
+            )
 
-    def _adapter(self, name: str) -> AdapterLayers:
+    def adapter(self, name: str) -> AdapterLayers:
+        """The trainable part of the adapter of this name.
+
+        Raises:
+            AttachError: there is none.
+        """
         if name not in self.adapters:
             raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
-        adapter = self.adapters[name]
-        assert isinstance(adapter, AdapterLayers)
-        return adapter
+        layers = self.adapters[name]
+        assert isinstance(layers, AdapterLayers)
+        return layers
 
     def trainable_parameters(self) -> tuple[int, int]:
         """Numbers of trained parameters and of all, host included."""
@@ -117,71 +198,221 @@ class AdaptedModel(nn.Module, ABC):
 
     # Memory --------------------------------------------------------------------------------------------------------
 
-    def prepare(self, memory: Memories) -> Prepared | Found | dict[str, Prepared | Found]:
-        """Check a memory and keep what the adapters make of it, for many calls; give the result as `memory`."""
-        prepared = self._prepare(memory)
-        if any(isinstance(one, AugmentingModel) for one in prepared.values()):
-            raise ConditionError("what an augmenting model reads belongs to a call: give it to each call as memory=")
+    def prepare(self, memory: Any) -> Any:
+        """Check a memory and cache what the adapters compute of it, for many calls; give the result as `memory`.
+
+        Args:
+            memory: one for all active adapters, or one by adapter name.
+
+        Raises:
+            ShapeError: a memory that does not fit.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
+            ConditionError: no adapter is active, or the memory belongs to one call.
+        """
+        prepared = self.prepare_by_name(memory)
+        for name, one in prepared.items():
+            self.adapter(name).check_shareable(one)
         if not prepared:
             raise ConditionError("no adapter is active to prepare a memory for: set_adapter(name) first")
         return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
 
+    def prepare_by_name(self, memory: Any) -> dict[str, Any]:
+        """What each adapter that is given a memory makes of it."""
+        given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.active, memory)
+        shared: dict[int, Any] = {}
+        prepared = {}
+        for name, one in given.items():
+            prepared[name] = self.adapter(name).prepare(shared.get(id(one), one))
+            shared.setdefault(id(one), prepared[name])
+        return prepared
+
+    def bind(self, memory: Any) -> dict[str, Any]:
+        """The source of a call for each adapter that is given a memory."""
+        return {name: self.adapter(name).bind(one, self.host) for name, one in self.prepare_by_name(memory).items()}
+
+    def make_call(self, memory: Any, adapter_scale: float = 1.0, images: Tensor | None = None) -> Call | None:
+        """What a call with this memory sees; None is no memory."""
+        self.check_attached()
+        adapter_scale = check_float("adapter_scale", adapter_scale)
+        if memory is None:
+            self.check_not_required()
+            return None
+        call = Call(self.bind(memory), adapter_scale, images)
+        return None if adapter_scale == 0 else call
+
     @contextlib.contextmanager
-    def disabled(self, names: str | Sequence[str] | None = None) -> Iterator[AdaptedModel]:
-        """Inside the block, in this thread, these adapters (all by default) do not exist."""
-        off = set(self.adapters) if names is None else {names} if isinstance(names, str) else set(names)
-        for name in off:
-            self._adapter(name)
-        call = None if off == set(self.adapters) else self._current()
-        with calls.entered(self._key, call), calls.without(self._key, off):
+    def condition(self, memory: Any, *, adapter_scale: float = 1.0) -> Iterator[Any]:
+        """Every call of the host inside the block sees this memory; None is no memory.
+
+        Args:
+            memory: (b, m, e), one for all active adapters, or one by adapter name.
+            adapter_scale: multiplies what the adapters add; 0 is exactly nothing.
+
+        Raises:
+            ShapeError: a memory that does not fit.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
+        """
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale)):
             yield self
 
-    def _check_reachable(self) -> None:
-        if find_adapted(self.host) is not self:
-            raise ConditionError("this handle was detached from its host and reaches it no longer: attach again")
+    def forward(self, *args: Any, memory: Any = None, adapter_scale: float = 1.0, **kwargs: Any) -> Any:
+        """Call the host with a memory; returns what the host returns.
 
-    def _check_not_needed(self) -> None:
+        Args:
+            args: the host's own.
+            memory: (b, m, e), one row for each row of the batch; one for all adapters or one by adapter name. None: the
+                memory of the surrounding `condition` block, or the host's own output.
+            adapter_scale: as in `condition`.
+            kwargs: the host's own.
+        """
+        if memory is None:
+            check_unused(adapter_scale=(adapter_scale, 1.0))
+            return self.host(*args, **kwargs)
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale)):
+            return self.host(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def disable_adapter(self, names: str | Sequence[str] | None = None) -> Iterator[Any]:
+        """Inside the block these adapters do not exist, whatever memory a call gives.
+
+        Args:
+            names: of the adapters; all by default.
+
+        Raises:
+            AttachError: a name that is not attached.
+        """
+        off = set(self.adapters) if names is None else {names} if isinstance(names, str) else set(names)
+        for name in off:
+            self.adapter(name)
+        with self.open_blocks.without(off, everything=off == set(self.adapters)):
+            yield self
+
+    def check_attached(self) -> None:
+        """Refuse to act on a host that these adapters were taken from.
+
+        Raises:
+            ConditionError: they were.
+        """
+        if adapted(self.host) is not self:
+            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
+
+    def check_not_required(self) -> None:
+        """Refuse a call without a memory, where one is required.
+
+        Raises:
+            ConditionError: it is.
+        """
         if self.require_memory:
             raise ConditionError("this host was attached with require_memory=True and no memory was given")
 
-    def _current(self) -> Call | None:
-        found, call = calls.current(self._key)
-        if not found and self.require_memory:
-            raise ConditionError(
-                "this host was attached with require_memory=True and was called without: give memory= or use "
-                "condition(memory); a new thread does not inherit the block it was started in"
-            )
-        return call
+    # One forward ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self, memory: Memories) -> dict[str, Any]:
-        given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.active, memory)
-        shared: dict[int, Any] = {}
-        out = {}
-        for name, one in given.items():
-            adapter = self._adapter(name)
-            if isinstance(adapter, ChunkedLayers) and (isinstance(one, Found) or callable(one)):
-                out[name] = one if isinstance(one, Found) else shared.setdefault(id(one), Found(one))
-                continue
-            if isinstance(adapter, ComposedLayers) and isinstance(one, AugmentingModel):
-                one.check(name, adapter, self.host)
-                out[name] = one
-                continue
-            if isinstance(adapter, ComposedLayers) or isinstance(one, AugmentingModel):
-                raise ShapeError(
-                    f"adapter {name!r} is of kind {adapter.config.kind!r} and got {type(one).__name__}: a composed "
-                    "adapter, and no other, takes mmattn.AugmentingModel(lm)"
+    def current_call(self) -> tuple[Call | None, frozenset[str]]:
+        """What calls made here see, and which adapters do not exist for them.
+
+        Raises:
+            ConditionError: a memory is required and there is none.
+        """
+        found, call, disabled = self.open_blocks.in_force()
+        if not found:
+            if self.require_memory:
+                raise ConditionError(
+                    "this host was attached with require_memory=True and was called without: give memory= or use "
+                    "condition(memory); a new thread does not inherit the block it was started in"
                 )
-            if isinstance(one, Tensor):
-                one = shared[id(one)].memory if id(one) in shared else Memory(one)
-            if not isinstance(one, (Memory, Prepared)):
-                hint = "; a function that finds neighbours is for a ChunkedAdapter" if callable(one) else ""
-                raise ShapeError(f"memory must be a Memory or a tensor (b, m, e), got {type(one).__name__}{hint}")
-            inner = one.memory if isinstance(one, Prepared) else one
-            adapter.check_memory(name, inner)
-            if isinstance(one, Memory) and one.finite_checked and not torch.compiler.is_compiling():
-                one.check_finite()
-            out[name] = one if isinstance(one, Prepared) else shared.setdefault(id(one), Prepared(one))
-        return out
+            if not torch.compiler.is_compiling():
+                self.open_blocks.warn_of_others()
+        return call, disabled
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ForwardStep:
+        """What the adapters do in one forward of the host."""
+        text = self.text_state(call, args, kwargs)
+        return ForwardStep(self, host, None, self.actions(call, disabled, text))
+
+    def actions(
+        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
+    ) -> dict[tuple[int, str], list[Action]]:
+        """What the active adapters do at each site, or at one of them."""
+        actions: dict[tuple[int, str], list[Action]] = {}
+        for name, source in call.sources.items():
+            adapter = self.adapter(name)
+            sites = [(layer, adapter.position) for layer in adapter.layers]
+            if name not in self.active or name in disabled or (site is not None and site not in sites):
+                continue
+            if source.follows_text:
+                # This very host may be asked, which then reads no memory.
+                with self.open_blocks.conditioned(None):
+                    view = source.step(text)
+            else:
+                view = source.step(text)
+            for own in sites if site is None else [site]:
+                actions.setdefault(own, []).append((view, adapter.block(own[0]), call.adapter_scale))
+        return actions
+
+    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
+        """What the adapters do to hidden states x (b, l, d) where only a part of the host was called."""
+        call, disabled = self.current_call()
+        if call is None:
+            return ()
+        text = TextState(x.shape[0], x.shape[1], images=call.images, expansions=call.expansions)
+        return self.actions(call, disabled, text, site).get(site, ())
+
+    def refresh_hooks(self) -> None:
+        """Listen at exactly the sites where the adapters of this moment act."""
+        forget_compiled()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = self.install_hooks()
+
+    def install_hooks(self) -> list[Any]:
+        """Hook the adapters to the host and its layers; the handles."""
+        hooks = [
+            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
+            self.host.register_forward_hook(AfterHost(self), always_call=True),
+        ]
+        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
+        return hooks + [hook_layer(self, module, *site) for site, module in self.hooked.items()]
+
+    def used_sites(self) -> dict[tuple[int, str], str]:
+        """The sites where adapters act, with the names of the host's modules, in the order of the layers."""
+        sites = {
+            (site.layer, site.position): site.module for name in self.adapters for site in self.adapter(name).sites
+        }
+        return dict(sorted(sites.items()))
+
+    def check_host_call(self, host: nn.Module) -> None:
+        """Refuse a call of the host in a state in which memory would be lost."""
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Refuse an answer that memory did not reach, because layers of the host are not where they were.
+
+        Args:
+            layers: whose hooks did not run.
+
+        Raises:
+            ConditionError: one is no longer part of the host.
+        """
+        parts = set(self.host.modules())
+        lost = [layer for (layer, _), module in self.hooked.items() if layer in layers and module not in parts]
+        if lost:
+            raise ConditionError(
+                f"layers {sorted(set(lost))} of {type(self.host).__name__} were replaced after the adapters were "
+                "attached, so memory did not reach them: unload() before the host is changed, and attach again after it"
+            )
+
+    # For looking on ------------------------------------------------------------------------------------------------
+
+    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+        """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
+        named = ((name, self.adapter(name)) for name in self.adapters)
+        return {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+
+    def layer(self, index: int) -> nn.Module:
+        """The host's layer of this number, at which adapters act."""
+        position = self.positions[0]
+        return self.host.get_submodule(self.sites(position)[index].module)
 
     # Files -------------------------------------------------------------------------------------------------------
 
@@ -189,9 +420,15 @@ class AdaptedModel(nn.Module, ABC):
         """Write one adapter as a folder: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
 
         Args:
-            encoder: fingerprint of the encoder whose memories it was trained on, kept in the file.
+            path: the folder.
+            name: of the adapter.
+            encoder: fingerprint of the encoder whose memories it was trained on, written to the file.
+
+        Raises:
+            AttachError: there is no such adapter.
+            NonFiniteError: a weight is NaN or infinite.
         """
-        from mmattn.hosts.adapter_files import save
+        from mmattn.hosts.saving import save
 
         save(self, path, name, encoder)
 
@@ -206,12 +443,16 @@ class AdaptedModel(nn.Module, ABC):
         token: str | None = None,
         commit_message: str | None = None,
     ) -> str:
-        """Upload one adapter, and nothing of the host, to a repository "org/name" of the Hugging Face hub.
+        """Upload one adapter, and nothing of the host, to the Hugging Face hub.
 
         Args:
-            name, encoder: as in `save_adapter`.
-            private, revision, token, commit_message: as in `transformers.PreTrainedModel.push_to_hub`; the revision is
-                a branch, made where it is missing.
+            repository: "org/name"; made where it is missing.
+            name: of the adapter.
+            encoder: as in `save_adapter`.
+            private: as in `transformers.PreTrainedModel.push_to_hub`.
+            revision: a branch, made where it is missing.
+            token: as in `transformers.PreTrainedModel.push_to_hub`.
+            commit_message: as in `transformers.PreTrainedModel.push_to_hub`.
 
         Returns:
             the address of the commit.
@@ -226,138 +467,18 @@ class AdaptedModel(nn.Module, ABC):
             message=commit_message,
         )  # fmt: skip
 
-    def attentions(self) -> dict[tuple[str, int], nn.Module]:
-        """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
-        named = ((name, self._adapter(name)) for name in self.adapters)
-        return {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
 
-    @abstractmethod
-    def place(self, index: int) -> nn.Module:
-        """The host's layer of this number, at which adapters act."""
+def check_unused(**given: tuple[Any, Any]) -> None:
+    """Refuse what only has a meaning together with a memory.
 
-    def doctor(self, batch: Mapping[str, Any]) -> Report:
-        """Examine the active adapters on a batch: does memory arrive, is what must not be seen unseen, is all alive.
-
-        The model is called some twenty times and is afterwards as it was.
-
-        Args:
-            batch: what the model takes, by name, `memory` with it; two rows or more tell most.
-
-        Raises:
-            ConfigError: no batch with a memory. ConditionError: no adapter is active, or the batch has a cache.
-
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> import mmattn
-        >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        ...                                   num_attention_heads=4))
-        >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2, num_heads=3))
-        >>> report = model.doctor(dict(input_ids=torch.tensor([[5, 6, 7], [8, 9, 1]]), memory=torch.randn(2, 11, 24)))
-        >>> report.ok, report.failed  # fresh
-        (False, ['gates', 'each layer adds something', 'another memory'])
-        """
-        from mmattn.inspect.doctor import examine
-
-        return examine(self, batch)
-
-    # Being together ------------------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> AdaptedModel:
-        """Set training mode of host and adapters."""
-        self.host.train(mode)
-        self.training = mode
-        return self
-
-    def _host_train(self, mode: bool = True) -> nn.Module:
-        type(self.host).train(self.host, mode)
-        self.adapters.train(mode)
-        self.training = mode
-        return self.host
-
-    def _apply(self, fn: Any, recurse: bool = True) -> AdaptedModel:
-        self.host._apply(fn, recurse)
-        return self
-
-    def _host_apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        type(self.host)._apply(self.host, fn, recurse)
-        self.adapters._apply(fn, recurse)
-        return self.host
-
-    def _join(self) -> None:
-        """Freeze the host and listen to what moves it."""
-        self._stored = keep_stored(self.host)
-        reshard(self.host)
-        parameters = list(self.host.parameters())
-        # peft froze all but its own, which are its owner's to train.
-        if getattr(self.host, "peft_config", None) is None:
-            self._frozen = [parameter for parameter in parameters if parameter.requires_grad]
-            for parameter in self._frozen:
-                parameter.requires_grad_(False)
-        self.host.__dict__.update(_apply=self._host_apply, train=self._host_train, _mmattn=self)
-
-    @abstractmethod
-    def _refresh_hooks(self) -> None:
-        """Listen at exactly the places where the adapters of this moment act."""
-
-    def detach(self) -> nn.Module:
-        """Give back the very same host with no trace of the adapters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for name in ("_apply", "train", "generate", "_mmattn"):
-            self.host.__dict__.pop(name, None)
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        self._frozen = []
-        let_change(self._stored)
-        self._stored = []
-        forget_compiled()
-        return self.host
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "host":
-                raise
-            return getattr(super().__getattr__("host"), name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AdaptedModel:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a host with adapters cannot be pickled: save the adapter with save_adapter(path), the host with "
-            "save_pretrained, and join them again with mmattn.load(host, path)"
-        )
-
-
-def find_adapted(host: nn.Module) -> AdaptedModel | None:
-    """The handle of a host that has adapters, or None."""
-    return host.__dict__.get("_mmattn")
-
-
-def forget_compiled() -> None:
-    """Compiled code does not notice hooks that come or go later: have it traced again."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-
-
-def check_host(host: object) -> nn.Module:
-    """Refuse what cannot be joined.
+    Args:
+        given: by name, the value given and the one that says nothing.
 
     Raises:
-        AttachError: not a module. ConditionError: compiled, or weights not loaded.
+        ConditionError: one was given.
     """
-    if not isinstance(host, nn.Module):
-        raise AttachError(f"attach needs a model, got {type(host).__name__}")
-    if hasattr(host, "_orig_mod") or getattr(host, "_compiled_call_impl", None) is not None:
-        raise ConditionError("the host is compiled and would ignore the adapters: attach first, then compile")
-    empty = [name for name, parameter in host.named_parameters() if parameter.device.type == "meta"]
-    if empty and not hasattr(host, "hf_device_map"):
-        raise ConditionError(
-            f"{len(empty)} weights of {type(host).__name__} are on the meta device ({empty[0]}, …): load weights first"
-        )
-    return host
+    for name, (value, nothing) in given.items():
+        if value is not nothing and not (isinstance(value, (int, float)) and value == nothing):
+            raise ConditionError(
+                f"{name}= was given without memory=, which it belongs to: give both to this call, or both to condition()"
+            )

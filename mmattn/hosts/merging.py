@@ -4,42 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmattn.errors import AttachError, ConfigError, check_float
 
-if TYPE_CHECKING:
-    from mmattn.hosts.adapted import AdaptedModel
-
 
 @torch.no_grad()
-def add_weighted(model: AdaptedModel, names: Sequence[str], weights: Sequence[float], name: str) -> None:
-    """What `AdaptedModel.add_weighted_adapter` does; everything is checked before the host is touched."""
-    if isinstance(names, str) or not names:
-        raise ConfigError(f"give the names of the adapters to merge as a list, got {names!r}")
-    if len(weights) != len(names):
-        raise ConfigError(f"each adapter needs one weight: got {len(weights)} weights for {list(names)}")
-    shares = [check_float(f"weights[{place}]", weight) for place, weight in enumerate(weights)]
-    parts = [model._adapter(one) for one in names]
+def weighted_sum(parts: Any, weights: Sequence[float]) -> dict[str, Tensor]:
+    """The weighted sum of the weights of adapters of equal settings, as a state dict.
+
+    Args:
+        parts: the trainable parts.
+        weights: one for each.
+
+    Raises:
+        AttachError: settings that differ.
+        ConfigError: another number of weights than adapters, or no list of adapters.
+    """
+    if isinstance(parts, str) or not parts:
+        raise ConfigError(f"give the names of the adapters to merge as a list, got {parts!r}")
+    names = [part.name for part in parts]
+    if len(weights) != len(parts):
+        raise ConfigError(f"each adapter needs one weight: got {len(weights)} weights for {names}")
+    shares = [check_float(f"weights[{index}]", weight) for index, weight in enumerate(weights)]
     first = asdict(parts[0].config)
-    for one, part in zip(names[1:], parts[1:], strict=True):
+    for part in parts[1:]:
         other = asdict(part.config)
         differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if type(part.config) is not type(parts[0].config) or differing:
             what = ", ".join(f"{key} {first.get(key)!r} and {other.get(key)!r}" for key in differing[:5])
             raise AttachError(
-                f"adapters {names[0]!r} and {one!r} differ ({what or 'in kind'}), and only adapters of equal settings "
-                "have weights that belong together: use both at once with set_adapter, or train them alike"
+                f"adapters {names[0]!r} and {part.name!r} differ ({what or 'in kind'}), and only adapters of equal "
+                "settings have weights that belong together: use both at once with set_adapter, or train them alike"
             )
-    active = list(model.active)
-    model.add_adapter(name, parts[0].config)
-    model.active = active
-    merged = model._adapter(name)
     states = [part.state_dict() for part in parts]
-    for key, value in merged.state_dict().items():
-        total = sum(
+    return {
+        key: sum(  # type: ignore[misc]
             share * state[key].to(value.device, torch.float64) for share, state in zip(shares, states, strict=True)
-        )
-        value.copy_(total)
+        ).to(value.dtype)
+        for key, value in states[0].items()
+    }

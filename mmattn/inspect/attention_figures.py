@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.core.kv import KeyValue
-
-if TYPE_CHECKING:
-    from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.adapted import AdaptedModel
 
 
 @dataclass(frozen=True)

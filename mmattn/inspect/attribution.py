@@ -6,21 +6,18 @@ import copy
 import json
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
-from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.adapted import AdaptedModel
 from mmattn.inspect.record import record
 from mmattn.inspect.rollout import own_weights, roll_out
 from mmattn.inspect.trace import Trace
 from mmattn.inspect.trial import real_slots, resting
 from mmattn.memory import Memory
-
-if TYPE_CHECKING:
-    from mmattn.hosts.adapted import AdaptedModel
 
 
 def attribute(
@@ -65,9 +62,9 @@ def attribute(
     >>> trace.words, trace.sources, trace.weights.shape, trace.dropped.shape
     (('6', '7'), ('a', 'b'), torch.Size([2, 3, 2, 2]), torch.Size([2, 2]))
     """
-    if not isinstance(model, AdaptedCausalLM):
+    if not model.predicts_tokens:
         raise ConditionError(f"words of a language model are explained here, got {type(model).__name__}: use record()")
-    adapter = model._adapter(name)
+    adapter = model.adapter(name)
     device = adapter.weight.device
     row = torch.as_tensor(ids, device=device).reshape(1, -1) if not isinstance(ids, Tensor) else ids.to(device)
     row = row[None] if row.dim() == 1 else row
@@ -94,7 +91,7 @@ def attribute(
                     f"the adapter {name!r} looks at {seen.shape[3]} vectors in rows of {seen.shape[2]} at layer "
                     f"{layer}, not at the {memory.length} slots it is given (a resampler, chunks): they have no names"
                 )
-        with model.disabled():
+        with model.disable_adapter():
             without = _probability(model, row, None, name, start)[0]
         parts = torch.arange(len(names)).split(batch)
         dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
@@ -106,7 +103,7 @@ def attribute(
     rolled = None
     if own is not None and len(own) >= depth:
         means = {layer: seen.mean(0) for layer, seen in by_layer.items()}
-        rolled = roll_out(own, means, getattr(adapter.config, "place", "behind") == "before")[start - 1 : -1]
+        rolled = roll_out(own, means, adapter.position == "before")[start - 1 : -1]
     return Trace(
         texts[start:],
         names,
@@ -122,7 +119,7 @@ def attribute(
     )
 
 
-def _twin(model: AdaptedCausalLM) -> AdaptedCausalLM:
+def _twin(model: AdaptedModel) -> AdaptedModel:
     """The model with modules of its own and the same parameters and buffers.
 
     What attribution changes (hooks, modes, how a host attends) belongs to a model, which other threads may be asking.
@@ -179,7 +176,7 @@ def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
     return Memory(many.tokens, real_slots(many) & ~gone, many.segments, many.scores, check_finite=False)
 
 
-def _probability(model: AdaptedCausalLM, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
+def _probability(model: AdaptedModel, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
     """(b, t) of the tokens from `start` on, after those before them."""
     ids = row if memory is None else row.expand(memory.batch, -1)
     seen = {} if memory is None else {"memory": {name: memory}}

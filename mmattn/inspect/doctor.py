@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.hosts.calls import Prepared
+from mmattn.adapters.projected import PreparedMemory
+from mmattn.hosts.adapted import AdaptedModel
 from mmattn.inspect.batches import memories_of
 from mmattn.inspect.environment import version
 from mmattn.inspect.report import Report
 from mmattn.inspect.trial import Trial, apart, cut, emptied, padded, real_slots, resting, shuffled
 
-if TYPE_CHECKING:
-    from mmattn.hosts.adapted import AdaptedModel
-
 Verdict = tuple[bool | None, str]
 
 
-def examine(model: AdaptedModel, batch: Mapping[str, Any]) -> Report:
-    """What `model.doctor(batch)` finds out: a table of questions about each active adapter, with a verdict each.
+def doctor(model: AdaptedModel, batch: Mapping[str, Any]) -> Report:
+    """What `mmattn.doctor(model, batch)` finds out: a table of questions about each active adapter, with a verdict each.
 
     The model is called some twenty times without gradients; hooks, modes and random states come back as they were.
 
@@ -100,7 +98,7 @@ def padding(trial: Trial) -> Verdict:
 
 def future(trial: Trial) -> Verdict:
     """Whether tokens see slots that only later tokens may see."""
-    due = trial.first_seers()
+    due = trial.first_tokens()
     if due is None:
         return None, "not asked: every token may see every slot"
     slots = torch.where(real_slots(trial.memory).cpu(), due, -1)
@@ -215,8 +213,9 @@ def null(trial: Trial) -> Verdict:
 
 def cost(trial: Trial) -> Verdict:
     """Bytes of keys and values kept for this batch."""
-    prepared = trial.model.prepare({trial.name: trial.memory})[trial.name]  # type: ignore[index]
-    assert isinstance(prepared, Prepared)
+    prepared = trial.model.prepare({trial.name: trial.memory})[trial.name]
+    if not isinstance(prepared, PreparedMemory):
+        return None, "not asked: this kind of memory is not projected for many calls"
     trial.ask(prepared)
     made, b = prepared.nbytes(), trial.memory.batch
     return (

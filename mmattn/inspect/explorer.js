@@ -116,7 +116,7 @@
     const row = make("div", { class: "row", role: "list", "aria-label": "sources in their order" });
     found.forEach((value, j) => {
       const chip = make("span", { class: `chip ${value < 0 ? "less" : "more"}`, role: "listitem" }, trace.sources[j]);
-      chip.style.setProperty("--strength", (0.75 * Math.abs(value) / most).toFixed(4));
+      chip.style.setProperty("--adapter-scale", (0.75 * Math.abs(value) / most).toFixed(4));
       chip.setAttribute("title", said(trace, j, value));
       row.append(chip);
     });
@@ -160,7 +160,7 @@
   function makeWord(trace, word, i) {
     const gain = trace.without === null ? 0 : trace.probability[i] - trace.without[i];
     const button = make("button", { type: "button", class: gain < 0 ? "less" : "more" }, visible(word));
-    button.style.setProperty("--strength", Math.abs(gain).toFixed(4));
+    button.style.setProperty("--adapter-scale", Math.abs(gain).toFixed(4));
     return button;
   }
 

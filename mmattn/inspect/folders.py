@@ -6,22 +6,19 @@ import os
 import warnings
 from os import PathLike
 
-from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.folder import load_folder
 from mmattn.errors import AdapterFileError, NonFiniteError
-from mmattn.hosts import load
-from mmattn.hosts.unet.model import load_unet
+from mmattn.hosts import host_kinds, load
 from mmattn.inspect.batches import random_batch
-from mmattn.inspect.doctor import examine, openings
+from mmattn.inspect.doctor import doctor, openings
 from mmattn.inspect.report import Report
-from mmattn.storage.pretrained import load_model
 
 
 def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = None) -> Report:
     """Examine the folder of a saved adapter.
 
     Whole files that agree, finite weights, and gates that have moved from 0, where they start: an adapter with closed
-    gates adds nothing. With a host, also all that `examine` asks, of a random batch.
+    gates adds nothing. With a host, also all that `mmattn.doctor` asks, of a random batch.
 
     Args:
         host: name or folder of what the adapter was trained on, to be loaded.
@@ -45,15 +42,17 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
         ok, answer = openings(tensors)
         report.add(ok, "gates", answer)
         return report
-    loaded = (
-        load_unet(host)
-        if config["kind"] == DecoupledAdapter.kind
-        else load_model("AutoModelForCausalLM", host, "language model")
-    )
+    kind = host_kinds().get(made_for["kind"])
+    if kind is None:
+        raise AdapterFileError(
+            f"this adapter is for a host of kind {made_for['kind']!r}, and registered are {', '.join(host_kinds())}: import "
+            "the package that registers it first"
+        )
+    loaded = kind.load_host(host)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load(loaded, folder)
     other = [str(one.message) for one in caught if "the weights of this" in str(one.message)]
     report.add(not other, "weights of the host", other[0] if other else f"those it was trained on, {os.fspath(host)}")
-    report.lines += examine(model, random_batch(model)).lines
+    report.lines += doctor(model, random_batch(model)).lines
     return report

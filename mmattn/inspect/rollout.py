@@ -25,7 +25,7 @@ def roll_out(own: Sequence[Tensor], seen: Mapping[int, Tensor], before: bool = F
 
     Args:
         own: the host's weights (l, l) at each of its layers. seen: those of the memory (l, s), by layer.
-        before: whether blocks stand before their layer instead of behind it.
+        before: whether blocks stand before their layer instead of after it.
 
     >>> own, seen = [torch.tensor([[1.0, 0.0], [0.5, 0.5]])] * 2, {0: torch.tensor([[0.8], [0.0]])}
     >>> roll_out(own, seen).tolist()  # the second token reads it from the first

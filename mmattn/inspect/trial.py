@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.chunked import ChunkedLayers
-from mmattn.hosts.calls import Prepared, images_so_far
+from mmattn.adapters.projected import PreparedMemory
+from mmattn.hosts.adapted import AdaptedModel
 from mmattn.inspect.attention_figures import Look, watch
 from mmattn.memory import Memory
-
-if TYPE_CHECKING:
-    from mmattn.hosts.adapted import AdaptedModel
 
 # Masked slots put behind a memory, so that there is padding to look at.
 EXTRA = 3
@@ -42,14 +39,14 @@ class Trial:
 
     def __init__(self, model: AdaptedModel, name: str, batch: Mapping[str, Any], memory: Memory) -> None:
         self.model, self.name, self.memory = model, name, memory
-        self.adapter = model._adapter(name)
+        self.adapter = model.adapter(name)
         self.batch = {key: value for key, value in batch.items() if key not in _NOT_ASKED}
 
-    def ask(self, memory: Memory | Prepared | None) -> Tensor:
+    def ask(self, memory: Memory | PreparedMemory | None) -> Tensor:
         """The answer given this memory, or none."""
         with torch.random.fork_rng(cuda_devices(self.model)):
             if memory is None:
-                with self.model.disabled():
+                with self.model.disable_adapter():
                     out = self.model(**self.batch)
             else:
                 out = self.model(**self.batch, memory={self.name: memory})
@@ -69,10 +66,10 @@ class Trial:
     @cached_property
     def host(self) -> Tensor:
         """The host's own, whatever the adapters do: what they add is taken back at their layers."""
-        layers = {index for name in self.model.adapters for index in self.model._adapter(name).layers}
+        layers = {index for name in self.model.adapters for index in self.model.adapter(name).layers}
         with contextlib.ExitStack() as stack:
             for index in layers:
-                stack.enter_context(_taken_back(self.model.place(index)))
+                stack.enter_context(_taken_back(self.model.layer(index)))
             return self.ask(None)
 
     @cached_property
@@ -109,7 +106,7 @@ class Trial:
         out: dict[int, Tensor] = {}
         with contextlib.ExitStack() as stack:
             for index in self.adapter.layers:
-                stack.enter_context(_tapped(self.model.place(index), index, into, out, given))
+                stack.enter_context(_tapped(self.model.layer(index), index, into, out, given))
             self.ask(memory)
         return into, out
 
@@ -127,22 +124,9 @@ class Trial:
             self.ask(padded(self.memory, 0.0))
         return looks
 
-    def first_seers(self) -> Tensor | None:
+    def first_tokens(self) -> Tensor | None:
         """(b, m) the first token that may see each slot, the length of the text where none may; None where all may."""
-        config, segments = self.adapter.config, self.memory.segments
-        ids = self.batch.get("input_ids")
-        if isinstance(self.adapter, ChunkedLayers):
-            shape = (ids if ids is not None else self.batch["inputs_embeds"]).shape[:2]
-            real = self.batch.get("attention_mask")
-            begun = (torch.ones(shape) if real is None else real.cpu()).bool().cumsum(1) // config.chunk_size
-        elif getattr(config, "look", "all") != "all":
-            images = self.batch.get("images")
-            begun = images_so_far(ids, config.media_token) if images is None else images  # type: ignore[arg-type]
-        else:
-            return None
-        assert segments is not None
-        waiting = begun.cpu()[:, None] <= segments.cpu()[..., None]
-        return waiting.sum(2).masked_fill(segments.cpu() < 0, begun.shape[1])
+        return self.adapter.first_tokens(self.memory, self.batch)
 
 
 def apart(got: Tensor, want: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def make_reader(dtype: torch.dtype) -> mmattn.hosts.AdaptedCausalLM:
     return model
 
 
-def make_keys(model: mmattn.hosts.AdaptedCausalLM, prepared: mmattn.hosts.calls.Prepared) -> None:
+def make_keys(model: mmattn.hosts.AdaptedCausalLM, prepared: mmattn.adapters.projected.PreparedMemory) -> None:
     """Have every layer's keys and values made."""
     for name, adapter in model.adapters.items():
         for layer in adapter.layers:
@@ -63,7 +63,7 @@ def measure(hits: int, dtype: torch.dtype, answer: bool, seconds: float = 10.0) 
     rows = torch.randperm(len(passages))[None, :hits]
     prompt = torch.ones(1, PROMPT, dtype=torch.long)
 
-    def run(prepare: Callable[[], mmattn.hosts.calls.Prepared]) -> Callable[[], object]:
+    def run(prepare: Callable[[], mmattn.adapters.projected.PreparedMemory]) -> Callable[[], object]:
         if not answer:
             return lambda: make_keys(model, prepare())
         settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

@@ -33,7 +33,7 @@ def trained_model(variant: str) -> tuple[torch.nn.Module, dict[str, object]]:
     if variant == VARIANTS[0]:
         return model, {"memory": mmattn.Memory(torch.randn(2, 64, WIDTH))}
     wanted, _ = model.trainable_parameters()
-    model.detach()
+    model.unload()
     from peft import LoraConfig, get_peft_model
 
     per_rank = 12 * (WIDTH + 3 * WIDTH + WIDTH + WIDTH)

@@ -54,7 +54,7 @@ def compose(config: Config, run: training.RunFolder) -> dict[str, Any]:
         rows.append(scores(config, world, label, reader))
         if way == "all three":
             reader.model.save_adapter(run.path / "adapter")
-        reader.model.detach()
+        reader.model.unload()
     if config.controls:
         rows += controls(config, world, knower, reckoner, parameters, run)
     return {"rows": rows, "seconds": seconds, "parameters": parameters, "held": len(world.held)}
@@ -82,7 +82,7 @@ def controls(
         reader = kind(reckoner, lm, config.adapter)
         learn(config, world, reader, reader.model.adapters, TASKS, name, run)
         rows.append(scores(config, world, name, reader))
-        reader.model.detach()
+        reader.model.unload()
     return rows
 
 

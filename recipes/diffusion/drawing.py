@@ -26,7 +26,7 @@ def draw(
     out: str | Path,
     *,
     like: Any = None,
-    strength: float = 1.0,
+    adapter_scale: float = 1.0,
     steps: int = 30,
     w: float = 1.0,
     seed: int = 0,
@@ -40,7 +40,7 @@ def draw(
         ConfigError: no steps.
     """
     pen = Pen(folder)
-    pen(sentence, like=like, strength=strength, steps=steps, w=w, seed=seed, progress=progress).save(out)
+    pen(sentence, like=like, adapter_scale=adapter_scale, steps=steps, w=w, seed=seed, progress=progress).save(out)
     return Path(out)
 
 
@@ -58,7 +58,7 @@ class Pen:
         sentence: str,
         *,
         like: Any = None,
-        strength: float = 1.0,
+        adapter_scale: float = 1.0,
         steps: int = 30,
         w: float = 1.0,
         seed: int = 0,
@@ -66,7 +66,7 @@ class Pen:
     ) -> Any:
         """A digit as an image of Pillow; arguments and errors are those of `draw`."""
         memory = None if like is None else self.encoder.encode(example(like, self.models.size))
-        given = {"memory": memory, "strength": strength, "progress": progress}
+        given = {"memory": memory, "adapter_scale": adapter_scale, "progress": progress}
         (made,) = sample(self.model, self.models, [sentence], steps, w, seed=seed, **given)
         drawn = as_image(made)
         return drawn.resize((SCALE * drawn.width, SCALE * drawn.height))

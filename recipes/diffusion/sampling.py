@@ -24,14 +24,14 @@ def draw(
     *,
     seed: int,
     memory: mmattn.Memory | None = None,
-    strength: Any = 1.0,
+    adapter_scale: Any = 1.0,
     concatenated: Any = None,
     progress: bool = False,
 ) -> Tensor:
     """Pictures (b, c, size, size) from -1 to 1, one for each sentence; equal seeds start from equal noise.
 
     Args:
-        w: guidance; diffusers' guidance_scale is 1 + w. memory, strength: an example for each sentence.
+        w: guidance; diffusers' guidance_scale is 1 + w. memory, adapter_scale: an example for each sentence.
         concatenated: put the memory behind the text with this module instead.
     """
     scheduler = models.sampler(steps)
@@ -42,7 +42,7 @@ def draw(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(len(text), settings.in_channels, settings.sample_size, settings.sample_size, generator=generator)
     guidance = mmattn.Guidance(w)
-    with guidance.run(model, text, text_mask=mask, null_text=null, memory=memory, strength=strength) as predict:
+    with guidance.run(model, text, text_mask=mask, null_text=null, memory=memory, adapter_scale=adapter_scale) as predict:
         for index in training.tracked(len(scheduler.timesteps), "drawing", progress):
             time = scheduler.timesteps[index]
             # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.

@@ -1,4 +1,4 @@
-"""The tables: obedience to the text by guidance, and likeness to an example by strength, beside their controls."""
+"""The tables: obedience to the text by guidance, and likeness to an example by adapter_scale, beside their controls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import mmattn
 from mmattn import training
 
 GUIDANCE = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
-STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+ADAPTER_SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 def text_rows(
@@ -41,7 +41,7 @@ def style_rows(
     w: float,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """For each strength: likeness to a held-out example of another class, and the class read as the text asked."""
+    """For each adapter_scale: likeness to a held-out example of another class, and the class read as the text asked."""
     generator = torch.Generator().manual_seed(seed)
     n, classes = len(held_out), len(judge.subject.classes)
     asked = (held_out.classes + torch.randint(1, classes, (n,), generator=generator)) % classes
@@ -62,8 +62,8 @@ def style_rows(
         }
 
     rows = [row("no example")]
-    rows += [row(f"decoupled, strength {strength}", memory=memory, strength=strength) for strength in STRENGTHS]
-    rows.append(row("decoupled, strength 1.0, shuffled examples", memory=shuffled))
+    rows += [row(f"decoupled, adapter_scale {adapter_scale}", memory=memory, adapter_scale=adapter_scale) for adapter_scale in ADAPTER_SCALES]
+    rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
     if concatenated is not None:
         rows.append(row("concatenated with the text", concatenated=concatenated, memory=memory))
         rows.append(row("concatenated, shuffled examples", concatenated=concatenated, memory=shuffled))

@@ -70,7 +70,7 @@ def train_text(
     average.copy_to(both.parameters())
     both.eval().requires_grad_(False)
     plot_losses(fitted.losses, run.path / "loss.png")
-    model.detach()
+    model.unload()
     return models, fitted
 
 

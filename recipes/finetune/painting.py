@@ -68,7 +68,7 @@ class Painting:
         model = self._masked(mmattn.attach(lora.get_base_model()))
 
         def undo() -> None:
-            model.detach()
+            model.unload()
             lora.unload()
 
         return model, undo

@@ -198,7 +198,7 @@ class Run:
             name = "adapter, shuffled memory"
             lines.append(Line(name, math.nan, parameters, done.seconds) if others is None else line(name, others))
             lines.append(line("adapter, no memory", without(self.held_out)))
-            model.detach()
+            model.unload()
             lines.insert(0, self._control(parameters))
         if self.first:
             text = report.table(lines, self.settings.host)

@@ -59,13 +59,13 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
     rows += measure.rows("adapter, shuffled memory", model, "shuffled")
     rows += measure.rows("adapter, no memory", model, None)
     parameters, _ = model.trainable_parameters()
-    model.detach()
+    model.unload()
     if config.controls:
         for name, change in LESS.items():
             less = config.model_copy(update={"adapter": config.adapter.model_copy(update=change)})
             model, _ = train_adapter(less, lm, tokenizer, known, None, name)
             rows += measure.rows(f"adapter {name}", model, "hits")
-            model.detach()
+            model.unload()
         lora = train_lora(config, lm, tokenizer, known, parameters)
         rows += measure.rows("LoRA, closed book", lora, None)
         lora.unload()

@@ -78,7 +78,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
             model.save_adapter(run.path / "adapter")
             host.save_pretrained(run.path / "lora")
             library.index(finder).save(run.path / "index")
-        model.detach()
+        model.unload()
         host.unload()
     torch.manual_seed(config.seed)
     lora = training.matched_lora(lm, parameters)

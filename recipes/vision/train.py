@@ -68,7 +68,7 @@ def main(config: dict[str, Any]) -> Path:
             inspect.save_traces(traces, run.path)
         run.write_text("samples_after.txt", report.samples(data, shown, [captions[i] for i in shown]))
         run.write_json("captions.json", report.all_captions(data, captions))
-        model.detach()
+        model.unload()
         rows.insert(0, frozen)
         if settings.controls:
             control, losses["LoRA, text only"] = train_lora(lm, parameters, data, ids, settings, run, measure)

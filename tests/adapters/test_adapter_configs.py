@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mmattn.adapters.config_file import is_label
-from mmattn.adapters.folder import load_folder, parse_config, save_folder
+from mmattn.adapters.file_format import is_label, parse_config
+from mmattn.adapters.folder import load_folder, save_folder
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 from tests.adapter_folders import ADAPTER, CARD, KINDS, config, contents, example, save

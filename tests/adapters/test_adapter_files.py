@@ -12,7 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from mmattn.adapters.folder import check_tensors, load_folder, parse_config, save_folder
+from mmattn.adapters.file_format import check_tensors, parse_config
+from mmattn.adapters.folder import load_folder, save_folder
 from mmattn.errors import AdapterFileError, NonFiniteError
 from tests.adapter_folders import ADAPTER, CARD, FILES, KINDS, config, contents, example, save
 

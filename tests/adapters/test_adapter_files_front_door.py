@@ -148,7 +148,7 @@ class TestLoad:
         host = tiny.make("llama")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            mmattn.load(host, saved).detach()
+            mmattn.load(host, saved).unload()
         with torch.no_grad():
             next(host.parameters()).view(-1)[5] += 1e-3
         with pytest.warns(UserWarning, match="not those the adapter"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from mmattn.adapters.folder import load_folder
 from mmattn.errors import AdapterFileError
-from mmattn.hosts.adapted import find_adapted
+from mmattn.hosts.attached import adapted
 from tests.stress.mutated_files import CONFIG, TENSORS, Folder, put_together, taken_apart
 
 JSON = st.recursive(
@@ -41,7 +41,7 @@ def refused_or_right(folder: Folder, files: dict[str, bytes], said: dict[str, ob
     except AdapterFileError:
         problem = None
     assert problem is None, problem
-    assert find_adapted(folder.host) is None
+    assert adapted(folder.host) is None
 
 
 @given(name=st.sampled_from([TENSORS, CONFIG]), raw=st.binary(max_size=300))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import mmattn
-from mmattn.adapters.config_file import FORMAT_VERSION
+from mmattn.adapters.file_format import FORMAT_VERSION
 
 HERE = Path(__file__).parent
 HOSTS = HERE / "hosts"
@@ -39,7 +39,7 @@ _ADAPTERS: dict[str, Any] = {
     "gated-several-layers": mmattn.GatedAdapter(E, layers=(0, 1, 3), gate="head", feed_forward=0.0, **_FEW),
     "gated-resampler": mmattn.GatedAdapter(E, layers=(1,), resampler=_LATENTS, **_FEW),
     "gated-latest-image": mmattn.GatedAdapter(
-        E, layers=(2,), look="latest", media_token=1, feed_forward_all=True, null_slot=True, **_FEW
+        E, layers=(2,), visible_segments="latest", media_token=1, feed_forward_all=True, null_slot=True, **_FEW
     ),
     "gated-other-blocks": mmattn.GatedAdapter(
         E,
@@ -50,7 +50,7 @@ _ADAPTERS: dict[str, Any] = {
         score_bias=True,
         length_norm=5.0,
         dropout=0.1,
-        place="before",
+        position="before",
         norm="rms",
         norm_eps=1e-6,
         memory_norm=False,

@@ -230,7 +230,7 @@ def test_a_bank_belongs_to_its_host(model):
     got, projected = answer(other, prepared)
     assert projected == 2
     assert_close(got, answer(other, by_hand(entries(), **hits()))[0], 1e-6)
-    model.detach()
+    model.unload()
     with pytest.raises(ConditionError, match="detached"):
         bank.gather(**hits())
 

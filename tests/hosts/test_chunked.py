@@ -169,8 +169,8 @@ def test_where_there_are_no_neighbours_the_host_answers(family):
     nothing += [Library(lambda total: 0)]
     for one in nothing:
         assert torch.equal(s.model(s.ids, memory=one).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=neighbours(), strength=0.0).logits, s.own)
-    with s.model.disabled():
+    assert torch.equal(s.model(s.ids, memory=neighbours(), adapter_scale=0.0).logits, s.own)
+    with s.model.disable_adapter():
         assert torch.equal(s.model(s.ids, memory=neighbours()).logits, s.own)
     short = s.ids[:, : SIZE - 1]
     assert torch.equal(s.model(short, memory=neighbours()).logits, tiny.own(short, family))
@@ -243,7 +243,7 @@ def test_detach_leaves_no_trace(family):
     model.generate(ids, memory=Library(), max_new_tokens=2, do_sample=False)
     other = copy.deepcopy(model)
     assert torch.equal(other(ids, memory=neighbours()).logits, model(ids, memory=neighbours()).logits)
-    assert model.detach() is lm
+    assert model.unload() is lm
     assert {name: (set(part.__dict__), len(part._forward_hooks)) for name, part in lm.named_modules()} == before
     assert torch.equal(lm(ids).logits, tiny.own(ids, family))
     library = Library()

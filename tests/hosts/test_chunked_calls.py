@@ -63,12 +63,12 @@ def test_a_text_in_two_pieces_is_the_text(family, cut):
 def test_strength_scales_from_nothing():
     s, memory = scene("llama"), neighbours()
     full = s.model(s.ids, memory=memory).logits
-    assert torch.equal(s.model(s.ids, memory=memory, strength=0.0).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=memory, strength=1.0).logits, full)
-    some = s.model(s.ids, memory=memory, strength=0.3).logits
+    assert torch.equal(s.model(s.ids, memory=memory, adapter_scale=0.0).logits, s.own)
+    assert torch.equal(s.model(s.ids, memory=memory, adapter_scale=1.0).logits, full)
+    some = s.model(s.ids, memory=memory, adapter_scale=0.3).logits
     assert torch.equal(some[:, : SIZE - 1], s.own[:, : SIZE - 1])
     assert differs(some[:, SIZE - 1 :], s.own[:, SIZE - 1 :]) and differs(some, full)
-    with s.model.condition(memory, strength=0.3):
+    with s.model.condition(memory, adapter_scale=0.3):
         assert torch.equal(s.model.host(s.ids).logits, some)
 
 
@@ -153,13 +153,13 @@ def test_beside_a_gated_adapter(tmp_path):
     eye, shelf = model(ids, memory={"eye": picture}).logits, model(ids, memory={"shelf": library}).logits
     assert differs(both, eye) and differs(both, shelf) and differs(eye, own) and differs(shelf, own)
     asked = len(library.asked)
-    with model.disabled("shelf"):
+    with model.disable_adapter("shelf"):
         assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, eye)
     model.set_adapter("eye")
     assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, eye)
     assert len(library.asked) == asked, "nobody was going to read it"
     model.set_adapter(["shelf", "eye"])
-    with model.disabled("eye"):
+    with model.disable_adapter("eye"):
         assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, shelf)
     assert torch.equal(both[:, : SIZE - 1], eye[:, : SIZE - 1])
     with pytest.raises(ShapeError, match="ChunkedAdapter"):

@@ -73,7 +73,7 @@ def test_token_by_token_equals_one_pass(family):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 @torch.no_grad()
 def test_before_its_layer_token_by_token_equals_one_pass(family):
-    settings = {"place": "before", "norm": "rms", "activation": "swiglu", "memory_norm": False}
+    settings = {"position": "before", "norm": "rms", "activation": "swiglu", "memory_norm": False}
     model, ids = attach(tiny.make(family), **settings), tiny.text(ROWS, LENGTH)
     how = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     out = model.generate(ids, memory=Library(), **how)
@@ -250,7 +250,7 @@ def test_the_hosts_own_generate(family):
     with s.model.condition(library):
         assert torch.equal(generate(s.model.host, s.ids), s.rows)
         assert torch.equal(generate(s.model.host, s.ids), s.rows)
-        with s.model.disabled():
+        with s.model.disable_adapter():
             assert torch.equal(generate(s.model.host, s.ids), s.own)
     assert len(library.chunks) == 5 * ROWS, "what was found belongs to the block"
     assert torch.equal(generate(s.model, s.ids), s.own)
@@ -320,7 +320,7 @@ def test_beside_a_lora(order):
         assert set(library.chunks) == complete_chunks(out[:, :-1])
         full = model(out, memory=Library()).logits[:, LENGTH - 1 : -1]
         assert torch.equal(full.argmax(-1), out[:, LENGTH:])
-    model.detach()
+    model.unload()
     assert "prepare_inputs_for_generation" not in lm.__dict__
 
 

@@ -194,7 +194,7 @@ def test_nothing_is_left_behind(family):
     model = attach(lm)
     model.generate(ids, memory=mmattn.AugmentingModel(other), max_new_tokens=2, do_sample=False)
     assert list(lm.state_dict()) == keys and not hasattr(lm, "memory")
-    assert model.detach() is lm
+    assert model.unload() is lm
     assert [len(part._forward_hooks) for part in (*lm.modules(), *other.modules())] == hooks
     assert [set(part.__dict__) for part in other.modules()] == traces
     assert "prepare_inputs_for_generation" not in lm.__dict__
@@ -206,11 +206,11 @@ def test_strength_and_switches():
     s = scene()
     full = s.model(s.ids, memory=along()).logits
     assert torch.equal(s.model(s.ids).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=along(), strength=0).logits, s.own)
-    assert differs(s.model(s.ids, memory=along(), strength=0.5).logits, full)
+    assert torch.equal(s.model(s.ids, memory=along(), adapter_scale=0).logits, s.own)
+    assert differs(s.model(s.ids, memory=along(), adapter_scale=0.5).logits, full)
     with s.model.condition(along()):
         assert torch.equal(s.model.host(s.ids).logits, full)
-        with s.model.disabled():
+        with s.model.disable_adapter():
             assert torch.equal(s.model.host(s.ids).logits, s.own)
 
 
@@ -288,7 +288,7 @@ def test_a_model_that_does_not_fit_is_refused():
     with pytest.raises(ShapeError, match="composed"):
         tiny.attach(tiny.make("llama"))(s.ids, memory=along())
     with pytest.raises(ConfigError, match="read along"):
-        s.model.doctor({"input_ids": s.ids, "memory": along()})
+        s.mmattn.doctor(model, {"input_ids": s.ids, "memory": along()})
     assert torch.equal(s.model(s.ids).logits, s.own), "a rejected call changes nothing"
 
 

@@ -193,7 +193,7 @@ def test_the_hosts_own_generate(family):
         assert torch.equal(generate(s.model.host, s.ids), s.rows)
         # Nothing that was read for one text is taken for another.
         assert torch.equal(generate(s.model.host, s.ids.flip(0)), s.rows.flip(0))
-        with s.model.disabled():
+        with s.model.disable_adapter():
             assert torch.equal(generate(s.model.host, s.ids), s.own)
     assert torch.equal(generate(s.model, s.ids), s.own)
 

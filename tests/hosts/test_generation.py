@@ -58,7 +58,7 @@ def test_without_memory_the_host_writes(family):
     assert torch.equal(generate(s.model, s.ids, memory=tiny.memory(ROWS, m=0)), s.own)
     mixed = generate(s.model, s.ids, memory=tiny.memory(ROWS, lengths=[5, 0, 3]))
     assert torch.equal(mixed[1], s.own[1])
-    with s.model.disabled():
+    with s.model.disable_adapter():
         assert torch.equal(generate(s.model, s.ids, memory=s.memory), s.own)
 
 

@@ -49,9 +49,9 @@ def test_the_equation(model, memory, w, mask):
         assert differs(found, given)
 
 
-@pytest.mark.parametrize("strength", [0.7, torch.tensor([0.2, 1.0, 0.5]), {"up": 0.9}, lambda time: time / 1000])
-def test_any_subset_may_be_dropped(model, memory, strength):
-    w, time, given = 1.5, TIMES[0], {"memory": memory, "strength": strength}
+@pytest.mark.parametrize("adapter_scale", [0.7, torch.tensor([0.2, 1.0, 0.5]), {"up": 0.9}, lambda time: time / 1000])
+def test_any_subset_may_be_dropped(model, memory, adapter_scale):
+    w, time, given = 1.5, TIMES[0], {"memory": memory, "adapter_scale": adapter_scale}
     both = alone(model, time, text_mask=MASK, **given)
     nulls = {
         ("text",): alone(model, time, text_mask=NOTHING, **given),
@@ -101,8 +101,8 @@ def test_a_text_may_stand_for_none(memory):
 
 
 def test_keys_and_values_are_made_once_for_all_steps(model, memory):
-    places = range(len(model.places))
-    text = [model.place(index).to_k for index in places]
+    places = range(len(model.layer_names))
+    text = [model.layer(index).to_k for index in places]
     own = [model.adapters["default"].attention(index).k_proj for index in places]
     with tiny_unets.counting(*text, *own) as ran:
         predicted(model, mmattn.Guidance(2.0), text_mask=MASK, memory=memory)

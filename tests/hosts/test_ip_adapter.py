@@ -83,11 +83,11 @@ def test_a_checkpoint_gives_what_diffusers_gives(kind, images, tmp_path):
     assert model.adapters["default"].config == tiny_unets.adapter(tokens=TOKENS)
     want = by_diffusers(tiny_unets.make(kind), tensors, memory, kind, scale=0.6)
     assert differs(want, tiny_unets.own(kind))
-    assert_close(run(model, memory, kind, strength=0.6), want)
-    assert_close(run(model.use_core(), memory, kind, strength=0.6), want)
-    with model.disabled():
+    assert_close(run(model, memory, kind, adapter_scale=0.6), want)
+    assert_close(run(model.use_core(), memory, kind, adapter_scale=0.6), want)
+    with model.disable_adapter():
         assert_close(run(model, memory, kind), tiny_unets.own(kind))
-    out = run(model, tiny.memory(ROWS, m=images, lengths=[images, 0, images]), kind, strength=0.6)
+    out = run(model, tiny.memory(ROWS, m=images, lengths=[images, 0, images]), kind, adapter_scale=0.6)
     assert_close(out[::2], want[::2])
     assert torch.equal(out[1], run(model, None, kind)[1])
 
@@ -119,10 +119,10 @@ def test_one_of_diffusers_own_beside_ours():
     own = model(*args, **image).sample
     out = model(*args, memory=tiny.memory(ROWS, lengths=[5, 0, 3]), **image).sample
     assert torch.equal(out[1], own[1]) and differs(out[::2], own[::2])
-    assert list(model.adapters) == ["default"] and len(model.places) == 4
+    assert list(model.adapters) == ["default"] and len(model.layer_names) == 4
     with pytest.raises(ConditionError, match="IPAdapterAttnProcessor2_0.*unload"):
         model.use_core()
-    late = mmattn.attach(model.detach(), tiny_unets.adapter(blocks=("mid",)))
+    late = mmattn.attach(model.unload(), tiny_unets.adapter(blocks=("mid",)))
     assert torch.equal(late(*args, memory=memory, **image).sample, own)
 
 
@@ -133,7 +133,7 @@ def test_one_of_diffusers_own_under_the_core():
     give_to_diffusers(unet, checkpoint(unet))
     with pytest.raises(ConditionError, match=r"load_ip_adapter"):
         run(model, tiny.memory(ROWS))
-    assert torch.isfinite(by_diffusers(model.use_core(False).detach(), checkpoint(unet), tiny.memory(ROWS))).all()
+    assert torch.isfinite(by_diffusers(model.use_core(False).unload(), checkpoint(unet), tiny.memory(ROWS))).all()
 
 
 # Files

@@ -70,11 +70,11 @@ def test_the_hosts_keywords_and_output_are_its_own(model, ids):
 def test_strength_scales_from_nothing(model, ids):
     memory = tiny.memory(ROWS)
     own, full = model(ids).logits, model(ids, memory=memory).logits
-    assert torch.equal(model(ids, memory=memory, strength=0.0).logits, own)
-    assert torch.equal(model(ids, memory=memory, strength=1.0).logits, full)
-    some = model(ids, memory=memory, strength=0.3).logits
+    assert torch.equal(model(ids, memory=memory, adapter_scale=0.0).logits, own)
+    assert torch.equal(model(ids, memory=memory, adapter_scale=1.0).logits, full)
+    some = model(ids, memory=memory, adapter_scale=0.3).logits
     assert differs(some, own) and differs(some, full)
-    with model.condition(memory, strength=0.3):
+    with model.condition(memory, adapter_scale=0.3):
         assert torch.equal(model.host(ids).logits, some)
 
 
@@ -88,7 +88,7 @@ def test_33_memory_can_be_demanded(ids):
     assert torch.isfinite(model(ids, memory=tiny.memory(ROWS)).logits).all()
     with model.condition(tiny.memory(ROWS)):
         assert torch.isfinite(model(ids).logits).all()
-    with model.disabled():
+    with model.disable_adapter():
         assert torch.equal(model(ids).logits, tiny.make("llama")(ids).logits)
 
 
@@ -173,7 +173,7 @@ def test_a_memory_stays_with_its_host(ids):
         with right.condition(two):
             assert torch.equal(right.host(ids).logits, want[1])
             assert torch.equal(left.host(ids).logits, want[0])
-        with right.disabled():
+        with right.disable_adapter():
             assert torch.equal(left.host(ids).logits, want[0])
 
 
@@ -237,7 +237,7 @@ def album():
 @families
 @torch.no_grad()
 def test_text_before_an_image_does_not_see_it(family):
-    model = tiny.attach(tiny.make(family), look="latest", media_token=IMAGE)
+    model = tiny.attach(tiny.make(family), visible_segments="latest", media_token=IMAGE)
     ids, memory = album()
     own, out = tiny.make(family)(ids).logits, model(ids, memory=memory).logits
     other = mmattn.Memory(memory.tokens.clone(), segments=memory.segments)
@@ -253,7 +253,7 @@ def test_text_before_an_image_does_not_see_it(family):
 
 @families
 def test_the_latest_image_in_every_way_of_generating(family):
-    model = tiny.attach(tiny.make(family), look="latest", media_token=IMAGE)
+    model = tiny.attach(tiny.make(family), visible_segments="latest", media_token=IMAGE)
     ids, memory = album()
     rows = torch.cat([generate(model, ids[i : i + 1], memory=memory[i]) for i in range(ROWS)])
     with torch.no_grad():
@@ -279,10 +279,10 @@ def test_the_latest_image_in_every_way_of_generating(family):
 @torch.no_grad()
 def test_which_image_is_never_guessed():
     ids, memory = album()
-    model = tiny.attach(tiny.make("llama"), look="latest")
+    model = tiny.attach(tiny.make("llama"), visible_segments="latest")
     with pytest.raises(ConditionError, match="images"):
         model(ids, memory=memory)
-    model = tiny.attach(tiny.make("llama"), look="latest", media_token=IMAGE)
+    model = tiny.attach(tiny.make("llama"), visible_segments="latest", media_token=IMAGE)
     with pytest.raises(ShapeError, match="segments"):
         model(ids, memory=tiny.memory(ROWS))
     # The second piece of a text alone does not say how many images went before it.

@@ -212,7 +212,7 @@ def test_blocks_nest_and_end(model, ids):
                 assert torch.equal(model.host(ids).logits, want[1])
                 with model.condition(None):
                     assert torch.equal(model.host(ids).logits, own(ids))
-                with model.disabled():
+                with model.disable_adapter():
                     assert torch.equal(model.host(ids).logits, own(ids))
                 assert torch.equal(model.host(ids).logits, want[1])
             assert torch.equal(model(ids, memory=inner).logits, want[1])
@@ -240,14 +240,14 @@ def test_an_exception_leaves_no_memory_behind(model, ids):
     with pytest.raises(Interrupted), model.condition(tiny.memory(ROWS)):
         raise Interrupted
     assert_without_memory(model, ids)
-    with pytest.raises(Interrupted), model.disabled():
+    with pytest.raises(Interrupted), model.disable_adapter():
         raise Interrupted
     with torch.no_grad():
         assert differs(model(ids, memory=tiny.memory(ROWS)).logits, own(ids))
 
 
 def test_a_model_that_was_detached_says_so(model, ids):
-    model.detach()
+    model.unload()
     with pytest.raises(ConditionError, match="detach"):
         model(ids, memory=tiny.memory(ROWS))
     with pytest.raises(ConditionError, match="detach"), model.condition(tiny.memory(ROWS)):

@@ -33,7 +33,7 @@ class Reader(nn.Module):
         return self.model(input_ids, memory=memory, use_cache=False).logits
 
 
-@pytest.mark.parametrize("settings", [{}, {"place": "before", "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}])
+@pytest.mark.parametrize("settings", [{}, {"position": "before", "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}])
 @torch.no_grad()
 def test_an_exported_host_takes_its_memory_as_an_input(settings):
     ids = tiny.text(ROWS, LENGTH)

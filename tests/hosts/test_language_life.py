@@ -13,7 +13,7 @@ from torch import nn
 
 import mmattn
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.causal_lm.decoder_layers import AfterLayer
+from mmattn.hosts.hooks import AfterLayer
 from tests import tiny
 from tests.tiny import own
 
@@ -34,7 +34,7 @@ def test_22_a_second_adapter_of_the_same_name(model, ids):
 
 
 def test_a_detached_handle_takes_no_adapter(model, ids):
-    lm = model.detach()
+    lm = model.unload()
     with pytest.raises(ConditionError, match="was detached"):
         model.add_adapter("second", mmattn.GatedAdapter(memory_dim=13, layers=(1,), num_heads=2, head_dim=8))
     assert list(model.adapters) == ["default"] and all(not part._forward_hooks for part in lm.modules())
@@ -155,7 +155,7 @@ def test_26_the_hosts_file_is_the_hosts(family, tmp_path):
     assert not report["unexpected_keys"] and not report["missing_keys"] and not report["mismatched_keys"]
     for name, value in again.state_dict().items():
         assert torch.equal(value, state[name]), name
-    model.detach()
+    model.unload()
     lm.save_pretrained(tmp_path / "plain")
     for file in sorted((tmp_path / "plain").iterdir()):
         assert file.read_bytes() == (tmp_path / "host" / file.name).read_bytes(), file.name
@@ -171,7 +171,7 @@ def test_27_requires_grad_comes_back():
     trained, total = model.trainable_parameters()
     assert trained == sum(parameter.numel() for parameter in model.adapters.parameters())
     assert total == trained + sum(parameter.numel() for parameter in lm.parameters())
-    model.detach()
+    model.unload()
     assert [parameter.requires_grad for parameter in lm.parameters()] == before
 
 
@@ -231,10 +231,10 @@ def test_nothing_is_kept_alive(model, ids):
     del memory
     gc.collect()
     assert tokens() is None
-    lm = model.detach()
+    lm = model.unload()
     other = tiny.attach(lm)
     handle, adapter = weakref.ref(other), weakref.ref(next(other.adapters.parameters()))
-    other.detach()
+    other.unload()
     del other
     gc.collect()
     assert handle() is None and adapter() is None

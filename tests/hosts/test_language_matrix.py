@@ -96,7 +96,7 @@ def test_where_memory_is_absent_the_host_answers(family):
     assert torch.equal(s.model(s.ids, memory=None).logits, s.own)
     assert torch.equal(s.model(s.ids, memory=tiny.memory(ROWS, m=0)).logits, s.own)
     assert torch.equal(s.model(s.ids, memory=tiny.memory(ROWS, lengths=[0, 0, 0])).logits, s.own)
-    with s.model.disabled():
+    with s.model.disable_adapter():
         assert torch.equal(s.model(s.ids, memory=tiny.memory(ROWS)).logits, s.own)
     garbage = tiny.memory(ROWS, lengths=[5, 0, 3])
     garbage.tokens[1] = float("nan")
@@ -207,7 +207,7 @@ def test_detach_gives_back_the_same_object_without_a_trace(family):
     assert list(lm.state_dict()) == list(state)
     assert differs(model(ids, memory=tiny.memory(ROWS)).logits, own)
     model.generate(ids, memory=tiny.memory(ROWS), max_new_tokens=2, do_sample=False)
-    assert model.detach() is lm
+    assert model.unload() is lm
     assert traces(lm) == before
     assert torch.equal(lm(ids).logits, own)
     for name, value in lm.state_dict().items():
@@ -225,7 +225,7 @@ def test_a_deep_copy_is_a_model_of_its_own(family):
     assert torch.equal(other(s.ids, memory=memory).logits, want)
     tiny.open_gates(other, 0.1)
     assert differs(other(s.ids, memory=memory).logits, want)
-    assert torch.equal(other.detach()(s.ids).logits, s.own)
+    assert torch.equal(other.unload()(s.ids).logits, s.own)
     assert torch.equal(s.model(s.ids, memory=memory).logits, want)
 
 

@@ -22,7 +22,7 @@ SETTINGS = {
     "length norm": {"length_norm": 17.0},
     "score bias": {"score_bias": True},
     "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
-    "before the layer": {"place": "before"},
+    "before the layer": {"position": "before"},
     "RMS norm": {"norm": "rms", "norm_eps": 1e-3, "qk_norm": True},
     "no memory norm": {"memory_norm": False},
     "SwiGLU": {"activation": "swiglu"},
@@ -96,7 +96,7 @@ def test_generating(setting, size, monkeypatch):
     want = model(ids, memory=given).logits
     if size == "long":
         # Long memories are kept in another form than short ones; here every memory is long.
-        monkeypatch.setattr("mmattn.hosts.calls.ABSORB_ABOVE", 0)
+        monkeypatch.setattr("mmattn.adapters.projected.ABSORB_ABOVE", 0)
         assert_close(model(ids, memory=given).logits, want)
     how = {"max_new_tokens": 4, "do_sample": False, "num_beams": 3}
     together = model.generate(ids, memory=given, **how)

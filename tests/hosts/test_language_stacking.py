@@ -53,9 +53,9 @@ def test_adapters_are_switched_combined_disabled_and_deleted_by_name(ids):
     assert differs(model(ids, memory={"eye": memory, "ear": tiny.memory(ROWS, m=11, seed=1)}).logits, both)
     with pytest.raises(MmattnError, match="nose"):
         model(ids, memory={"nose": memory})
-    with model.disabled("ear"):
+    with model.disable_adapter("ear"):
         assert torch.equal(model(ids, memory=memory).logits, eye)
-    with model.disabled():
+    with model.disable_adapter():
         assert torch.equal(model(ids, memory=memory).logits, own(ids))
     assert torch.equal(model(ids, memory=memory).logits, both)
     with pytest.raises(MmattnError, match="eye.*ear|ear.*eye"):
@@ -67,7 +67,7 @@ def test_adapters_are_switched_combined_disabled_and_deleted_by_name(ids):
     assert set(model.adapters) == {"eye"}
     model.set_adapter("eye")
     assert torch.equal(model(ids, memory=memory).logits, eye)
-    assert torch.equal(model.detach()(ids).logits, own(ids))
+    assert torch.equal(model.unload()(ids).logits, own(ids))
 
 
 def test_only_active_adapters_learn(ids):
@@ -151,7 +151,7 @@ def test_lora_and_adapter_share_a_host(ids, tmp_path, order):
         with guest.disable_adapter():
             seeing = model(ids, memory=memory).logits
             assert torch.equal(model(ids).logits, own(ids))
-        with model.disabled():
+        with model.disable_adapter():
             assert torch.equal(model(ids, memory=memory).logits, text_only)
         assert_close(seeing, tiny.attach(tiny.make("llama"))(ids, memory=memory).logits)
         assert differs(seeing, both)
@@ -173,7 +173,7 @@ def test_lora_and_adapter_share_a_host(ids, tmp_path, order):
         again = mmattn.load(fresh, tmp_path / "adapter")
         assert torch.equal(again(ids, memory=memory).logits, want)
         text_only = model(ids).logits
-        model.detach()
+        model.unload()
         assert torch.equal(guest(ids).logits, text_only)
 
 
@@ -262,7 +262,7 @@ def test_30_attaching_after_the_host_was_compiled_is_never_silent(ids, dynamo):
     else:
         assert_close(got, model(ids, memory=tiny.memory(ROWS)).logits, 1e-6)
         assert differs(got, plain)
-        model.detach()
+        model.unload()
         assert_close(fast(ids).logits, plain, 1e-6)
 
 
@@ -324,6 +324,6 @@ def test_disabling_in_one_thread_does_not_blind_another(ids):
         with torch.no_grad():
             return model(ids, memory=memory).logits
 
-    with ThreadPoolExecutor(1) as pool, model.disabled():
+    with ThreadPoolExecutor(1) as pool, model.disable_adapter():
         assert torch.equal(look(), own(ids))
         assert torch.equal(pool.submit(look).result(), want)

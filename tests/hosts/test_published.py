@@ -111,8 +111,8 @@ def test_mllama(cross, layers):
     assert differs(want, own)
     other = mmattn.Memory(states(32, seed=1)[0], segments=segments)
     assert differs(model(ids, memory=other, images=ALWAYS).logits, want)
-    everything = mmattn.load_published(lm, "mllama", theirs.state_dict(), "everything", look="all")
-    with everything.disabled("default"):
+    everything = mmattn.load_published(lm, "mllama", theirs.state_dict(), "everything", visible_segments="all")
+    with everything.disable_adapter("default"):
         out = everything(ids, memory={"everything": mmattn.Memory(tokens)}).logits
     assert_close(out, by_mllama(theirs, ids, tokens, None))
 
@@ -138,7 +138,7 @@ def test_mllama_before_its_first_image():
 def test_open_flamingo(at, look):
     tensors, ids = open_flamingo(at), tiny.text(ROWS, LENGTH)
     own = tiny.own(ids)
-    model = mmattn.load_published(tiny.make("llama"), "openflamingo", tensors, look=look, num_heads=2)
+    model = mmattn.load_published(tiny.make("llama"), "openflamingo", tensors, visible_segments=look, num_heads=2)
     tokens, segments = states(tiny.MEMORY_DIM)
     memory = mmattn.Memory(tokens, segments=segments)
     begun = BEGUN if look == "latest" else ALWAYS

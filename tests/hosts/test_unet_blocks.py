@@ -39,7 +39,7 @@ def test_blocks_nest_and_end(model):
                 assert torch.equal(run(model), own)
         assert torch.equal(run(model), first)
         assert torch.equal(run(model, two), second)
-        with model.disabled():
+        with model.disable_adapter():
             assert torch.equal(run(model, two), own)
             assert torch.equal(run(model), own)
         assert torch.equal(run(model), first)
@@ -54,31 +54,31 @@ def test_nothing_stays_behind_after_an_exception_in_the_middle(model):
     def fail(*_):
         raise RuntimeError("in the middle")
 
-    for place in (model.host.mid_block, model.place(1), model.host.conv_out):
+    for place in (model.host.mid_block, model.layer(1), model.host.conv_out):
         hook = place.register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="in the middle"):
-            run(model, memory, strength=torch.ones(ROWS))
+            run(model, memory, adapter_scale=torch.ones(ROWS))
         with pytest.raises(RuntimeError, match="in the middle"), model.condition(memory):
             run(model)
         hook.remove()
         assert torch.equal(run(model), own)
-        assert torch.equal(model.place(1)(torch.ones(1, 5, 14), torch.ones(1, 3, 17)), alone(model))
+        assert torch.equal(model.layer(1)(torch.ones(1, 5, 14), torch.ones(1, 3, 17)), alone(model))
     assert torch.equal(run(model, memory), want)
     assert tiny_unets.traces(model.host) == before
 
 
 def alone(model):
     """The answer of one attention layer of an untouched host."""
-    return tiny_unets.make().get_submodule(model.places[1])(torch.ones(1, 5, 14), torch.ones(1, 3, 17))
+    return tiny_unets.make().get_submodule(model.layer_names[1])(torch.ones(1, 5, 14), torch.ones(1, 3, 17))
 
 
 @torch.no_grad()
 def test_a_layer_called_by_itself_knows_no_picture_and_no_time(model):
     """As before the call of the whole UNet, so after it, and after one that failed."""
     memory, x, words = tiny.memory(ROWS), torch.randn(ROWS, 96, 14), tiny_unets.text()
-    own = tiny_unets.make().get_submodule(model.places[1])(x, words)
-    for strength in (torch.ones(ROWS, 8, 12), lambda time: 1.0):
-        with model.condition(memory, strength=strength):
+    own = tiny_unets.make().get_submodule(model.layer_names[1])(x, words)
+    for adapter_scale in (torch.ones(ROWS, 8, 12), lambda time: 1.0):
+        with model.condition(memory, adapter_scale=adapter_scale):
             for whole in (
                 lambda: None,
                 lambda: run(model),
@@ -87,10 +87,10 @@ def test_a_layer_called_by_itself_knows_no_picture_and_no_time(model):
                 with contextlib.suppress(RuntimeError):  # the last text is of another width
                     whole()
                 with pytest.raises(ConditionError, match="the whole UNet"):
-                    model.place(1)(x, words)
-    with model.condition(memory, strength=0.5):
-        assert differs(model.place(1)(x, words), own)
-    assert torch.equal(model.place(1)(x, words), own)
+                    model.layer(1)(x, words)
+    with model.condition(memory, adapter_scale=0.5):
+        assert differs(model.layer(1)(x, words), own)
+    assert torch.equal(model.layer(1)(x, words), own)
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def test_threads_see_their_own_memory(model):
             with torch.no_grad():
                 for _ in range(5):
                     assert torch.equal(run(model, memories[i]), want[i])
-                    with model.condition(memories[i], strength=lambda time: 1.0):
+                    with model.condition(memories[i], adapter_scale=lambda time: 1.0):
                         assert torch.equal(run(model), want[i])
         except BaseException as error:
             wrong.append(error)
@@ -139,9 +139,9 @@ def test_keys_and_values_are_made_once_for_all_steps(model):
     words = tiny_unets.text(2 * ROWS)
     steps = (31, 21, 11, 1)
     want = [model(tiny_unets.picture(), time, tiny_unets.text(), memory=memory).sample for time in steps]
-    count = len(model.places)
+    count = len(model.layer_names)
     with tiny_unets.counting(*k_projections(model)) as ran:
-        with model.condition(memory, strength=lambda time: time / 31):
+        with model.condition(memory, adapter_scale=lambda time: time / 31):
             for time in steps:
                 model.host(tiny_unets.picture(), time, tiny_unets.text())
         assert len(ran) == count
@@ -213,16 +213,16 @@ def test_inference_mode_is_the_same(model):
 
 @torch.no_grad()
 def test_guidance_hides_the_memory_from_the_first_half(model):
-    memory, strength = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.tensor([0.5, 1.0, 2.0])
+    memory, adapter_scale = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.tensor([0.5, 1.0, 2.0])
     args = tuple(torch.cat([one, one]) if isinstance(one, torch.Tensor) else one for one in tiny_unets.given()[0])
     own = tiny_unets.make()(*args).sample
-    for given in (1.0, strength, strength[:, None, None].expand(-1, 16, 24), lambda time: strength):
-        with model.condition(memory, strength=given, guided=True):
+    for given in (1.0, adapter_scale, adapter_scale[:, None, None].expand(-1, 16, 24), lambda time: adapter_scale):
+        with model.condition(memory, adapter_scale=given, guided=True):
             out = model.host(*args).sample
             assert torch.equal(out[:ROWS], own[:ROWS])
-            assert_close(out[ROWS:], run(model, memory, strength=given))
+            assert_close(out[ROWS:], run(model, memory, adapter_scale=given))
             # Without guidance the same block serves rows one by one.
-            assert torch.equal(run(model), run(model, memory, strength=given))
+            assert torch.equal(run(model), run(model, memory, adapter_scale=given))
     # A memory for both halves needs no word.
     both = mmattn.Memory.stack([tiny.memory(ROWS, seed=1), memory])
     assert_close(model(*args, memory=both).sample[ROWS:], run(model, memory))
@@ -241,14 +241,14 @@ def test_one_host_inside_the_forward_of_another():
     """Each has a step of its own: a map over another picture, or a step forgotten too early, would be an error."""
     outer, inner = (tiny_unets.attach(tiny_unets.make(seed=seed)) for seed in (0, 1))
     memory, map_ = tiny.memory(ROWS), torch.rand(ROWS, tiny_unets.HEIGHT, tiny_unets.WIDTH)
-    want, alone = run(outer, memory, strength=map_), run(inner, memory, strength=0.5)
+    want, alone = run(outer, memory, adapter_scale=map_), run(inner, memory, adapter_scale=0.5)
     heard = []
 
     def call_inner(module, args, output):
-        heard.append(run(inner, memory, strength=0.5))
+        heard.append(run(inner, memory, adapter_scale=0.5))
 
-    hook = outer.place(1).register_forward_hook(call_inner, prepend=True)
-    assert torch.equal(run(outer, memory, strength=map_), want)
+    hook = outer.layer(1).register_forward_hook(call_inner, prepend=True)
+    assert torch.equal(run(outer, memory, adapter_scale=map_), want)
     hook.remove()
     assert torch.equal(heard[0], alone)
 
@@ -263,7 +263,7 @@ def test_preparing_for_no_adapter_says_so():
 @torch.no_grad()
 def test_text_that_a_layer_normalises_is_projected_once_too():
     model = tiny_unets.attach(tiny_unets.make("k")).use_core()
-    layers = [model.place(index) for index in range(len(model.places))]
+    layers = [model.layer(index) for index in range(len(model.layer_names))]
     assert any(layer.norm_cross is not None for layer in layers)
     args, kwargs = tiny_unets.given("k")
     want = model.host(*args, **kwargs).sample

@@ -39,16 +39,16 @@ def test_disabled_detached_strength_0_and_no_memory_are_the_host(kind):
     args, kwargs = tiny_unets.given(kind)
     assert differs(run(model, memory, kind), own)
     assert torch.equal(run(model, None, kind), own)
-    for strength in (0, 0.0, torch.tensor(0.0), {"": 0.0}, torch.zeros(ROWS), lambda time: 0):
-        assert torch.equal(run(model, memory, kind, strength=strength), own), strength
+    for adapter_scale in (0, 0.0, torch.tensor(0.0), {"": 0.0}, torch.zeros(ROWS), lambda time: 0):
+        assert torch.equal(run(model, memory, kind, adapter_scale=adapter_scale), own), adapter_scale
     for names in (None, "default", ["default"]):
-        with model.disabled(names):
+        with model.disable_adapter(names):
             assert torch.equal(run(model, memory, kind), own)
-    with model.condition(memory), model.disabled():
+    with model.condition(memory), model.disable_adapter():
         assert torch.equal(model.host(*args, **kwargs).sample, own)
     model.set_adapter([])
     assert torch.equal(run(model, {"default": memory}, kind), own)
-    assert torch.equal(model.detach()(*args, **kwargs).sample, own)
+    assert torch.equal(model.unload()(*args, **kwargs).sample, own)
 
 
 @kinds
@@ -141,9 +141,9 @@ def test_sizes_that_no_halving_divides(model):
     """A picture of 7 x 9 in a UNet that halves it: the up path is told the sizes."""
     sample, memory = torch.randn(ROWS, tiny_unets.CHANNELS, 7, 9), tiny.memory(ROWS, lengths=[5, 0, 3])
     own = tiny_unets.make()(sample, 3, tiny_unets.text()).sample
-    strength = torch.ones(ROWS, 7, 9)
+    adapter_scale = torch.ones(ROWS, 7, 9)
     out = model(sample, 3, tiny_unets.text(), memory=memory).sample
-    assert torch.equal(model(sample, 3, tiny_unets.text(), memory=memory, strength=strength).sample, out)
+    assert torch.equal(model(sample, 3, tiny_unets.text(), memory=memory, adapter_scale=adapter_scale).sample, out)
     assert torch.equal(out[1], own[1]) and differs(out[[0, 2]], own[[0, 2]])
 
 
@@ -157,7 +157,7 @@ def test_a_memory_can_be_demanded():
         with pytest.raises(ConditionError, match="require_memory"):
             call()
     assert torch.equal(run(model, tiny.memory(ROWS)), tiny_unets.own())
-    with model.disabled():
+    with model.disable_adapter():
         assert torch.equal(run(model), tiny_unets.own())
 
 

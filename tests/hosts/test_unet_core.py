@@ -24,7 +24,7 @@ def model():
 
 
 def text_projections(model):
-    return [model.place(index).to_k for index in range(len(model.places))]
+    return [model.layer(index).to_k for index in range(len(model.layer_names))]
 
 
 # The same numbers
@@ -92,7 +92,7 @@ def test_rows_whose_text_is_masked_out_get_nothing_from_it(kind):
     model = tiny_unets.attach(tiny_unets.make(kind)).use_core()
     args, kwargs = tiny_unets.given(kind)
     mask = torch.tensor([[True], [False], [True]]).expand(-1, tiny_unets.TEXT_LENGTH)
-    last = len(model.places) - 1
+    last = len(model.layer_names) - 1
     with tiny_unets.listening(model, last) as heard:
         out = run(model, None, kind, text_mask=mask)
         assert not heard["out"][1].any() and heard["out"][0].any()
@@ -125,7 +125,7 @@ def test_gradients_go_around_padding():
 @torch.no_grad()
 def test_the_texts_keys_and_values_are_made_once_per_block(model):
     (sample, time, words), _ = tiny_unets.given()
-    count = len(model.places)
+    count = len(model.layer_names)
     for memory, more in ((tiny.memory(ROWS), {}), (None, {}), (None, {"encoder_attention_mask": MASK.long()})):
         with tiny_unets.counting(*text_projections(model)) as ran:
             with model.condition(memory):
@@ -140,7 +140,7 @@ def test_the_texts_keys_and_values_are_made_once_per_block(model):
 @torch.no_grad()
 def test_the_texts_keys_and_values_are_never_stale(model):
     (sample, time, words), _ = tiny_unets.given()
-    count, plain = len(model.places), mmattn.attach(tiny_unets.make())
+    count, plain = len(model.layer_names), mmattn.attach(tiny_unets.make())
     memory = tiny.memory(ROWS)
 
     def check(made, host=None, words=words, dtype=torch.float32, **more):
@@ -148,7 +148,7 @@ def test_the_texts_keys_and_values_are_never_stale(model):
             got = model.host(sample.to(dtype), time, words, **more).sample
         assert len(ran) == made * count
         host = plain.host if host is None else host
-        with model.disabled():
+        with model.disable_adapter():
             assert_close(got, model.host(sample.to(dtype), time, words, **more).sample)
         if not more:
             assert_close(got, host(sample.to(dtype), time, words).sample)
@@ -174,7 +174,7 @@ def test_the_texts_keys_and_values_are_never_stale(model):
         check(1)
         with torch.no_grad():
             for one in (model, plain):
-                one.place(0).to_k.weight.mul_(1.5)
+                one.layer(0).to_k.weight.mul_(1.5)
         with tiny_unets.counting(*text_projections(model)) as ran:
             model.host(sample, time, words)
         assert len(ran) == 1
@@ -222,11 +222,11 @@ def test_inference_mode(model, padding):
 @torch.no_grad()
 def test_a_mask_of_the_text_inside_a_block_keeps_the_memory(model):
     memory = tiny.memory(ROWS)
-    want = run(model, memory, text_mask=MASK, strength=0.5)
-    with model.condition(memory, strength=0.5):
+    want = run(model, memory, text_mask=MASK, adapter_scale=0.5)
+    with model.condition(memory, adapter_scale=0.5):
         assert torch.equal(run(model, text_mask=MASK), want)
         assert differs(run(model)[1:], want[1:], 1e-4)
-    with model.condition(memory, strength=0.5, text_mask=MASK):
+    with model.condition(memory, adapter_scale=0.5, text_mask=MASK):
         assert torch.equal(run(model), want)
 
 
@@ -268,10 +268,10 @@ def test_the_very_same_processors_come_back():
     unet = tiny_unets.make()
     unet.set_attn_processor({name: AttnProcessor() for name in unet.attn_processors})
     before = unet.attn_processors
-    for leave in (lambda model: model.use_core(False), lambda model: model.detach()):
+    for leave in (lambda model: model.use_core(False), lambda model: model.unload()):
         model = mmattn.attach(unet).use_core()
         assert model.use_core() is model
-        assert all(unet.attn_processors[f"{place}.processor"] is model.own[place] for place in model.places)
+        assert all(unet.attn_processors[f"{place}.processor"] is model.own[place] for place in model.layer_names)
         assert list(unet.state_dict()) == list(tiny_unets.make().state_dict())
         leave(model)
         assert all(got is want for got, want in zip(unet.attn_processors.values(), before.values(), strict=True))

@@ -52,7 +52,7 @@ def test_nothing_of_the_host_is_other_and_nothing_stays(kind, tmp_path):
         if kind in tiny_unets.CORE_KINDS:
             model.use_core()
             run(model, tiny.memory(ROWS), kind)
-    assert model.detach() is unet
+    assert model.unload() is unet
     assert not any("mmattn" in type(value).__module__ for part in unet.modules() for value in part.__dict__.values())
     unet.disable_gradient_checkpointing()
     assert tiny_unets.traces(unet) == [
@@ -67,7 +67,7 @@ def test_nothing_of_the_host_is_other_and_nothing_stays(kind, tmp_path):
 
 @torch.no_grad()
 def test_a_detached_handle_reaches_the_host_no_longer(model):
-    unet = model.detach()
+    unet = model.unload()
     before = tiny_unets.traces(unet)
     for attempt in (
         lambda: run(model, tiny.memory(ROWS)),
@@ -83,14 +83,14 @@ def test_a_detached_handle_reaches_the_host_no_longer(model):
 
 def test_a_layer_that_memory_does_not_reach(model):
     """A layer that is run without being called: its hooks are passed by, and the call says so."""
-    attn = model.place(1)
+    attn = model.layer(1)
     kind = type(attn)
     attn.__class__ = type("Deaf", (kind,), {"__call__": lambda self, *args, **kwargs: self.forward(*args, **kwargs)})
     with pytest.raises(ConditionError, match=r"did not reach \['up_blocks.1.attentions.0"):
         run(model, tiny.memory(ROWS))
     with torch.no_grad():
         assert torch.equal(run(model), tiny_unets.own())
-        assert torch.equal(run(model, tiny.memory(ROWS), strength=0.0), tiny_unets.own())
+        assert torch.equal(run(model, tiny.memory(ROWS), adapter_scale=0.0), tiny_unets.own())
         attn.__class__ = kind
         assert differs(run(model, tiny.memory(ROWS)), tiny_unets.own())
 
@@ -99,7 +99,7 @@ def test_pickling_says_what_to_do(model):
     for thing in (model, model.host):
         with pytest.raises(TypeError, match="save_adapter"):
             pickle.dumps(thing)
-    host = model.detach()
+    host = model.unload()
     again = pickle.loads(pickle.dumps(host))
     args, kwargs = tiny_unets.given()
     assert torch.equal(again(*args, **kwargs).sample, host(*args, **kwargs).sample)
@@ -133,7 +133,7 @@ def test_copies_are_independent(model, which, core):
     assert torch.equal(run(model, memory), want)
     changed = run(other, memory)
     assert differs(changed, want)
-    model.detach()
+    model.unload()
     assert torch.equal(run(other, memory), changed)
     with other.condition(memory):
         assert torch.equal(model.host(*tiny_unets.given()[0]).sample, tiny_unets.own())
@@ -200,7 +200,7 @@ def test_an_adapter_outlives_the_hosts_processors(kind, swap):
     assert_close(run(model, memory, kind), want)
     assert_close(run(model, None, kind), own)
     assert torch.equal(run(model, memory, kind)[1], run(model, None, kind)[1])
-    model.detach()
+    model.unload()
     late = tiny_unets.attach(model.host)
     assert_close(run(late, memory, kind), want)
 
@@ -248,7 +248,7 @@ def test_lora_is_its_owners_to_train():
     run(model, tiny.memory(ROWS)).square().mean().backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == ("lora" in name or name.startswith("adapters")), name
-    model.detach()
+    model.unload()
     assert {name for name, one in unet.named_parameters() if one.requires_grad} == {
         name for name, _ in unet.named_parameters() if "lora" in name
     }
@@ -269,8 +269,8 @@ def test_hooks_of_accelerate(model):
             return args, kwargs
 
     add_hook_to_module(model.host, Passing())
-    add_hook_to_module(model.place(1), Passing())
-    add_hook_to_module(model.place(1).to_out[0], Passing())
+    add_hook_to_module(model.layer(1), Passing())
+    add_hook_to_module(model.layer(1).to_out[0], Passing())
     for core in (False, True):
         model.use_core(core)
         assert_close(run(model, memory), want)
@@ -284,12 +284,12 @@ def test_weights_that_are_fetched_for_every_use(model):
     memory = tiny.memory(ROWS, lengths=[5, 0, 3])
     want, own = run(model, memory), run(model)
     cpu_offload(model.host, execution_device=torch.device("cpu"))
-    assert model.place(1).to_out[0].weight.is_meta
+    assert model.layer(1).to_out[0].weight.is_meta
     out = run(model, memory)
     assert_close(out, want)
     assert torch.equal(out[1], own[1])
     with pytest.raises(ConditionError, match="load weights first"):
-        mmattn.attach(model.detach(), tiny_unets.adapter())
+        mmattn.attach(model.unload(), tiny_unets.adapter())
 
 
 # Files

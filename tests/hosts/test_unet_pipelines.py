@@ -54,7 +54,7 @@ def test_a_batch_with_a_memory_for_each_picture(pipe, guidance, core):
         assert (draw(pipe, guidance=guidance) - out).abs().max() > 1e-2
     model.use_core(False)
     assert torch.equal(draw(pipe, guidance=guidance), plain)
-    model.detach()
+    model.unload()
     assert torch.equal(draw(pipe, guidance=guidance), plain)
 
 
@@ -65,12 +65,12 @@ def test_nothing_is_bit_for_bit_the_plain_pipeline(pipe):
         assert torch.equal(draw(pipe), plain)
     tiny_unets.open_values(model)
     for nothing in (
-        lambda: model.condition(memory, strength=0, guided=True),
-        lambda: model.condition(memory, strength=lambda time: 0.0, guided=True),
+        lambda: model.condition(memory, adapter_scale=0, guided=True),
+        lambda: model.condition(memory, adapter_scale=lambda time: 0.0, guided=True),
         lambda: model.condition(tiny.memory(2, lengths=[0, 0]), guided=True),
         lambda: model.condition(tiny.memory(2, m=0), guided=True),
         lambda: model.condition(None),
-        lambda: model.disabled(),
+        lambda: model.disable_adapter(),
     ):
         with nothing():
             assert torch.equal(draw(pipe), plain)
@@ -94,15 +94,15 @@ def test_doubled_rows_without_the_word(pipe):
 @pytest.mark.parametrize("core", [False, True])
 def test_keys_and_values_are_made_once_for_a_picture(pipe, core):
     model, memory = tiny_unets.attach(pipe.unet).use_core(core), tiny.memory(2)
-    places = range(len(model.places))
+    places = range(len(model.layer_names))
     ours = [block.k_proj for block in model.adapters["default"].blocks.values()]
-    theirs = [model.place(index).to_k for index in places]
+    theirs = [model.layer(index).to_k for index in places]
     with tiny_unets.counting(*ours) as ran, tiny_unets.counting(*theirs) as read:
         with model.condition(memory, guided=True):
             draw(pipe)
         assert len(ran) == len(places)
         assert len(read) == len(places) * (1 if core else STEPS)
-        with model.condition(model.prepare(memory), guided=True, strength=lambda time: time / 1000):
+        with model.condition(model.prepare(memory), guided=True, adapter_scale=lambda time: time / 1000):
             draw(pipe)
             draw(pipe, guidance=1.0)
         assert len(ran) == 2 * len(places)
@@ -110,7 +110,7 @@ def test_keys_and_values_are_made_once_for_a_picture(pipe, core):
 
 def test_schedules_follow_the_schedulers_time(pipe):
     model, times = tiny_unets.attach(pipe.unet), []
-    with model.condition(tiny.memory(2), guided=True, strength=lambda time: times.append(time) or 1.0):
+    with model.condition(tiny.memory(2), guided=True, adapter_scale=lambda time: times.append(time) or 1.0):
         out = draw(pipe)
     assert times == [float(time) for time in pipe.scheduler.timesteps]
     with model.condition(tiny.memory(2), guided=True):
@@ -170,7 +170,7 @@ def test_the_core_notices_an_adapter_loaded_by_the_pipeline(pipe, tmp_path):
     model.use_core(False)
     pipe.unload_ip_adapter()
     assert_close(draw(pipe), plain, 1e-4)
-    model.detach()
+    model.unload()
     pipe.load_ip_adapter(str(tmp_path), subfolder="", weight_name="ip.safetensors", image_encoder_folder=None)
     # One picture without guidance: for more, diffusers folds the images of all rows into tokens of each.
     memory = tiny.memory(1, m=1)

@@ -46,10 +46,10 @@ def test_what_is_added_is_the_formulas_times_the_strength(middle, core):
     with torch.no_grad():
         want = tiny_unets.share(middle, MID, x, memory)
     assert_close(once, want, 1e-4)
-    for strength in (0.3, -2.0, 1, torch.tensor(0.7), torch.tensor(0.5, dtype=torch.float64)):
-        assert_close(added(middle, memory, strength=strength)[0], want * float(strength), 1e-4)
+    for adapter_scale in (0.3, -2.0, 1, torch.tensor(0.7), torch.tensor(0.5, dtype=torch.float64)):
+        assert_close(added(middle, memory, adapter_scale=adapter_scale)[0], want * float(adapter_scale), 1e-4)
     rows = torch.tensor([0.5, 0.0, -3.0])
-    got, _ = added(middle, memory, strength=rows)
+    got, _ = added(middle, memory, adapter_scale=rows)
     assert_close(got, want * rows[:, None, None], 1e-4)
     assert not got[1].any()
 
@@ -59,8 +59,8 @@ def test_what_is_added_is_the_formulas_times_the_strength(middle, core):
 def test_what_is_added_in_every_kind_of_block(kind):
     scaled = {"mid_block_scale_factor": 1.3} if kind == "simple" else {}
     model, memory = tiny_unets.attach(tiny_unets.make(kind, **scaled)), tiny.memory(ROWS)
-    last = len(model.places) - 1
-    model = tiny_unets.attach(model.detach(), blocks=(model.places[last],))
+    last = len(model.layer_names) - 1
+    model = tiny_unets.attach(model.unload(), blocks=(model.layer_names[last],))
     with tiny_unets.listening(model, last) as heard:
         run(model, None, kind)
         own = heard["out"]
@@ -71,11 +71,11 @@ def test_what_is_added_in_every_kind_of_block(kind):
 @torch.no_grad()
 def test_rows_of_a_strength_are_rows_of_the_memory(model):
     memory = tiny.memory(ROWS)
-    out = run(model, memory, strength=torch.tensor([0.3, 0.0, 1.0]))
-    assert_close(out[:1], run(model, memory, strength=0.3)[:1])
+    out = run(model, memory, adapter_scale=torch.tensor([0.3, 0.0, 1.0]))
+    assert_close(out[:1], run(model, memory, adapter_scale=0.3)[:1])
     assert torch.equal(out[1], run(model)[1])
     assert_close(out[2:], run(model, memory)[2:])
-    assert torch.equal(run(model, memory, strength=torch.ones(ROWS)), run(model, memory))
+    assert torch.equal(run(model, memory, adapter_scale=torch.ones(ROWS)), run(model, memory))
 
 
 # Maps
@@ -87,24 +87,24 @@ def test_rows_of_a_strength_are_rows_of_the_memory(model):
 def test_a_map_of_ones_is_the_number_and_of_zeros_the_host(kind, size):
     model, memory, own = tiny_unets.attach(tiny_unets.make(kind)), tiny.memory(ROWS), tiny_unets.own(kind)
     want = run(model, memory, kind)
-    assert torch.equal(run(model, memory, kind, strength=torch.ones(ROWS, *size)), want)
-    assert torch.equal(run(model, memory, kind, strength=torch.zeros(ROWS, *size)), own)
+    assert torch.equal(run(model, memory, kind, adapter_scale=torch.ones(ROWS, *size)), want)
+    assert torch.equal(run(model, memory, kind, adapter_scale=torch.zeros(ROWS, *size)), own)
     half = torch.zeros(ROWS, *size)
     half[1] = 1
-    out = run(model, memory, kind, strength=half)
+    out = run(model, memory, kind, adapter_scale=half)
     assert torch.equal(out[::2], own[::2])
     assert_close(out[1:2], want[1:2])
 
 
 def test_a_map_is_over_the_picture(middle):
     """The layer in the middle sees the picture at half its size, row by row."""
-    memory, strength = tiny.memory(ROWS), torch.rand(ROWS, HEIGHT, WIDTH)
+    memory, adapter_scale = tiny.memory(ROWS), torch.rand(ROWS, HEIGHT, WIDTH)
     once, _ = added(middle, memory)
-    level = torch.nn.functional.avg_pool2d(strength[:, None], 2).flatten(2).transpose(1, 2)
-    assert_close(added(middle, memory, strength=strength)[0], once * level, 1e-4)
+    level = torch.nn.functional.avg_pool2d(adapter_scale[:, None], 2).flatten(2).transpose(1, 2)
+    assert_close(added(middle, memory, adapter_scale=adapter_scale)[0], once * level, 1e-4)
     left = torch.zeros(ROWS, HEIGHT, WIDTH)
     left[:, :, : WIDTH // 2] = 1
-    got = added(middle, memory, strength=left)[0].unflatten(1, (HEIGHT // 2, WIDTH // 2))
+    got = added(middle, memory, adapter_scale=left)[0].unflatten(1, (HEIGHT // 2, WIDTH // 2))
     assert not got[:, :, WIDTH // 4 :].any()
     assert_close(got[:, :, : WIDTH // 4], once.unflatten(1, (HEIGHT // 2, WIDTH // 2))[:, :, : WIDTH // 4], 1e-4)
 
@@ -114,11 +114,11 @@ def test_a_map_of_another_aspect_ratio(model):
     memory, want = tiny.memory(ROWS), run(model)
     for size in ((WIDTH, HEIGHT), (HEIGHT, HEIGHT), (1, 1)):
         with pytest.raises(ShapeError, match="aspect ratio"):
-            run(model, memory, strength=torch.ones(ROWS, *size))
+            run(model, memory, adapter_scale=torch.ones(ROWS, *size))
         with pytest.raises(ShapeError, match="aspect ratio"):
-            run(model, memory, strength={"mid": torch.ones(ROWS, *size)})
+            run(model, memory, adapter_scale={"mid": torch.ones(ROWS, *size)})
     # As far off as rounding pixels to latents goes.
-    assert torch.isfinite(run(model, memory, strength=torch.ones(ROWS, 8 * HEIGHT + 1, 8 * WIDTH))).all()
+    assert torch.isfinite(run(model, memory, adapter_scale=torch.ones(ROWS, 8 * HEIGHT + 1, 8 * WIDTH))).all()
     assert torch.equal(run(model), want)
 
 
@@ -129,22 +129,22 @@ def test_a_map_of_another_aspect_ratio(model):
 def test_by_block_the_longest_beginning_counts(model):
     memory = tiny.memory(ROWS)
     every = {place: float(i + 1) / 4 for i, place in enumerate(PLACES)}
-    want = run(model, memory, strength=every)
+    want = run(model, memory, adapter_scale=every)
     assert differs(want, run(model, memory), 1e-3)
-    for strength in (
+    for adapter_scale in (
         {"": 0.25, "up": 9.0, "up_blocks.1.attentions.0": 0.5, "up_blocks.1.attentions.1": 0.75, "mid": 1.0},
         {"up_blocks": every, "down": 0.25, "up_blocks.1.attentions.1": 0.75, "mid_block.attentions.0": 1},
         {"down": lambda time: 0.25, "up": {"up_blocks.1.attentions.1": 0.75, "up": torch.full((ROWS,), 0.5)}, "mid": 1},
         lambda time: every,
     ):
-        assert_close(run(model, memory, strength=strength), want)
+        assert_close(run(model, memory, adapter_scale=adapter_scale), want)
     alone = tiny_unets.attach(tiny_unets.make(), opened=False, blocks=("mid",))
     state = {
         name: value for name, value in model.adapters.state_dict().items() if ".blocks." not in name or ".3." in name
     }
     alone.adapters.load_state_dict(state)
-    assert_close(run(model, memory, strength={"mid": 1.0}), run(alone, memory))
-    assert torch.equal(run(model, memory, strength={}), run(model))
+    assert_close(run(model, memory, adapter_scale={"mid": 1.0}), run(alone, memory))
+    assert torch.equal(run(model, memory, adapter_scale={}), run(model))
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def test_a_schedule_is_asked_once_per_step(model):
         return 0.0 if time > 500 else torch.tensor([0.5, 1.0, 2.0])
 
     own = tiny_unets.make()
-    with model.condition(memory, strength=schedule):
+    with model.condition(memory, adapter_scale=schedule):
         for time in (900, torch.tensor(300), torch.full((ROWS,), 7.0)):
             out = model.host(sample, time, words).sample
             if asked[-1] > 500:
@@ -179,12 +179,12 @@ def test_adapters_add_up_each_with_its_memory_and_strength(middle, core):
     first, second = added(middle, {"default": one})[0], added(middle, {"second": two})[0]
     both = {"default": one, "second": two}
     assert_close(added(middle, both)[0], first + second, 1e-4)
-    assert_close(added(middle, both, strength=0.5)[0], 0.5 * (first + second), 1e-4)
+    assert_close(added(middle, both, adapter_scale=0.5)[0], 0.5 * (first + second), 1e-4)
     rows = torch.tensor([1.0, 2.0, 3.0])
-    got, _ = added(middle, both, strength={"default": rows, "second": {"mid": lambda time: -0.5}})
+    got, _ = added(middle, both, adapter_scale={"default": rows, "second": {"mid": lambda time: -0.5}})
     assert_close(got, first * rows[:, None, None] - 0.5 * second, 1e-4)
-    assert_close(added(middle, both, strength={"second": 1.0})[0], second, 1e-4)
-    with middle.disabled("second"):
+    assert_close(added(middle, both, adapter_scale={"second": 1.0})[0], second, 1e-4)
+    with middle.disable_adapter("second"):
         assert_close(added(middle, both)[0], first, 1e-4)
     middle.set_adapter("second")
     assert_close(added(middle, both)[0], second, 1e-4)
@@ -199,7 +199,7 @@ def test_adapters_add_up_each_with_its_memory_and_strength(middle, core):
 
 
 @pytest.mark.parametrize(
-    ("strength", "error", "match"),
+    ("adapter_scale", "error", "match"),
     [
         ({"middle": 1.0}, ConfigError, "middle.*mid_block"),
         ({"mid": {"nowhere": 1.0}}, ConfigError, "nowhere"),
@@ -226,15 +226,15 @@ def test_adapters_add_up_each_with_its_memory_and_strength(middle, core):
     ],
 )
 @torch.no_grad()
-def test_a_strength_that_does_not_fit(model, strength, error, match):
+def test_a_strength_that_does_not_fit(model, adapter_scale, error, match):
     memory = tiny.memory(ROWS)
     want, before = run(model, memory), tiny_unets.traces(model.host)
     with pytest.raises(error, match=match):
-        run(model, memory, strength=strength)
-    with pytest.raises(error, match=match), model.condition(memory, strength=strength):
+        run(model, memory, adapter_scale=adapter_scale)
+    with pytest.raises(error, match=match), model.condition(memory, adapter_scale=adapter_scale):
         run(model)
     with pytest.raises(error, match=match):
-        run(model, memory, strength=lambda time: strength)
+        run(model, memory, adapter_scale=lambda time: adapter_scale)
     assert torch.equal(run(model, memory), want)
     assert tiny_unets.traces(model.host) == before
 
@@ -244,4 +244,4 @@ def test_a_mapping_by_name_is_not_one_by_block():
     model = tiny_unets.attach(tiny_unets.make(), name="mid")
     memory = tiny.memory(ROWS)
     with torch.no_grad():
-        assert torch.equal(run(model, memory, strength={"mid": 1.0}), run(model, memory))
+        assert torch.equal(run(model, memory, adapter_scale={"mid": 1.0}), run(model, memory))

@@ -54,8 +54,8 @@ def copied(module):
 def test_a_start_as_the_hosts_own_projections():
     model = tiny_unets.attach(tiny_unets.make(), opened=False, tokens=2, start="host")
     for index, block in enumerate(model.adapters["default"].blocks.values()):
-        assert torch.equal(block.k_proj.weight, model.place(index).to_k.weight)
-        assert torch.equal(block.v_proj.weight, model.place(index).to_v.weight)
+        assert torch.equal(block.k_proj.weight, model.layer(index).to_k.weight)
+        assert torch.equal(block.v_proj.weight, model.layer(index).to_v.weight)
     assert tiny.differs(run(model, tiny.memory(ROWS)).detach(), tiny_unets.own())
     with pytest.raises(mmattn.errors.AttachError, match="tokens="):
         model.add_adapter("other", tiny_unets.adapter(start="host"))
@@ -67,12 +67,12 @@ def test_a_start_as_the_hosts_own_projections():
     [("stable", False), ("stable", True), ("sdxl", True), ("k", False), ("k", True), ("simple", False)],
 )
 def test_checkpointing_gives_the_same_gradients(kind, core):
-    memory, strength = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.tensor([0.5, 1.0, 2.0])
+    memory, adapter_scale = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.tensor([0.5, 1.0, 2.0])
     model = tiny_unets.attach(tiny_unets.make(kind)).use_core(core).train()
-    want = gradients(model, memory, kind, strength=strength)
-    with tiny_unets.counting(model.place(len(model.places) - 1)) as ran:
+    want = gradients(model, memory, kind, adapter_scale=adapter_scale)
+    with tiny_unets.counting(model.layer(len(model.layer_names) - 1)) as ran:
         model.enable_gradient_checkpointing()
-        got = gradients(model, memory, kind, strength=strength)
+        got = gradients(model, memory, kind, adapter_scale=adapter_scale)
         # Once more in the backward pass, where these blocks let their attention run again.
         assert len(ran) == (1 if kind in ("simple", "k") else 2)
     assert torch.equal(got[0], want[0])
@@ -83,7 +83,7 @@ def test_checkpointing_gives_the_same_gradients(kind, core):
     with torch.no_grad():
         assert_close(run(model.eval(), None, kind), tiny_unets.own(kind))
     model.train()
-    unet = model.detach()
+    unet = model.unload()
     args, kwargs = tiny_unets.given(kind)
     args[2].requires_grad_()
     unet(*args, **kwargs).sample.sum().backward()
@@ -114,15 +114,15 @@ def test_a_memory_of_its_own_for_every_row_and_time():
     """As training has it: rows at different times, some of them without the memory."""
     model, memory = tiny_unets.attach(tiny_unets.make()).train(), tiny.memory(ROWS)
     times, (sample, _, words) = torch.tensor([3, 500, 41]), tiny_unets.given()[0]
-    out = model(sample, times, words, memory=memory, strength=torch.tensor([1.0, 0.0, 1.0])).sample
+    out = model(sample, times, words, memory=memory, adapter_scale=torch.tensor([1.0, 0.0, 1.0])).sample
     own = model(sample, times, words).sample
     assert torch.equal(out[1], own[1]) and not torch.equal(out[0], own[0])
-    by_block = model(sample, times, words, memory=memory, strength={"": torch.tensor([1.0, 0.0, 1.0])}).sample
+    by_block = model(sample, times, words, memory=memory, adapter_scale={"": torch.tensor([1.0, 0.0, 1.0])}).sample
     assert torch.equal(by_block, out)
     with pytest.raises(mmattn.errors.ConditionError, match="one time step"):
-        model(sample, times, words, memory=memory, strength=lambda time: time)
+        model(sample, times, words, memory=memory, adapter_scale=lambda time: time)
     same = torch.full((ROWS,), 41)
-    assert torch.isfinite(model(sample, same, words, memory=memory, strength=lambda time: time / 100).sample).all()
+    assert torch.isfinite(model(sample, same, words, memory=memory, adapter_scale=lambda time: time / 100).sample).all()
 
 
 @pytest.mark.parametrize("core", [False, True])

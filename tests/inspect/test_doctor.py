@@ -38,7 +38,7 @@ def answer(report: Any, question: str) -> str:
 def latest(look: str = "latest", **settings: Any) -> tuple[Any, dict[str, Any]]:
     """A model whose tokens look at images before them, and a batch with two images."""
     token = 3
-    model = tiny.attach(tiny.make("llama"), look=look, media_token=token, **settings)
+    model = tiny.attach(tiny.make("llama"), visible_segments=look, media_token=token, **settings)
     ids = tiny.text(ROWS, 11).masked_fill_(tiny.text(ROWS, 11) == token, 4)
     ids[:, 1] = token
     ids[:2, 6] = token
@@ -63,7 +63,7 @@ def healthy() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
         "scores": lambda: (tiny.attach(tiny.make("llama"), score_bias=True), batch() | {"memory": scored}),
         "latest": latest,
         "previous": lambda: latest("previous"),
-        "before": lambda: (tiny.attach(tiny.make("llama"), place="before"), batch(lengths=[5, 0, 4])),
+        "before": lambda: (tiny.attach(tiny.make("llama"), position="before"), batch(lengths=[5, 0, 4])),
         "resampled": lambda: latest(resampler=mmattn.Resampler(num_latents=2, num_heads=2, head_dim=4)),
         "chunked": lambda: (
             chunks.attach(tiny.make("llama")),
@@ -83,7 +83,7 @@ def healthy() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
 @pytest.mark.parametrize("name", healthy())
 def test_a_healthy_model_passes(name: str) -> None:
     model, given = healthy()[name]()
-    report = model.doctor(given)
+    report = mmattn.doctor(model, given)
     assert report.ok, report
     asked = {question: ok for ok, question, _ in report.lines}
     must = {"gates", "each layer adds something", "each layer heeds the memory", "another memory", "padding", "rows"}
@@ -95,7 +95,7 @@ def test_a_healthy_model_passes(name: str) -> None:
 
 def test_the_table() -> None:
     model = tiny.attach(tiny.make("llama"), null_slot=True)
-    report = model.doctor(batch(lengths=[5, 2, 4]))
+    report = mmattn.doctor(model, batch(lengths=[5, 2, 4]))
     lines = str(report).splitlines()
     assert len(lines) == len(report.lines) == 16
     begin = len("ok    ") + max(len(question) for _, question, _ in report.lines) + 2
@@ -110,7 +110,7 @@ def test_the_table() -> None:
 
 def test_figures_are_those_of_the_weights() -> None:
     model, given = tiny.attach(tiny.make("llama"), null_slot=True), batch(lengths=[5, 2, 4])
-    report = model.doctor(given)
+    report = mmattn.doctor(model, given)
     with mmattn.record(model) as weights:
         model(**given)
     for layer in (0, 2):
@@ -135,7 +135,7 @@ def test_the_patient_does_not_notice(mode: bool) -> None:
 
     before, weights = state(), {name: value.clone() for name, value in model.state_dict().items()}
     random, keys = torch.random.get_rng_state(), set(given)
-    assert model.doctor(given).ok
+    assert mmattn.doctor(model, given).ok
     assert state() == before and set(given) == keys
     assert torch.equal(torch.random.get_rng_state(), random)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -149,7 +149,7 @@ class TestSickness:
         with torch.no_grad():
             block.gate.gate.zero_()
             block.feed_forward_gate.gate.zero_()
-        report = model.doctor(batch(lengths=[5, 2, 4]))
+        report = mmattn.doctor(model, batch(lengths=[5, 2, 4]))
         assert report.failed == ["gates", "each layer adds something"]
         assert "2.gate" in answer(report, "gates") and "0.gate" not in answer(report, "gates")
         assert "layers [2]" in answer(report, "each layer adds something")
@@ -157,7 +157,7 @@ class TestSickness:
     def test_a_gate_at_zero_before_a_feed_forward_that_is_open(self) -> None:
         model = tiny.attach(tiny.make("llama"))
         torch.nn.init.zeros_(model.adapters["default"].block(0).gate.gate)
-        report = model.doctor(batch())
+        report = mmattn.doctor(model, batch())
         assert report.failed == ["gates", "each layer heeds the memory"]
         assert "layers [0]" in answer(report, "each layer heeds the memory")
 
@@ -166,7 +166,7 @@ class TestSickness:
             (tiny.attach(tiny.make("llama"), opened=False), batch()),
             (tiny_unets.attach(tiny_unets.make(), opened=False), pictures()),
         ):
-            report = model.doctor(given)
+            report = mmattn.doctor(model, given)
             assert report.failed == ["gates", "each layer adds something", "another memory"]
             assert "fresh" in answer(report, "gates") and "rows [0, 1, 2]" in answer(report, "another memory")
 
@@ -177,11 +177,11 @@ class TestSickness:
             return x + 0.5 if seen is None else torch.where(seen, x + 0.5, x)
 
         monkeypatch.setattr(model.adapters["default"].block(2), "forward", constant)
-        report = model.doctor(batch(lengths=[5, 2, 4]))
+        report = mmattn.doctor(model, batch(lengths=[5, 2, 4]))
         assert report.failed == ["each layer heeds the memory"]
         assert "layers [2]" in answer(report, "each layer heeds the memory")
         monkeypatch.setattr(model.adapters["default"].block(0), "forward", constant)
-        assert model.doctor(batch()).failed == ["each layer heeds the memory", "another memory"]
+        assert mmattn.doctor(model, batch()).failed == ["each layer heeds the memory", "another memory"]
 
     @pytest.mark.parametrize("leak", [lambda x: x.roll(1, 0), lambda x: x.mean(0, True).expand_as(x)])
     @pytest.mark.parametrize("kind", ["llama", "gpt2", "unet"])
@@ -191,7 +191,7 @@ class TestSickness:
         adapter, given = model.adapters["default"], pictures() if unet else batch()
         read = adapter.read
         monkeypatch.setattr(adapter, "read", lambda memory: read(memory.replace(leak(memory.tokens))))
-        report = model.doctor(given)
+        report = mmattn.doctor(model, given)
         assert report.failed == ["rows"]
         assert "rows are mixed" in answer(report, "rows")
 
@@ -206,7 +206,7 @@ class TestSickness:
             return read(memory.replace(tokens))
 
         monkeypatch.setattr(adapter, "read", peeping)
-        report = model.doctor({"input_ids": ids, "memory": tiny.memory(7, SLOTS)})
+        report = mmattn.doctor(model, {"input_ids": ids, "memory": tiny.memory(7, SLOTS)})
         assert report.failed == ["rows"]
         assert "row 6" in answer(report, "rows") and answer(report, "rows").count("row ") == 1
 
@@ -215,7 +215,7 @@ class TestSickness:
         model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make("llama"))
         given = pictures() if unet else batch()
         monkeypatch.setattr(heads, "combine_masks", lambda *args: None)
-        report = model.doctor(given)
+        report = mmattn.doctor(model, given)
         assert report.failed == ["padding", "attention on padding"]
         assert "being there" in answer(report, "padding")
 
@@ -229,7 +229,7 @@ class TestSickness:
             return made.replace(made.tokens + 1e-3 * memory.tokens.mean(1, keepdim=True))
 
         monkeypatch.setattr(adapter, "read", mixing)
-        report = model.doctor(batch(lengths=[5, 2, 4]))
+        report = mmattn.doctor(model, batch(lengths=[5, 2, 4]))
         assert "padding" in report.failed and "rows" not in report.failed
         assert "large numbers" in answer(report, "padding") and "NaN inf" in answer(report, "padding")
 
@@ -245,7 +245,7 @@ class TestSickness:
             return (found[0] + 0.1, *found[1:]) if isinstance(found, tuple) else found + 0.1
 
         monkeypatch.setattr(part, "forward", biased)
-        report = model.doctor(pictures(lengths=[5, 2, 3]) if unet else batch(lengths=[5, 2, 4]))
+        report = mmattn.doctor(model, pictures(lengths=[5, 2, 3]) if unet else batch(lengths=[5, 2, 4]))
         assert report.failed == ["empty memory"]
         assert all(word in answer(report, "empty memory") for word in ("0 slots", "all slots masked", "rows without"))
 
@@ -255,7 +255,7 @@ class TestSickness:
         model, given = latest()
         rule = language.media
         monkeypatch.setattr(language, "media", lambda images, *rest: rule(images + 1, *rest))
-        report = model.doctor(given)
+        report = mmattn.doctor(model, given)
         assert "slots for later tokens" in report.failed and "padding" not in report.failed
         assert "before token 6" in answer(report, "slots for later tokens")
 
@@ -263,7 +263,7 @@ class TestSickness:
         model = chunks.attach(tiny.make("llama"))
         given = {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.neighbours()}
         with early(model):
-            report = model.doctor(given)
+            report = mmattn.doctor(model, given)
         assert report.failed == ["slots for later tokens"]
 
     def test_an_experiment_that_breaks(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,26 +271,26 @@ class TestSickness:
         adapter = model.adapters["default"]
         read = adapter.read
         monkeypatch.setattr(adapter, "read", lambda memory: memory.tokens[0, 0, 0] and read(memory))
-        report = model.doctor(batch())
+        report = mmattn.doctor(model, batch())
         assert report.failed == ["empty memory"]
         assert "stopped with IndexError" in answer(report, "empty memory")
 
     def test_an_adapter_that_cannot_be_disabled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny.attach(tiny.make("llama"))
         monkeypatch.setattr(model, "adapt", lambda index, x, place: x + 0.1)
-        report = model.doctor(batch())
+        report = mmattn.doctor(model, batch())
         assert {"disabled", "empty memory"} <= set(report.failed)
 
 
 @contextmanager
 def early(model: Any) -> Iterator[None]:
     """Inside the block tokens read the neighbours of their own chunk: the text looks a chunk longer than it is."""
-    from mmattn.hosts.neighbours import Given
+    from mmattn.adapters.neighbours import GivenNeighbours
 
-    places = Given.places
+    places = GivenNeighbours.places
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Given,
+            GivenNeighbours,
             "places",
             lambda self, wanted, *rest: places(self, [(row, min(chunk + 1, 2)) for row, chunk in wanted], *rest),
         )
@@ -301,26 +301,26 @@ def test_each_of_two_adapters_has_its_own_lines() -> None:
     lm = tiny.make("llama")
     model = tiny.attach(lm)
     tiny.attach(lm, name="second", opened=False, layers=(1,))
-    report = model.doctor(batch())
+    report = mmattn.doctor(model, batch())
     assert report.failed == [f"second: {q}" for q in ("gates", "each layer adds something", "another memory")]
     model.set_adapter("default")
-    assert model.doctor(batch()).ok
+    assert mmattn.doctor(model, batch()).ok
 
 
 def test_what_cannot_be_asked() -> None:
     model = tiny.attach(tiny.make("llama"))
     with pytest.raises(mmattn.ConfigError, match=r"with a memory .* got \['input_ids'\]"):
-        model.doctor({"input_ids": tiny.text(2)})
+        mmattn.doctor(model, {"input_ids": tiny.text(2)})
     with pytest.raises(mmattn.ConfigError, match="got Memory"):
-        model.doctor(tiny.memory(2))
+        mmattn.doctor(model, tiny.memory(2))
     with pytest.raises(mmattn.ConfigError, match="no slot"):
-        model.doctor(batch(lengths=[0, 0, 0]))
+        mmattn.doctor(model, batch(lengths=[0, 0, 0]))
     with pytest.raises(mmattn.ShapeError, match="2 rows"):
-        model.doctor(batch() | {"input_ids": tiny.text(2)})
+        mmattn.doctor(model, batch() | {"input_ids": tiny.text(2)})
     with pytest.raises(mmattn.ConditionError, match="past_key_values"):
-        model.doctor(batch() | {"past_key_values": model(tiny.text(ROWS, LENGTH)).past_key_values})
+        mmattn.doctor(model, batch() | {"past_key_values": model(tiny.text(ROWS, LENGTH)).past_key_values})
     model.set_adapter([])
     with pytest.raises(mmattn.ConditionError, match="no active adapter"):
-        model.doctor(batch())
+        mmattn.doctor(model, batch())
     one = tiny.attach(tiny.make("llama")).doctor({"input_ids": tiny.text(1), "memory": tiny.memory(1)})
     assert one.ok and answer(one, "rows").startswith("not asked")

@@ -75,7 +75,7 @@ def test_a_folder_that_is_torn(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_random_batch_fits_any_adapter(kind: str) -> None:
     lm = tiny.make("llama")
     made = {
-        "latest": lambda: tiny.attach(lm, look="latest", media_token=3),
+        "latest": lambda: tiny.attach(lm, visible_segments="latest", media_token=3),
         "scores": lambda: tiny.attach(lm, score_bias=True),
         "chunked": lambda: chunks.attach(lm),
         "sdxl": lambda: tiny_unets.attach(tiny_unets.make("sdxl")),
@@ -85,8 +85,8 @@ def test_a_random_batch_fits_any_adapter(kind: str) -> None:
     with torch.no_grad():
         out = model(**batch)[0]
     assert out.isfinite().all()
-    with torch.no_grad(), model.disabled():
+    with torch.no_grad(), model.disable_adapter():
         assert tiny.differs(out, model(**batch)[0], 1e-3)
-    report = model.doctor(batch)
+    report = mmattn.doctor(model, batch)
     assert report.ok, report
     assert isinstance(batch["memory"]["default"], mmattn.Memory)

@@ -91,7 +91,7 @@ def test_a_unet_tells_of_its_text_and_of_each_adapter():
     want = tiny_unets.run(model, memory, text_mask=mask)
     with mmattn.record(model) as weights:
         assert torch.equal(tiny_unets.run(model, memory, text_mask=mask), want)
-    assert set(weights) == {(name, index) for name in ("default", "text") for index in range(len(model.places))}
+    assert set(weights) == {(name, index) for name in ("default", "text") for index in range(len(model.layer_names))}
     for (name, _), calls in weights.items():
         (seen,) = calls
         real = mask if name == "text" else memory.mask

@@ -166,7 +166,7 @@ def test_readers_see_what_they_say(recipe: SimpleNamespace, world: Any) -> None:
             first, second = reader.model(**given, **reader.beside(batch)).logits[:, at]
         assert torch.allclose(first, second, atol=1e-5) != leaks, kind.__name__
         assert reader.write(world.prompts([pair]), 3).shape == (1, 3)
-        reader.model.detach()
+        reader.model.unload()
 
 
 def test_settings_that_are_not_known(recipe: SimpleNamespace) -> None:

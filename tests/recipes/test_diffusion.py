@@ -174,7 +174,7 @@ def test_stage_b_and_drawing(
         for trace in (words, patches):
             assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "each place shares its look out"
     # Strength 0 is exactly no example.
-    assert {**rows["decoupled, strength 0.0"], "name": ""} == {**rows["no example"], "name": ""}
+    assert {**rows["decoupled, adapter_scale 0.0"], "name": ""} == {**rows["no example"], "name": ""}
 
     assets = tmp_path / "assets" / "diffusion"
     assets.mkdir(parents=True)
@@ -190,7 +190,7 @@ def test_stage_b_and_drawing(
     for name, more in {
         "plain": [],
         "like": ["--like", str(example)],
-        "nothing": ["--like", str(example), "--strength", "0"],
+        "nothing": ["--like", str(example), "--adapter-scale", "0"],
     }.items():
         picture = tmp_path / f"{name}.png"
         with pytest.raises(SystemExit) as ended:
@@ -272,13 +272,13 @@ def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_
         }
     )
     rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
-    assert {**rows["decoupled, strength 0.0"], "name": ""} == {**rows["no example"], "name": ""}
+    assert {**rows["decoupled, adapter_scale 0.0"], "name": ""} == {**rows["no example"], "name": ""}
     models = recipe.models.load_models(tmp_path / "sd")
     assert (models.size, models.channels) == (32, 3)
     model = mmattn.load(models.unet, out / "adapter").use_core()
     plain = recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3)
     memory = mmattn.Memory(torch.randn(1, 16, 64))
-    assert torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory, strength=0))
+    assert torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory, adapter_scale=0))
     assert not torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory))
 
 
@@ -338,7 +338,7 @@ def test_bad_orders_to_draw(tmp_path: Path, capsys: Any) -> None:
     for arguments, words in {
         ("draw", "a seven", "--steps", "0"): "steps must",
         ("draw", "a seven", "--like", str(tmp_path / "none.png")): "there is no such file",
-        ("draw", "a seven", "--strength", "nan"): "strength must",
+        ("draw", "a seven", "--adapter-scale", "nan"): "adapter_scale must",
     }.items():
         with pytest.raises(SystemExit) as ended:
             main([*arguments, "-o", str(tmp_path / "out.png")])

@@ -247,7 +247,7 @@ def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: 
         # text goes on with slots 1 to 6.
         rows = weights.mean()[0][0][1:7]
         right[lookup] = sum(int(row.argmax()) == slot for slot, row in enumerate(rows, start=1))
-        model.detach()
+        model.unload()
     assert right[True] >= 4 and right[False] <= 1, right
 
 

@@ -87,7 +87,7 @@ def attaching(count: int) -> Left:
         model = tiny.attach(host)
         with torch.no_grad():
             model(ids, memory=memory)
-        model.detach()
+        model.unload()
 
     return repeat(work, count, host)
 

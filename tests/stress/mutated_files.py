@@ -29,9 +29,9 @@ import psutil
 import torch
 
 import mmattn
-from mmattn.adapters.folder import adapter_settings
+from mmattn.adapters.file_format import adapter_settings
 from mmattn.errors import AdapterFileError
-from mmattn.hosts.adapted import find_adapted
+from mmattn.hosts.attached import adapted
 from tests import tiny
 from tests.adapter_folders import contents
 
@@ -142,7 +142,7 @@ class Folder:
             model = tiny.attach(self.host, layers=layers, **settings)
             model.save_adapter(place / name, encoder="OpenCLIP ViT-B-32:laion2b_s34b_b79k")
             adapter = model.adapters["default"]
-            model.detach()
+            model.unload()
         self.values = {key: value.detach().clone() for key, value in adapter.state_dict().items()}
         self.good, self.other = contents(self.folder), contents(place / "other")
         self.now = dict(self.good)
@@ -191,9 +191,9 @@ class Folder:
             for said in ("the weights of this", "Initializing zero-element tensors"):
                 warnings.filterwarnings("ignore", said)
             model = mmattn.load(self.host, self.folder)
-        adapter = model._adapter("default")
+        adapter = model.adapter("default")
         values, found = adapter.state_dict(), adapter_settings(adapter.config)
-        model.detach()
+        model.unload()
         if values.keys() != self.values.keys() or not all(torch.equal(values[x], self.values[x]) for x in values):
             return "it loaded other values"
         if any(name not in found or json.dumps(found[name]) != json.dumps(value) for name, value in settings.items()):
@@ -233,13 +233,13 @@ def fuzz(count: int, seed: int) -> Found:
             except Exception as error:
                 problem = repr(error)
             found.slowest = max(found.slowest, time.process_time() - start)
-            if problem is None and find_adapted(folder.host) is not None:
+            if problem is None and adapted(folder.host) is not None:
                 problem = "it was refused and left an adapter on the host"
             if problem is not None:
                 found.wrong.append(f"mutation {number} of seed {seed}: {problem[:500]}")
-                handle = find_adapted(folder.host)
+                handle = adapted(folder.host)
                 if handle is not None:
-                    handle.detach()
+                    handle.unload()
             if number % 1000 == 0:
                 found.growth = max(found.growth, process.memory_info().rss - before)
     found.growth = max(found.growth, process.memory_info().rss - before)

@@ -94,7 +94,7 @@ class Life:
 
     def detach(self) -> None:
         """Everything, and the host answers as at first."""
-        assert self.attached().detach() is self.host, "another host came back"
+        assert self.attached().unload() is self.host, "another host came back"
         self.model = None
         with torch.no_grad():
             assert torch.equal(self.host(self.ids).logits, self.own), "the host answers otherwise"
@@ -120,7 +120,7 @@ def main(minutes: int = 10, seed: int = 0) -> int:
         except AssertionError as error:
             print(f"after {done} things done: {error}")
             return 1
-        life.detach()
+        life.unload()
     print(f"{minutes} minutes, {done} things done: the host is what it was")
     return 0
 

@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_weights_it_stands_for(folder: Path, kind: st
     with torch.no_grad():
         model.eval()(tiny.text(ROWS), memory=tiny.memory(ROWS))
     got += [gradients(model), gradients(model.train())]
-    want = gradients(tiny.attach(dequantised(model.detach().train())).train())
+    want = gradients(tiny.attach(dequantised(model.unload().train())).train())
     # bitsandbytes rounds what goes into a layer to 8 bit, too.
     tolerance = 0.1 if kind == "bnb8" else 1e-3
     for found in got:
@@ -102,8 +102,8 @@ def test_the_host_stays_itself(folder: Path, kind: str, tmp_path: Path) -> None:
         assert torch.equal(again(ids, memory=memory).logits, want)
     made = model.generate(ids, memory=memory, max_new_tokens=4, num_beams=2, do_sample=False)
     assert made.shape == (ROWS, 7 + 4)
-    assert model.doctor({"input_ids": ids, "memory": memory}).failed == []
-    assert model.detach() is lm and "_mmattn" not in vars(lm)
+    assert mmattn.doctor(model, {"input_ids": ids, "memory": memory}).failed == []
+    assert model.unload() is lm and "_mmattn" not in vars(lm)
 
 
 def test_4_bit_weights_that_were_laid_out_anew_are_refused(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_4_bit_weights_that_were_laid_out_anew_are_refused(tmp_path: Path) -> No
     with torch.no_grad():
         model(tiny.text(ROWS))
         assert not getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
-        model.detach()(tiny.text(ROWS))
+        model.unload()(tiny.text(ROWS))
     assert layer.weight.quant_state.packing_format_for_cpu, "without adapters it is its own master again"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,8 @@ from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_bool_mask
 from mmattn.hosts.bank.files import read_bank, write_bank
 from mmattn.hosts.bank.tables import blank_tables, check_entries, grown, is_int, keeping, makers_of, page_rows, weights
-from mmattn.hosts.calls import Prepared
+from mmattn.adapters.projected import PreparedMemory
 from mmattn.memory import Memory
-
-if TYPE_CHECKING:
-    from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 
 # Slots projected at a time.
 CHUNK = 1 << 14
@@ -51,7 +48,7 @@ class Bank:
 
     def __init__(
         self,
-        model: AdaptedCausalLM,
+        model: Any,
         makers: dict[str, TensorVersion],
         tables: dict[str, Tensor],
         dtype: torch.dtype | None,
@@ -66,7 +63,7 @@ class Bank:
         self._writing, self._placing = threading.Lock(), threading.Lock()
 
     @classmethod
-    def make(cls, model: AdaptedCausalLM, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
+    def make(cls, model: Any, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
         """Project every entry of a memory (n, m, e): what `model.bank` calls."""
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"keys and values are kept in a floating point dtype, got {dtype!r}")
@@ -101,7 +98,7 @@ class Bank:
         mask: Tensor | None = None,
         scores: Tensor | None = None,
         sources: Sequence[Sequence[Any]] | None = None,
-    ) -> Prepared:
+    ) -> PreparedMemory:
         """The entries that each request found, to be given as `memory`: what `model.prepare(bank.memory(…))` is.
 
         Its pages are copied at their first use, then reused by steps and beams. While gradients are needed, or once an
@@ -117,12 +114,12 @@ class Bank:
             IndexError: an entry that was never there, or was removed. ShapeError, MaskError, NonFiniteError: what was
                 given does not fit. ConditionError: the weights have changed since the pages were made.
         """
-        self.model._check_reachable()
+        self.model.check_attached()
         self._check_fresh()
         memory, found, editions = self._take(rows, mask, scores, sources)
         for name in self._makers:
-            self.model._adapter(name).check_memory(name, memory)
-        return Gathered(self, memory, found, editions)
+            self.model.adapter(name).check_memory(memory)
+        return GatheredMemory(self, memory, found, editions)
 
     def memory(
         self,
@@ -292,7 +289,7 @@ class Bank:
     def _check_fresh(self) -> None:
         """Refuse pages that other weights would have made."""
         for name, maker in self._makers.items():
-            if not maker.holds(weights(self.model._adapter(name)).values()):
+            if not maker.holds(weights(self.model.adapter(name)).values()):
                 raise ConditionError(
                     f"the weights of adapter {name!r} have changed since the pages of this bank of {self._count} rows "
                     "were made: bank.refresh() makes them anew, bank.memory(rows) gives the entries without them"
@@ -325,7 +322,7 @@ class Bank:
             write_bank(path, self.model, self._makers, tables, self._dtype)
 
     @classmethod
-    def load(cls, model: AdaptedCausalLM, path: str | PathLike[str], mapped: bool = False) -> Bank:
+    def load(cls, model: Any, path: str | PathLike[str], mapped: bool = False) -> Bank:
         """Read what `save` wrote: what `model.load_bank` calls."""
         names, tables, dtype = read_bank(path, model, mapped)
         bank = cls(model, makers_of(model, names, tables["tokens"].shape[2]), tables, dtype)
@@ -333,7 +330,7 @@ class Bank:
         return bank
 
 
-class Gathered(Prepared):
+class GatheredMemory(PreparedMemory):
     """Entries of a bank as one memory; its keys and values are their pages, as long as those are what was found."""
 
     def __init__(self, bank: Bank, memory: Memory, found: Tensor, editions: Tensor) -> None:
@@ -341,23 +338,40 @@ class Gathered(Prepared):
         self._bank, self._found, self._editions = bank, found, editions
         self._unedited = TensorVersion(memory.tensors())
 
-    def look(self, name: str, adapter: AdapterLayers, layer: int, queries: int) -> tuple[Memory, KeyValue | None]:
-        """As of any prepared memory."""
-        if not self._passing(adapter):
-            kept = self._kept_by(name, adapter).made
-            attention = adapter.attention(layer)
-            sources = [*self.memory.tensors(), *adapter.reading_parameters(), *attention.projecting_parameters()]
-            made: KeyValue | None = kept.once(("pages", layer), sources, lambda: self._pages(name, adapter, layer))
-            if made is not None:
-                # Which slots there are; what is in them has become keys and values.
-                return kept.once(("slots", made.keys.device), [], lambda: self._slots(made)), made
-        return super().look(name, adapter, layer, queries)
+    def read(self, adapter: Any) -> Memory:
+        """Which slots there are, where their contents have become keys and values; else as of any prepared memory."""
+        pages = self._pages(adapter, adapter.layers[0])
+        if pages is None:
+            return super().read(adapter)
+        slots: Memory = self._cache_of(adapter).once(("slots", pages.keys.device), [], lambda: self._slots(pages))
+        return slots
 
-    def _pages(self, name: str, adapter: AdapterLayers, layer: int) -> KeyValue | None:
-        if not self._unedited.holds(self.memory.tensors()):
+    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue | None:
+        """The pages of these entries, or cached keys and values as of any prepared memory."""
+        pages = self._pages(adapter, layer)
+        if pages is not None or memory.dim:
+            return super().project(adapter, layer, memory, queries) if pages is None else pages
+        # An entry was written after `read` had found the pages of the first layer.
+        memory = super().read(adapter)
+        scores = memory.scores if adapter.score_bias else None
+        projected: KeyValue = adapter.attention(layer).project(memory.tokens, mask=memory.mask, scores=scores)
+        return projected
+
+    def _pages(self, adapter: Any, layer: int) -> KeyValue | None:
+        """Keys and values of these entries from their pages; None where they are no longer what was found."""
+        if self._is_uncached(adapter):
             return None
-        scores = self.memory.scores if adapter.score_bias else None
-        return self._bank._pages(self._found, self._editions, name, adapter, layer, scores)
+        attention = adapter.attention(layer)
+        sources = [*self.memory.tensors(), *adapter.reading_parameters(), *attention.projecting_parameters()]
+
+        def gather() -> KeyValue | None:
+            if not self._unedited.holds(self.memory.tensors()):
+                return None
+            scores = self.memory.scores if adapter.score_bias else None
+            return self._bank._pages(self._found, self._editions, adapter.name, adapter, layer, scores)
+
+        pages: KeyValue | None = self._cache_of(adapter).once(("pages", layer), sources, gather)
+        return pages
 
     def _slots(self, made: KeyValue) -> Memory:
         (b, n), device = self._found.shape, made.keys.device

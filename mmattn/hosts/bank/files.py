@@ -4,38 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmattn import __version__
-from mmattn.adapters.config_file import Shapes, check_tensors
+from mmattn.adapters.file_format import Shapes, check_tensors
 from mmattn.errors import AdapterFileError
 from mmattn.hosts.bank.tables import blank_tables, weights
 from mmattn.storage.tensor_files import DTYPES, NAMES, fingerprint, read_header, read_tensors, write_tensors
-
-if TYPE_CHECKING:
-    from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 
 FORMAT = "mmattn-bank"
 
 
 def write_bank(
     path: str | PathLike[str],
-    model: AdaptedCausalLM,
+    model: Any,
     names: Iterable[str],
     tables: dict[str, Tensor],
     dtype: torch.dtype | None,
 ) -> None:
     """Write the tables of a bank, the dtype asked for its pages, and whose they are."""
-    prints = {name: fingerprint(weights(model._adapter(name))) for name in names}
+    prints = {name: fingerprint(weights(model.adapter(name))) for name in names}
     kept = None if dtype is None else NAMES[dtype]
     write_tensors(path, tables, {"format": FORMAT, "mmattn_version": __version__, "adapters": prints, "dtype": kept})
 
 
 def read_bank(
-    path: str | PathLike[str], model: AdaptedCausalLM, mapped: bool
+    path: str | PathLike[str], model: Any, mapped: bool
 ) -> tuple[list[str], dict[str, Tensor], torch.dtype | None]:
     """The names of the adapters of a bank, its tables, and the dtype asked for its pages.
 
@@ -55,7 +52,7 @@ def read_bank(
     return names, tables, dtype
 
 
-def check_adapters(path: str | PathLike[str], model: AdaptedCausalLM, found: Any) -> list[str]:
+def check_adapters(path: str | PathLike[str], model: Any, found: Any) -> list[str]:
     """The names of the adapters that made the pages in a file, if this host has the same ones.
 
     Raises:
@@ -69,7 +66,7 @@ def check_adapters(path: str | PathLike[str], model: AdaptedCausalLM, found: Any
                 f"the bank in {str(path)!r} was made by an adapter {name[:100]!r}, and this host has "
                 f"{', '.join(map(repr, model.adapters))}: attach that adapter under this name, or make the bank anew"
             )
-        if fingerprint(weights(model._adapter(name))) != wanted:
+        if fingerprint(weights(model.adapter(name))) != wanted:
             raise AdapterFileError(
                 f"the bank in {str(path)!r} was made by other weights than those adapter {name!r} has here: load the "
                 "adapter it was made with, or make the bank anew with model.bank(memory)"
@@ -77,7 +74,7 @@ def check_adapters(path: str | PathLike[str], model: AdaptedCausalLM, found: Any
     return list(found)
 
 
-def check_tables(model: AdaptedCausalLM, names: Iterable[str], shapes: Shapes, dtype: torch.dtype | None) -> None:
+def check_tables(model: Any, names: Iterable[str], shapes: Shapes, dtype: torch.dtype | None) -> None:
     """Compare the tables of a file with those that these adapters make.
 
     Raises:
@@ -87,7 +84,7 @@ def check_tables(model: AdaptedCausalLM, names: Iterable[str], shapes: Shapes, d
     if len(shape) != 3 or not all(shape) or not kind.is_floating_point:
         raise AdapterFileError(f"a bank has tokens (n + 1, m, e) in floating point, and the file {kind} {list(shape)}")
     for name in names:
-        width = model._adapter(name).config.memory_dim
+        width = model.adapter(name).config.memory_dim
         if width != shape[2]:
             raise AdapterFileError(
                 f"adapter {name!r} reads entries of width {width}, and the file's are {shape[2]} wide"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,8 @@ from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
-if TYPE_CHECKING:
-    from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 
-
-def makers_of(model: AdaptedCausalLM, names: Sequence[str], width: int) -> dict[str, TensorVersion]:
+def makers_of(model: Any, names: Sequence[str], width: int) -> dict[str, TensorVersion]:
     """The weights of these adapters as they are now, to make pages of entries of this width.
 
     Raises:
@@ -30,13 +27,13 @@ def makers_of(model: AdaptedCausalLM, names: Sequence[str], width: int) -> dict[
             "a bank keeps keys and values of the active adapters, and none is: set_adapter(name) first"
         )
     for name in names:
-        wanted = model._adapter(name).config.memory_dim
+        wanted = model.adapter(name).config.memory_dim
         if wanted != width:
             raise ShapeError(
                 f"adapter {name!r} was made for memory_dim={wanted}, and the entries are of width {width}: use the "
                 "encoder it was trained with, or make it inactive with set_adapter"
             )
-    return {name: TensorVersion(weights(model._adapter(name)).values()) for name in names}
+    return {name: TensorVersion(weights(model.adapter(name)).values()) for name in names}
 
 
 def weights(adapter: AdapterLayers) -> dict[str, Tensor]:
@@ -80,11 +77,11 @@ def keeping() -> Iterator[None]:
         yield
 
 
-def page_rows(model: AdaptedCausalLM, names: Iterable[str], memory: Memory) -> dict[str, Tensor]:
+def page_rows(model: Any, names: Iterable[str], memory: Memory) -> dict[str, Tensor]:
     """What the adapters make of entries: the mask of what they read, and keys and values for each layer."""
     made = {}
     for name in names:
-        adapter = model._adapter(name)
+        adapter = model.adapter(name)
         with torch.autocast(adapter.weight.device.type, enabled=False):
             read = adapter.read(memory)
             made[f"{name}.mask"] = read._filled("mask")
@@ -96,7 +93,7 @@ def page_rows(model: AdaptedCausalLM, names: Iterable[str], memory: Memory) -> d
 
 @keeping()
 def blank_tables(
-    model: AdaptedCausalLM, names: Iterable[str], tokens: Tensor, rows: int, dtype: torch.dtype | None
+    model: Any, names: Iterable[str], tokens: Tensor, rows: int, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Tables of zeros for entries like tokens (·, m, e), with their keys and values in `dtype`."""
     entry = tokens.new_zeros(1, *tokens.shape[1:])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
+from mmattn.adapters.language_models import depth_of
 from mmattn.errors import AttachError
 
 # model_type -> path of the list of decoder layers, for hosts whose layers are not the one list of that length.
@@ -15,7 +14,9 @@ EXCEPTIONS: dict[str, str] = {}
 def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
     """The path and list of decoder layers of a host.
 
-    The outermost `nn.ModuleList` that is as long as the config says the host is deep; `path` overrides.
+    Args:
+        host: the language model.
+        path: where the list is; by default the outermost `nn.ModuleList` that is as long as the config says.
 
     Raises:
         AttachError: none or several fit; the message lists what was found.
@@ -29,7 +30,7 @@ def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
         if path not in lists:
             raise AttachError(f"no list of layers at {path!r} in {type(host).__name__}; lists found: {found}")
         return path, lists[path]
-    depth = host_depth(host)
+    depth = depth_of(host)
     fitting = [name for name, module in lists.items() if depth is None or len(module) == depth]
     outer = [name for name in fitting if not any(name.startswith(other + ".") for other in fitting if other != name)]
     if depth is None or len(outer) != 1:
@@ -38,26 +39,3 @@ def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
             f"lists found: {found}; name one with path="
         )
     return outer[0], lists[outer[0]]
-
-
-def text_config(host: nn.Module) -> Any:
-    """The part of the host's config that describes its text decoder, or None."""
-    config: Any = getattr(host, "config", None)
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
-def host_depth(host: nn.Module) -> int | None:
-    """Number of decoder layers by the config, or None."""
-    return getattr(text_config(host), "num_hidden_layers", None)
-
-
-def host_width(host: nn.Module) -> int:
-    """Width d of the hidden states by the config.
-
-    Raises:
-        AttachError: the config does not say.
-    """
-    width = getattr(text_config(host), "hidden_size", None)
-    if not isinstance(width, int):
-        raise AttachError(f"the config of {type(host).__name__} has no hidden_size: is it a language model?")
-    return width

@@ -1,35 +1,51 @@
-"""Causal language models of transformers as hosts: adapters act behind or before chosen decoder layers."""
+"""Causal language models of transformers as hosts: adapters act after or before chosen decoder layers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.chunked import ChunkedAdapter, ChunkedLayers
-from mmattn.adapters.composed import ComposedAdapter, ComposedLayers
-from mmattn.adapters.gated import BlockLayers, GatedAdapter
-from mmattn.core.attention import combine_masks, visible_rows
-from mmattn.core.masks import media
-from mmattn.errors import AttachError, check_float
-from mmattn.hosts import calls
-from mmattn.hosts.adapted import AdaptedModel, Memories, check_host, forget_compiled
-from mmattn.hosts.augmenting import AugmentingModel, Reading
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.language_models import device_of, embeddings_of, text_config, width_of
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.text_state import TextState
+from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
-from mmattn.hosts.calls import Call, Piece
-from mmattn.hosts.causal_lm.decoder_layers import device_of, listen, maker_of, pick_layers, probe
-from mmattn.hosts.causal_lm.layer_search import find_layers, host_width
-from mmattn.hosts.causal_lm.text_state import forget_texts, inner_host, note_texts, past_length, refuse_packed, text_of
-from mmattn.hosts.neighbours import Blocks, Given, Neighbours
+from mmattn.hosts.calls import Call
+from mmattn.hosts.causal_lm.generation import (
+    IN_THREADS,
+    InThreads,
+    expansions_of,
+    forget_texts,
+    inner_host,
+    note_texts,
+    past_length,
+    prompt_of,
+    refuse_packed,
+)
+from mmattn.hosts.causal_lm.keywords import check_keywords
+from mmattn.hosts.causal_lm.layer_search import find_layers
+from mmattn.hosts.causal_lm.probe import probe
+from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.registry import register_host
 from mmattn.memory import Memory
+from mmattn.storage.pretrained import load_model
 
 
+@register_host
 class AdaptedCausalLM(AdaptedModel):
     """A causal language model with adapters.
+
+    Args:
+        host: the language model.
+        path: dotted name of its list of decoder layers, if it cannot be found.
+        require_memory: calls without a memory raise instead of giving the host's own answer.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
@@ -39,82 +55,102 @@ class AdaptedCausalLM(AdaptedModel):
     >>> ids = torch.tensor([[5, 6, 7]])
     >>> torch.equal(model(ids, memory=mmattn.Memory(torch.randn(1, 11, 24))).logits, model(ids).logits)  # fresh
     True
-    >>> model.detach() is lm
+    >>> model.unload() is lm
     True
     """
 
+    kind: ClassVar[str] = "causal_lm"
+    attaches_bare: ClassVar[bool] = False
+    predicts_tokens: ClassVar[bool] = True
+    replaced = ("generate", *IN_THREADS)
+
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
-        super().__init__(check_host(host), require_memory)
-        self._path, _ = find_layers(host, path)
+        super().__init__(host, require_memory)
+        self.path, _ = find_layers(host, path)
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Whatever no other kind of host matches: `find_layers` says what is missing."""
+        return True
 
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers of the host."""
-        layers = self.host.get_submodule(self._path)
+        layers = self.host.get_submodule(self.path)
         assert isinstance(layers, nn.ModuleList)
         return layers
 
-    def place(self, index: int) -> nn.Module:
-        """The decoder layer of this number."""
-        return self.layers[index]
+    def sites(self, position: str) -> list[Site]:
+        """Every decoder layer."""
+        layers, width = self.layers, width_of(self.host)
+        # The part of the host whose weights produce the hidden states at the site.
+        sources = [embeddings_of(self.host), *layers] if position == "before" else list(layers)
+        return [
+            Site(index, position, f"{self.path}.{index}", width, device_of(source))
+            for index, source in zip(range(len(layers)), sources, strict=False)
+        ]
 
-    def add_adapter(self, name: str, adapter: GatedAdapter | ChunkedAdapter | ComposedAdapter) -> None:
-        """Put another adapter on the host, active beside those that are.
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Prove with one forward of two tokens that what the adapter writes at its layers reaches the answer.
 
         Raises:
-            AttachError: the name is taken, or the host has no such layers. ConditionError: memory cannot reach them, or
-            this handle was detached.
+            AttachError: the host cannot be called as a language model is, or hands on states of another shape.
+            ConditionError: a layer whose output does not matter.
         """
-        self._check_new(name)
-        if not isinstance(adapter, (GatedAdapter, ChunkedAdapter, ComposedAdapter)):
-            raise AttachError(
-                "a language model takes a GatedAdapter, a ChunkedAdapter or a ComposedAdapter, got "
-                f"{type(adapter).__name__}"
-            )
-        picked = pick_layers(adapter, len(self.layers))
-        built = adapter.build(host_width(self.host), picked)
-        probe(self, picked, adapter.place)
-        # A block lives where the states that it changes are: with a device map, on several devices.
-        devices = [device_of(maker_of(self, index, adapter.place)) for index in picked]
-        for index, device in zip(picked, devices, strict=True):
-            built.block(index).to(device)
-        for part in (built.memory_norm, built.resampler):
-            if part is not None:
-                part.to(devices[0])
-        built.train(self.host.training)
-        self.adapters[name] = built
-        self.active.append(name)
-        self._refresh_hooks()
+        layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
+        with self.open_blocks.conditioned(None):
+            probe(self.host, layers, adapter.position, adapter.sites[0].width)
 
-    def _refresh_hooks(self) -> None:
-        forget_compiled()
-        for hook in self._hooks:
-            hook.remove()
-        parts = [self._adapter(name) for name in self.adapters]
-        used = sorted({(index, part.config.place) for part in parts for index in part.layers})
-        self._hooks = []
-        # peft's generate calls the model inside its own.
-        for host in dict.fromkeys((self.host, inner_host(self.host))):
-            self._hooks.append(host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
-            self._hooks.append(host.register_forward_hook(AfterHost(), always_call=True))
+    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
+        """The ids or embeddings of this forward, what is cached, and what `generate` has noted."""
+        refuse_packed(kwargs)
+        inputs = kwargs.get("input_ids", args[0] if args else None)
+        if inputs is None:
+            inputs = kwargs.get("inputs_embeds")
+        generation, call.generation = call.generation, None
+        if inputs is None:
+            return TextState(0, 0)  # the host says itself what it misses
+        return TextState(
+            rows=inputs.shape[0],
+            length=inputs.shape[1],
+            inputs=inputs,
+            past=past_length(kwargs),
+            attention_mask=kwargs.get("attention_mask"),
+            images=call.images,
+            prompt=call.prompt,
+            expansions=call.expansions,
+            generation=generation,
+        )
+
+    def install_hooks(self) -> list[Any]:
+        """Hook the adapters to the host and its layers, and have `generate` note texts where memory follows them."""
+        hooks = super().install_hooks()
+        inner = inner_host(self.host)
+        if inner is not self.host:
+            # peft's generate calls the model inside its own.
+            hooks.append(inner.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
+            hooks.append(inner.register_forward_hook(AfterHost(self), always_call=True))
         forget_texts(self.host)
-        if any(isinstance(part, (ChunkedLayers, ComposedLayers)) for part in parts):
+        if any(self.adapter(name).reads_whole_text for name in self.adapters):
             note_texts(self, self.host)
-        self._hooks += [listen(self, index, place) for index, place in used]
+        return hooks
 
-    # Entries that many requests look at ------------------------------------------------------------------------------
+    # Entries that many requests attend to ----------------------------------------------------------------------------
 
     def bank(self, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
-        """Keep the keys and values of every row of a memory (n, m, e), for requests that gather some of them.
+        """Cache the keys and values of every row of a memory, for requests that gather some of them.
 
         The bank is a copy on the device of the memory, and changes by its own verbs only.
 
         Args:
-            dtype: of the kept keys and values; that of the weights by default, to which they are cast when gathered.
+            memory: (n, m, e), a row for each entry.
+            dtype: of the cached keys and values; that of the weights by default, to which they are cast when gathered.
 
         Raises:
-            ShapeError, NonFiniteError: a memory that the active adapters cannot read, or one with scores or segments.
-            ConditionError: no adapter is active. ConfigError: keys depend on their place in the memory.
+            ShapeError: a memory that the active adapters cannot read, or one with scores or segments.
+            NonFiniteError: NaN or infinity.
+            ConditionError: no adapter is active.
+            ConfigError: keys depend on their place in the memory.
         """
         return Bank.make(self, memory, dtype)
 
@@ -122,8 +158,9 @@ class AdaptedCausalLM(AdaptedModel):
         """Read what `Bank.save` wrote.
 
         Args:
+            path: the file.
             mapped: leave entries and pages in the file, so that they need not fit in memory; the file is read through
-                once for its checksums. What is changed afterwards is kept in memory, and all of it once `add` or
+                once for its checksums. What is changed afterwards is held in memory, and all of it once `add` or
                 `refresh` needs more room.
 
         Raises:
@@ -133,220 +170,134 @@ class AdaptedCausalLM(AdaptedModel):
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        memory: Memories | None = None,
+        memory: Any = None,
         images: Tensor | None = None,
-        strength: float = 1.0,
+        adapter_scale: float = 1.0,
         **kwargs: Any,
     ) -> Any:
         """Call the host with a memory; returns what the host returns.
 
         Args:
+            input_ids: the host's own.
+            attention_mask: the host's own.
+            labels: the host's own.
             memory: (b, m, e), one row for each row of text; one for all adapters or one by adapter name. None: the
                 memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
-                function that finds the neighbours of chunks, for a `ComposedAdapter` an `AugmentingModel` model.
-            images, strength: as in `condition`.
+                function that finds the neighbours of chunks, for a `ComposedAdapter` an `AugmentingModel`.
+            images: as in `condition`.
+            adapter_scale: as in `condition`.
             kwargs: the host's own.
+
+        Raises:
+            ConfigError: a keyword that no part of the host knows.
         """
+        check_keywords(self.host, kwargs)
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         kwargs.update({name: value for name, value in given.items() if value is not None})
         if memory is None:
+            check_unused(images=(images, None), adapter_scale=(adapter_scale, 1.0))
             return self.host(**kwargs)
-        with calls.entered(self._key, self._call(memory, images, strength)):
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images)):
             return self.host(**kwargs)
 
     @contextlib.contextmanager
     def condition(
-        self, memory: Memories | None, *, images: Tensor | None = None, strength: float = 1.0
+        self, memory: Any, *, images: Tensor | None = None, adapter_scale: float = 1.0
     ) -> Iterator[AdaptedCausalLM]:
-        """Every call of the host inside the block, in this thread, sees this memory; None is no memory.
+        """Every call of the host inside the block sees this memory; None is no memory.
 
         Args:
             memory: one for all active adapters, or one by adapter name.
-            images: (b, l) how many images began at or before each token, for look="latest".
-            strength: multiplies what the adapters add; 0 is exactly nothing.
+            images: (b, l) images begun at or before each token, for visible_segments="latest" and "previous".
+            adapter_scale: multiplies what the adapters add; 0 is exactly nothing.
 
         Raises:
-            ShapeError, NonFiniteError: a memory that does not fit.
+            ShapeError: a memory that does not fit.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        with calls.entered(self._key, self._call(memory, images, strength)):
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images)):
             yield self
-
-    def _call(self, memory: Memories | None, images: Tensor | None, strength: float) -> Call | None:
-        self._check_reachable()
-        strength = check_float("strength", strength)
-        if memory is None:
-            self._check_not_needed()
-            return None
-        memories = self._prepare(memory)
-        for name, one in memories.items():
-            if isinstance(self._adapter(name), ChunkedLayers) and not isinstance(one, Neighbours):
-                memories[name] = Given(one, name)
-        return None if strength == 0 else Call(memories, images, strength)
 
     def generate(
         self,
         inputs: Tensor | None = None,
         *,
-        memory: Memories | None = None,
+        memory: Any = None,
         images: Tensor | None = None,
-        strength: float = 1.0,
+        adapter_scale: float = 1.0,
         **kwargs: Any,
     ) -> Any:
         """The host's `generate` with a memory, one row for each row of the prompt; beams share their row's.
 
         With `guidance_scale` both passes see the memory: it weighs the prompt, not the memory.
+
+        Args:
+            inputs: the prompt.
+            memory: as in `forward`.
+            images: as in `condition`.
+            adapter_scale: as in `condition`.
+            kwargs: the host's own.
         """
         if inputs is not None:
             kwargs["inputs"] = inputs
         if memory is None:
+            check_unused(images=(images, None), adapter_scale=(adapter_scale, 1.0))
             return self._host_generate(**kwargs)
-        with calls.entered(self._key, self._call(memory, images, strength)):
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images)):
             return self._host_generate(**kwargs)
 
     def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
         """What `host.generate` is while adapters are attached: rows are checked, then beams may multiply them."""
-        call = self._current()
-        if call is None:
-            return self._own_generate(*args, **kwargs)
-        prompt = (
-            args[0]
-            if args
-            else next(
-                (kwargs[name] for name in ("inputs", "input_ids", "inputs_embeds") if kwargs.get(name) is not None),
-                None,
-            )
-        )
-        rows = 1 if prompt is None else prompt.shape[0]
-        for name, prepared in call.memories.items():
-            calls.check_rows(rows, call, name, prepared)
-        inner = Call(call.memories, call.images, call.strength, expands=True)
-        inner.prompt = prompt
-        if prompt is not None and not prompt.is_floating_point():
-            for config in (self._adapter(name).config for name in call.memories):
-                if isinstance(config, GatedAdapter) and config.media_token is not None:
-                    inner.prompt_images[config.media_token] = calls.images_so_far(prompt, config.media_token)
-        with calls.entered(self._key, inner):
-            return self._own_generate(*args, **kwargs)
-
-    def _own_generate(self, *args: Any, **kwargs: Any) -> Any:
         own: Any = type(self.host)
-        return own.generate(self.host, *args, **kwargs)
+        call, _ = self.current_call()
+        if call is None:
+            return own.generate(self.host, *args, **kwargs)
+        prompt = prompt_of(args, kwargs)
+        rows = 1 if prompt is None else prompt.shape[0]
+        for name, source in call.sources.items():
+            TextState(rows, 0).check_rows(source.rows, name)
+        inner = replace(call, prompt=prompt, expansions=expansions_of(self.host, kwargs), generation=None)
+        with self.open_blocks.conditioned(inner):
+            return own.generate(self.host, *args, **kwargs)
 
-    def _join(self) -> None:
-        super()._join()
-        if hasattr(type(self.host), "generate"):
+    def join(self) -> None:
+        """Freeze the host, and take part in its ways to generate."""
+        super().join()
+        own = type(self.host)
+        if hasattr(own, "generate"):
             self.host.__dict__["generate"] = self._host_generate
+        self.host.__dict__.update({name: InThreads(self, name) for name in IN_THREADS if hasattr(own, name)})
 
-    def detach(self) -> nn.Module:
+    def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         forget_texts(self.host)
-        return super().detach()
+        return super().unload()
 
-    def adapt(self, index: int, x: Tensor, place: str) -> Tensor:
-        """What the hidden states x (b, l, d) behind or before layer `index` become in the current call."""
-        call = self._current()
-        if call is None:
-            return x
-        if call.probe is not None:
-            if (place, index) not in call.probe:
-                return x
-            disturbed = x.clone()
-            disturbed[call.probe[place, index]] += torch.linspace(-1, 1, x.shape[-1], device=x.device).to(x.dtype)
-            return disturbed
-        for name in call.memories:
-            adapter = self._adapter(name)
-            here = index in adapter.layers and adapter.config.place == place
-            if here and name in self.active and not calls.is_off(self._key, name):
-                x = self._look(x, call, name, adapter, index)
-        return x
+    # For the doctor and the shared tests -----------------------------------------------------------------------------
 
-    def _look(self, x: Tensor, call: Call, name: str, adapter: nn.Module, index: int) -> Tensor:
-        prepared = call.memories[name]
-        assert isinstance(adapter, BlockLayers)
-        if isinstance(prepared, Neighbours):
-            assert isinstance(adapter, ChunkedLayers)
-            return prepared.adapt(x, name, adapter, index, calls.part_of_piece(name), call.strength)
-        if isinstance(prepared, AugmentingModel):
-            assert isinstance(adapter, ComposedLayers)
-            reading: Reading = calls.part_of_piece(name)
-            return reading.adapt(x, adapter, index, call.strength)
-        rows, length = x.shape[:2]
-        calls.check_rows(rows, call, name, prepared)
-        queries = rows // max(prepared.batch, 1) * length
-        memory, kept = prepared.look(name, adapter, index, queries)
-        attention_mask = None
-        look = adapter.config.look
-        if look != "all":
-            images = calls.images_of_piece(call, adapter.config.media_token, rows, length).to(x.device)
-            segments = memory.segments
-            assert segments is not None
-            segments = segments.repeat_interleave(rows // prepared.batch, 0)
-            attention_mask = media(images, segments, "latest" if look == "latest" else "all").tensor
-        sizes = (rows, prepared.batch, 1, length, memory.length)
-        allowed = combine_masks(memory.mask, attention_mask, sizes)
-        seen = visible_rows(allowed, rows, memory.length, device=x.device)
-        return adapter.block(index)(
-            x,
-            memory.tokens if kept is None else kept,
-            mask=memory.mask if kept is None else None,
-            scores=memory.scores if adapter.config.score_bias and kept is None else None,
-            attention_mask=attention_mask,
-            seen=None if adapter.config.feed_forward_all else seen,
-            strength=call.strength,
-        )
+    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+        """Ids of a random text, long enough for two chunks where there are chunks, and where images are in it."""
+        known = text_config(self.host)
+        wanted = max(7, 2 * getattr(config, "chunk_size", 0) + 2)
+        length = min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
+        size = getattr(known, "vocab_size", 2)
+        device = device_of(embeddings_of(self.host))
+        batch = {"input_ids": torch.randint(size, (rows, length), generator=generator).to(device)}
+        if getattr(config, "visible_segments", "all") != "all":
+            batch["images"] = (torch.arange(length) // 3).clamp(max=2).expand(rows, -1).to(device)
+        return batch
 
+    @classmethod
+    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
+        """The language model of this name or in this folder.
 
-class BeforeHost:
-    """Notes, for the call under way, which piece of the text the host is about to read."""
-
-    def __init__(self, handle: AdaptedCausalLM) -> None:
-        self.handle = handle
-
-    def __call__(self, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = self.handle._current()
-        if call is None or call.probe is not None:
-            return
-        input_ids = kwargs.get("input_ids", args[0] if args else None)
-        refuse_packed(kwargs)
-        parts = self.parts(call, input_ids, kwargs)
-        # Only where it matters: a compiler cannot follow the note.
-        if parts or any(getattr(self.handle._adapter(name).config, "look", "all") != "all" for name in call.memories):
-            calls.reading(Piece(input_ids, past_length(kwargs), parts))
-
-    def parts(self, call: Call, input_ids: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Blocks | Reading]:
-        """What is there for the tokens of this piece, for each adapter whose memory grows with the text.
-
-        New chunks get their neighbours here, and other models read on.
+        Raises:
+            AdapterFileError: there is none.
         """
-        handle = self.handle
-        out: dict[str, Blocks | Reading] = {}
-        reading = {name: one for name, one in call.memories.items() if isinstance(one, (Neighbours, AugmentingModel))}
-        if not reading:
-            return {}
-        piece = input_ids if input_ids is not None else kwargs["inputs_embeds"]
-        text = text_of(call, piece, kwargs)
-        for name, one in reading.items():
-            calls.check_rows(len(text.real), call, name, one)
-            adapter = handle._adapter(name)
-            if name not in handle.active or calls.is_off(handle._key, name):
-                continue
-            # This very host may be asked, which then reads no memory.
-            with calls.entered(handle._key, None):
-                if isinstance(one, AugmentingModel):
-                    assert isinstance(adapter, ComposedLayers)
-                    out[name] = one.follow(text, name, adapter, call, past_length(kwargs) == 0)
-                elif isinstance(adapter, ChunkedLayers):
-                    out[name] = one.blocks(text, piece.shape[1], name, adapter)
-        return out
-
-
-class AfterHost:
-    """Forgets the piece, also when the host failed."""
-
-    def __call__(self, host: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls.reading(None)
+        model: nn.Module = load_model("AutoModelForCausalLM", name, "language model")
+        return model

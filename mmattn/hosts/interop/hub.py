@@ -6,13 +6,10 @@ import os
 import re
 import tempfile
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mmattn.adapters.folder import CARD, CONFIG, TENSORS
 from mmattn.errors import AdapterFileError, ConfigError
-
-if TYPE_CHECKING:
-    from mmattn.hosts.adapted import AdaptedModel
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -43,7 +40,7 @@ def local_folder(folder: str | PathLike[str], revision: str | None) -> str | Pat
 
 
 def push(
-    model: AdaptedModel,
+    model: Any,
     repository: str,
     name: str,
     *,

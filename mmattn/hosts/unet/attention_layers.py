@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from mmattn.adapters.decoupled import DecoupledAdapter, HeadSize
+from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError
 
 
-def find_places(host: nn.Module) -> tuple[str, ...]:
+def find_layer_names(host: nn.Module) -> tuple[str, ...]:
     """Names of the cross-attention layers of a UNet, in the order of its `attn_processors`.
 
     Raises:
         AttachError: it has none.
     """
-    processors: Any = getattr(host, "attn_processors", None)
-    names = [name.removesuffix(".processor") for name in processors] if isinstance(processors, dict) else []
-    modules = [(name, host.get_submodule(name)) for name in names]
-    found = tuple(name for name, module in modules if reads_text(module))
+    found = tuple(name for name in attention_names(host) if reads_text(host.get_submodule(name)))
     if not found:
         raise AttachError(
             f"{type(host).__name__} has no cross-attention layers beside which an adapter could read a memory; a "
@@ -29,23 +25,15 @@ def find_places(host: nn.Module) -> tuple[str, ...]:
     return found
 
 
+def attention_names(host: nn.Module) -> list[str]:
+    """Names of all attention layers of a diffusers model, none of anything else."""
+    processors: Any = getattr(host, "attn_processors", None)
+    return [name.removesuffix(".processor") for name in processors] if isinstance(processors, dict) else []
+
+
 def reads_text(attn: Any) -> bool:
     """Whether this is an `Attention` of diffusers that looks at the text."""
     return bool(getattr(attn, "is_cross_attention", False)) or getattr(attn, "added_kv_proj_dim", None) is not None
-
-
-def pick_places(adapter: DecoupledAdapter, places: Sequence[str]) -> list[int]:
-    """Numbers of the attention layers an adapter asks for.
-
-    Raises:
-        AttachError: the host has no block of that name.
-    """
-    if adapter.blocks is None:
-        return list(range(len(places)))
-    for prefix in adapter.blocks:
-        if not any(place.startswith(prefix) for place in places):
-            raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {places}")
-    return [index for index, place in enumerate(places) if place.startswith(adapter.blocks)]
 
 
 def text_width(host: nn.Module) -> int:
@@ -57,10 +45,10 @@ def text_width(host: nn.Module) -> int:
     return width
 
 
-def head_size(attn: Any) -> HeadSize:
+def head_size(attn: Any) -> HeadSizes:
     """Heads, key/value heads and head width of an attention layer of diffusers."""
     width = attn.inner_dim // attn.heads
-    return HeadSize(attn.heads, attn.inner_kv_dim // width, width)
+    return HeadSizes(attn.heads, attn.inner_kv_dim // width, width)
 
 
 def query_heads(attn: Any, x: Tensor, temb: Tensor | None) -> Tensor:

@@ -2,16 +2,16 @@
 
 With ε(c) what the host predicts under all conditions and ε(∅) without the dropped ones, equation 6 gives
 
-    ε = (1 + w) ε(c) − w ε(∅)
+    ε = ε(∅) + s (ε(c) − ε(∅)),     s = guidance_scale = 1 + w of the paper
 
-w = 0 is no guidance; diffusers' `guidance_scale` is 1 + w. The null is a real absence: the rows of the null half see no
+s = 1 is no guidance, as diffusers counts it. The null is a real absence: the rows of the null half see no
 text and no memory at all, unless a text is given to stand for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float
-from mmattn.hosts import calls
-from mmattn.hosts.adapted import Memories
-from mmattn.hosts.calls import Prepared
-from mmattn.hosts.unet.adapter_scale import Strength
+from mmattn.hosts.unet.adapter_scale import doubled
 from mmattn.hosts.unet.model import AdaptedUNet
-from mmattn.memory import Memory
 
 Predict = Callable[[Tensor, Any], Tensor]
 
@@ -35,22 +31,22 @@ class Guidance:
     """Settings of classifier-free guidance.
 
     Args:
-        w: how far beyond the conditions to go; 0 is no guidance. diffusers' `guidance_scale` is 1 + w.
+        guidance_scale: s, how far to go from the null towards the conditions and beyond; 1 is no guidance.
         drop: what the null goes without: "text" and names of adapters; None is all of them.
         rescale: φ, share of the way back to the standard deviation of ε(c) (arXiv 2305.08891, equations 15 and 16).
         interval: time steps (from, to) between which guidance acts (arXiv 2404.07724); outside ε(c) alone is asked for.
 
-    >>> Guidance(w=2.0, interval=(200, 800)).w
-    2.0
+    >>> Guidance(guidance_scale=3.0, interval=(200, 800)).guidance_scale
+    3.0
     """
 
-    w: float = 1.0
+    guidance_scale: float = 2.0
     drop: tuple[str, ...] | None = None
     rescale: float = 0.0
     interval: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        check_float("w", self.w)
+        check_float("guidance_scale", self.guidance_scale)
         check_float("rescale", self.rescale, at_least=0)
         if self.rescale > 1:
             raise ConfigError(f"rescale is a share from 0 to 1, got {self.rescale}")
@@ -65,8 +61,8 @@ class Guidance:
         *,
         text_mask: Tensor | None = None,
         null_text: Tensor | None = None,
-        memory: Memories | None = None,
-        strength: Any = 1.0,
+        memory: Any = None,
+        adapter_scale: Any = 1.0,
     ) -> Iterator[Predict]:
         """For one sampling run: a function (sample (b, …), time step) to the guided prediction.
 
@@ -75,7 +71,7 @@ class Guidance:
         Args:
             text: (b, m, e), the host's `encoder_hidden_states`. text_mask: (b, m) bool, needs `use_core`.
             null_text: (b or 1, n, e) stands for no text in hosts that were trained so; n = m, or less with `use_core`.
-            memory, strength: as in `AdaptedUNet.condition`; rows b.
+            memory, adapter_scale: as in `AdaptedUNet.condition`; rows b.
 
         Raises:
             ConfigError: an unknown name in `drop`. ConditionError: no way to leave out the text.
@@ -84,23 +80,23 @@ class Guidance:
         if self.drop is not None and (unknown := set(self.drop) - names):
             raise ConfigError(f"drop names {sorted(unknown)}; there are {sorted(names)}")
         drop = names if self.drop is None else set(self.drop)
-        whole = model._call(memory, strength, text_mask)
+        whole = model.make_call(memory, adapter_scale, text_mask=text_mask)
         both, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
-        memories = {} if whole is None else whole.memories
-        twice = {name: one if name in drop else _twice(one) for name, one in memories.items()}
-        given = {} if whole is None else whole.strengths
-        strengths = {name: given[name] if name in drop else _doubled(given[name]) for name in twice}
-        half = model._call(twice or None, strengths if twice else 1.0, both_mask, guided=True)
+        sources = {} if whole is None else whole.sources
+        twice = {name: one.prepared if name in drop else _twice(one.prepared) for name, one in sources.items()}
+        given = {} if whole is None else whole.scales
+        scales = {name: given[name] if name in drop else doubled(given[name]) for name in twice}
+        half = model.make_call(twice or None, scales if twice else 1.0, text_mask=both_mask, guided=True)
 
         def predict(sample: Tensor, timestep: Any) -> Tensor:
             inside = self.interval is None or self.interval[0] <= float(timestep) <= self.interval[1]
-            if self.w == 0 or not inside:
-                with calls.entered(model._key, whole):
+            if self.guidance_scale == 1 or not inside:
+                with model.open_blocks.conditioned(whole):
                     found: Tensor = model.host(sample, timestep, text).sample
                 return found
-            with calls.entered(model._key, half):
+            with model.open_blocks.conditioned(half):
                 null, given = model.host(torch.cat([sample, sample]), timestep, both).sample.chunk(2)
-            out = given + self.w * (given - null)
+            out = given + (self.guidance_scale - 1) * (given - null)
             if self.rescale:
                 axes = tuple(range(1, out.dim()))
                 matched = out * (given.std(axes, keepdim=True) / out.std(axes, keepdim=True))
@@ -141,18 +137,6 @@ def _halves(
     return torch.cat([text, text]), torch.cat([torch.zeros_like(real), real])
 
 
-def _doubled(strength: Strength) -> Strength:
-    """The same strength for two halves of rows."""
-    if isinstance(strength, Tensor):
-        return torch.cat([strength, strength])
-    if isinstance(strength, Mapping):
-        return {place: _doubled(inner) for place, inner in strength.items()}
-    if callable(strength):
-        schedule = strength
-        return lambda timestep: _doubled(schedule(timestep))
-    return strength
-
-
-def _twice(prepared: Prepared) -> Memory:
+def _twice(prepared: Any) -> Any:
     rows = list(range(prepared.batch))
     return prepared.memory[rows + rows]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,12 +18,9 @@ from torch import Tensor, nn
 
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
-from mmattn.hosts.unet.attention_layers import find_places, head_size, text_width
+from mmattn.hosts.unet.attention_layers import find_layer_names, head_size, text_width
 from mmattn.storage.atomic import replacing
 from mmattn.storage.tensor_files import check_values
-
-if TYPE_CHECKING:
-    from mmattn.hosts.unet.model import AdaptedUNet
 
 PROJECTION = {
     "image_proj.proj.weight": "projection.weight",
@@ -48,11 +45,11 @@ def read_ip_adapter(host: nn.Module, path: str | PathLike[str]) -> tuple[Decoupl
             f"{str(path)!r} is not a plain IP-Adapter: it lacks {missing} and holds {strange[:3]}"
             f"{' …' if len(strange) > 3 else ''}; files of the Plus, Full and FaceID kind are not read"
         )
-    places, width = find_places(host), text_width(host)
+    names, width = find_layer_names(host), text_width(host)
     state = {own: found[name] for name, own in PROJECTION.items()}
     expected = {}
-    for index, place in enumerate(places):
-        heads = head_size(host.get_submodule(place))
+    for index, layer_name in enumerate(names):
+        heads = head_size(host.get_submodule(layer_name))
         for letter in "kv":
             name = f"ip_adapter.{2 * index + 1}.to_{letter}_ip.weight"
             expected[name] = (heads.num_kv_heads * heads.head_dim, width)
@@ -62,7 +59,7 @@ def read_ip_adapter(host: nn.Module, path: str | PathLike[str]) -> tuple[Decoupl
         widths = sorted({shape[-1] for shape in given.values() if shape})
         raise AdapterFileError(
             f"{str(path)!r} was made for another base model: it has {len(given) // 2} layers for text {widths} wide, "
-            f"and this {type(host).__name__} has {len(places)} for text {width} wide; load it onto that base"
+            f"and this {type(host).__name__} has {len(names)} for text {width} wide; load it onto that base"
         )
     shapes = [tuple(found[name].shape) for name in PROJECTION]
     rows, memory_dim = shapes[0] if len(shapes[0]) == 2 else (0, 0)
@@ -99,7 +96,7 @@ def read_file(path: str | PathLike[str]) -> dict[str, Tensor]:
     return flat
 
 
-def write_ip_adapter(model: AdaptedUNet, path: str | PathLike[str], name: str) -> None:
+def write_ip_adapter(model: Any, path: str | PathLike[str], name: str) -> None:
     """Write the adapter `name` in the layout of IP-Adapter, atomically.
 
     Raises:
@@ -107,8 +104,8 @@ def write_ip_adapter(model: AdaptedUNet, path: str | PathLike[str], name: str) -
     """
     from safetensors.torch import save
 
-    adapter = model._adapter(name)
-    if adapter.config.tokens is None or adapter.resampler is not None or len(adapter.layers) != len(model.places):
+    adapter = model.adapter(name)
+    if adapter.config.tokens is None or adapter.resampler is not None or len(adapter.layers) != len(model.layer_names):
         raise ConditionError(
             f"adapter {name!r} is no IP-Adapter, which has tokens=, all blocks and no resampler; use save_adapter"
         )

@@ -6,7 +6,7 @@ text are made once per block of calls, and weights can be recorded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,10 @@ from mmattn.core.kv import KeyValue
 from mmattn.core.layers import PlainHeads
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.unet.attention_layers import query_heads
-
-if TYPE_CHECKING:
-    from mmattn.hosts.unet.denoising import Denoising
-    from mmattn.hosts.unet.model import AdaptedUNet
+from mmattn.hosts.unet.denoising import DenoisingCall, added_heads
 
 
-class OwnHeads(PlainHeads):
+class TextHeads(PlainHeads):
     """The host's own key and value projections, looked up at every use: LoRA may have replaced them."""
 
     def __init__(self, attn: Any) -> None:
@@ -41,12 +38,12 @@ class OwnHeads(PlainHeads):
         return self.__dict__["attn"].to_v
 
 
-class OwnAttention:
+class TextAttention:
     """The processor of one cross-attention layer while `use_core` holds."""
 
-    def __init__(self, handle: AdaptedUNet, index: int) -> None:
-        self.handle, self.index = handle, index
-        self.heads = OwnHeads(handle.place(index))
+    def __init__(self, model: Any, index: int, attn: Any) -> None:
+        self.model, self.index = model, index
+        self.heads = TextHeads(attn)
 
     def check(self, attn: Any) -> None:
         """Refuse layers that the core cannot stand in for.
@@ -55,7 +52,7 @@ class OwnAttention:
             ConditionError: the softmax spans text and pixels, queries are normalised, or the processor is not one of
                 diffusers' default ones.
         """
-        name = self.handle.places[self.index]
+        name = self.model.layer_names[self.index]
         processor = type(attn.processor).__name__
         if attn.added_kv_proj_dim is not None:
             raise ConditionError(f"use_core: {name} has one softmax over text and pixels together; adapters work there")
@@ -77,9 +74,9 @@ class OwnAttention:
     ) -> Tensor:
         """The attention layer's output (b, l, d), as diffusers' processors give it."""
         q = query_heads(attn, hidden_states, temb)
-        found, seen = self.look(attn, q, encoder_hidden_states, attention_mask)
+        found, seen = self.attend(attn, q, encoder_hidden_states, attention_mask)
         out = found.transpose(1, 2).flatten(2)
-        added = self.handle.added(self.index, q)
+        added = added_heads(self.model, self.index, q)
         out = attn.to_out[0](out if added is None else out + added)
         bias = getattr(attn.to_out[0], "bias", None)
         if seen is not None and bias is not None:
@@ -91,21 +88,21 @@ class OwnAttention:
             out = out + hidden_states
         return out / attn.rescale_output_factor if attn.rescale_output_factor != 1 else out
 
-    def look(self, attn: Any, q: Tensor, text: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def attend(self, attn: Any, q: Tensor, text: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the queries find in the text (b, h, l, k), and which rows (b, 1, 1) see any of it, None for all."""
         if isinstance(text, tuple):
             raise ConditionError("the host was given image embeddings of an IP-Adapter: call use_core(False) first")
         if text is None:
-            raise ConditionError(f"{self.handle.places[self.index]} was given no text (encoder_hidden_states)")
-        call = self.handle.denoising()
-        mask = self.mask(call, text, bias)
+            raise ConditionError(f"{self.model.layer_names[self.index]} was given no text (encoder_hidden_states)")
+        call = self.model.denoising_call()
+        mask = self.padding_mask(call, text, bias)
         seen = None if mask is None else mask.any(1)[:, None, None]
 
         def normed() -> Tensor:
             return attn.norm_encoder_hidden_states(text) if attn.norm_cross else text
 
         made: Tensor | KeyValue
-        if call is not None and self.may_keep(text):
+        if call is not None and self.is_cacheable(text):
             norm = attn.norm_cross.parameters() if attn.norm_cross else ()
             sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, torch.is_autocast_enabled(text.device.type))
@@ -115,7 +112,7 @@ class OwnAttention:
         out = self.heads(q, made, mask=None if isinstance(made, KeyValue) else mask)
         return out, seen
 
-    def mask(self, call: Denoising | None, text: Tensor, bias: Tensor | None) -> Tensor | None:
+    def padding_mask(self, call: DenoisingCall | None, text: Tensor, bias: Tensor | None) -> Tensor | None:
         """Which tokens of the text are real (b, m): by the call, or by the bias that diffusers makes of its masks."""
         given = None if call is None else call.text_mask
         if given is not None:
@@ -138,7 +135,7 @@ class OwnAttention:
             call.padding = (bias, mask)
         return mask
 
-    def may_keep(self, text: Tensor) -> bool:
+    def is_cacheable(self, text: Tensor) -> bool:
         """Whether K and V of this text can serve later calls: no gradients, and every change would be noticed.
 
         LoRA is switched, scaled and merged without a trace in its weights.

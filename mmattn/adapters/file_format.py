@@ -1,7 +1,9 @@
 """What may stand in an `adapter_config.json`: known fields, plain names, sizes within bounds.
 
-A file names things; it never decides what is imported or opened. The kind of an adapter is looked up in a dict that the
-caller gives, sizes are bounded before a tensor is made, and no text may look like a path, an address or a module.
+A file names things; it never decides what is imported or opened. The kind of an adapter is looked up among those that are
+registered, sizes are bounded before a tensor is created, and no text may look like a path, an address or a module.
+
+Format 2 has the names of DESIGN's second edition; files of format 1 are read by `migrations.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmattn.errors import AdapterFileError, MmattnError
+from mmattn.errors import AdapterFileError, AttachError, MmattnError
 
 FORMAT = "mmattn-adapter"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 MAX_LAYERS = 1024
 MAX_NUMBER = 1 << 20
@@ -43,6 +45,22 @@ def is_label(text: object) -> bool:
         and ".." not in text
         and not re.match(r"[A-Za-z]{1,20}:/|[A-Za-z]:|(https?|ftp|file|data|s3|gs|hf|www)[:.]", text)
     )
+
+
+def check_name(name: object) -> str:
+    """Return `name` if an adapter can be attached and saved by it.
+
+    Raises:
+        AttachError: it is not a plain name.
+    """
+    plain = isinstance(name, str) and _NAME.fullmatch(name) is not None and "." not in name
+    # An `nn.ModuleDict` has attributes that its entries cannot be named after.
+    if not plain or hasattr(nn.ModuleDict, str(name)):
+        raise AttachError(
+            f"an adapter's name must be 1 to 100 letters (a to z), digits, '_' and '-', beginning with a letter, digit "
+            f"or '_', and none of Python's words for dictionaries ('keys', …); got {name!r:.120}"
+        )
+    return str(name)
 
 
 def _text(pattern: re.Pattern[str]) -> Callable[[object], bool]:
@@ -73,6 +91,7 @@ _FIELDS: _Rules = {
     "format_version": (True, _size(1, FORMAT_VERSION), f"an int from 1 to {FORMAT_VERSION}"),
     "mmattn_version": (True, _text(_VERSION), "a version such as '0.1.0'"),
     "kind": (True, _text(_IDENTIFIER), "the name of a kind of adapter"),
+    "package": (False, _or_none(_text(_IDENTIFIER)), "the name of the package that registers the kind, or null"),
     "adapter": (True, lambda value: isinstance(value, dict), "an object with the adapter's settings"),
     "layers": (True, _are_layers, f"a rising list of layer numbers from 0 to {MAX_LAYERS - 1}"),
     "host": (True, lambda value: isinstance(value, dict), "an object with the host's class, sizes and fingerprint"),
@@ -80,6 +99,7 @@ _FIELDS: _Rules = {
     "name": (False, _text(_NAME), "a plain name of at most 100 letters, digits, '_', '-' and '.'"),
 }
 _HOST_FIELDS: _Rules = {
+    "kind": (False, _or_none(_text(_IDENTIFIER)), "the name of a kind of host"),
     "class": (True, _text(_IDENTIFIER), "the name of a class, without its module"),
     "model_type": (True, _or_none(_text(_NAME)), "a plain name or null"),
     "hidden_size": (True, _size(1, 65536), "an int from 1 to 65,536"),
@@ -167,16 +187,25 @@ def adapter_settings(adapter: Any) -> dict[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
-    """The adapter that `config` describes: an instance of one of the dataclasses in `kinds`, and of nothing else.
+    """The adapter settings that `config` describes.
+
+    Args:
+        config: checked, in the newest format.
+        kinds: the registered dataclasses by kind; it is an instance of one of them, and of nothing else.
 
     Raises:
         AdapterFileError: an unknown kind or setting, a value of another type, or one that the adapter itself refuses.
     """
     kind = config["kind"]
     if kind not in kinds:
-        raise AdapterFileError(
-            f"adapter_config.json is of kind {_short(kind)}, and this mmattn knows {', '.join(map(repr, kinds))}; "
+        package = config.get("package")
+        hint = (
             "update it with: pip install --upgrade mmattn"
+            if package in (None, "mmattn")
+            else f"the package {package!r} registers it: import that package first, then load again"
+        )
+        raise AdapterFileError(
+            f"adapter_config.json is of kind {_short(kind)}, and registered are {', '.join(map(repr, kinds))}; {hint}"
         )
     return _build(f"adapter_config.json, {kind} adapter", kinds[kind], config["adapter"])
 

@@ -1,4 +1,4 @@
-"""Gated cross-attention of published models onto their own text part: from a state dict, a file or a folder."""
+"""What published weights need to be read onto a language model: the sizes of the host, and the tensors of files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.published import TextHost, read_published
+from mmattn.adapters.language_models import depth_of, text_config, width_of
+from mmattn.adapters.published import TextHost
 from mmattn.errors import AdapterFileError, AttachError
-from mmattn.hosts.adapted import AdaptedModel
-from mmattn.hosts.causal_lm.layer_search import host_depth, host_width, text_config
 
 Weights = Mapping[str, Tensor] | str | PathLike[str]
 
@@ -24,12 +23,12 @@ def text_host(host: nn.Module) -> TextHost:
     Raises:
         AttachError: no language model.
     """
-    config, depth = text_config(host), host_depth(host)
+    config, depth = text_config(host), depth_of(host)
     if depth is None:
         raise AttachError(f"the config of {type(host).__name__} has no num_hidden_layers: is it a language model?")
     return TextHost(
         depth,
-        host_width(host),
+        width_of(host),
         getattr(config, "num_attention_heads", None),
         getattr(config, "rms_norm_eps", None),
         getattr(config, "hidden_act", None),
@@ -96,32 +95,3 @@ def read_weights(weights: Weights) -> tuple[Mapping[str, Tensor], str]:
     ):
         raise AdapterFileError(f"{source} must hold tensors by name, as a state dict does")
     return given, source
-
-
-def load_published(
-    host: nn.Module,
-    family: str,
-    weights: Weights,
-    name: str = "default",
-    *,
-    look: str = "latest",
-    media_token: int | None = None,
-    num_heads: int | None = None,
-    path: str | None = None,
-) -> Any:
-    """What `mmattn.load_published` does; everything is checked before the host is touched."""
-    from mmattn.hosts import attach
-
-    if isinstance(host, AdaptedModel):
-        host = host.host
-    tensors, source = read_weights(weights)
-    try:
-        facts = text_host(host)
-    except AttachError as error:
-        raise AdapterFileError(f"cannot load {family} onto {type(host).__name__}: {error}") from error
-    settings, state = read_published(
-        family, tensors, facts, look=look, media_token=media_token, num_heads=num_heads, source=source
-    )
-    model = attach(host, settings, name, path=path)
-    model._adapter(name).load_state_dict(state)
-    return model

@@ -1,0 +1,213 @@
+"""What the adapters of language models share: gated blocks before or after some of the host's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.gated_block import GATES, BlockLayout, GatedBlock, check_bool
+from mmattn.adapters.protocols import Host, Site
+from mmattn.adapters.resampler import Resampler
+from mmattn.core.layers import CrossAttention
+from mmattn.errors import AttachError, ConfigError, ShapeError, check_choice, check_float, check_int
+from mmattn.memory import Memory
+
+POSITIONS = ("after", "before")
+
+
+@dataclass(frozen=True)
+class BlockAdapter:
+    """Settings of gated blocks at the layers of a language model.
+
+    Args:
+        memory_dim: e, width of the memory.
+        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
+        layers: or the explicit list of host layers, counted from 0.
+        num_heads: h of the cross-attention.
+        head_dim: k of the cross-attention.
+        num_kv_heads: g of the cross-attention, h by default.
+        feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 keeps decoding fast);
+            0 leaves it out.
+        gate: "scalar", "head" or "channel": how many numbers the attention gate has.
+        qk_norm: as in `CrossAttention`.
+        null_slot: as in `CrossAttention`.
+        length_norm: as in `CrossAttention`.
+        dropout: as in `CrossAttention`.
+        position: the block acts "after" its host layer, or "before" it.
+        layout: norms and activation as in published models.
+    """
+
+    memory_dim: int
+    every: int | None = None
+    layers: tuple[int, ...] | None = None
+    num_heads: int = 8
+    head_dim: int = 64
+    num_kv_heads: int | None = None
+    feed_forward: float = 1.0
+    gate: str = "scalar"
+    qk_norm: bool = False
+    null_slot: bool = False
+    length_norm: float | None = None
+    dropout: float = 0.0
+    position: str = "after"
+    layout: BlockLayout = field(default_factory=BlockLayout)
+
+    positions: ClassVar[tuple[str, ...]] = POSITIONS
+
+    def __post_init__(self) -> None:
+        check_int("memory_dim", self.memory_dim, at_most=65536)
+        if self.every is not None and self.layers is not None:
+            raise ConfigError(f"give every or layers, not both; got every={self.every} and layers={self.layers}")
+        if self.every is not None:
+            check_int("every", self.every, at_most=1024)
+        if self.layers is not None:
+            if not isinstance(self.layers, Sequence) or isinstance(self.layers, str) or not self.layers:
+                raise ConfigError(f"layers must be a list of host layers counted from 0, got {self.layers!r}")
+            selected = tuple(check_int("layers", layer, at_least=0, at_most=4095) for layer in self.layers)
+            if len(set(selected)) != len(selected):
+                raise ConfigError(f"layers must differ from each other, got {list(selected)}")
+            object.__setattr__(self, "layers", tuple(sorted(selected)))
+        heads = check_int("num_heads", self.num_heads, at_most=1024)
+        check_int("head_dim", self.head_dim, at_most=1024)
+        if self.num_kv_heads is not None and heads % check_int("num_kv_heads", self.num_kv_heads, at_most=1024):
+            raise ConfigError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {heads}")
+        check_float("feed_forward", self.feed_forward, at_least=0, below=64.1)
+        check_choice("gate", self.gate, GATES)
+        check_choice("position", self.position, POSITIONS)
+        check_bool("qk_norm", self.qk_norm)
+        check_bool("null_slot", self.null_slot)
+        if self.length_norm is not None:
+            check_float("length_norm", self.length_norm, at_least=1)
+        check_float("dropout", self.dropout, at_least=0, below=1)
+        as_settings(self, "layout", BlockLayout)
+
+    def sites(self, host: Host) -> list[Site]:
+        """The layers that `layers` or `every` names.
+
+        Raises:
+            AttachError: the host is not that deep.
+        """
+        offered = host.sites(self.position)
+        depth = len(offered)
+        if self.layers is not None:
+            if self.layers[-1] >= depth:
+                raise AttachError(f"layers {list(self.layers)} were asked for and the host has layers 0 to {depth - 1}")
+            return [offered[layer] for layer in self.layers]
+        every = 4 if self.every is None else self.every
+        if every > depth:
+            raise AttachError(
+                f"every={every} was asked for and the host has only {depth} layers: choose at most {depth}"
+            )
+        return offered[every - 1 :: every]
+
+    def attention_settings(self) -> dict[str, Any]:
+        """Further arguments of the cross-attention of the blocks."""
+        return {}
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """A random memory (rows, 5, e), some slots masked."""
+        return random_memory(generator, rows, self.memory_dim)
+
+
+@dataclass(frozen=True)
+class SlotAdapter(BlockAdapter):
+    """Settings of gated blocks over a memory whose slots may be resampled, or have scores.
+
+    Args:
+        score_bias: as in `CrossAttention`; the memory must have scores.
+        resampler: turn the memory into few latents first.
+
+    The others are those of `BlockAdapter`.
+    """
+
+    score_bias: bool = False
+    resampler: Resampler | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bool("score_bias", self.score_bias)
+        as_settings(self, "resampler", Resampler, optional=True)
+        if self.resampler is not None and self.score_bias:
+            raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
+
+    def attention_settings(self) -> dict[str, Any]:
+        """Scores, where they are read."""
+        return {"score_bias": self.score_bias}
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """A random memory (rows, 5, e), some slots masked, with scores where they are read."""
+        return random_memory(generator, rows, self.memory_dim, scores=self.score_bias)
+
+
+def as_settings(config: Any, name: str, kind: type, optional: bool = False) -> None:
+    """Turn a field given as a mapping (of a YAML file) into its dataclass.
+
+    Raises:
+        ConfigError: it is neither, or has unknown settings.
+    """
+    value = getattr(config, name)
+    if isinstance(value, dict):
+        try:
+            value = kind(**value)
+        except TypeError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        object.__setattr__(config, name, value)
+    if not isinstance(value, kind) and not (optional and value is None):
+        raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
+class BlockLayers(AdapterLayers):
+    """Gated blocks at some layers of one host, and how the memory is read for them.
+
+    Args:
+        config: the settings.
+        sites: where the blocks are.
+    """
+
+    def __init__(self, config: BlockAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        self.score_bias = getattr(config, "score_bias", False)
+        self.memory_norm = nn.LayerNorm(config.memory_dim) if config.layout.memory_norm else None
+        self._add_resampler(getattr(config, "resampler", None))
+        self.blocks = nn.ModuleDict(
+            {str(site.layer): GatedBlock(config, site.width, config.attention_settings()) for site in self.sites}
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the memory's norm, or of the first block where there is none."""
+        weight = self.block(self.layers[0]).norm.weight if self.memory_norm is None else self.memory_norm.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def block(self, layer: int) -> GatedBlock:
+        """The block at host layer `layer`."""
+        block = self.blocks[str(layer)]
+        assert isinstance(block, GatedBlock)
+        return block
+
+    def attention(self, layer: int) -> CrossAttention:
+        """The cross-attention of the block at host layer `layer`."""
+        return self.block(layer).attention
+
+    def check_memory(self, memory: Memory) -> None:
+        """Refuse a memory that this adapter cannot read.
+
+        Raises:
+            ShapeError: another width, or scores are missing.
+        """
+        super().check_memory(memory)
+        if self.score_bias and memory.scores is None:
+            raise ShapeError(f"adapter {self.name!r} was made with score_bias=True and the memory has no scores")
+
+    def read(self, memory: Memory) -> Memory:
+        """The memory as every block sees it: normalised and resampled where the adapter has it so."""
+        read = self._cast_memory(memory)
+        if self.memory_norm is not None:
+            read = read.replace(self.memory_norm(read.tokens))
+        return read if self.resampler is None else self.resampler(read)

@@ -1,0 +1,213 @@
+"""A memory given as vectors: normalised and resampled once, its keys and values projected once, for many calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.text_state import TextState
+from mmattn.core.attention import combine_masks, visible_rows
+from mmattn.core.kv import KeyValue
+from mmattn.core.tensor_cache import TensorCache
+from mmattn.memory import Memory
+
+# Cached keys and values decode faster at every size measured, but the memory itself is stored once for all layers: above
+# this many bytes of K and V per adapter it is cached instead ("absorbed").
+ABSORB_ABOVE = 1 << 30
+# Queries per memory row from which an absorbed memory is projected for the occasion.
+ABSORB_BELOW = 32
+
+
+class Reader(Protocol):
+    """What is asked of the trainable part of an adapter that projects a memory."""
+
+    name: str
+    layers: tuple[int, ...]
+    score_bias: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight on the device and in the dtype in which a memory is read."""
+
+    def read(self, memory: Memory) -> Memory:
+        """The memory as every block sees it."""
+
+    def reading_parameters(self) -> Iterator[nn.Parameter]:
+        """The weights that `read` uses."""
+
+    def attention(self, layer: int) -> Any:
+        """What projects the memory for a host layer."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All weights."""
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """What was computed of a memory for one adapter, by host layer, and under None the memory as the adapter reads it."""
+
+    adapter: weakref.ref[Any]
+    cache: TensorCache = field(default_factory=TensorCache)
+
+
+class PreparedMemory:
+    """A memory with what the adapters of a host computed of it, used by many calls; what `model.prepare` returns.
+
+    Keys and values are projected at their first use, cached only while no gradients are needed, and projected again when
+    the memory or a weight was changed.
+
+    Args:
+        memory: the memory; it stays as it is.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._entries: dict[tuple[str, torch.dtype | None], CacheEntry] = {}
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return self.memory.batch
+
+    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> KeyValue | None:
+        """Cached keys and values of the memory, as `read` gave it, for the block at a host layer.
+
+        Args:
+            adapter: the trainable part that reads.
+            layer: number of the host's layer.
+            memory: what `read` returned.
+            queries: how many look at each row of the memory.
+
+        Returns:
+            None where nothing is cached: the block projects for itself.
+        """
+        if self._is_uncached(adapter):
+            return None
+        attention = adapter.attention(layer)
+        size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
+        absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
+        if absorb and queries > ABSORB_BELOW:
+            return None
+        scores = memory.scores if adapter.score_bias else None
+        # Absorbed, every layer reads the same tensor: computed once.
+        shared = absorb and scores is None
+        projected: KeyValue = self._cache_of(adapter).once(
+            -1 if shared else layer,
+            [memory.tokens, *(() if shared else attention.projecting_parameters())],
+            lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),
+        )
+        return projected
+
+    def read(self, adapter: Reader) -> Memory:
+        """The memory as an adapter reads it."""
+        if self._is_uncached(adapter):
+            return adapter.read(self.memory)
+        sources = [*self.memory.tensors(), *adapter.reading_parameters()]
+        memory: Memory = self._cache_of(adapter).once(None, sources, lambda: adapter.read(self.memory))
+        return memory
+
+    def _is_uncached(self, adapter: Reader) -> bool:
+        """Nothing is cached while gradients are needed, nor inside a graph being traced."""
+        if torch.compiler.is_compiling():
+            return True
+        return torch.is_grad_enabled() and (
+            self.memory.tokens.requires_grad or any(parameter.requires_grad for parameter in adapter.parameters())
+        )
+
+    def _cache_of(self, adapter: Reader) -> TensorCache:
+        device = adapter.weight.device.type
+        key = adapter.name, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        entry = self._entries.get(key)
+        # Another host may have an adapter of this name.
+        if entry is None or entry.adapter() is not adapter:
+            entry = self._entries[key] = CacheEntry(weakref.ref(adapter))
+        return entry.cache
+
+    def nbytes(self) -> int:
+        """Bytes of cached keys and values."""
+        return sum(entry.cache.nbytes() for entry in self._entries.values())
+
+
+class ProjectedView:
+    """A memory in one forward: cached keys and values, or else its slots with mask and scores.
+
+    Args:
+        memory: as the adapter reads it.
+        projected: by host layer, keys and values where they are cached.
+        attention_mask: (b, 1, l, m) bool, which slots each token sees; None for all that are real.
+        seen: (b, l or 1, 1) bool, which tokens see anything; None where all do.
+        scored: whether the adapter reads scores.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        projected: dict[int, KeyValue | None],
+        attention_mask: Tensor | None,
+        seen: Tensor | None,
+        scored: bool,
+    ) -> None:
+        self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
+        self.tokens, self.mask = memory.tokens, memory.mask
+        self.scores = memory.scores if scored else None
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """What a block gives for x, in a host layer."""
+        projected = self.projected[layer]
+        slots = {} if projected is not None else {"mask": self.mask, "scores": self.scores}
+        found: Tensor = block(
+            x,
+            self.tokens if projected is None else projected,
+            attention_mask=self.attention_mask,
+            seen=self.seen,
+            adapter_scale=adapter_scale,
+            **slots,
+        )
+        return found
+
+
+Visibility = Callable[[TextState, Memory], Tensor]
+
+
+class ProjectedMemory:
+    """A prepared memory bound to the adapter that reads it.
+
+    Args:
+        prepared: the memory.
+        adapter: the trainable part that reads it.
+        visibility: gives the attention mask (b, 1, l, m) of a forward; None where every token sees every slot.
+    """
+
+    view = ProjectedView
+
+    def __init__(self, prepared: PreparedMemory, adapter: Reader, visibility: Visibility | None = None) -> None:
+        self.prepared, self.adapter, self.visibility = prepared, adapter, visibility
+        self.rows: int | None = prepared.batch
+        self.follows_text = visibility is not None
+
+    def step(self, text: TextState) -> ProjectedView:
+        """What this forward sees.
+
+        Raises:
+            ShapeError: the rows of the text are not those of the memory.
+        """
+        text.check_rows(self.rows, self.adapter.name)
+        memory = self.prepared.read(self.adapter)
+        rule = None if self.visibility is None else self.visibility(text, memory)
+        sizes = (text.rows, memory.batch, 1, text.length, memory.length)
+        allowed = combine_masks(memory.mask, rule, sizes)
+        seen = visible_rows(allowed, text.rows, memory.length, device=memory.device)
+        queries = text.rows // max(memory.batch, 1) * text.length
+        projected = {
+            layer: self.prepared.project(self.adapter, layer, memory, queries) for layer in self.adapter.layers
+        }
+        return self.view(memory, projected, rule, seen, self.adapter.score_bias)
+
+    def as_memory(self, text: TextState) -> Memory:
+        """The memory itself."""
+        return self.prepared.memory.detach()

@@ -1,0 +1,130 @@
+"""What an adapter, its memory and its host must offer each other: the seams at which a new kind is one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.text_state import TextState
+from mmattn.memory import Memory
+
+POSITIONS = ("before", "after", "inside")
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of one attention layer of a host.
+
+    Args:
+        num_heads: h.
+        num_kv_heads: g.
+        head_dim: k.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of a host at which an adapter may act.
+
+    Args:
+        layer: number of the host's layer, counted from 0.
+        position: "before" or "after" the layer, on its hidden states (b, l, d); "inside" an attention layer, on its
+            queries (b, h, l, k).
+        module: dotted name of the layer in the host.
+        width: d of the hidden states; "inside", the width of what the host's own keys and values are projected from.
+        device: where the hidden states are, so where the adapter's block belongs.
+        heads: "inside", the sizes of the host's attention.
+    """
+
+    layer: int
+    position: str
+    module: str
+    width: int
+    device: torch.device
+    heads: HeadSizes | None = None
+
+
+class Host(Protocol):
+    """What an adapter's settings may ask of the host that they are put on."""
+
+    def sites(self, position: str) -> list[Site]:
+        """Every site of this position, in the order of the layers."""
+
+
+class View(Protocol):
+    """What the tokens of one forward see of a memory."""
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """What x becomes at a site.
+
+        Args:
+            x: hidden states (b, l, d), which come back changed; "inside" an attention layer its queries (b, h, l, k),
+                for which comes back what is added to the result of the host's heads.
+            block: the adapter's block at this layer.
+            layer: number of the host's layer.
+            adapter_scale: multiplies what is added.
+        """
+
+
+class MemorySource(Protocol):
+    """What `memory=` becomes for one call: a memory bound to the adapter that reads it.
+
+    Attributes:
+        rows: rows of the memory; None fits any text.
+        follows_text: whether `step` must know the text; where it need not, a host may be called in part or compiled.
+    """
+
+    rows: int | None
+    follows_text: bool
+
+    def step(self, text: TextState) -> View:
+        """What this forward sees; called once for each forward of the host.
+
+        Raises:
+            ShapeError: the rows do not fit.
+            ConditionError: something that must be known of the text is not.
+        """
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Everything that a whole text sees as one `Memory`, for experiments with other contents.
+
+        Raises:
+            ConfigError: there is no such memory.
+        """
+
+
+class AdapterConfig(Protocol):
+    """The settings of one kind of adapter: a frozen dataclass, registered by `register_adapter`.
+
+    Attributes:
+        kind: the name of the kind in `adapter_config.json`.
+        positions: the positions of the sites it acts at.
+        example_call: one line of code for the card of a saved adapter.
+        memory_dim: e, width of the memory.
+    """
+
+    kind: ClassVar[str]
+    positions: ClassVar[tuple[str, ...]]
+    example_call: ClassVar[str]
+    memory_dim: int
+
+    def sites(self, host: Host) -> list[Site]:
+        """Where the adapter acts on this host.
+
+        Raises:
+            AttachError: the host has no such layers.
+        """
+
+    def build(self, sites: Sequence[Site]) -> nn.Module:
+        """The trainable part for these sites, an `AdapterLayers`."""
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """A random memory that this adapter can read, some of its slots masked; for the doctor and the shared tests."""

@@ -1,0 +1,149 @@
+"""What a host is given in one forward: which tokens, how many came before, and where known the whole text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConditionError, ShapeError
+
+
+@dataclass(frozen=True)
+class GenerationInput:
+    """What `generate` is about to give to the host.
+
+    Args:
+        ids: token ids of the text so far (b, any).
+        mask: (b, t) bool, True = a real token; None where every token is real.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class TextState:
+    """The tokens of one forward of a host, and what is known of the text that they continue.
+
+    Args:
+        rows: b, rows of the batch.
+        length: l, tokens (or pixels) of this forward.
+        inputs: ids (b, l) or embeddings (b, l, d) that the host was called with; None where only a part of the host was
+            called.
+        past: tokens in the host's cache; None where the host does not say.
+        attention_mask: what the host was called with under this name.
+        images: (b, l) int, images begun at or before each token, where the caller says so.
+        prompt: what `generate` was called with, ids (b, l) or embeddings (b, l, d).
+        expansions: inside `generate`, how many rows of text a row of the prompt may have become (beams); else empty.
+        generation: what `generate` last prepared for the host.
+    """
+
+    rows: int
+    length: int
+    inputs: Tensor | None = None
+    past: int | None = None
+    attention_mask: Any = None
+    images: Tensor | None = None
+    prompt: Tensor | None = None
+    expansions: frozenset[int] = frozenset()
+    generation: GenerationInput | None = None
+
+    def check_rows(self, memory_rows: int | None, name: str) -> None:
+        """Rows of text must be rows of memory, or inside `generate` the beams of them.
+
+        Args:
+            memory_rows: rows of the memory; None fits any text.
+            name: of the adapter that reads it.
+
+        Raises:
+            ShapeError: they are not.
+        """
+        rows = self.rows
+        if memory_rows is None or rows == memory_rows or any(rows == n * memory_rows for n in self.expansions):
+            return
+        hint = f"; to share one memory between all rows say memory.expand({rows})" if memory_rows == 1 else ""
+        raise ShapeError(
+            f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
+            f"each row of text{hint}"
+        )
+
+    @property
+    def input_ids(self) -> Tensor | None:
+        """Token ids (b, l) of this forward, None where it was given embeddings or nothing is known."""
+        return None if self.inputs is None or self.inputs.is_floating_point() else self.inputs
+
+    @cached_property
+    def whole(self) -> tuple[Tensor, Tensor | None]:
+        """The text up to the end of this forward: which tokens are real (b, t) bool, and their ids (b, t) where known.
+
+        Raises:
+            ConditionError: it is not known how much text came before, or which of it is padding.
+        """
+        if self.inputs is None:
+            raise ConditionError(
+                "what this adapter reads depends on the whole text, and only a part of the host was called: call the "
+                "object that was given to attach"
+            )
+        noted = self.generation
+        mask = self.attention_mask if noted is None else noted.mask
+        total = None if self.past is None else self.past + self.length
+        if total is None and noted is not None:
+            embedded = 0 if self.prompt is None or not self.prompt.is_floating_point() else self.prompt.shape[1]
+            total = embedded + noted.ids.shape[1]
+        if mask is None and total is not None:
+            real = torch.ones(self.rows, total, dtype=torch.bool, device=self.inputs.device)
+        elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == total:
+            real = mask.bool()
+        else:
+            given = f"of {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            past = "an unknown number" if self.past is None else self.past
+            raise ConditionError(
+                f"which tokens of the whole text are real must be known: this forward has {self.length} tokens after "
+                f"{past} in the cache, and attention_mask is {given}; give it as (b, all tokens so far), or use generate"
+            )
+        ids = self.inputs if noted is None else noted.ids
+        if noted is not None and ids.shape[1] != total and self.prompt is not None:
+            # A prompt that is prefilled in chunks is prepared chunk by chunk.
+            ids = self.prompt[:, :total].repeat_interleave(self.rows // self.prompt.shape[0], 0)
+        return real, ids if ids.shape == real.shape and not ids.is_floating_point() else None
+
+    def images_begun(self, media_token: int | None) -> Tensor:
+        """How many images began at or before each token of this forward, (b, l).
+
+        Args:
+            media_token: id of the token that stands for an image.
+
+        Raises:
+            ConditionError: it cannot be known here.
+        """
+        past, known, ids = self.past, self.images, self.input_ids
+        if known is None and media_token is not None:
+            if self.prompt is not None and not self.prompt.is_floating_point():
+                known = images_so_far(self.prompt, media_token)
+            elif ids is not None and past == 0:
+                known = images_so_far(ids, media_token)
+        if known is None:
+            raise ConditionError(
+                "visible_segments='latest' and 'previous' must know which images began before each token: give "
+                "images=(b, l), or media_token= to the adapter and the text from its first token on"
+            )
+        if known.shape[1] == self.length and not self.expansions:
+            past = 0
+        if past is None:
+            raise ConditionError(
+                "the host does not say how many tokens came before those of this forward: give images=(b, l) for it"
+            )
+        if known.shape[0] != self.rows:
+            known = known.repeat_interleave(self.rows // known.shape[0], 0)
+        # Tokens written after the prompt see its last image.
+        index = torch.arange(past, past + self.length, device=known.device).clamp(max=known.shape[1] - 1)
+        return known[:, index]
+
+
+def images_so_far(input_ids: Tensor, media_token: int) -> Tensor:
+    """How many images began at or before each token, (b, l), from the ids (b, l)."""
+    return (input_ids == media_token).cumsum(1)

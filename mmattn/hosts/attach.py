@@ -1,0 +1,91 @@
+"""`attach`: an adapter on a frozen host."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from mmattn.adapters.protocols import AdapterConfig
+from mmattn.errors import AttachError
+from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.attached import adapted, check_host
+from mmattn.hosts.interop.quantised import stored
+from mmattn.hosts.registry import host_kind
+
+
+def attach(
+    host: nn.Module,
+    adapter: AdapterConfig | None = None,
+    name: str = "default",
+    *,
+    path: str | None = None,
+    require_memory: bool = False,
+) -> Any:
+    """Put an adapter on a frozen host; the host's answers stay bit for bit what they were until it is trained.
+
+    Args:
+        host: any causal language model of transformers, any UNet of diffusers with cross-attention, a model of a kind
+            that was registered with `mmattn.hosts.register_host`, or what `attach` returned for it.
+        adapter: its settings: a `GatedAdapter`, `ChunkedAdapter` or `ComposedAdapter` for a language model, a
+            `DecoupledAdapter` for a UNet, or a kind of your own. A UNet may go without: its own text can go through the
+            core, see `AdaptedUNet.use_core`.
+        name: to switch, combine and save it by.
+        path: dotted name of the list of decoder layers in a language model, if it cannot be found.
+        require_memory: calls without a memory raise instead of giving the host's own answer.
+
+    Returns:
+        the `AdaptedModel` of the host's kind: `AdaptedCausalLM`, `AdaptedUNet`, …
+
+    Raises:
+        AttachError: the name is taken or no plain name, the layers do not exist, the adapter is for another kind of
+            host, or an option does not apply here.
+        ConditionError: the host is compiled, has no weights, its 4-bit weights were laid out anew by an earlier call, or
+            memory would not reach a layer. Nothing is changed then.
+    """
+    if isinstance(host, AdaptedModel):
+        host = host.host
+    model = adapted(host) if isinstance(host, nn.Module) else None
+    fresh = model is None
+    if model is None:
+        model = adapted_model(host, path, require_memory)
+    else:
+        check_same_options(model, path, require_memory)
+    if adapter is not None or not model.attaches_bare:
+        with stored(model.host):
+            model.add_adapter(name, adapter)
+    if fresh:
+        model.join()
+    return model
+
+
+def adapted_model(host: nn.Module, path: str | None, require_memory: bool = False) -> Any:
+    """The adapted model of a host that has none yet; the host is not changed.
+
+    Raises:
+        AttachError: no kind of host matches, or `path` is not for this kind.
+    """
+    kind = host_kind(check_host(host))
+    options: dict[str, Any] = {"require_memory": require_memory}
+    if path is not None:
+        if "path" not in inspect.signature(kind).parameters:
+            raise AttachError(
+                f"path={path!r} names a list of decoder layers, and {type(host).__name__} is a host of kind "
+                f"{kind.kind!r}, which has none: leave it out"
+            )
+        options["path"] = path
+    return kind(host, **options)
+
+
+def check_same_options(model: AdaptedModel, path: str | None, require_memory: bool) -> None:
+    """Refuse options that an earlier `attach` has decided otherwise.
+
+    Raises:
+        AttachError: one differs.
+    """
+    decided = getattr(model, "path", None)
+    if path is not None and path != decided:
+        raise AttachError(f"path={path!r} was given, and the first attach decided path={decided!r}: unload() first")
+    if require_memory and not model.require_memory:
+        raise AttachError("require_memory=True was given, and the first attach decided False: set model.require_memory")

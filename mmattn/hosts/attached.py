@@ -1,0 +1,145 @@
+"""Being together with a host: moved, cast and frozen with it, invisible in it, and gone from it without a trace."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.interop.quantised import keep_stored, let_change
+from mmattn.hosts.interop.sharded import reshard
+
+_MARK = "_mmattn"
+
+
+class AttachedModel(nn.Module):
+    """A host and the adapters beside it. Whatever is not found here is looked up on the host.
+
+    The host keeps its own modules, hooks apart: `host.state_dict()`, `save_pretrained` and every tool that walks the
+    host see it as it was. `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
+
+    Args:
+        host: the frozen model.
+    """
+
+    # Methods of the host that are replaced on it while adapters are attached, by name.
+    replaced: tuple[str, ...] = ()
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__()
+        self.training = host.training
+        self.host = host
+        self.adapters = nn.ModuleDict().train(host.training)
+        self._hooks: list[Any] = []
+        self._frozen: list[nn.Parameter] = []
+        self._stored: list[nn.Module] = []
+
+    def train(self, mode: bool = True) -> AttachedModel:
+        """Set training mode of host and adapters."""
+        self.host.train(mode)
+        self.training = mode
+        return self
+
+    def _host_train(self, mode: bool = True) -> nn.Module:
+        type(self.host).train(self.host, mode)
+        self.adapters.train(mode)
+        self.training = mode
+        return self.host
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AttachedModel:
+        self.host._apply(fn, recurse)
+        return self
+
+    def _host_apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        type(self.host)._apply(self.host, fn, recurse)
+        self.adapters._apply(fn, recurse)
+        return self.host
+
+    def join(self) -> None:
+        """Freeze the host, and follow it where it is moved."""
+        self._stored = keep_stored(self.host)
+        reshard(self.host)
+        if not has_peft(self.host):
+            # What peft froze is its own to unfreeze.
+            self._frozen = [parameter for parameter in self.host.parameters() if parameter.requires_grad]
+            for parameter in self._frozen:
+                parameter.requires_grad_(False)
+        self.host.__dict__.update({"_apply": self._host_apply, "train": self._host_train, _MARK: self})
+
+    def unload(self) -> nn.Module:
+        """Give back the very same host with no trace of the adapters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for name in ("_apply", "train", _MARK, *self.replaced):
+            self.host.__dict__.pop(name, None)
+        if not has_peft(self.host):
+            # Since peft came on, what is trained of the host is for peft to say.
+            for parameter in self._frozen:
+                parameter.requires_grad_(True)
+        self._frozen = []
+        let_change(self._stored)
+        self._stored = []
+        forget_compiled()
+        return self.host
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "host":
+                raise
+            return getattr(super().__getattr__("host"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttachedModel:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a host with adapters cannot be pickled: save the adapter with save_adapter(path), the host with "
+            "save_pretrained, and join them again with mmattn.load(host, path)"
+        )
+
+
+def adapted(host: nn.Module) -> Any:
+    """The adapted model of a host that has adapters, or None."""
+    return host.__dict__.get(_MARK)
+
+
+def has_peft(host: nn.Module) -> bool:
+    """Whether peft has put layers into a host, so that it says what is trained."""
+    return getattr(host, "peft_config", None) is not None or any(hasattr(part, "base_layer") for part in host.modules())
+
+
+def forget_compiled() -> None:
+    """Compiled code does not notice hooks that come or go later: have it traced again."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def check_host(host: object) -> nn.Module:
+    """Refuse what cannot be joined.
+
+    Raises:
+        AttachError: not a module.
+        ConditionError: compiled, or weights not loaded.
+    """
+    if not isinstance(host, nn.Module):
+        raise AttachError(f"attach needs a model, got {type(host).__name__}")
+    if hasattr(host, "_orig_mod") or getattr(host, "_compiled_call_impl", None) is not None:
+        raise ConditionError("the host is compiled and would ignore the adapters: attach first, then compile")
+    empty = [name for name, parameter in host.named_parameters() if parameter.device.type == "meta"]
+    # Hooks of accelerate bring offloaded weights in when a layer is called.
+    offloaded = hasattr(host, "hf_device_map") or any(hasattr(part, "_hf_hook") for part in host.modules())
+    if empty and not offloaded:
+        raise ConditionError(
+            f"{len(empty)} weights of {type(host).__name__} are on the meta device ({empty[0]}, …): load weights first"
+        )
+    return host

@@ -1,0 +1,130 @@
+"""`generate` and its relatives on a host with adapters: the whole text is noted, beams share their row's memory."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.text_state import GenerationInput
+from mmattn.errors import ConditionError
+
+# Ways of transformers to generate in a thread of its own.
+IN_THREADS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+
+def past_length(kwargs: Any) -> int | None:
+    """How many tokens the host has in its cache, or None where it does not say."""
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        return int(cache.get_seq_length())
+    return None if kwargs.get("cache_params") is not None else 0
+
+
+def prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The prompt among the arguments of `generate`."""
+    if args:
+        prompt: Tensor = args[0]
+        return prompt
+    given = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    return next((value for value in given if value is not None), None)
+
+
+def expansions_of(host: Any, kwargs: dict[str, Any]) -> frozenset[int]:
+    """How many rows of text `generate` may make of a row of the prompt: one, or the beams and samples asked for."""
+    config = kwargs.get("generation_config") or getattr(host, "generation_config", None)
+
+    def asked(name: str) -> int:
+        value = kwargs.get(name, getattr(config, name, None))
+        return value if isinstance(value, int) else 1
+
+    expansions = {1, max(asked("num_beams"), asked("num_return_sequences"))}
+    if kwargs.get("penalty_alpha", getattr(config, "penalty_alpha", None)):
+        expansions.add(asked("top_k"))
+    return frozenset(expansions)
+
+
+def refuse_packed(kwargs: Any) -> None:
+    """Several documents in one row would all see the memory of that row.
+
+    Raises:
+        ConditionError: positions start again inside a row, or the call says that it is packed.
+    """
+    packed = any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "seq_idx"))
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.dim() == 2 and positions.shape[1] > 1 and not torch.compiler.is_compiling():
+        mask = kwargs.get("attention_mask")
+        real = torch.ones_like(positions, dtype=torch.bool)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= positions.shape[1]:
+            real = mask[:, -positions.shape[1] :].bool().expand(positions.shape)
+        both = real[:, 1:] & real[:, :-1]
+        packed = packed or bool(((positions[:, 1:] <= positions[:, :-1]) & both).any())
+    if packed:
+        raise ConditionError(
+            "positions start again inside a row: several documents share it and would all see the memory of that row. "
+            "Give each document a row of its own (pad instead of packing)"
+        )
+
+
+def inner_host(host: nn.Module) -> nn.Module:
+    """The model that peft has wrapped, or the host itself."""
+    base: Any = getattr(host, "get_base_model", None)
+    return host if base is None else base()
+
+
+class TextNotes:
+    """What `prepare_inputs_for_generation` is where a memory follows the text: the call under way is told the whole text.
+
+    Nowhere else do beams, drafts and chunks of a prompt appear in full.
+
+    Args:
+        model: the adapted model.
+        host: whose method it stands for.
+    """
+
+    def __init__(self, model: Any, host: Any) -> None:
+        self.model, self.host = model, host
+        # generate asks the signature what it may pass on.
+        self.__signature__ = inspect.signature(host.prepare_inputs_for_generation)
+
+    def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = self.model.open_blocks.in_force().call
+        if call is not None:
+            mask = kwargs.get("attention_mask")
+            call.generation = GenerationInput(input_ids, None if mask is None else mask.bool())
+        return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
+
+
+def note_texts(model: Any, host: nn.Module) -> None:
+    """Have `generate` of this host tell the call under way which text it is at."""
+    inner = inner_host(host)
+    if hasattr(inner, "prepare_inputs_for_generation"):
+        inner.__dict__["prepare_inputs_for_generation"] = TextNotes(model, inner)
+
+
+def forget_texts(host: nn.Module) -> None:
+    """Undo `note_texts`."""
+    inner_host(host).__dict__.pop("prepare_inputs_for_generation", None)
+
+
+class InThreads:
+    """A method of the host that generates in a thread of its own, where the memory of this context does not hold.
+
+    Args:
+        model: the adapted model.
+        name: of the method.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.model, self.name = model, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call, _ = self.model.current_call()
+        if call is not None:
+            raise ConditionError(
+                f"{self.name} generates in a thread of its own, mixing requests in one row, and the memory given here "
+                "would not reach it: use generate(input_ids, memory=memory)"
+            )
+        return getattr(type(self.model.host), self.name)(self.model.host, *args, **kwargs)

@@ -1,0 +1,138 @@
+"""The hooks through which adapters act: at the layers of a host, and around its whole forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.errors import ConditionError
+from mmattn.hosts.calls import FORWARD, ForwardStep
+
+
+class CrossAttentionHook:
+    """Hands the hidden states before or after one layer of a host to the adapters.
+
+    Args:
+        model: the adapted model.
+        layer: number of the layer.
+    """
+
+    position = ""
+
+    def __init__(self, model: Any, layer: int) -> None:
+        self.model, self.layer = model, layer
+        self.site = layer, self.position
+
+    def adapt(self, x: Tensor) -> Tensor:
+        """What hidden states x (b, l, d) become in the current forward."""
+        step = FORWARD.get()
+        if step is None or step.model is not self.model:
+            actions = self.model.actions_of_part(x, self.site)
+        else:
+            step.visited.add(self.layer)
+            actions = step.actions.get(self.site, ())
+        for view, block, adapter_scale in actions:
+            x = view.apply(x, block, self.layer, adapter_scale)
+        return x
+
+
+class AfterLayer(CrossAttentionHook):
+    """A forward hook: what comes out of a layer."""
+
+    position = "after"
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if layer.training:
+            refuse_hooks_in_recomputation(layer)
+        if isinstance(output, Tensor):
+            return self.adapt(output)
+        return (self.adapt(output[0]), *output[1:])
+
+
+class BeforeLayer(CrossAttentionHook):
+    """A forward pre-hook: what goes into a layer."""
+
+    position = "before"
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if layer.training:
+            refuse_hooks_in_recomputation(layer)
+        if args:
+            return (self.adapt(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.adapt(kwargs["hidden_states"])}
+
+
+def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Any:
+    """Hook adapters to a layer; first among its hooks, since those that record must see what the adapters added."""
+    if position == "before":
+        return module.register_forward_pre_hook(BeforeLayer(model, layer), prepend=True, with_kwargs=True)
+    return module.register_forward_hook(AfterLayer(model, layer), prepend=True)
+
+
+def refuse_hooks_in_recomputation(layer: nn.Module) -> None:
+    """Checkpointing must wrap the forward of a layer, not its call with its hooks, as in transformers 5.0.
+
+    Raises:
+        ConditionError: it wraps the call.
+    """
+    if not getattr(layer, "gradient_checkpointing", False):
+        return
+    if any(base.__name__ == "GradientCheckpointingLayer" and "__call__" in vars(base) for base in type(layer).__mro__):
+        raise ConditionError(
+            "gradient checkpointing of this transformers runs hooks a second time in the backward pass, when the "
+            "memory may be another: upgrade transformers, or call gradient_checkpointing_disable()"
+        )
+
+
+class BeforeHost:
+    """Asks the memories of the current call what this forward of the host sees.
+
+    Args:
+        model: the adapted model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        model, outer = self.model, FORWARD.get()
+        if outer is not None and outer.model is model and outer.module is not host:
+            outer.nested += 1  # peft calls the model that it has wrapped
+            return
+        call, disabled = model.current_call()
+        model.check_host_call(host)
+        if call is None:
+            if outer is not None:
+                FORWARD.set(ForwardStep(model, host, outer, {}))
+            return
+        if torch.compiler.is_compiling() and not any(source.follows_text for source in call.sources.values()):
+            return  # a compiler cannot follow the variable, and the layers can do without
+        step = model.forward_step(call, disabled, host, args, kwargs)
+        step.outer = outer
+        FORWARD.set(step)
+
+
+class AfterHost:
+    """Sees that memory reached every layer it was meant for, and ends the forward, also when the host failed.
+
+    Args:
+        model: the adapted model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, host: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        step = FORWARD.get()
+        if step is None or step.model is not self.model:
+            return
+        if step.nested and step.module is not host:
+            step.nested -= 1
+            return
+        FORWARD.set(step.outer)
+        if output is not None and step.actions:
+            lost = {layer for layer, _ in step.actions} - step.visited
+            if lost:
+                self.model.check_reached(sorted(lost))

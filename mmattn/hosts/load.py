@@ -1,0 +1,168 @@
+"""Adapters from files onto a host: folders, the Hugging Face hub, and the layouts in which others publish theirs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.file_format import check_tensors, parse_config
+from mmattn.adapters.folder import load_folder
+from mmattn.adapters.published import read_published
+from mmattn.adapters.registry import adapter_kinds
+from mmattn.errors import AdapterFileError, AttachError
+from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.attach import adapted_model, attach, check_same_options
+from mmattn.hosts.attached import adapted
+from mmattn.hosts.causal_lm.published import read_weights, text_host
+from mmattn.hosts.interop.hub import local_folder
+from mmattn.hosts.saving import describe_host, host_sizes
+
+
+def load(
+    host: nn.Module,
+    folder: str | PathLike[str],
+    name: str = "default",
+    *,
+    path: str | None = None,
+    revision: str | None = None,
+) -> Any:
+    """Put a saved adapter on a host; on a UNet also the single file of a published IP-Adapter.
+
+    Args:
+        host: as in `attach`.
+        folder: as `save_adapter` wrote it, or the name of a repository on the Hugging Face hub, "org/name".
+        name: as in `attach`.
+        path: as in `attach`.
+        revision: branch, tag or commit of that repository.
+
+    Returns:
+        as `attach` does.
+
+    Raises:
+        AdapterFileError: the folder does not hold an adapter for this host; nothing is changed.
+    """
+    folder = local_folder(folder, revision)
+    if isinstance(host, AdaptedModel):
+        host = host.host
+    try:
+        model = adapted(host) if isinstance(host, nn.Module) else None
+        if model is None:
+            model = adapted_model(host, path)
+        else:
+            check_same_options(model, path, False)
+        if os.path.isfile(folder):
+            settings, tensors = model.read_single_file(folder)
+        else:
+            settings, tensors = _read_folder(model, folder)
+    except AttachError as error:
+        raise AdapterFileError(f"cannot load an adapter onto {type(host).__name__}: {error}") from error
+    return _attach_with(host, settings, tensors, name, path)
+
+
+def _read_folder(model: Any, folder: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+    """The settings and tensors of an adapter, everything checked against a host that is not changed."""
+
+    def check(config: dict[str, Any], shapes: Any) -> None:
+        settings = parse_config(config, adapter_kinds())
+        host_class = type(model.host).__name__
+        if not set(settings.positions) & set(model.positions):
+            raise AdapterFileError(
+                f"this adapter of kind {config['kind']!r} was made for a {config['host']['class']}; this host is a "
+                f"{host_class} of kind {model.kind!r}: load that host"
+            )
+        sites = settings.sites(model)
+        wanted, here = config["host"], host_sizes(model, sites[0].position)
+        if any(wanted[size] != here[size] for size in here):
+            raise AdapterFileError(
+                f"this adapter was made for a {wanted['class']} with {wanted['num_layers']} layers of width "
+                f"{wanted['hidden_size']}; this host is a {host_class} with {here['num_layers']} layers of width "
+                f"{here['hidden_size']}: load that host"
+            )
+        layers = [site.layer for site in sites]
+        if layers != config["layers"]:
+            raise AdapterFileError(
+                f"the config says layers {config['layers']} and its settings give {layers} on this host: one was edited"
+            )
+        with torch.device("meta"):
+            expected = settings.build(sites).state_dict()
+        check_tensors({key: (tuple(value.shape), value.dtype) for key, value in expected.items()}, shapes)
+
+    config, tensors = load_folder(folder, check)
+    settings = parse_config(config, adapter_kinds())
+    here = describe_host(model, settings.sites(model)[0].position)["fingerprint"]
+    there = config["host"]["fingerprint"]
+    if here is not None and there is not None and here != there:
+        warnings.warn(
+            f"the weights of this {type(model.host).__name__} are not those the adapter in {str(folder)!r} was trained "
+            "on: another revision or a fine-tuned copy; what it says may be worse than what was measured",
+            stacklevel=4,
+        )
+    return settings, tensors
+
+
+def _attach_with(host: nn.Module, settings: Any, tensors: Mapping[str, Tensor], name: str, path: str | None) -> Any:
+    model = attach(host, settings, name, path=path)
+    model.adapter(name).load_state_dict(tensors)
+    return model
+
+
+def load_published(
+    host: nn.Module,
+    family: str,
+    weights: Mapping[str, Tensor] | str | PathLike[str],
+    name: str = "default",
+    *,
+    visible_segments: str = "latest",
+    media_token: int | None = None,
+    num_heads: int | None = None,
+    path: str | None = None,
+) -> Any:
+    """Put the gated cross-attention of a published model on a host that holds the rest of its text part.
+
+    The memory is what the published blocks attend to: for Idefics the states of its vision model, resampled where it
+    has a resampler, for Mllama those after `multi_modal_projector`, for OpenFlamingo those after its perceiver; with
+    segments that number the images of each row.
+
+    Args:
+        host: for Idefics the Llama with its `layers`; for Mllama the Llama made of the layers that are not
+            cross-attention, in their order; for OpenFlamingo its language model.
+        family: "idefics", "mllama" or "openflamingo".
+        weights: a state dict, a `.safetensors` or `.bin` file, or a folder of safetensors files; other tensors than
+            those of the blocks are left alone.
+        name: as in `attach`.
+        visible_segments: what a token sees: the "latest" image, all "previous" ones, or "all".
+        media_token: id of the token that stands for an image; or give `images` at each call.
+        num_heads: where it cannot be read off: OpenFlamingo with heads of another width than 64.
+        path: as in `attach`.
+
+    Returns:
+        as `attach` does.
+
+    Raises:
+        AdapterFileError: tensors are missing, unknown or of another shape, the host is not the one they were made
+            for, or its feed-forward is no SwiGLU (Idefics, Mllama).
+        AttachError: the name is taken. Nothing is changed.
+    """
+    if isinstance(host, AdaptedModel):
+        host = host.host
+    tensors, source = read_weights(weights)
+    try:
+        facts = text_host(host)
+    except AttachError as error:
+        raise AdapterFileError(f"cannot load {family} onto {type(host).__name__}: {error}") from error
+    settings, state = read_published(
+        family,
+        tensors,
+        facts,
+        visible_segments=visible_segments,
+        media_token=media_token,
+        num_heads=num_heads,
+        source=source,
+    )
+    return _attach_with(host, settings, state, name, path)

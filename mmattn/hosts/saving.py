@@ -1,0 +1,104 @@
+"""An adapter on a host to a folder: what the files say of the host, and the card."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from torch import nn
+
+from mmattn import __version__
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.file_format import FORMAT, FORMAT_VERSION, adapter_settings
+from mmattn.adapters.folder import save_folder
+from mmattn.adapters.language_models import text_config
+from mmattn.adapters.registry import adapter_kinds
+from mmattn.errors import ConfigError
+from mmattn.hosts.interop.sharded import shards
+from mmattn.storage.tensor_files import fingerprint
+
+
+def save(model: Any, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
+    """Write the adapter `name` of an adapted model as a folder.
+
+    Args:
+        model: the adapted model.
+        folder: where to.
+        name: of the adapter.
+        encoder: fingerprint of the encoder whose memories it was trained on.
+
+    Raises:
+        ConfigError: its kind is not registered.
+    """
+    adapter = model.adapter(name)
+    config = adapter.config
+    if adapter_kinds().get(config.kind) is not type(config):
+        raise ConfigError(
+            f"adapters of kind {config.kind!r} are not registered, and load() could not make one again: decorate "
+            f"{type(config).__name__} with @mmattn.adapters.register_adapter"
+        )
+    written = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "mmattn_version": __version__,
+        "kind": config.kind,
+        "package": type(config).__module__.partition(".")[0],
+        "adapter": adapter_settings(config),
+        "layers": list(adapter.layers),
+        "host": describe_host(model, adapter.position),
+        "encoder": encoder,
+        "name": name,
+    }
+    save_folder(folder, config=written, tensors=adapter.state_dict(), card=card(written, adapter))
+
+
+def host_sizes(model: Any, position: str) -> dict[str, int]:
+    """The sizes of a host that an adapter acting at this position must fit."""
+    sites = model.sites(position)
+    return {"hidden_size": sites[0].width, "num_layers": len(sites)}
+
+
+def describe_host(model: Any, position: str) -> dict[str, Any]:
+    """What an adapter's file says of its host: class, family, sizes, and a fingerprint of the weights."""
+    get_base: Any = getattr(model.host, "get_base_model", None)
+    inner: nn.Module = model.host if get_base is None else get_base()
+    return {
+        "kind": model.kind,
+        "class": type(inner).__name__,
+        "model_type": getattr(text_config(inner), "model_type", None),
+        **host_sizes(model, position),
+        "fingerprint": None if weights_elsewhere(inner) else fingerprint(inner.state_dict()),
+    }
+
+
+def weights_elsewhere(host: nn.Module) -> bool:
+    """Whether some weights are not here, but offloaded or with other processes, so that they cannot be told apart."""
+    return bool(shards(host)) or any(parameter.device.type == "meta" for parameter in host.parameters())
+
+
+def card(config: dict[str, Any], adapter: AdapterLayers) -> str:
+    """The README of an adapter's folder."""
+    host = config["host"]
+    count = sum(parameter.numel() for parameter in adapter.parameters())
+    package = config["package"]
+    imports = "import mmattn" if package == "mmattn" else f"import mmattn\nimport {package}  # registers the adapter"
+    return f"""---
+library_name: mmattn
+tags: [mmattn, cross-attention, adapter]
+---
+
+# A {config["kind"]} cross-attention adapter for {host["class"]}
+
+{count:,} parameters at layers {config["layers"]} of a host with {host["num_layers"]} such layers, width
+{host["hidden_size"]} (weights {(host["fingerprint"] or "unknown")[:12]}). It reads memories of width
+{config["adapter"]["memory_dim"]}{f" from the encoder {config['encoder'][:24]}" if config["encoder"] else ""}.
+
+```python
+{imports}
+
+model = mmattn.load(host, "this folder")
+{getattr(adapter.config, "example_call", "model(..., memory=memory)")}
+```
+
+Written by mmattn {config["mmattn_version"]}.
+"""

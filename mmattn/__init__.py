@@ -65,6 +65,7 @@ __all__ = [*_HOME, *_PARTS]
 
 if TYPE_CHECKING:
     from mmattn import errors
+    from mmattn.adapters.augmenting import AugmentingModel
     from mmattn.adapters.chunked import ChunkedAdapter
     from mmattn.adapters.composed import ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
@@ -96,7 +97,6 @@ if TYPE_CHECKING:
         TextError,
     )
     from mmattn.hosts import attach, load, load_published
-    from mmattn.adapters.augmenting import AugmentingModel
     from mmattn.hosts.unet.guidance import Guidance
     from mmattn.inspect.attribution import attribute
     from mmattn.inspect.record import record

@@ -77,7 +77,7 @@ def projections(model):
 
 def answer(model, memory, **given):
     """Logits, and how many projections they took."""
-    if any(adapter.config.look == "latest" for adapter in model.adapters.values()):
+    if any(adapter.config.visible_segments == "latest" for adapter in model.adapters.values()):
         given["images"] = torch.arange(LENGTH).clamp(max=HITS - 1).add(1).expand(ROWS, -1)
     with torch.no_grad(), projections(model) as seen:
         return model(tiny.text(ROWS, LENGTH), memory=memory, **given).logits, len(seen)
@@ -95,3 +95,9 @@ def check(bank, memory, found=None):
 
 def reload(model):
     model.adapters.load_state_dict({name: value * 0.5 for name, value in model.adapters.state_dict().items()})
+
+
+def read_and_project(prepared, adapter, layer, queries=1):
+    """The memory as an adapter reads it, and its cached keys and values for the block at a host layer."""
+    memory = prepared.read(adapter)
+    return memory, prepared.project(adapter, layer, memory, queries)

@@ -85,7 +85,13 @@ class Live:
         return Answer(answer, answer == self._unknown, [(source.text, source.weight) for source in sources])
 
     def draw(
-        self, sentence: str, example: Any = None, adapter_scale: float = 1.0, steps: int = 20, w: float = 1.0, seed: int = 0
+        self,
+        sentence: str,
+        example: Any = None,
+        adapter_scale: float = 1.0,
+        steps: int = 20,
+        w: float = 1.0,
+        seed: int = 0,
     ) -> Any:
         """A digit as an image of Pillow, as a sentence asks and in the hand of an example where there is one.
 

@@ -16,7 +16,7 @@ from mmattn.adapters.file_format import check_name
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import is_adapter, kinds_at
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AttachError, ConditionError, check_float
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, check_float
 from mmattn.hosts.attached import AttachedModel, adapted, check_host, forget_compiled
 from mmattn.hosts.blocks import OpenBlocks
 from mmattn.hosts.calls import Action, Call, ForwardStep
@@ -78,6 +78,17 @@ class AdaptedModel(AttachedModel):
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
         """The host of this name or in this folder, for `mmattn doctor`."""
         raise ConditionError(f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)")
+
+    def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+        """The settings and tensors of an adapter published as one file, for hosts that know such a layout.
+
+        Raises:
+            AdapterFileError: this kind of host knows none.
+        """
+        raise AdapterFileError(
+            f"cannot load an adapter from the file {str(path)!r} onto {type(self.host).__name__}: name the folder that "
+            "save_adapter wrote"
+        )
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
         """Prove that what an adapter writes at its sites reaches the host's answer.

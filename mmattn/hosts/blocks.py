@@ -109,7 +109,8 @@ class OpenBlocks:
 
     def in_force(self) -> InForce:
         """What holds for a call made here."""
-        found, call, disabled = False, None, frozenset[str]()
+        found, call = False, None
+        disabled: frozenset[str] = frozenset()
         # Blocks that disable adapters hold from outside of those that give a memory, too.
         some_disable = torch.compiler.is_compiling() or any(block.disabled for block in self._open)
         for block in self._holding():

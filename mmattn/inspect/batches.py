@@ -46,7 +46,9 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Memo
         memories = {name: source.as_memory(text) for name, source in sources.items()}
     for name, memory in memories.items():
         if not bool(real_slots(memory).any()):
-            raise ConfigError(f"no slot of the memory for adapter {name!r} may be attended to: give doctor one that may")
+            raise ConfigError(
+                f"no slot of the memory for adapter {name!r} may be attended to: give doctor one that may"
+            )
     return memories
 
 

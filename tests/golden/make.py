@@ -39,7 +39,13 @@ _ADAPTERS: dict[str, Any] = {
     "gated-several-layers": mmattn.GatedAdapter(E, layers=(0, 1, 3), gate="head", feed_forward=0.0, **_FEW),
     "gated-resampler": mmattn.GatedAdapter(E, layers=(1,), resampler=_LATENTS, **_FEW),
     "gated-latest-image": mmattn.GatedAdapter(
-        E, layers=(2,), visible_segments="latest", media_token=1, feed_forward_all=True, null_slot=True, **_FEW
+        E,
+        layers=(2,),
+        visible_segments="latest",
+        media_token=1,
+        layout={"feed_forward_all": True},
+        null_slot=True,
+        **_FEW,
     ),
     "gated-other-blocks": mmattn.GatedAdapter(
         E,
@@ -51,10 +57,7 @@ _ADAPTERS: dict[str, Any] = {
         length_norm=5.0,
         dropout=0.1,
         position="before",
-        norm="rms",
-        norm_eps=1e-6,
-        memory_norm=False,
-        activation="swiglu",
+        layout={"norm": "rms", "norm_eps": 1e-6, "memory_norm": False, "activation": "swiglu"},
         **_FEW,
     ),
     "chunked": mmattn.ChunkedAdapter(E, layers=(1, 2), chunk_size=CHUNK, **_FEW),

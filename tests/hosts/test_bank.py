@@ -19,6 +19,7 @@ from tests.banks import (
     entries,
     hits,
     projections,
+    read_and_project,
     settings,
 )
 from tests.tiny import assert_close, differs
@@ -41,8 +42,8 @@ def test_gathering_is_projecting_the_hits(setting):
     for name, adapter in model.adapters.items():
         for layer in adapter.layers:
             with torch.no_grad():
-                _, made = bank.gather(**found).look(name, adapter, layer, LENGTH)
-                _, want = model.prepare(by_hand(memory, **found)).look(name, adapter, layer, LENGTH)
+                _, made = read_and_project(bank.gather(**found), adapter, layer, LENGTH)
+                _, want = read_and_project(model.prepare(by_hand(memory, **found)), adapter, layer, LENGTH)
             assert made.lengths is want.lengths is None and made.null is want.null
             assert torch.equal(made.mask, want.mask)
             shown = torch.nn.functional.pad(want.mask, (int(want.null), 0), value=True)[:, None, :, None]
@@ -68,7 +69,7 @@ def test_padding_is_left_out_where_that_pays(setting):
     bank, found = model.bank(memory), hits(7, 211)
     check(bank, memory, found)
     with torch.no_grad():
-        made = bank.gather(**found).look("default", model.adapters["default"], 0, 1)[1]
+        made = read_and_project(bank.gather(**found), model.adapters["default"], 0, 1)[1]
     assert made.lengths is not None and made.keys.shape[2] == sum(made.lengths) == made.mask.sum()
 
 
@@ -79,7 +80,7 @@ def test_full_entries_need_no_mask():
     want = mmattn.Memory(memory.tokens[rows].flatten(1, 2))
     assert_close(answer(model, prepared)[0], answer(model, want)[0], 1e-6)
     with torch.no_grad():
-        assert prepared.look("default", model.adapters["default"], 0, 1)[1].mask is None
+        assert read_and_project(prepared, model.adapters["default"], 0, 1)[1].mask is None
 
 
 @pytest.mark.parametrize("null_slot", [False, True])
@@ -139,7 +140,7 @@ def test_generating_with_beams_copies_pages_once():
     model, memory, found = tiny.attach(tiny.make("llama")), entries(), hits()
     prepared, plain = model.bank(memory).gather(**found), by_hand(memory, **found)
     prompt = {"inputs": tiny.text(ROWS, LENGTH), "max_new_tokens": 6, "do_sample": False}
-    made = {layer: prepared.look("default", model.adapters["default"], layer, 1)[1] for layer in (0, 2)}
+    made = {layer: read_and_project(prepared, model.adapters["default"], layer, 1)[1] for layer in (0, 2)}
     for how in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
         with projections(model) as seen:
             got = model.generate(**prompt, **how, memory=prepared)
@@ -147,7 +148,7 @@ def test_generating_with_beams_copies_pages_once():
         assert torch.equal(got, model.generate(**prompt, **how, memory=plain))
     for layer, kept in made.items():
         assert kept.keys.shape[0] == ROWS
-        assert prepared.look("default", model.adapters["default"], layer, 1)[1] is kept
+        assert read_and_project(prepared, model.adapters["default"], layer, 1)[1] is kept
     assert prepared.nbytes() == sum(kept.nbytes() for kept in made.values())
     with model.condition(prepared):
         assert torch.equal(model.host.generate(**prompt), model.generate(**prompt, memory=plain))
@@ -202,7 +203,7 @@ def test_every_mode(model):
         assert_close(rough.float(), answer(model, plain)[0].float(), 2e-2)
         plain = model.prepare(plain)
         with torch.no_grad():
-            kept = [given.look("default", model.adapters["default"], 0, 1)[1].keys for given in (prepared, plain)]
+            kept = [read_and_project(given, model.adapters["default"], 0, 1)[1].keys for given in (prepared, plain)]
         assert kept[0].dtype is kept[1].dtype is torch.bfloat16
         rebuilt = model.bank(memory)
     assert torch.equal(answer(model, prepared)[0], first)

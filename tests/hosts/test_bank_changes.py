@@ -21,6 +21,7 @@ from tests.banks import (
     check,
     entries,
     hits,
+    read_and_project,
     reload,
     settings,
 )
@@ -244,14 +245,14 @@ def test_threads_see_whole_entries(model):
     versions = [torch.full((n, m, tiny.MEMORY_DIM), value) * torch.arange(1.0, 14) ** 2 for value in (1.0, -1.0)]
     bank, rows, adapter = model.bank(versions[0]), torch.arange(n)[None], model.adapters["default"]
     with torch.no_grad():
-        want = [model.prepare(version[:1]).look("default", adapter, 0, 1)[1].keys[..., :1, :] for version in versions]
+        want = [read_and_project(model.prepare(version[:1]), adapter, 0, 1)[1].keys[..., :1, :] for version in versions]
     wrong, seen, done = [], set(), threading.Event()
 
     def read():
         while not done.is_set():
             with torch.no_grad():
                 prepared = bank.gather(rows)
-                made = prepared.look("default", adapter, 0, 1)[1]
+                made = read_and_project(prepared, adapter, 0, 1)[1]
             sign = prepared.memory.tokens[0, 0, 0].sign()
             near = want[0] if sign > 0 else want[1]
             seen.add(int(sign))

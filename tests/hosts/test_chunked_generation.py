@@ -73,7 +73,7 @@ def test_token_by_token_equals_one_pass(family):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 @torch.no_grad()
 def test_before_its_layer_token_by_token_equals_one_pass(family):
-    settings = {"position": "before", "norm": "rms", "activation": "swiglu", "memory_norm": False}
+    settings = {"position": "before", "layout": {"norm": "rms", "activation": "swiglu", "memory_norm": False}}
     model, ids = attach(tiny.make(family), **settings), tiny.text(ROWS, LENGTH)
     how = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     out = model.generate(ids, memory=Library(), **how)

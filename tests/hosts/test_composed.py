@@ -234,8 +234,8 @@ def test_several_augmenting_models_and_a_memory():
 @torch.no_grad()
 def test_the_anchor_itself_may_read_along():
     ids = tiny.text(ROWS, LENGTH)
-    for place in ("behind", "before"):
-        model = attach(tiny.make("llama"), memory_dim=32, augmenting_layers=(0, 1), place=place)
+    for position in ("after", "before"):
+        model = attach(tiny.make("llama"), memory_dim=32, augmenting_layers=(0, 1), position=position)
         own = model(ids, memory=mmattn.AugmentingModel(model.host)).logits
         assert torch.equal(own, model(ids, memory=mmattn.AugmentingModel(tiny.make("llama"))).logits)
 

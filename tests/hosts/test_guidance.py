@@ -39,19 +39,19 @@ def alone(model, time, **given):
         return model(tiny_unets.picture(), time, tiny_unets.text(), **given).sample
 
 
-@pytest.mark.parametrize("w", [0.3, 2.0])
+@pytest.mark.parametrize("scale", [1.3, 3.0])
 @pytest.mark.parametrize("mask", [None, MASK])
-def test_the_equation(model, memory, w, mask):
-    out = predicted(model, mmattn.Guidance(w), text_mask=mask, memory=memory)
+def test_the_equation(model, memory, scale, mask):
+    out = predicted(model, mmattn.Guidance(scale), text_mask=mask, memory=memory)
     for time, found in zip(TIMES, out, strict=True):
         given, null = alone(model, time, text_mask=mask, memory=memory), alone(model, time, text_mask=NOTHING)
-        assert_close(found, (1 + w) * given - w * null)
+        assert_close(found, scale * given - (scale - 1) * null)
         assert differs(found, given)
 
 
 @pytest.mark.parametrize("adapter_scale", [0.7, torch.tensor([0.2, 1.0, 0.5]), {"up": 0.9}, lambda time: time / 1000])
 def test_any_subset_may_be_dropped(model, memory, adapter_scale):
-    w, time, given = 1.5, TIMES[0], {"memory": memory, "adapter_scale": adapter_scale}
+    scale, time, given = 2.5, TIMES[0], {"memory": memory, "adapter_scale": adapter_scale}
     both = alone(model, time, text_mask=MASK, **given)
     nulls = {
         ("text",): alone(model, time, text_mask=NOTHING, **given),
@@ -59,19 +59,19 @@ def test_any_subset_may_be_dropped(model, memory, adapter_scale):
         ("text", "default"): alone(model, time, text_mask=NOTHING),
     }
     for drop, null in nulls.items():
-        found = predicted(model, mmattn.Guidance(w, drop), times=[time], text_mask=MASK, **given)[0]
-        assert_close(found, (1 + w) * both - w * null)
+        found = predicted(model, mmattn.Guidance(scale, drop), times=[time], text_mask=MASK, **given)[0]
+        assert_close(found, scale * both - (scale - 1) * null)
     assert differs(nulls["text",], nulls["default",])
 
 
 def test_no_guidance_is_the_host_with_its_conditions(model, memory):
-    out = predicted(model, mmattn.Guidance(0.0), text_mask=MASK, memory=memory)
+    out = predicted(model, mmattn.Guidance(1.0), text_mask=MASK, memory=memory)
     assert torch.equal(out[1], alone(model, TIMES[1], text_mask=MASK, memory=memory))
 
 
 def test_interval(model, memory):
     part, whole = (
-        predicted(model, mmattn.Guidance(2.0, interval=interval), text_mask=MASK, memory=memory)
+        predicted(model, mmattn.Guidance(3.0, interval=interval), text_mask=MASK, memory=memory)
         for interval in ((400, 600), (0, 1000))
     )
     assert torch.equal(part[1], whole[1])
@@ -82,7 +82,7 @@ def test_interval(model, memory):
 
 def test_rescale_gives_back_the_deviation_of_the_conditional(model, memory):
     plain, whole, part = (
-        predicted(model, mmattn.Guidance(3.0, rescale=share), times=[500], memory=memory)[0]
+        predicted(model, mmattn.Guidance(4.0, rescale=share), times=[500], memory=memory)[0]
         for share in (0.0, 1.0, 0.25)
     )
     wanted = alone(model, 500, memory=memory).std((1, 2, 3))
@@ -94,7 +94,7 @@ def test_rescale_gives_back_the_deviation_of_the_conditional(model, memory):
 def test_a_text_may_stand_for_none(memory):
     model = tiny_unets.attach(tiny_unets.make())
     empty = tiny_unets.text(1, seed=1)
-    found = predicted(model, mmattn.Guidance(2.0), times=[500], null_text=empty, memory=memory)[0]
+    found = predicted(model, mmattn.Guidance(3.0), times=[500], null_text=empty, memory=memory)[0]
     with torch.no_grad():
         null = model.host(tiny_unets.picture(), 500, empty.expand(ROWS, -1, -1)).sample
     assert_close(found, 3 * alone(model, 500, memory=memory) - 2 * null)
@@ -105,27 +105,27 @@ def test_keys_and_values_are_made_once_for_all_steps(model, memory):
     text = [model.layer(index).to_k for index in places]
     own = [model.adapters["default"].attention(index).k_proj for index in places]
     with tiny_unets.counting(*text, *own) as ran:
-        predicted(model, mmattn.Guidance(2.0), text_mask=MASK, memory=memory)
+        predicted(model, mmattn.Guidance(3.0), text_mask=MASK, memory=memory)
     assert sorted(map(id, ran)) == sorted(map(id, [*text, *own]))
 
 
 def test_nothing_stays_behind(model, memory):
     want = alone(model, 500)
-    with pytest.raises(ShapeError), mmattn.Guidance(2.0).run(model, tiny_unets.text(), memory=memory) as predict:
+    with pytest.raises(ShapeError), mmattn.Guidance(3.0).run(model, tiny_unets.text(), memory=memory) as predict:
         predict(tiny_unets.picture(ROWS + 1), 500)
     assert torch.equal(alone(model, 500), want)
 
 
 def test_bad_settings(model, memory):
-    with pytest.raises(ConfigError, match="w must"):
+    with pytest.raises(ConfigError, match="guidance_scale must"):
         mmattn.Guidance(float("nan"))
     with pytest.raises(ConfigError, match="share from 0 to 1"):
         mmattn.Guidance(1.0, rescale=1.5)
     with pytest.raises(ConfigError, match="from ≤ to"):
         mmattn.Guidance(1.0, interval=(8, 2))
     with pytest.raises(ConfigError, match=r"drop names \['image'\]; there are \['default', 'text'\]"):
-        predicted(model, mmattn.Guidance(1.0, ("image",)), memory=memory)
+        predicted(model, mmattn.Guidance(2.0, ("image",)), memory=memory)
     with pytest.raises(ConditionError, match=r"call use_core\(\), or give null_text="):
-        predicted(model.use_core(False), mmattn.Guidance(1.0), memory=memory)
+        predicted(model.use_core(False), mmattn.Guidance(2.0), memory=memory)
     with pytest.raises(ShapeError, match="text_mask must be"):
         predicted(model.use_core(), mmattn.Guidance(1.0), text_mask=MASK[:, :2])

@@ -23,9 +23,9 @@ SETTINGS = {
     "score bias": {"score_bias": True},
     "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
     "before the layer": {"position": "before"},
-    "RMS norm": {"norm": "rms", "norm_eps": 1e-3, "qk_norm": True},
-    "no memory norm": {"memory_norm": False},
-    "SwiGLU": {"activation": "swiglu"},
+    "RMS norm": {"layout": {"norm": "rms", "norm_eps": 1e-3}, "qk_norm": True},
+    "no memory norm": {"layout": {"memory_norm": False}},
+    "SwiGLU": {"layout": {"activation": "swiglu"}},
 }
 
 settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))

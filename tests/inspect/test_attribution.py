@@ -103,13 +103,13 @@ def test_threads_explain_and_ask_at_once() -> None:
     assert model.host.config._attn_implementation == kind
 
 
-@pytest.mark.parametrize("place", ["behind", "before"])
-def test_rollout_is_the_product_over_the_layers(place: str) -> None:
-    model, memory = tiny.attach(tiny.make("llama"), place=place), tiny.memory(1, SLOTS)
+@pytest.mark.parametrize("position", ["after", "before"])
+def test_rollout_is_the_product_over_the_layers(position: str) -> None:
+    model, memory = tiny.attach(tiny.make("llama"), position=position), tiny.memory(1, SLOTS)
     trace = mmattn.attribute(model, IDS, memory)
     host = tiny.make("llama")
     host.set_attn_implementation("eager")
-    plain = tiny.attach(host, place=place)
+    plain = tiny.attach(host, position=position)
     with mmattn.record(plain) as weights, torch.no_grad():
         own = plain(IDS, memory=memory, output_attentions=True).attentions
     seen = {layer: calls[0][0].mean(0) for (_, layer), calls in weights.items()}
@@ -121,11 +121,11 @@ def test_rollout_is_the_product_over_the_layers(place: str) -> None:
         if layer in seen:
             share = seen[layer].sum(1)
             read[SLOTS:, :SLOTS], read[SLOTS:, SLOTS:] = seen[layer] / 2, torch.diag(1 - share / 2)
-        both = text @ read @ both if place == "before" else read @ text @ both
+        both = text @ read @ both if position == "before" else read @ text @ both
     assert_close(trace.rollout, both[SLOTS:-1, :SLOTS])
     assert (trace.rollout.sum(1) <= 1).all() and trace.rollout.min() > 0
     with torch.no_grad():
-        assert_close(roll_out([one[0].mean(0) for one in own], seen, place == "before")[:-1], trace.rollout)
+        assert_close(roll_out([one[0].mean(0) for one in own], seen, position == "before")[:-1], trace.rollout)
 
 
 def test_a_host_without_attention_has_no_rollout() -> None:

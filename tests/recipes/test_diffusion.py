@@ -278,7 +278,9 @@ def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_
     model = mmattn.load(models.unet, out / "adapter").use_core()
     plain = recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3)
     memory = mmattn.Memory(torch.randn(1, 16, 64))
-    assert torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory, adapter_scale=0))
+    assert torch.equal(
+        plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory, adapter_scale=0)
+    )
     assert not torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory))
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.projected import PreparedMemory
 from mmattn.core.kv import KeyValue
 from mmattn.core.pages import gather_pages
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_bool_mask
 from mmattn.hosts.bank.files import read_bank, write_bank
 from mmattn.hosts.bank.tables import blank_tables, check_entries, grown, is_int, keeping, makers_of, page_rows, weights
-from mmattn.adapters.projected import PreparedMemory
 from mmattn.memory import Memory
 
 # Slots projected at a time.

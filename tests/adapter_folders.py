@@ -19,12 +19,13 @@ CARD = "---\nlibrary_name: mmattn\n---\n\n# An adapter\n"
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    host = {"class": "LlamaForCausalLM", "model_type": "llama", "hidden_size": 17, "num_layers": 5}
+    host = {"kind": "causal_lm", "class": "LlamaForCausalLM", "model_type": "llama", "hidden_size": 17, "num_layers": 5}
     return {
         "format": "mmattn-adapter",
-        "format_version": 1,
+        "format_version": 2,
         "mmattn_version": "0.1.0.dev1",
         "kind": "gated",
+        "package": "mmattn",
         "adapter": adapter_settings(ADAPTER),
         "layers": [1, 3],
         "host": {**host, "fingerprint": "0123456789abcdef" * 4},

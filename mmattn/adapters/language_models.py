@@ -41,6 +41,10 @@ def embeddings_of(lm: nn.Module) -> nn.Module:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of a module's first weight, the CPU where it has none or is offloaded."""
+    """The device a module computes on: that of its first weight; of an offloaded one that to which it is brought."""
     first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device
+    if first is not None and first.device.type != "meta":
+        return first.device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((device for device in devices if device is not None), "cpu"))

@@ -51,7 +51,7 @@ def host_kind(model: nn.Module) -> Any:
             return kind
     raise AttachError(
         f"no registered kind of host matches {type(model).__name__} (registered: {', '.join(_KINDS)}): subclass "
-        "mmattn.hosts.AdaptedModel for it and decorate it with @mmattn.hosts.register_host"
+        "mmattn.hosts.AdaptedModel for it and decorate it with @mmattn.register_host"
     )
 
 

@@ -35,7 +35,7 @@ def save(model: Any, folder: str | PathLike[str], name: str, encoder: str | None
     if adapter_kinds().get(config.kind) is not type(config):
         raise ConfigError(
             f"adapters of kind {config.kind!r} are not registered, and load() could not make one again: decorate "
-            f"{type(config).__name__} with @mmattn.adapters.register_adapter"
+            f"{type(config).__name__} with @mmattn.register_adapter"
         )
     written = {
         "format": FORMAT,

@@ -31,7 +31,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 # What is written into the config of both files, and what the message must say.
 CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer": (lambda c: c.update(format_version=2), "format version 2.*update"),
+    "newer": (lambda c: c.update(format_version=3), "format version 3.*update"),
     "much newer": (lambda c: c.update(format_version=10**30), "format version 1000.*update"),
     "no field": (lambda c: c.pop("layers"), "lacks: .*layers"),
     "unknown field": (lambda c: c.update(module="os"), "unknown here: .*module"),
@@ -39,7 +39,7 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "unknown setting": (lambda c: c["adapter"].update(width=3), "unknown here: .*width"),
     "unknown nested setting": (lambda c: c["adapter"]["resampler"].update(width=3), "unknown here: .*width"),
     "PEFT": (lambda c: c.update(peft_type="LORA"), "PEFT"),
-    "kind": (lambda c: c.update(kind="magic"), "'magic'.*knows 'gated'"),
+    "kind": (lambda c: c.update(kind="magic"), "'magic'.*registered are 'gated'"),
     "kind is a module": (lambda c: c.update(kind="os.system"), "'kind'"),
     "heads true": (lambda c: c["adapter"].update(num_heads=True), "num_heads.*True"),
     "heads text": (lambda c: c["adapter"].update(num_heads="3"), "num_heads.*'3'"),
@@ -251,5 +251,5 @@ class TestConfigs:
         class Quiet:
             width: int = 3
 
-        with pytest.raises(AdapterFileError, match="knows 'quiet'"):
+        with pytest.raises(AdapterFileError, match="registered are 'quiet'"):
             parse_config(config(), {"quiet": Quiet})

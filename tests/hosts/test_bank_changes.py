@@ -232,7 +232,7 @@ def test_a_bank_belongs_to_its_host(model):
     assert projected == 2
     assert_close(got, answer(other, by_hand(entries(), **hits()))[0], 1e-6)
     model.unload()
-    with pytest.raises(ConditionError, match="detached"):
+    with pytest.raises(ConditionError, match="unloaded"):
         bank.gather(**hits())
 
 

@@ -189,6 +189,7 @@ def test_a_saved_adapter_gives_the_same_logits(family, tmp_path):
 @torch.no_grad()
 def test_nothing_is_left_behind(family):
     lm, other, ids = tiny.make(family), copy.deepcopy(augmenting()), tiny.text(ROWS, LENGTH)
+    other(ids, output_hidden_states=True)  # transformers installs for good what captures states
     keys, hooks = list(lm.state_dict()), [len(part._forward_hooks) for part in (*lm.modules(), *other.modules())]
     traces = [set(part.__dict__) for part in other.modules()]
     model = attach(lm)
@@ -227,7 +228,7 @@ def test_several_augmenting_models_and_a_memory():
     for name in given:
         less = {key: value for key, value in given.items() if key != name}
         assert differs(model(ids, memory=less).logits, full, 1e-3)
-    with pytest.raises(ShapeError, match="'seen'.*gated.*composed"):
+    with pytest.raises(ShapeError, match="'seen'.*gated.*AugmentingModel"):
         model(ids, memory=along())
 
 
@@ -285,10 +286,10 @@ def test_a_model_that_does_not_fit_is_refused():
         s.model(s.ids, memory=tiny.memory(ROWS, e=DIM))
     with pytest.raises(ConditionError, match="each call"):
         s.model.prepare(along())
-    with pytest.raises(ShapeError, match="composed"):
+    with pytest.raises(ShapeError, match="AugmentingModel"):
         tiny.attach(tiny.make("llama"))(s.ids, memory=along())
-    with pytest.raises(ConfigError, match="read along"):
-        s.mmattn.doctor(model, {"input_ids": s.ids, "memory": along()})
+    with pytest.raises(ConfigError, match="states of another model"):
+        mmattn.doctor(s.model, {"input_ids": s.ids, "memory": along()})
     assert torch.equal(s.model(s.ids).logits, s.own), "a rejected call changes nothing"
 
 
@@ -311,8 +312,6 @@ def test_settings_that_cannot_be():
         ({"augmenting_layers": (1,)}, "one layer for each"),
         ({"augmenting_layers": 3}, "list of layers"),
         ({"augmenting_layers": (1, -1)}, "augmenting_layers"),
-        ({"resampler": mmattn.Resampler(3)}, "resampler"),
-        ({"score_bias": True}, "score_bias"),
         ({"rotary": 1}, "rotary"),
         ({"own_place": 1}, "own_place"),
         ({"own_place": True, "rotary": False}, "needs rotary"),

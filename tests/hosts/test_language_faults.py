@@ -248,9 +248,9 @@ def test_an_exception_leaves_no_memory_behind(model, ids):
 
 def test_a_model_that_was_detached_says_so(model, ids):
     model.unload()
-    with pytest.raises(ConditionError, match="detach"):
+    with pytest.raises(ConditionError, match="unloaded"):
         model(ids, memory=tiny.memory(ROWS))
-    with pytest.raises(ConditionError, match="detach"), model.condition(tiny.memory(ROWS)):
+    with pytest.raises(ConditionError, match="unloaded"), model.condition(tiny.memory(ROWS)):
         pytest.fail("the block was entered")
 
 

@@ -204,7 +204,7 @@ def test_hosts_and_adapters_that_do_not_belong_together():
     before = [tiny_unets.traces(host) for host in hosts]
     for host, adapter, match in (
         (unet, gated, "UNet2DConditionModel"),
-        (lm, tiny_unets.adapter(), "LlamaForCausalLM.*cross-attention"),
+        (lm, tiny_unets.adapter(), "LlamaForCausalLM.*GatedAdapter"),
         (plain, tiny_unets.adapter(), "UNet2DModel.*cross-attention"),
         (nn.Linear(3, 5), tiny_unets.adapter(), "Linear"),
         ("unet", tiny_unets.adapter(), "str"),

@@ -13,6 +13,8 @@ from torch import nn
 from mmattn.errors import ConfigError
 
 OWN = ("memory", "images", "adapter_scale")
+# Read by decorators of transformers around every forward.
+DECORATED = ("return_dict",)
 
 
 def check_keywords(host: nn.Module, names: Iterable[str]) -> None:
@@ -32,7 +34,7 @@ def check_keywords(host: nn.Module, names: Iterable[str]) -> None:
         return  # Python itself refuses them
     from transformers.utils import TransformersKwargs
 
-    known = {*OWN, *TransformersKwargs.__annotations__}
+    known = {*OWN, *DECORATED, *TransformersKwargs.__annotations__}
     for kind in {type(part) for part in host.modules()}:
         known |= _named(kind.forward)
     for name in unknown:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, check_bool_mask, import_extra
@@ -86,7 +87,7 @@ class AdaptedUNet(AdaptedModel):
         width = text_width(self.host)
         layers = [(index, name, self.layer(index)) for index, name in enumerate(self.layer_names)]
         return [
-            Site(index, position, name, width, next(attn.parameters()).device, head_size(attn))
+            Site(index, position, name, width, device_of(attn), head_size(attn))
             for index, name, attn in layers
         ]
 
@@ -365,7 +366,7 @@ class AdaptedUNet(AdaptedModel):
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(next(self.host.parameters()).device)
+            return torch.randn(*shape, generator=generator).to(device_of(self.host))
 
         batch = {
             "sample": random(rows, host.in_channels, height, width),

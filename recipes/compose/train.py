@@ -92,11 +92,11 @@ def learn(
     """Train on expressions of the first keys, for these tasks in turn; seconds."""
     random = Random(f"{config.seed} composition")
 
-    def loss_at(step: int) -> Any:
-        drawn = [world.draw(world.keys, random) for _ in range(config.optim.batch)]
+    def compute_loss(step: int) -> Any:
+        drawn = [world.draw(world.keys, random) for _ in range(config.optim.batch_size)]
         return reader.loss(world.batch([[one.pair(tasks[row % len(tasks)])] for row, one in enumerate(drawn)]))
 
-    return tune(config, reader.model, trained, loss_at, label, run)
+    return tune(config, reader.model, trained, compute_loss, label, run)
 
 
 def scores(config: Config, world: World, name: str, reader: Alone) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from PIL import Image
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError, ShapeError, TextError
-from mmattn.training.order import share
+from mmattn.training.sampling import split_between_processes
 from tests.training.small_run import Letters
 
 
@@ -20,7 +20,7 @@ class TestLengthOrder:
     LENGTHS = [(7 * number) % 101 for number in range(1013)]
 
     def test_every_row_once_and_like_lengths_together(self) -> None:
-        order = training.LengthOrder(self.LENGTHS, batch=11, seed=2)
+        order = training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2)
         batches = order.batches(0)
         assert sorted(i for batch in batches for i in batch) == list(range(1013))
         assert [len(batch) for batch in batches[:-1]] == [11] * 92 and len(batches[-1]) == 1
@@ -30,10 +30,10 @@ class TestLengthOrder:
         assert longest != sorted(longest) and longest != sorted(longest, reverse=True)
 
     def test_a_function_of_seed_and_epoch(self) -> None:
-        order = training.LengthOrder(self.LENGTHS, batch=11, seed=2)
-        assert order.batches(3) == training.LengthOrder(self.LENGTHS, batch=11, seed=2).batches(3)
+        order = training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2)
+        assert order.batches(3) == training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2).batches(3)
         assert order.batches(3) != order.batches(4)
-        assert order.batches(3) != training.LengthOrder(self.LENGTHS, batch=11, seed=1).batches(3)
+        assert order.batches(3) != training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=1).batches(3)
         order.set_epoch(3)
         assert list(order) == [i for batch in order.batches(3) for i in batch] and len(order) == 1013
 
@@ -41,13 +41,13 @@ class TestLengthOrder:
     @pytest.mark.parametrize("pieces", [1, 4])
     def test_processes_share_a_batch(self, processes: int, pieces: int) -> None:
         batch = list(range(13))
-        parts = [share(batch, rank, processes, pieces) for rank in range(processes)]
+        parts = [split_between_processes(batch, rank, processes, pieces) for rank in range(processes)]
         assert all(len(part) == pieces for part in parts)
         assert sorted(i for part in parts for piece in part for i in piece) == batch
 
     def test_no_rows(self) -> None:
         with pytest.raises(ConfigError, match="no rows"):
-            training.LengthOrder([], batch=3)
+            training.LengthGroupedSampler([], batch_size=3)
 
 
 class Eye:
@@ -109,7 +109,7 @@ class TestRowMemories:
         eyes = [Eye(), Eye()]
         for rank, eye in enumerate(eyes):
             memories = training.RowMemories(tmp_path / "kept", pictures=eye)
-            memories.prepare(rows, rank=rank, processes=2)
+            memories.prepare(rows, process_index=rank, num_processes=2)
         assert sorted(eye.shown for eye in eyes) == [3, 4]
         assert training.RowMemories(tmp_path / "kept", pictures=Eye()).prepare(rows) == 0
 
@@ -119,7 +119,7 @@ class TestRowMemories:
         assert memories.of([training.Row("a", passages=("x" * 70000,))]).tokens[0, 0, 0] == 70000.0
 
     def test_what_cannot_be(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="width of the memory must be said"):
+        with pytest.raises(ConfigError, match="width of the memory must be given"):
             training.RowMemories(tmp_path)
         memories = training.RowMemories(tmp_path, dim=5)
         with pytest.raises(ConfigError, match="no encoder for them"):
@@ -149,10 +149,10 @@ class TestCollator:
         rows = [training.Row("ab"), training.Row("abcdef", prompt="a")]
         with pytest.raises(TextError, match="row 1 has 9 tokens .* at most 7 fit"):
             training.RowCollator(Letters(), max_length=7).check(rows)
-        made = training.RowCollator(Letters(), max_length=7, cut=True)(rows)["input_ids"]
+        made = training.RowCollator(Letters(), max_length=7, truncation=True)(rows)["input_ids"]
         assert made[1].tolist() == [1, 3, 3, 4, 5, 6, 2]
         with pytest.raises(TextError, match="row 0 has 11 tokens"):
-            training.RowCollator(Letters(), max_length=7, cut=True).check([training.Row("a", prompt="abcdefgh")])
+            training.RowCollator(Letters(), max_length=7, truncation=True).check([training.Row("a", prompt="abcdefgh")])
 
 
 def test_a_loss_of_zero_targets_is_nothing() -> None:

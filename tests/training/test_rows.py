@@ -40,10 +40,10 @@ class TestLines:
             {"text": "four"},
         )
         one, two, three, four = training.read_lines(file)
-        assert one.images == (str(tmp_path / "shown" / "a.png"),) and one.remembers
-        assert (two.prompt, len(two.images), two.passages, two.letters) == ("Say:", 2, ("p", "q"), 7)
+        assert one.images == (str(tmp_path / "shown" / "a.png"),) and one.has_memory
+        assert (two.prompt, len(two.images), two.passages, two.text_length) == ("Say:", 2, ("p", "q"), 7)
         assert three.memory == str(tmp_path / "seen.safetensors") and not three.images
-        assert not four.remembers
+        assert not four.has_memory
 
     def test_broken_lines_are_named(self, tmp_path: Path) -> None:
         file = tmp_path / "rows.jsonl"
@@ -168,7 +168,7 @@ class TestDatasets:
     def test_columns(self, saved: Path) -> None:
         columns = {"text": "caption", "image": "picture"}
         rows = training.read_rows(str(saved), columns=columns)
-        assert isinstance(rows, training.DatasetRows) and len(rows) == 6 and rows.letters() == [9] * 6
+        assert isinstance(rows, training.DatasetRows) and len(rows) == 6 and rows.text_lengths() == [9] * 6
         assert rows[2].text == "picture 2" and rows[2].images[0].size == (7, 5)
         kept, away = training.split_rows(rows, 2)
         assert (len(kept), len(away)) == (4, 2) and len(kept[:3]) == 3
@@ -184,5 +184,5 @@ class TestDatasets:
             training.split_rows(rows, 0.1)
         batches = training.RowBatches(kept, 3, seed=1)
         first = [[row.text for row in batch] for batch in batches.epoch(0)]
-        assert [len(batch) for batch in first] == [3, 1] and batches.per_epoch is None
+        assert [len(batch) for batch in first] == [3, 1] and batches.batches_per_epoch is None
         assert [[row.text for row in batch] for batch in batches.epoch(0, start=1)] == first[1:]

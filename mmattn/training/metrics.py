@@ -15,7 +15,7 @@ from mmattn.storage.atomic import write_text
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "eval_loss", "seconds")
 
 # Names in the lines of the first format.
-_RENAMED = {"lr": "learning_rate", "gradient_norm": "grad_norm", "held_out_loss": "eval_loss"}
+_RENAMED: dict[str, str] = {"lr": "learning_rate", "gradient_norm": "grad_norm", "held_out_loss": "eval_loss"}
 
 
 class Metrics:
@@ -53,10 +53,14 @@ def _cells(line: dict[str, Any]) -> str:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """The complete lines: a process killed while it wrote leaves half a one."""
-    found = []
+    found: list[Any] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return [{_RENAMED.get(key, key): value for key, value in line.items()} for line in found if isinstance(line, dict)]
+    return [_renamed(line) for line in found if isinstance(line, dict)]
+
+
+def _renamed(line: dict[str, Any]) -> dict[str, Any]:
+    return {_RENAMED.get(name, name): value for name, value in line.items()}

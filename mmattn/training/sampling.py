@@ -123,8 +123,9 @@ class RowBatches:
     def __init__(self, rows: Rows, batch_size: int, seed: int = 0) -> None:
         self.rows, self.batch_size = rows, check_int("batch_size", batch_size)
         self.seed = check_int("seed", seed, at_least=0)
-        is_stream = isinstance(rows, StreamRows)
-        self.sampler = None if is_stream else LengthGroupedSampler(text_lengths(rows), batch_size, seed)
+        self.sampler: LengthGroupedSampler | None = None
+        if not isinstance(rows, StreamRows):
+            self.sampler = LengthGroupedSampler(text_lengths(rows), batch_size, seed)
 
     @property
     def batches_per_epoch(self) -> int | None:

@@ -70,7 +70,7 @@ def controls(
     rows.append(scores(config, world, "LoRA on m_B", Alone(lora)))
     lora.unload()
     # There is only the form to learn, which is soon done.
-    short = config.knower.model_copy(update={"steps": max(1, config.knower.steps // 4)})
+    short = config.knower.model_copy(update={"max_steps": max(1, config.knower.max_steps // 4)})
     vanilla = teach(config, world, short, partial(world.knowing, known=False), "vanilla m_A", run)
     random = build(world, config.knower, config.seed + 1)
     for name, kind, lm in (

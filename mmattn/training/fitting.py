@@ -84,7 +84,9 @@ def fit(
                     f"the loss is {value} at step {step}; lower the learning rate (now {schedule.get_last_lr()[0]:.2e})"
                 )
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            # A batch without a memory reaches no adapter: there is nothing to learn from it.
+            if loss.requires_grad:
+                loss.backward()
             if max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
             optimizer.step()

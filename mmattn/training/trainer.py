@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mmattn.errors import AdapterFileError, import_extra
+import torch
+
+from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
 from mmattn.training.optimization import parameter_groups
@@ -35,6 +37,9 @@ def adapter_trainer() -> type:
             gate_learning_rate: of the gates; None for `TrainingArguments.learning_rate`.
             encoder: fingerprint of the encoder, written with the adapters.
             kwargs: keyword arguments of the Trainer.
+
+        Raises:
+            ConfigError: `TrainingArguments.ddp_find_unused_parameters` is True.
         """
 
         optimizer: Any
@@ -44,6 +49,14 @@ def adapter_trainer() -> type:
         ) -> None:
             self.gate_learning_rate, self.encoder = gate_learning_rate, encoder
             model = args[0] if args else kwargs.get("model")
+            arguments = args[1] if len(args) > 1 else kwargs.get("args")
+            if getattr(arguments, "ddp_find_unused_parameters", False):
+                raise ConfigError(
+                    "ddp_find_unused_parameters=True does not go with AdapterTrainer: rows without a memory use no "
+                    "adapter, so it gives every trained parameter a gradient, of zeros if need be; leave it out"
+                )
+            if arguments is not None:
+                arguments.ddp_find_unused_parameters = False
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 model.__dict__["_hf_peft_config_loaded"] = True
@@ -61,6 +74,16 @@ def adapter_trainer() -> type:
                 )
                 self.optimizer = optimizer_class(groups, **options)
             return self.optimizer
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
+            """The Trainer's loss; where no row has a memory, and no adapter is reached, with gradients of zero."""
+            computed = super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
+            loss, *outputs = computed if return_outputs else (computed,)
+            if torch.is_grad_enabled():
+                parameters = trained_parameters(self.accelerator.unwrap_model(model)).values()
+                # Of every parameter: DistributedDataParallel waits for all of them in each process.
+                loss = loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
+            return (loss, *outputs) if return_outputs else loss
 
         def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
             """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,10 +14,21 @@ from mmattn.training.rows import Row, make_row
 PICTURES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"})
 _OTHER_NAMES = {"file": "image", "file_name": "image", "caption": "text"}
 _SHOWN = 10
+# The marks of UTF-32 first: one of them begins with one of UTF-16.
+_WIDE = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 
 
 def read_lines(path: str | Path, host: str = "language") -> list[Row]:
-    """The rows of a file of JSON lines; paths in it start from its own folder, and empty lines are passed over.
+    """The rows of a file of JSON lines in UTF-8, with or without a byte-order mark. Empty lines are passed over.
+
+    Args:
+        path: of the file; relative paths in it start from its folder.
+        host: "language" or "unet": what the rows are for.
 
     Raises:
         ConfigError: no such file, no rows, or lines that are none; the first ten are named with their numbers.
@@ -29,6 +41,11 @@ def read_folder(path: str | Path, host: str = "language") -> list[Row]:
 
     `captions.jsonl` has lines {"file", "caption"}; `metadata.jsonl`, as the image folders of Hugging Face, has lines
     {"file_name", "text"}, and both may have the other keys of a row; otherwise a `.txt` stands beside each picture.
+    All of them are in UTF-8, with or without a byte-order mark.
+
+    Args:
+        path: of the folder.
+        host: "language" or "unet": what the rows are for.
 
     Raises:
         ConfigError: no such folder, none of the three, pictures without a text, or broken lines.
@@ -45,11 +62,11 @@ def read_folder(path: str | Path, host: str = "language") -> list[Row]:
     problems, rows = [], []
     for picture in pictures:
         try:
-            text = picture.with_suffix(".txt").read_text(encoding="utf-8").strip()
+            text = _decoded(picture.with_suffix(".txt").read_bytes()).strip()
             rows.append(make_row({"image": str(picture), "text": text}, host))
         except FileNotFoundError:
             problems.append(f"{picture.name}: no {picture.stem}.txt beside it")
-        except (ConfigError, UnicodeDecodeError) as error:
+        except ConfigError as error:
             problems.append(f"{picture.stem}.txt: {error}")
     _raise_problems(str(folder), "pictures", problems, len(pictures))
     return rows
@@ -66,17 +83,13 @@ def _read(path: Path, make: Callable[[dict[str, Any]], Row]) -> list[Row]:
     rows, problems, number, seen = [], [], 0, 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
-            if not line:
-                continue
-            seen += 1
+            if number == 1 and (encoding := _wide_encoding(line)):
+                raise ConfigError(f"{path} is in {encoding}: save it as UTF-8")
+            seen += bool(line.strip())
             try:
-                given = json.loads(line.decode("utf-8"))
-                if not isinstance(given, dict):
-                    raise ConfigError(f"an object {{…}} is expected, got {type(given).__name__}")
-                rows.append(make(given))
-            except UnicodeDecodeError as error:
-                problems.append(f"line {number}: not UTF-8 ({error.reason} at byte {error.start})")
+                text = _decoded(line).strip()
+                if text:
+                    rows.append(make(_object(text)))
             except json.JSONDecodeError as error:
                 problems.append(f"line {number}: not JSON ({error.msg} at character {error.pos + 1})")
             except (ConfigError, RecursionError) as error:
@@ -85,6 +98,46 @@ def _read(path: Path, make: Callable[[dict[str, Any]], Row]) -> list[Row]:
     if not rows:
         raise ConfigError(f"{path} has no rows ({number} lines, all of them empty)")
     return rows
+
+
+def _object(text: str) -> dict[str, Any]:
+    given = json.loads(text, object_pairs_hook=_without_doubles)
+    if not isinstance(given, dict):
+        raise ConfigError(f"an object {{…}} is expected, got {type(given).__name__}")
+    return given
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"the key {name!r} stands there twice")
+    return dict(pairs)
+
+
+def _decoded(raw: bytes) -> str:
+    """UTF-8 with or without a byte-order mark, and with any line ends.
+
+    Raises:
+        ConfigError: another encoding, or a NUL.
+    """
+    if encoding := _wide_encoding(raw):
+        raise ConfigError(f"{encoding} instead of UTF-8: save it as UTF-8")
+    if b"\0" in raw:
+        raise ConfigError(f"a NUL at byte {raw.index(0) + 1}: UTF-16, or not text; save it as UTF-8")
+    try:
+        text = raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _wide_encoding(raw: bytes) -> str | None:
+    """The encoding that the byte-order mark of UTF-16 or UTF-32 names."""
+    for mark, encoding in _WIDE.items():
+        if raw.startswith(mark):
+            return encoding
+    return None
 
 
 def _raise_problems(where: str, what: str, problems: list[str], total: int) -> None:

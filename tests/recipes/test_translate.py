@@ -68,6 +68,8 @@ def test_a_file_of_pairs(recipe: SimpleNamespace, tmp_path: Path) -> None:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=match):
             recipe.pairs.read_pairs(file)
+    file.write_text("Go.\tVa !\n", encoding="utf-8-sig")
+    assert [pair.source for pair in recipe.pairs.read_pairs(file)] == ["Go."], "without the byte-order mark"
     file.write_bytes("Go.\tÇa".encode("latin-1"))
     with pytest.raises(ConfigError, match="not a text file in UTF-8"):
         recipe.pairs.read_pairs(file)

@@ -123,26 +123,6 @@ class TestScores:
         )
 
 
-class TestMatchedLora:
-    @pytest.mark.parametrize("family", ["llama", "gpt2"])
-    @pytest.mark.parametrize("wanted", [701, 3001, 12007])
-    def test_as_many_parameters(self, family: str, wanted: int) -> None:
-        lm = tiny.make(family)
-        ids = torch.tensor([[5, 6, 7]])
-        before = lm(ids).logits
-        model = training.matched_lora(lm, wanted)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert abs(trained - wanted) <= 0.05 * wanted
-        assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-6)
-        training.mean_nats(model, training.collate([[5, 6, 7]])).backward()
-        assert any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
-        assert torch.equal(model.unload()(ids).logits, before)
-
-    def test_too_few(self) -> None:
-        with pytest.raises(ConfigError, match="give the adapter more"):
-            training.matched_lora(tiny.make("llama"), 3)
-
-
 class TestRunFolder:
     def test_metrics_and_tables(self, tmp_path: Path) -> None:
         run = training.RunFolder(tmp_path / "a" / "b")

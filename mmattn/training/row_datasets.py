@@ -76,7 +76,7 @@ def read_rows(
     path: str,
     host: str = "language",
     *,
-    split: str = "train",
+    split: str | None = None,
     streaming: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
@@ -85,21 +85,23 @@ def read_rows(
     Args:
         path: of the file or folder, or a name on the hub.
         host: "language" or "unet": what the rows are for.
-        split: of a dataset of Hugging Face.
+        split: of a dataset of Hugging Face; None for "train".
         streaming: read a dataset of Hugging Face as it arrives.
         columns: from keys of a row to columns of a dataset of Hugging Face; None for columns named as the keys.
 
     Raises:
-        ConfigError: nothing of that name, or rows that cannot be used.
+        ConfigError: nothing of that name, rows that cannot be used, or settings of a dataset for a file or folder.
         MissingExtraError: datasets is not installed.
     """
     place = Path(path)
     if place.is_file():
+        _refuse(path, split=split, streaming=streaming, columns=columns)
         return read_lines(place, host)
     saved = place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
     if place.is_dir() and not saved and not streaming:
+        _refuse(path, split=split, columns=columns)
         return read_folder(place, host)
-    dataset = _dataset(path, saved, split, streaming)
+    dataset = _dataset(path, saved, split or "train", streaming)
     names = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
     chosen = dict(columns) if columns else {key: key for key in KEYS[host] if key in names}
     wrong = {key: name for key, name in chosen.items() if key not in KEYS[host] or name not in names}
@@ -111,6 +113,14 @@ def read_rows(
             f"{said} does not fit; say which column is which with columns={{text: NAME, …}}"
         )
     return StreamRows(dataset, chosen, host) if streaming else DatasetRows(dataset, chosen, host)
+
+
+def _refuse(path: str, **settings: Any) -> None:
+    given = next((name for name, value in settings.items() if value), None)
+    if given is not None:
+        raise ConfigError(
+            f"{given} is for a dataset of Hugging Face, and {path} is none: leave it out, or give such a dataset"
+        )
 
 
 def _dataset(path: str, saved: bool, split: str, streaming: bool) -> Any:

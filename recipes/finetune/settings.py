@@ -17,7 +17,7 @@ class Strict(BaseModel):
 
 class DataSettings(Strict):
     path: str = "assets/flora"  # a .jsonl file, a folder of pictures with texts, or a dataset of Hugging Face
-    split: str = "train"  # of a dataset of Hugging Face
+    split: str | None = None  # of a dataset of Hugging Face; "train" by default
     streaming: bool = False  # read it as it arrives; needs optim.max_steps
     columns: dict[str, str] | None = None  # key of a row: column of the dataset; by default the same names
     held_out: float = Field(0.1, ge=0)  # never trained on: a share, or from 1 on a number of rows (a stream's first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mmattn.errors import ConfigError, ShapeError, check_float
 from mmattn.memory import Memory
@@ -17,9 +18,6 @@ def augment_memory(memory: Memory, *, keep_fraction: float = 1.0, noise_std: flo
         noise_std: standard deviation of the noise, in units of the standard deviation of each of the e features.
         seed: of the slots and the noise.
 
-    Returns:
-        A memory of another length where slots are left out, and then without segments, scores and sources.
-
     Raises:
         ConfigError: a fraction outside (0, 1], or a negative standard deviation.
         ShapeError: slots cannot be left out of a padded memory.
@@ -27,18 +25,32 @@ def augment_memory(memory: Memory, *, keep_fraction: float = 1.0, noise_std: flo
     if not 0 < check_float("keep_fraction", keep_fraction) <= 1:
         raise ConfigError(f"keep_fraction must be above 0 and at most 1, got {keep_fraction}")
     check_float("noise_std", noise_std, at_least=0)
-    tokens, generator = memory.tokens, torch.Generator(memory.device).manual_seed(seed)
+    generator = torch.Generator(memory.device).manual_seed(seed)
     length = max(1, round(keep_fraction * memory.length))
     if length < memory.length:
         if memory.mask is not None:
-            raise ShapeError(
-                "slots are left out at random of memories without padding; give keep_fraction=1 for this one"
-            )
-        order = torch.rand(tokens.shape[:2], generator=generator, device=tokens.device).argsort(1)[:, :length]
-        tokens = tokens.gather(1, order[..., None].expand(-1, -1, memory.dim))
+            raise ShapeError("slots are left out at random of memories without padding; give keep_fraction=1 here")
+        shape = (memory.batch, memory.length)
+        order = torch.rand(shape, generator=generator, device=memory.device).argsort(1)[:, :length]
+        memory = _slots(memory, order)
     if noise_std:
-        spread = tokens.flatten(0, 1).std(0) if tokens.shape[0] * tokens.shape[1] > 1 else torch.zeros(memory.dim)
-        tokens = tokens + noise_std * spread * torch.randn(tokens.shape, generator=generator, device=tokens.device)
-    if length < memory.length:
-        return Memory(tokens, check_finite=False)
-    return memory.replace(tokens)
+        tokens = memory.tokens
+        # Padding, whatever lies in it, has no part in how large the noise is.
+        real = tokens.flatten(0, 1) if memory.mask is None else tokens[memory.mask]
+        spread = real.std(0) if len(real) > 1 else torch.zeros_like(tokens[0, 0])
+        noise = torch.randn(tokens.shape, generator=generator, device=tokens.device)
+        memory = memory.replace(tokens + noise_std * spread * noise)
+    return memory
+
+
+def _slots(memory: Memory, order: Tensor) -> Memory:
+    """The slots (b, n) of each row."""
+
+    def chosen(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.gather(1, order)
+
+    sources = memory.sources
+    if sources is not None:
+        sources = [[row[slot] for slot in slots] for row, slots in zip(sources, order.tolist(), strict=True)]
+    tokens = memory.tokens.gather(1, order[..., None].expand(-1, -1, memory.dim))
+    return Memory(tokens, None, chosen(memory.segments), chosen(memory.scores), sources, check_finite=False)

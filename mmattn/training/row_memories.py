@@ -118,14 +118,15 @@ class RowMemories:
             parts.append(self._given(row.memory))
         parts = [self._widened(part) for part in parts]
         # Segments say which picture or passage a slot is of.
-        numbered = [Memory(p.tokens, p.mask, _filled(p), check_finite=False) for p in parts]
+        numbered = [Memory(p.tokens, p.mask, _filled(p), p.scores, check_finite=False) for p in parts]
         return Memory.cat(numbered) if numbered else Memory(torch.zeros(1, 0, self.dim))
 
     def _given(self, memory: Any) -> Memory:
         given = memory if isinstance(memory, Memory) else Memory.load(memory)
         if given.batch != 1:
             raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {given.batch}")
-        return Memory(given.tokens.float(), given.mask, given.segments, check_finite=False)
+        scores = None if given.scores is None else given.scores.float()
+        return Memory(given.tokens.float(), given.mask, given.segments, scores, check_finite=False)
 
     def _widened(self, memory: Memory) -> Memory:
         if memory.dim > self.dim:

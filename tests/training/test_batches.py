@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError, ShapeError, TextError
 from mmattn.training.sampling import split_between_processes
+from tests.training import small_run
 from tests.training.small_run import Letters
 
 
@@ -104,6 +106,16 @@ class TestRowMemories:
         assert found[3:5, 0].tolist() == [9.0] * 2 and found[5, 0] == len(one), "a passage is never a path"
         assert found[-2:, 0].tolist() == [7.0] * 2 and not found[-2:, 4:].any() and not found[:3, 5:].any()
 
+    def test_scores_of_a_saved_memory(self, tmp_path: Path) -> None:
+        """Beside a memory without any, whose slots score 0."""
+        scored = mmattn.Memory(torch.ones(1, 2, 5), scores=torch.tensor([[0.5, -2.0]], dtype=torch.float64))
+        scored.save(tmp_path / "seen.safetensors")
+        rows = [training.Row("a", memory=str(tmp_path / "seen.safetensors")), training.Row("b", memory=scored[0])]
+        plain = training.Row("c", memory=mmattn.Memory(torch.ones(1, 3, 5)))
+        found = training.RowMemories(tmp_path, dim=5).of([*rows, plain])
+        assert found is not None and found.scores is not None
+        assert found.scores.tolist() == [[0.5, -2.0, 0.0]] * 2 + [[0.0] * 3]
+
     def test_processes_share_the_work(self, tmp_path: Path) -> None:
         rows = [training.Row("a", images=(path,)) for path in painted(tmp_path, *range(7))]
         eyes = [Eye(), Eye()]
@@ -159,3 +171,20 @@ def test_a_loss_of_zero_targets_is_nothing() -> None:
     """A batch whose rows are all begin tokens would divide by nothing."""
     with pytest.raises(TextError, match="without tokens"):
         training.RowCollator(Letters()).check([training.Row("")])
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_data_loader(tmp_path: Path, start: str) -> None:
+    """FAULTS 79: the same batches, memories included, as without workers."""
+    rows = small_run.rows(7)
+    sampler = training.LengthGroupedSampler([row.text_length for row in rows], batch_size=3, seed=1)
+    given = {"batch_size": 3, "sampler": sampler, "collate_fn": small_run.collator(tmp_path)}
+    alone = list(DataLoader(rows, **given))
+    beside = list(DataLoader(rows, **given, num_workers=1, multiprocessing_context=start))
+    assert len(beside) == len(alone) == 3
+    for want, got in zip(alone, beside, strict=True):
+        assert set(got) == set(want)
+        memories = [batch.pop("memory", None) for batch in (want, got)]
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+        if memories[0] is not None:
+            assert all(torch.equal(a, b) for a, b in zip(*(m.tensors() for m in memories), strict=True))

@@ -1,4 +1,4 @@
-"""Pairs of text and memory: batches, order, disturbance."""
+"""Pairs of text and memory: batches, order, augmentation."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TestPairOrder:
             training.PairSampler([[0], []], batch_size=3)
 
 
-class TestDisturb:
+class TestAugmentMemory:
     def test_nothing_asked_nothing_changed(self) -> None:
         memory = Memory(torch.randn(2, 7, 5))
         assert torch.equal(training.augment_memory(memory).tokens, memory.tokens)
@@ -117,6 +117,24 @@ class TestDisturb:
             before = {tuple(slot.tolist()) for slot in memory.tokens[row]}
             after = {tuple(slot.tolist()) for slot in kept.tokens[row]}
             assert len(after) == 6 and after < before
+
+    def test_slots_keep_what_is_known_of_them(self) -> None:
+        tokens = torch.arange(2 * 11, dtype=torch.float32).view(2, 11, 1)
+        number = tokens[..., 0]
+        memory = Memory(tokens, None, number.long(), number.clone(), [[str(int(n)) for n in row] for row in number])
+        left = training.augment_memory(memory, keep_fraction=0.5, seed=3)
+        assert left.segments is not None and left.scores is not None and left.sources is not None
+        assert torch.equal(left.scores, left.tokens[..., 0]) and torch.equal(left.segments, left.scores.long())
+        assert [[float(source) for source in row] for row in left.sources] == left.scores.tolist()
+
+    def test_what_lies_in_the_padding_has_no_part_in_the_noise(self) -> None:
+        mask = torch.tensor([[True] * 7, [True] * 3 + [False] * 4])
+        tokens = torch.randn(2, 7, 5)
+        want, got = (
+            training.augment_memory(Memory(tokens.masked_fill(~mask[..., None], value), mask), noise_std=0.1, seed=1)
+            for value in (0.0, float("nan"))
+        )
+        assert torch.isfinite(got.tokens[mask]).all() and torch.equal(got.tokens[mask], want.tokens[mask])
 
     def test_noise_is_as_large_as_said(self) -> None:
         memory = Memory(torch.randn(13, 101, 5) * torch.tensor([0.1, 1.0, 3.0, 10.0, 30.0]))

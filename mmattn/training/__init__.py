@@ -10,7 +10,6 @@ from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
-from mmattn.training.config import TrainingConfig, TrainingResult
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.fitting import FitResult, fit
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
@@ -25,6 +24,7 @@ from mmattn.training.run_folder import RunFolder, markdown_table
 from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
 from mmattn.training.seed_tables import mean_and_spread, spread_table
 from mmattn.training.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
+from mmattn.training.training_config import TrainingConfig, TrainingResult
 from mmattn.training.tuning import tune
 
 __all__ = [

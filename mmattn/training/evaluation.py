@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
-from mmattn.training.config import Loss
 from mmattn.training.rows import Row
 from mmattn.training.sampling import derive_seed, split_between_processes
+from mmattn.training.training_config import Loss
 
 
 @torch.no_grad()

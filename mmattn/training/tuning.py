@@ -29,11 +29,11 @@ from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, sh
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
-from mmattn.training.config import Loss, TrainingConfig, TrainingResult, total_steps
 from mmattn.training.evaluation import mean_loss, sum_over_processes
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.rows import Row
 from mmattn.training.sampling import RowBatches, derive_seed, split_between_processes
+from mmattn.training.training_config import Loss, TrainingConfig, TrainingResult, total_steps
 
 # What of the result a checkpoint holds.
 _RESUMED = (

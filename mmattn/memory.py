@@ -251,11 +251,19 @@ class Memory:
         """Tokens, and mask, segments and scores where there are any."""
         return [value for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None]
 
-    def drop(self, chance: float, generator: torch.Generator | None = None) -> Memory:
-        """The memory with each row left out, with this chance, altogether: conditioning dropout for guidance."""
-        if check_float("chance", chance, at_least=0) > 1:
-            raise ConfigError(f"chance is a probability from 0 to 1, got {chance}")
-        kept = torch.rand(self.batch, 1, generator=generator).to(self.device) >= chance
+    def drop_rows(self, p: float, generator: torch.Generator | None = None) -> Memory:
+        """The memory with each row masked out altogether with probability `p`: conditioning dropout for guidance.
+
+        Args:
+            p: probability of each row, from 0 to 1.
+            generator: of the random numbers, on the CPU.
+
+        Raises:
+            ConfigError: p is no probability.
+        """
+        if check_float("p", p, at_least=0) > 1:
+            raise ConfigError(f"p is a probability from 0 to 1, got {p}")
+        kept = torch.rand(self.batch, 1, generator=generator).to(self.device) >= p
         return Memory(
             self.tokens, self._filled("mask") & kept, self.segments, self.scores, self.sources, check_finite=False
         )

@@ -1,34 +1,39 @@
-"""Training: rows and their memories, loops, checkpoints, the text-only control, scores, the run's folder."""
+"""Training: rows and their memories, loops, checkpoints, LoRA controls, losses, the folder of a run."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mmattn.progress import tracked
-from mmattn.training.captions import PairOrder, TextBatch, begin_and_end, check_prompt, collate, disturb, encode_texts
+from mmattn.training.accelerator import end_training, make_accelerator
+from mmattn.training.activation_checkpointing import gradient_checkpointing
+from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
-from mmattn.training.controls import add_lora, load_lora, matched_lora, ranks_for
-from mmattn.training.loop import Fitted, fit, parameter_groups
-from mmattn.training.memories import RowMemories
-from mmattn.training.order import LengthOrder, RowBatches, seed_of
-from mmattn.training.plan import Tuned, Tuning
-from mmattn.training.processes import Metrics, finish, make_accelerator
-from mmattn.training.recompute import recomputed
-from mmattn.training.rows import Row, make_row, read_folder, read_lines
-from mmattn.training.runs import RunFolder, markdown_table
-from mmattn.training.scores import mean_nats, perplexity, sum_nats, text_nats, token_nats
-from mmattn.training.seeds import mean_and_spread, spread_table
-from mmattn.training.sources import DatasetRows, StreamRows, read_rows, split_rows
-from mmattn.training.tuning import mean_loss, tune
+from mmattn.training.evaluation import mean_loss
+from mmattn.training.fitting import FitResult, fit
+from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
+from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
+from mmattn.training.metrics import Metrics
+from mmattn.training.optimization import parameter_groups
+from mmattn.training.row_datasets import DatasetRows, StreamRows, read_rows, split_rows
+from mmattn.training.row_files import read_folder, read_lines
+from mmattn.training.row_memories import RowMemories
+from mmattn.training.rows import Row, make_row
+from mmattn.training.run_folder import RunFolder, markdown_table
+from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+from mmattn.training.seed_tables import mean_and_spread, spread_table
+from mmattn.training.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
+from mmattn.training.training_config import TrainingConfig, TrainingResult
+from mmattn.training.tuning import tune
 
 __all__ = [
     "AdapterTrainer",
     "DatasetRows",
-    "Fitted",
-    "LengthOrder",
+    "FitResult",
+    "LengthGroupedSampler",
     "Metrics",
-    "PairOrder",
+    "PairSampler",
     "Row",
     "RowBatches",
     "RowCollator",
@@ -36,16 +41,18 @@ __all__ = [
     "RunFolder",
     "StreamRows",
     "TextBatch",
-    "Tuned",
-    "Tuning",
+    "TrainingConfig",
+    "TrainingResult",
     "add_lora",
-    "begin_and_end",
+    "augment_memory",
+    "bos_and_eos",
     "check_prompt",
     "collate",
-    "disturb",
+    "derive_seed",
     "encode_texts",
-    "finish",
+    "end_training",
     "fit",
+    "gradient_checkpointing",
     "last_step",
     "load_lora",
     "make_accelerator",
@@ -61,8 +68,6 @@ __all__ = [
     "read_folder",
     "read_lines",
     "read_rows",
-    "recomputed",
-    "seed_of",
     "split_rows",
     "spread_table",
     "sum_nats",
@@ -74,7 +79,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # TensorCache when it is first asked for: its class is one of transformers'.
+    # On first use: its base class is one of transformers'.
     if name == "AdapterTrainer":
         from mmattn.training.trainer import adapter_trainer
 

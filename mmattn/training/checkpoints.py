@@ -1,8 +1,8 @@
-"""Checkpoints: what a run needs to go on as if it had never stopped. Trained weights and moments, never the host's.
+"""Checkpoints on the disk: trained weights and the state of the optimizer, never the host's weights.
 
 A checkpoint is a folder `step-00000040` that is written under another name and renamed when all of it is on the disk:
-one that has this name is whole. `state.safetensors` in it carries a checksum for each tensor; `adapter/` is the adapter
-as `save_adapter` writes it, to be used as it is.
+one that has this name is complete. `state.safetensors` in it carries a checksum for each tensor; `adapter/` is the
+adapter as `save_adapter` writes it, to be used as it is.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mmattn.storage.tensor_files import read_tensors, write_tensors
 
 FORMAT = "mmattn-checkpoint"
 STATE = "state.safetensors"
+VERSION = 2
 
 _NAME = re.compile(r"step-(\d{8})")
 _UNFINISHED = re.compile(r"\.checkpoint-[0-9a-f]{16}")
@@ -35,13 +36,18 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],
     *,
-    keep: int = 2,
-    beside: Callable[[Path], None] | None = None,
+    save_total_limit: int = 2,
+    save_more: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write the checkpoint of a step and remove those before the last `keep`; return where it is.
+    """Write the checkpoint of a step, and remove the oldest ones; return its path.
 
     Args:
-        about: a JSON object kept with the tensors. beside: writes further files into the folder it is given.
+        folder: of all checkpoints of a run.
+        step: of the optimizer.
+        tensors: by name.
+        about: a JSON object that is written with the tensors.
+        save_total_limit: checkpoints that stay.
+        save_more: writes further files into the folder it is called with.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to; earlier checkpoints are as they were.
@@ -50,27 +56,27 @@ def save_checkpoint(
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-    target, made = folder / f"step-{step:08d}", _unfinished(folder)
-    made.mkdir()
+    target, unfinished = folder / f"step-{step:08d}", _unfinished(folder)
+    unfinished.mkdir()
     try:
-        write_tensors(made / STATE, tensors, {"format": FORMAT, **about})
-        if beside is not None:
-            beside(made)
-        sync_folder(made)
+        write_tensors(unfinished / STATE, tensors, {"format": FORMAT, "version": VERSION, **about})
+        if save_more is not None:
+            save_more(unfinished)
+        sync_folder(unfinished)
         if target.exists():
             _remove(target)
-        os.rename(made, target)
+        os.rename(unfinished, target)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync_folder(folder)
-    for old in list_checkpoints(folder)[:-keep]:
+    for old in list_checkpoints(folder)[:-save_total_limit]:
         _remove(old)
     return target
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the last step last."""
+    """The paths of the checkpoints in a folder, the last step last."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
@@ -83,18 +89,56 @@ def last_step(folder: Path) -> int:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Begin anew."""
+    """Remove all checkpoints of a folder."""
     for path in list_checkpoints(folder):
         _remove(path)
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint, and what was kept with them.
+    """The tensors of a checkpoint, and the JSON object that was written with them, in today's names.
 
     Raises:
-        AdapterFileError: it is damaged; the message says how.
+        AdapterFileError: it is damaged, or of a newer format; the message says which.
     """
-    return read_tensors(path / STATE, FORMAT, check_finite=False)
+    tensors, about = read_tensors(path / STATE, FORMAT, check_finite=False)
+    version = about.get("version", 1)
+    if version not in (1, VERSION):
+        raise AdapterFileError(
+            f"{path} has format version {version!r} and this mmattn reads up to {VERSION}: update mmattn"
+        )
+    return tensors, _from_version_1(about) if version == 1 else about
+
+
+# What settings and results were called in version 1.
+_SETTINGS_1 = {
+    "steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "gate_lr": "gate_learning_rate",
+    "warmup": "warmup_steps",
+    "schedule": "lr_scheduler_type",
+    "clip": "max_grad_norm",
+    "ema": "ema_decay",
+    "evaluate_every": "eval_steps",
+    "patience": "early_stopping_patience",
+    "batch": "batch_size",
+}
+_RESULTS_1 = {
+    "step": "global_step",
+    "place": "batch_in_epoch",
+    "held_out": "eval_loss",
+    "best": "best_eval_loss",
+    "best_step": "best_global_step",
+    "bad": "evals_without_improvement",
+    "stopped": "stopped_early",
+}
+
+
+def _from_version_1(about: Mapping[str, Any]) -> dict[str, Any]:
+    def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    return {**about, "run": renamed(about["run"], _SETTINGS_1), "at": renamed(about["at"], _RESULTS_1)}
 
 
 def _unfinished(folder: Path) -> Path:
@@ -111,13 +155,18 @@ def _remove(path: Path) -> None:
 # ---- what is in one
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name; nothing of a frozen host is among them."""
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model that require gradients, by name; none of a frozen host is among them."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def put_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
+def load_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
     """Copy values into the parameters of the same names.
+
+    Args:
+        parameters: by name.
+        tensors: by name.
+        where: the file they are from, for messages.
 
     Raises:
         AdapterFileError: other names or shapes; nothing is changed then.
@@ -130,29 +179,29 @@ def put_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Te
             f"{where} holds {len(there)} trained tensors and this model trains {len(wanted)}; {len(differing)} differ "
             f"({', '.join(differing[:5])}): another adapter or other settings. Name another folder for this run"
         )
-    put(parameters, tensors)
+    assign(parameters, tensors)
 
 
 @torch.no_grad()
-def put(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+def assign(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
     """Copy values into the parameters of these names."""
     for name, tensor in tensors.items():
         parameters[name].copy_(tensor)
 
 
-def copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The values of parameters, apart from them."""
+def copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Copies of the values of parameters."""
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The moments of an optimiser as flat names."""
+    """The moments of an optimizer under flat names."""
     state = optimizer.state_dict()["state"]
     return {f"{index}.{key}": torch.as_tensor(value) for index, own in state.items() for key, value in own.items()}
 
 
-def put_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Give an optimiser the moments that `optimizer_tensors` took."""
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Load the moments that `optimizer_tensors` returned into an optimizer."""
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         index, _, key = name.partition(".")
@@ -160,7 +209,7 @@ def put_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix.`, without it."""
+def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix.`, under what follows it."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}

@@ -1,4 +1,4 @@
-"""Rows to a batch for a language model: prompt and text as ids, labels on the text alone, memory padded beside them."""
+"""Rows to a batch of a language model: ids of prompt and text, labels of the text alone, and the memory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Any
 
 from mmattn.errors import TextError, check_int
 from mmattn.tokenization import tokenize
-from mmattn.training.captions import IGNORED, TextBatch, begin_and_end, collate
-from mmattn.training.memories import RowMemories
+from mmattn.training.row_memories import RowMemories
 from mmattn.training.rows import Row
+from mmattn.training.text_batches import IGNORED, TextBatch, bos_and_eos, collate
 
 
 class RowCollator:
-    """Pads rows to one batch: begin, prompt, text, end. The prompt is read and not learned.
+    """A `data_collator` of `transformers.Trainer`: pads rows of begin, prompt, text, end to one batch.
 
-    Usable as `data_collator` of a `transformers.Trainer`: calling it gives what the host is called with, labels and
+    The prompt is read and not learned. Calling it returns the keyword arguments of the adapted model, labels and
     `memory` included.
 
     Args:
-        tokenizer: the host's own. memories: of the rows; None where the host is to see the text alone.
-        max_length: ids of the longest row; a longer text is cut, its end token kept, if `cut`, and refused otherwise.
+        tokenizer: the host's own.
+        memories: of the rows; None where the host is to see the text alone.
+        max_length: ids of the longest row; None for any length.
+        truncation: shorten the text of a longer row, its end token kept; False refuses it.
+
+    Raises:
+        ConfigError: a length below 3.
+        TextError: the tokenizer has neither a token that begins a text nor one that ends it.
 
     >>> from types import SimpleNamespace
     >>> class Letters(SimpleNamespace):
@@ -33,16 +39,21 @@ class RowCollator:
     """
 
     def __init__(
-        self, tokenizer: Any, memories: RowMemories | None = None, max_length: int | None = None, cut: bool = False
+        self,
+        tokenizer: Any,
+        memories: RowMemories | None = None,
+        max_length: int | None = None,
+        truncation: bool = False,
     ) -> None:
-        self.tokenizer, self.memories, self.cut = tokenizer, memories, cut
+        self.tokenizer, self.memories, self.truncation = tokenizer, memories, truncation
         self.max_length = None if max_length is None else check_int("max_length", max_length, at_least=3)
-        self._ends = begin_and_end(tokenizer)
+        self._ends = bos_and_eos(tokenizer)
 
     def ids(self, rows: Sequence[Row], first: int = 0) -> tuple[list[list[int]], list[int]]:
         """Ids of each row, and how many at its beginning are not learned.
 
         Args:
+            rows: of any length.
             first: number of the first row in messages.
 
         Raises:
@@ -56,17 +67,17 @@ class RowCollator:
             if not text:
                 raise TextError(f"row {number} has a text without tokens: there is nothing to learn from it")
             room = None if self.max_length is None else self.max_length - len(prompt) - 2
-            if room is not None and len(text) > room and not (self.cut and room > 0):
+            if room is not None and len(text) > room and not (self.truncation and room > 0):
                 raise TextError(
                     f"row {number} has {len(prompt) + len(text) + 2} tokens with its begin and end, and at most "
-                    f"{self.max_length} fit: shorten it, or let texts be cut ({rows[number - first].text!r:.60})"
+                    f"{self.max_length} fit: shorten it, or set truncation=True ({rows[number - first].text!r:.60})"
                 )
             out.append([begin, *prompt, *text[:room], end])
         # Where nothing stands before the text, its labels are the ids themselves: nothing predicts the first.
         return out, [1 + len(prompt) if prompt else 0 for prompt in prompts]
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Refuse rows that could not be learned, before anything is trained.
+        """Refuse rows that could not be learned.
 
         Raises:
             TextError: as `ids`.
@@ -79,13 +90,13 @@ class RowCollator:
         ids, unlearned = self.ids(rows)
         memory = None if self.memories is None else self.memories.of(rows)
         pad = self.tokenizer.pad_token_id
-        made = collate(ids, memory, self._ends[1] if pad is None else pad)
-        labels = made.labels.clone()
+        padded = collate(ids, memory, self._ends[1] if pad is None else pad)
+        labels = padded.labels.clone()
         for row, count in enumerate(unlearned):
             labels[row, :count] = IGNORED
-        return replace(made, labels=labels)
+        return replace(padded, labels=labels)
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """What a host with adapters is called with, labels included."""
-        made = self.batch(rows)
-        return {**made.kwargs(), "labels": made.labels}
+        """Keyword arguments of the adapted model, labels included."""
+        batch = self.batch(rows)
+        return {**batch.kwargs(), "labels": batch.labels}

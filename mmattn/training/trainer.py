@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` for hosts with adapters: memory goes through, checkpoints hold only what is trained."""
+"""A `transformers.Trainer` for adapted models: memory reaches them, and checkpoints hold only what is trained."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mmattn.errors import AdapterFileError, import_extra
+import torch
+
+from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.storage.tensor_files import read_tensors, write_tensors
-from mmattn.training.checkpoints import put_weights, trained
-from mmattn.training.loop import parameter_groups
-from mmattn.training.order import LengthOrder, row_letters
+from mmattn.training.checkpoints import load_weights, trained_parameters
+from mmattn.training.optimization import parameter_groups
+from mmattn.training.sampling import LengthGroupedSampler, text_lengths
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
@@ -23,41 +25,70 @@ def adapter_trainer() -> type:
     transformers = import_extra("transformers", "train")
 
     class AdapterTrainer(transformers.Trainer):  # type: ignore[name-defined]
-        """A Trainer for what `mmattn.attach` returned, with a `RowCollator` as `data_collator`.
+        """A `transformers.Trainer` for what `mmattn.attach` returned, with a `RowCollator` as `data_collator`.
 
         A checkpoint holds each adapter as `save_adapter` writes it, under `adapters/`, and all trained weights (a
-        LoRA's among them) in `trained.safetensors`, beside what every Trainer keeps there. `resume_from_checkpoint`
-        ends bit for bit where the uninterrupted run does on the CPU; `True` takes the last checkpoint that is whole.
+        LoRA's among them) in `trained.safetensors`, beside what every Trainer writes there. A resumed run ends bit for
+        bit where the uninterrupted one does on the CPU; `resume_from_checkpoint=True` resumes from the last complete
+        checkpoint.
 
         Args:
-            gate_lr: learning rate of the gates; that of the others by default. encoder: fingerprint of the encoder,
-                kept with the adapters. All else is the Trainer's.
+            args: positional arguments of the Trainer.
+            gate_learning_rate: of the gates; None for `TrainingArguments.learning_rate`.
+            encoder: fingerprint of the encoder, written with the adapters.
+            kwargs: keyword arguments of the Trainer.
+
+        Raises:
+            ConfigError: `TrainingArguments.ddp_find_unused_parameters` is True.
         """
 
         optimizer: Any
 
-        def __init__(self, *args: Any, gate_lr: float | None = None, encoder: str | None = None, **kwargs: Any) -> None:
-            self.gate_lr, self.encoder = gate_lr, encoder
+        def __init__(
+            self, *args: Any, gate_learning_rate: float | None = None, encoder: str | None = None, **kwargs: Any
+        ) -> None:
+            self.gate_learning_rate, self.encoder = gate_learning_rate, encoder
             model = args[0] if args else kwargs.get("model")
+            arguments = args[1] if len(args) > 1 else kwargs.get("args")
+            if getattr(arguments, "ddp_find_unused_parameters", False):
+                raise ConfigError(
+                    "ddp_find_unused_parameters=True does not go with AdapterTrainer: rows without a memory use no "
+                    "adapter, so it gives every trained parameter a gradient, of zeros if need be; leave it out"
+                )
+            if arguments is not None:
+                arguments.ddp_find_unused_parameters = False
             if getattr(model, "is_quantized", False):
-                # The Trainer trains a quantised model only if told that it has adapters of some kind.
+                # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 model.__dict__["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
 
         def create_optimizer(self, model: Any = None) -> Any:
             """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""
             if self.optimizer is None:
-                made, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+                optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
                 groups = parameter_groups(
-                    self.model, self.args.learning_rate, gate_lr=self.gate_lr, weight_decay=self.args.weight_decay
+                    self.model,
+                    self.args.learning_rate,
+                    gate_learning_rate=self.gate_learning_rate,
+                    weight_decay=self.args.weight_decay,
                 )
-                self.optimizer = made(groups, **options)
+                self.optimizer = optimizer_class(groups, **options)
             return self.optimizer
 
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
+            """The Trainer's loss; where no row has a memory, and no adapter is reached, with gradients of zero."""
+            computed = super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
+            loss, *outputs = computed if return_outputs else (computed,)
+            if torch.is_grad_enabled():
+                parameters = trained_parameters(self.accelerator.unwrap_model(model)).values()
+                # Of every parameter: DistributedDataParallel waits for all of them in each process.
+                loss = loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
+            return (loss, *outputs) if return_outputs else loss
+
         def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            """Train; with True, from the last whole checkpoint, or from the beginning where there is none."""
+            """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
             if resume_from_checkpoint is True:
-                resume_from_checkpoint = last_whole(Path(self.args.output_dir))
+                resume_from_checkpoint = last_complete(Path(self.args.output_dir))
             config: Any = getattr(self.model, "config", None)
             cached = getattr(config, "use_cache", None)
             try:
@@ -66,12 +97,12 @@ def adapter_trainer() -> type:
                 if cached is not None:
                     config.use_cache = cached
 
-        def _by_length(self, rows: Any, batch: int) -> Any:
-            """The order of rows that have lengths, where the arguments ask for like lengths together."""
+        def _by_length(self, rows: Any, batch_size: int) -> Any:
+            """The sampler of rows that have lengths, where the arguments ask for like lengths together."""
             if self.args.train_sampling_strategy != "group_by_length" or not hasattr(rows, "__len__"):
                 return None
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            return LengthOrder(row_letters(rows), batch * self.args.world_size, seed)
+            return LengthGroupedSampler(text_lengths(rows), batch_size * self.args.world_size, seed)
 
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             rows = self.train_dataset if train_dataset is None else train_dataset
@@ -95,12 +126,12 @@ def adapter_trainer() -> type:
             model = self.accelerator.unwrap_model(self.model)
             for name in model.adapters:
                 model.save_adapter(folder / "adapters" / name, name, encoder=self.encoder)
-            weights = {name: parameter.detach() for name, parameter in trained(model).items()}
+            weights = {name: parameter.detach() for name, parameter in trained_parameters(model).items()}
             write_tensors(folder / WEIGHTS, weights, {"format": FORMAT})
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
             tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
-            put_weights(trained(self.accelerator.unwrap_model(self.model)), tensors, resume_from_checkpoint)
+            load_weights(trained_parameters(self.accelerator.unwrap_model(self.model)), tensors, resume_from_checkpoint)
 
         def _load_best_model(self) -> None:
             self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -108,7 +139,7 @@ def adapter_trainer() -> type:
     return AdapterTrainer
 
 
-def last_whole(folder: Path) -> str | None:
+def last_complete(folder: Path) -> str | None:
     """The checkpoint of the last step whose files are all there and sound; None where there is none.
 
     The Trainer writes its own state last, so a process killed in a save leaves a folder without it.

@@ -1,13 +1,13 @@
-"""Fine-tuning: one loop for language models and UNets, in one process or many, that can be killed and taken up again.
+"""Fine-tuning: one loop for language models and UNets, in one process or many, that can be killed and resumed.
 
-Nothing of the loop depends on how a batch is cut. The gradients of a step are those of the mean over all targets of its
-batch, whatever the number of processes and pieces; random numbers come from seeds made of the step and the row. So a
-step is a function of the weights and moments before it, and a run taken up at a checkpoint ends bit for bit where the
-uninterrupted one does (on the CPU).
+Nothing of the loop depends on how a batch is split. The gradients of a step are those of the mean over all targets of
+its batch, whatever the number of processes and micro-batches; random numbers come from seeds derived from the step and
+the row. So a step is a function of the weights and moments before it, and a run resumed from a checkpoint ends bit for
+bit where the uninterrupted one does (on the CPU).
 
 The host needs no wrapper for many processes: it is frozen, and the gradients of the adapters are summed here, those of
-adapters that a process had no use for as zeros. It may be sharded by FSDP2: every process then goes the whole way
-forward and back in every piece, with another's row that counts nothing where it has none of its own.
+adapters that a process did not use as zeros. It may be sharded by FSDP2: every process then runs the whole forward and
+backward pass of every micro-batch, with another's row of weight 0 where it has none of its own.
 """
 
 from __future__ import annotations
@@ -28,60 +28,80 @@ from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
-from mmattn.training.loop import parameter_groups, rate
-from mmattn.training.order import RowBatches, seed_of, share
-from mmattn.training.plan import Loss, Tuned, Tuning, total_steps
-from mmattn.training.recompute import recomputed
+from mmattn.training.activation_checkpointing import gradient_checkpointing
+from mmattn.training.evaluation import mean_loss, sum_over_processes
+from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.rows import Row
+from mmattn.training.sampling import RowBatches, derive_seed, split_between_processes
+from mmattn.training.training_config import Loss, TrainingConfig, TrainingResult, total_steps
 
-_KEPT = ("step", "epoch", "place", "held_out", "best", "best_step", "bad", "stopped")
-# What may be another when a run is taken up again: nothing that is learned depends on it.
-_FREE = ("save_every", "keep", "log_every", "pieces", "recompute")
+# What of the result a checkpoint holds.
+_RESUMED = (
+    "global_step",
+    "epoch",
+    "batch_in_epoch",
+    "eval_loss",
+    "best_eval_loss",
+    "best_global_step",
+    "evals_without_improvement",
+    "stopped_early",
+)
+# Settings that may differ when a run is resumed: nothing that is learned depends on them.
+_FREE = ("save_steps", "save_total_limit", "logging_steps", "gradient_accumulation_steps", "gradient_checkpointing")
 
 
 def tune(
     model: Any,
     loss: Loss,
     batches: RowBatches,
-    tuning: Tuning,
+    config: TrainingConfig,
     accelerator: Any,
     *,
-    held_out: Sequence[Row] = (),
+    eval_rows: Sequence[Row] = (),
     folder: Path | None = None,
-    about: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
     resume: bool = True,
     log: Callable[..., None] | None = None,
     label: str = "training",
     progress: bool = True,
-    save: Callable[[Path], None] | None = None,
-) -> Tuned:
-    """Train what is trained in a model, and leave the weights to be used in it: the best or averaged ones, where asked.
+    save_more: Callable[[Path], None] | None = None,
+) -> TrainingResult:
+    """Train the parameters of a model that require gradients, and leave the best or averaged ones in it, where asked.
 
-    The same call, after the process was killed at any moment, goes on from the last checkpoint.
+    The same call, after the process was killed at any moment, resumes from the last checkpoint.
 
     Args:
         model: a host with adapters, a peft model, or any module; on the accelerator's device.
         loss: see `Loss`; it is given at most a batch's share of one process at a time.
-        accelerator: what `make_accelerator` returned. held_out: rows to measure on.
-        folder: of the checkpoints; None writes none. about: what else must be the same to go on (the data, say).
-        log: is given the figures, in the first process. save: writes what is to lie in each checkpoint.
+        batches: of rows to train on.
+        config: settings of the run.
+        accelerator: what `make_accelerator` returned.
+        eval_rows: rows to evaluate on.
+        folder: of the checkpoints; None writes none.
+        identity: what else must be equal in the checkpoint to resume from it (the data, say), as JSON values.
+        resume: from the last checkpoint in `folder`; False removes those there are.
+        log: is called with the metrics as keyword arguments, in the first process.
+        label: what stands before the progress bar.
+        progress: show a progress bar, in the first process.
+        save_more: writes further files into the folder of a checkpoint, with which it is called.
 
     Raises:
-        NonFiniteError: the loss is not a number any more. ConfigError: settings that do not fit the data, or a
-            checkpoint of other settings. ConditionError: 4-bit weights that an earlier call laid out anew, so that no
-            gradient passes them. AdapterFileError: a damaged checkpoint, or one of another model.
+        NonFiniteError: the loss is NaN or infinite.
+        ConfigError: settings that do not fit the data, or a checkpoint of other settings.
+        ConditionError: 4-bit weights that an earlier call packed for inference, through which no gradient passes.
+        AdapterFileError: a damaged checkpoint, or one of another model.
     """
-    run = _Run(model, loss, batches, tuning, accelerator, held_out, folder, about or {}, save)
+    run = _Run(model, loss, batches, config, accelerator, eval_rows, folder, identity or {}, save_more)
     if resume:
-        run.take_up()
+        run.resume()
     elif folder is not None and accelerator.is_main_process:
         checkpoints.remove_checkpoints(folder)
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(stored(model))
-        if tuning.recompute:
-            inside.enter_context(recomputed(model))
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(stored(model))
+        if config.gradient_checkpointing:
+            contexts.enter_context(gradient_checkpointing(model))
         if run.sharded:
-            inside.enter_context(gradients_throughout(model))
+            contexts.enter_context(gradients_throughout(model))
         return run.train(log if accelerator.is_main_process else None, label, progress and accelerator.is_main_process)
 
 
@@ -91,51 +111,57 @@ class _Run:
         model: Any,
         loss: Loss,
         batches: RowBatches,
-        tuning: Tuning,
+        config: TrainingConfig,
         accelerator: Any,
-        held_out: Sequence[Row],
+        eval_rows: Sequence[Row],
         folder: Path | None,
-        about: Mapping[str, Any],
-        save: Callable[[Path], None] | None,
+        identity: Mapping[str, Any],
+        save_more: Callable[[Path], None] | None,
     ) -> None:
-        self.model, self.loss, self.batches, self.tuning = model, loss, batches, tuning
-        self.accelerator, self.held_out, self.folder, self.save = accelerator, held_out, folder, save
-        self.total = total_steps(tuning, batches)
-        if tuning.evaluate_every and not len(held_out):
-            raise ConfigError("evaluate_every is set and no row is held out: hold some out, or set it to 0")
+        self.model, self.loss, self.batches, self.config = model, loss, batches, config
+        self.accelerator, self.eval_rows, self.folder, self.save_more = accelerator, eval_rows, folder, save_more
+        self.total = total_steps(config, batches)
+        if config.eval_steps and not len(eval_rows):
+            raise ConfigError("eval_steps is set and there are no eval_rows: hold some rows out, or set it to 0")
         check_trained(model)
         self.sharded = bool(shards(model))
-        self.parameters = checkpoints.trained(model)
-        groups = parameter_groups(model, tuning.lr, gate_lr=tuning.gate_lr, weight_decay=tuning.weight_decay)
-        self.rates = [group["lr"] for group in groups]
+        self.parameters = checkpoints.trained_parameters(model)
+        groups = parameter_groups(
+            model,
+            config.learning_rate,
+            gate_learning_rate=config.gate_learning_rate,
+            weight_decay=config.weight_decay,
+        )
+        self.learning_rates = [group["lr"] for group in groups]
         self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, betas=(0.9, 0.98)))
         for parameter in self.parameters.values():
             parameter.data.copy_(_from_first(accelerator, parameter.data))
-        self.averaged = checkpoints.copied(self.parameters) if tuning.ema else {}
+        self.averaged = checkpoints.copies(self.parameters) if config.ema_decay else {}
         self.best: dict[str, Tensor] = {}
-        self.done = Tuned()
-        self.recent: list[tuple[float, float]] = []  # losses and norms since the last metrics
-        settings = {name: value for name, value in asdict(tuning).items() if name not in _FREE}
-        lengths = None if batches.order is None else str(seed_of(*batches.order.lengths))
-        self.about = {**settings, "batch": batches.batch, "lengths of the rows": lengths, **about}
+        self.done = TrainingResult()
+        self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
+        settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
+        lengths = None if batches.sampler is None else str(derive_seed(*batches.sampler.lengths))
+        self.identity = {**settings, "batch_size": batches.batch_size, "lengths of the rows": lengths, **identity}
 
     # A step --------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Sequence[Row]) -> tuple[float, float]:
-        """Learn a batch; its mean loss and the norm of its gradient."""
-        state, tuning = self.accelerator, self.tuning
+        """Learn a batch; returns its mean loss and the norm of its gradient."""
+        state, config, step = self.accelerator, self.config, self.done.global_step
         self.optimizer.zero_grad(set_to_none=True)
-        share_of_rate = rate(self.done.step, self.total, tuning.warmup, tuning.schedule)
-        for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = own * share_of_rate
-        placed = [(row, seed_of(tuning.seed, "row", self.done.step, place)) for place, row in enumerate(batch)]
+        factor = learning_rate_factor(step, self.total, config.warmup_steps, config.lr_scheduler_type)
+        for group, own in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
+            group["lr"] = own * factor
+        seeded = [(row, derive_seed(config.seed, "row", step, place)) for place, row in enumerate(batch)]
+        shared = (state.process_index, state.num_processes, config.gradient_accumulation_steps)
         sums = torch.zeros(2, dtype=torch.float64)
-        for number, piece in enumerate(share(placed, state.process_index, state.num_processes, tuning.pieces)):
-            if not (piece or self.sharded):
+        for number, micro_batch in enumerate(split_between_processes(seeded, *shared)):
+            if not (micro_batch or self.sharded):
                 continue
-            torch.manual_seed(seed_of(tuning.seed, "piece", self.done.step, number, state.process_index))
-            total, count = self._loss(piece or placed[:1])
-            if not piece:
+            torch.manual_seed(derive_seed(config.seed, "piece", step, number, state.process_index))
+            total, count = self._loss(micro_batch or seeded[:1])
+            if not micro_batch:
                 total, count = total * 0, 0
             if total.requires_grad:
                 # Divided by the rows here, so that half precision can hold it, and by the targets of all below.
@@ -145,22 +171,22 @@ class _Run:
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        total_loss, targets = _summed(state, sums)
+        total_loss, targets = sum_over_processes(state, sums)
         if not math.isfinite(total_loss):
             raise NonFiniteError(
-                f"the loss is {total_loss} at step {self.done.step}; lower the learning rate (now "
-                f"{max(self.rates) * share_of_rate:.2e}), or look at the rows of this step"
+                f"the loss is {total_loss} at step {step}; lower the learning rate (now "
+                f"{max(self.learning_rates) * factor:.2e}), or look at the rows of this step"
             )
         self._sum_gradients(len(batch) / max(1.0, targets))
-        norm = state.clip_grad_norm_(self.parameters.values(), tuning.clip or math.inf)
+        norm = state.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf)
         self.optimizer.step()
-        for name, kept in self.averaged.items():
-            kept.lerp_(self.parameters[name].detach().to(kept), 1 - tuning.ema)
+        for name, average in self.averaged.items():
+            average.lerp_(self.parameters[name].detach().to(average), 1 - config.ema_decay)
         return total_loss / max(1.0, targets), float(norm)
 
-    def _loss(self, placed: Sequence[tuple[Row, int]]) -> tuple[Tensor, int]:
+    def _loss(self, seeded: Sequence[tuple[Row, int]]) -> tuple[Tensor, int]:
         with self.accelerator.autocast():
-            return self.loss([row for row, _ in placed], [seed for _, seed in placed])
+            return self.loss([row for row, _ in seeded], [seed for _, seed in seeded])
 
     def _sum_gradients(self, scale: float) -> None:
         gradients: list[Tensor] = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -175,79 +201,78 @@ class _Run:
 
     # The run -------------------------------------------------------------------------------------------------------
 
-    def train(self, log: Callable[..., None] | None, label: str, progress: bool) -> Tuned:
-        done, began, recent = self.done, time.perf_counter(), self.recent
-        bar = tracked(max(0, self.total - done.step), label, progress, self._note)
+    def train(self, log: Callable[..., None] | None, label: str, progress: bool) -> TrainingResult:
+        done, config, began, recent = self.done, self.config, time.perf_counter(), self.recent
+        bar = tracked(max(0, self.total - done.global_step), label, progress, self._status)
         self.model.train()
         next(bar, None)
         try:
-            for batch in self._from_here():
-                if done.step % self.tuning.log_every == 0:
+            for batch in self._batches():
+                if done.global_step % config.logging_steps == 0:
                     recent.clear()
                 recent.append(self.step(batch))
-                done.step, done.place = done.step + 1, done.place + 1
-                last = done.step == self.total
-                if self.tuning.evaluate_every and (done.step % self.tuning.evaluate_every == 0 or last):
-                    self._judge()
-                if log is not None and (done.step % self.tuning.log_every == 0 or last or done.stopped):
-                    log(**self._figures(), seconds=round(time.perf_counter() - began, 2))
-                if done.step % self.tuning.save_every == 0 or last or done.stopped:
+                done.global_step, done.batch_in_epoch = done.global_step + 1, done.batch_in_epoch + 1
+                last = done.global_step == self.total
+                if config.eval_steps and (done.global_step % config.eval_steps == 0 or last):
+                    self._evaluate()
+                last = last or done.stopped_early
+                if log is not None and (done.global_step % config.logging_steps == 0 or last):
+                    log(**self._metrics(), seconds=round(time.perf_counter() - began, 2))
+                if done.global_step % config.save_steps == 0 or last:
                     self._save()
                 next(bar, None)
-                if last or done.stopped:
+                if last:
                     break
         except KeyboardInterrupt:
             done.interrupted = True
         self.model.eval()
-        checkpoints.put(self.parameters, self.best or self.averaged)
+        checkpoints.assign(self.parameters, self.best or self.averaged)
         done.seconds = time.perf_counter() - began
         return done
 
-    def _from_here(self) -> Iterator[list[Row]]:
+    def _batches(self) -> Iterator[list[Row]]:
         """Batches from where the run is, epoch after epoch."""
-        while self.done.step < self.total and not self.done.stopped:
-            yield from self.batches.epoch(self.done.epoch, self.done.place)
-            if not self.done.place:
+        while self.done.global_step < self.total and not self.done.stopped_early:
+            yield from self.batches.epoch(self.done.epoch, self.done.batch_in_epoch)
+            if not self.done.batch_in_epoch:
                 raise ConfigError("the data has no rows to train on")
-            self.done.epoch, self.done.place = self.done.epoch + 1, 0
+            self.done.epoch, self.done.batch_in_epoch = self.done.epoch + 1, 0
 
-    def _figures(self) -> dict[str, Any]:
+    def _metrics(self) -> dict[str, Any]:
         losses, norms = zip(*self.recent, strict=True)
-        figures: dict[str, Any] = {
-            "step": self.done.step,
+        metrics: dict[str, Any] = {
+            "step": self.done.global_step,
             "epoch": self.done.epoch,
             "loss": sum(losses) / len(losses),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "gradient_norm": sum(norms) / len(norms),
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": sum(norms) / len(norms),
         }
-        if self.tuning.evaluate_every and self.done.step % self.tuning.evaluate_every == 0:
-            figures["held_out_loss"] = self.done.held_out
-        return figures
+        if self.config.eval_steps and self.done.global_step % self.config.eval_steps == 0:
+            metrics["eval_loss"] = self.done.eval_loss
+        return metrics
 
-    def _note(self) -> str:
+    def _status(self) -> str:
         seen = f"loss {sum(loss for loss, _ in self.recent) / len(self.recent):.3f}" if self.recent else ""
-        return f"{seen} held out {self.done.held_out:.3f}" if math.isfinite(self.done.held_out) else seen
+        return f"{seen} eval {self.done.eval_loss:.3f}" if math.isfinite(self.done.eval_loss) else seen
 
-    # Held-out rows -------------------------------------------------------------------------------------------------
-
-    def _judge(self) -> None:
-        """Measure the held-out loss, with the averaged weights where there are some, and remember the best ones."""
-        done, own = self.done, checkpoints.copied(self.parameters) if self.averaged else {}
-        checkpoints.put(self.parameters, self.averaged)
-        done.held_out = self.measure()
-        better = done.held_out < done.best
+    def _evaluate(self) -> None:
+        """Evaluate, with the averaged weights where there are some, and remember the best ones."""
+        done, own = self.done, checkpoints.copies(self.parameters) if self.averaged else {}
+        checkpoints.assign(self.parameters, self.averaged)
+        accumulation, seed = self.config.gradient_accumulation_steps, self.config.seed
+        # The same noise every time.
+        done.eval_loss = mean_loss(
+            self.model, self.loss, self.eval_rows, self.batches.batch_size, self.accelerator, accumulation, seed
+        )
+        better = done.eval_loss < done.best_eval_loss
         if better:
-            done.best, done.best_step, done.bad = done.held_out, done.step, 0
-            if self.tuning.patience:
-                self.best = checkpoints.copied(self.parameters)
-        checkpoints.put(self.parameters, own)
-        done.bad += not better
-        done.stopped = bool(self.tuning.patience) and done.bad >= self.tuning.patience
-
-    def measure(self) -> float:
-        """The mean loss over all targets of the held-out rows; the same noise every time."""
-        given = (self.held_out, self.batches.batch, self.accelerator, self.tuning.pieces, self.tuning.seed)
-        return mean_loss(self.model, self.loss, *given)
+            done.best_eval_loss, done.best_global_step = done.eval_loss, done.global_step
+            if self.config.early_stopping_patience:
+                self.best = checkpoints.copies(self.parameters)
+        checkpoints.assign(self.parameters, own)
+        done.evals_without_improvement = 0 if better else done.evals_without_improvement + 1
+        patience = self.config.early_stopping_patience
+        done.stopped_early = bool(patience) and done.evals_without_improvement >= patience
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -258,87 +283,52 @@ class _Run:
             groups["moments"] = checkpoints.optimizer_tensors(self.optimizer)
             tensors = {f"{group}.{name}": value for group, own in groups.items() for name, value in own.items()}
             # JSON has no infinity and no nan.
-            at = {name: str(getattr(self.done, name)) for name in _KEPT}
+            at = {name: str(getattr(self.done, name)) for name in _RESUMED}
             scaler = None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()
             recent = [[str(value) for value in one] for one in self.recent]
-            about = {"run": self.about, "at": at, "recent": recent, "scaler": scaler}
-            where, keep = self.folder, self.tuning.keep
-            checkpoints.save_checkpoint(where, self.done.step, tensors, about, keep=keep, beside=self._beside)
+            about = {"run": self.identity, "at": at, "recent": recent, "scaler": scaler}
+            step, limit = self.done.global_step, self.config.save_total_limit
+            more = self._save_more
+            checkpoints.save_checkpoint(self.folder, step, tensors, about, save_total_limit=limit, save_more=more)
         self.accelerator.wait_for_everyone()
 
-    def _beside(self, folder: Path) -> None:
-        """What lies in a checkpoint to be used as it is: with the averaged weights where there are some."""
-        if self.save is not None:
-            own = checkpoints.copied(self.parameters) if self.averaged else {}
-            checkpoints.put(self.parameters, self.averaged)
-            self.save(folder)
-            checkpoints.put(self.parameters, own)
+    def _save_more(self, folder: Path) -> None:
+        """Files of a checkpoint that are to be used as they are: of the averaged weights where there are some."""
+        if self.save_more is not None:
+            own = checkpoints.copies(self.parameters) if self.averaged else {}
+            checkpoints.assign(self.parameters, self.averaged)
+            self.save_more(folder)
+            checkpoints.assign(self.parameters, own)
 
-    def take_up(self) -> None:
-        """Go on from the last checkpoint, if there is one."""
+    def resume(self) -> None:
+        """Load the last checkpoint, if there is one."""
         found = checkpoints.list_checkpoints(self.folder) if self.folder is not None else []
         if not found:
             return
         tensors, about = checkpoints.load_checkpoint(found[-1])
         differing = [
-            f"{name}: {about['run'].get(name)!r} there, {self.about.get(name)!r} here"
-            for name in {**about["run"], **self.about}
-            if about["run"].get(name) != self.about.get(name)
+            f"{name}: {about['run'].get(name)!r} there, {self.identity.get(name)!r} here"
+            for name in {**about["run"], **self.identity}
+            if about["run"].get(name) != self.identity.get(name)
         ]
         if differing:
             raise ConfigError(
                 f"{found[-1]} is of a run with other settings ({'; '.join(differing[:5])}): start it with those again, "
                 "name another folder, or begin anew with resume=false"
             )
-        checkpoints.put_weights(self.parameters, checkpoints.part(tensors, "weights"), str(found[-1]))
-        checkpoints.put_optimizer(self.optimizer, checkpoints.part(tensors, "moments"))
+        checkpoints.load_weights(self.parameters, checkpoints.with_prefix(tensors, "weights"), str(found[-1]))
+        checkpoints.load_optimizer(self.optimizer, checkpoints.with_prefix(tensors, "moments"))
         device = self.accelerator.device
-        self.averaged = {name: value.to(device) for name, value in checkpoints.part(tensors, "averaged").items()}
-        self.best = checkpoints.part(tensors, "best")
+        averaged = checkpoints.with_prefix(tensors, "averaged")
+        self.averaged = {name: value.to(device) for name, value in averaged.items()}
+        self.best = checkpoints.with_prefix(tensors, "best")
         for name, text in about["at"].items():
             kind = type(getattr(self.done, name))
             setattr(self.done, name, text == "True" if kind is bool else kind(text))
-        self.done.begun_at = self.done.step
+        self.done.resumed_from_step = self.done.global_step
         self.recent = [(float(loss), float(norm)) for loss, norm in about["recent"]]
         if self.accelerator.scaler is not None and about["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(about["scaler"])
-
-
-@torch.no_grad()
-def mean_loss(
-    model: Any, loss: Loss, rows: Sequence[Row], batch: int, accelerator: Any, pieces: int = 1, seed: int = 0
-) -> float:
-    """The mean of a loss over all targets of these rows, in evaluation mode; processes share the rows.
-
-    Args:
-        batch: rows at once, over all processes and pieces. seed: of the loss's own noise, the same every time.
-    """
-    was = model.training
-    model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
-    placed = [(rows[i], seed_of(seed, "held out", i)) for i in range(len(rows))]
-    (own,) = share(placed, accelerator.process_index, accelerator.num_processes)
-    size = max(1, batch // (pieces * accelerator.num_processes))
-    longest = math.ceil(len(rows) / accelerator.num_processes) if shards(model) else len(own)
-    for start in range(0, longest, size):
-        part = own[start : start + size]
-        called = part or placed[:1]
-        with accelerator.autocast(), stored(model):
-            total, count = loss([row for row, _ in called], [seed for _, seed in called])
-        if part:
-            sums += torch.tensor([float(total), count], dtype=torch.float64)
-    model.train(was)
-    losses, targets = _summed(accelerator, sums)
-    return losses / max(1.0, targets)
-
-
-def _summed(accelerator: Any, sums: Tensor) -> list[float]:
-    """Over all processes."""
-    if accelerator.num_processes > 1:
-        # Some devices have no float64, and float32 holds these sums well enough.
-        sums = sums if accelerator.device.type in ("cpu", "cuda") else sums.float()
-        sums = accelerator.reduce(sums.to(accelerator.device), "sum")
-    return sums.tolist()
 
 
 def _from_first(accelerator: Any, tensor: Tensor) -> Tensor:

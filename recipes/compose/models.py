@@ -39,14 +39,14 @@ def teach(
     model = build(world, settings, config.seed)
     random = Random(f"{config.seed} {label}")
 
-    def loss_at(step: int) -> Tensor:
-        done = step / settings.steps
-        texts = [[draw(random, done) for _ in range(settings.pieces)] for _ in range(settings.batch)]
+    def compute_loss(step: int) -> Tensor:
+        done = step / settings.max_steps
+        texts = [[draw(random, done) for _ in range(settings.pieces)] for _ in range(settings.batch_size)]
         return model(**world.batch(texts)).loss
 
     model.train()
-    groups = training.parameter_groups(model, settings.lr, weight_decay=settings.weight_decay)
-    fit(config, groups, loss_at, settings.steps, label, run)
+    groups = training.parameter_groups(model, settings.learning_rate, weight_decay=settings.weight_decay)
+    fit(config, groups, compute_loss, settings.max_steps, label, run)
     return model.eval().requires_grad_(False)
 
 
@@ -54,15 +54,17 @@ def tune(
     config: Config,
     model: Any,
     trained: nn.Module,
-    loss_at: Callable[[int], Tensor],
+    compute_loss: Callable[[int], Tensor],
     label: str,
     run: training.RunFolder,
 ) -> float:
     """Train what was put on a frozen model; seconds."""
     optim = config.optim
     model.train()
-    groups = training.parameter_groups(trained, optim.lr, gate_lr=optim.gate_lr, weight_decay=optim.weight_decay)
-    seconds = fit(config, groups, loss_at, optim.steps, label, run)
+    groups = training.parameter_groups(
+        trained, optim.learning_rate, gate_learning_rate=optim.gate_learning_rate, weight_decay=optim.weight_decay
+    )
+    seconds = fit(config, groups, compute_loss, optim.max_steps, label, run)
     model.eval()
     return seconds
 
@@ -70,7 +72,7 @@ def tune(
 def fit(
     config: Config,
     groups: list[dict[str, Any]],
-    loss_at: Callable[[int], Tensor],
+    compute_loss: Callable[[int], Tensor],
     steps: int,
     label: str,
     run: training.RunFolder,
@@ -78,10 +80,10 @@ def fit(
     """The loop, its metrics in the run's folder; seconds."""
     return training.fit(
         groups,
-        loss_at,
+        compute_loss,
         steps,
-        warmup=min(config.optim.warmup, steps // 2),
-        clip=config.optim.clip,
+        warmup_steps=min(config.optim.warmup_steps, steps // 2),
+        max_grad_norm=config.optim.max_grad_norm,
         label=label,
         log=lambda line: run.log(model=label, **line),
         progress=config.progress,

@@ -21,17 +21,17 @@ class ModelSettings(Strict):
     width: int = Field(128, ge=8)
     depth: int = Field(2, ge=1)
     heads: int = Field(4, ge=1)
-    steps: int = Field(700, ge=1)
-    batch: int = Field(160, ge=1)  # texts of a step
+    max_steps: int = Field(700, ge=1)
+    batch_size: int = Field(160, ge=1)  # texts of a step
     pieces: int = Field(1, ge=1)  # of what is learned in a text
-    lr: float = Field(3e-3, gt=0)
+    learning_rate: float = Field(3e-3, gt=0)
     weight_decay: float = Field(0.05, ge=0)
 
 
 class KnowerSettings(ModelSettings):
     depth: int = Field(3, ge=1)
-    steps: int = Field(1800, ge=1)
-    batch: int = Field(32, ge=1)
+    max_steps: int = Field(1800, ge=1)
+    batch_size: int = Field(32, ge=1)
     pieces: int = Field(8, ge=1)
     weight_decay: float = Field(1.0, ge=0)  # keeps what its states have of a key besides the value small
 
@@ -47,13 +47,13 @@ class AdapterSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int = Field(1000, ge=1)
-    batch: int = Field(96, ge=1)
-    lr: float = Field(8e-3, gt=0)
-    gate_lr: float = Field(2e-2, gt=0)
+    max_steps: int = Field(1000, ge=1)
+    batch_size: int = Field(96, ge=1)
+    learning_rate: float = Field(8e-3, gt=0)
+    gate_learning_rate: float = Field(2e-2, gt=0)
     weight_decay: float = Field(0.05, ge=0)
-    warmup: int = Field(50, ge=0)
-    clip: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(50, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
 
 
 class Config(Strict):

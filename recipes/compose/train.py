@@ -70,7 +70,7 @@ def controls(
     rows.append(scores(config, world, "LoRA on m_B", Alone(lora)))
     lora.unload()
     # There is only the form to learn, which is soon done.
-    short = config.knower.model_copy(update={"steps": max(1, config.knower.steps // 4)})
+    short = config.knower.model_copy(update={"max_steps": max(1, config.knower.max_steps // 4)})
     vanilla = teach(config, world, short, partial(world.knowing, known=False), "vanilla m_A", run)
     random = build(world, config.knower, config.seed + 1)
     for name, kind, lm in (
@@ -92,11 +92,11 @@ def learn(
     """Train on expressions of the first keys, for these tasks in turn; seconds."""
     random = Random(f"{config.seed} composition")
 
-    def loss_at(step: int) -> Any:
-        drawn = [world.draw(world.keys, random) for _ in range(config.optim.batch)]
+    def compute_loss(step: int) -> Any:
+        drawn = [world.draw(world.keys, random) for _ in range(config.optim.batch_size)]
         return reader.loss(world.batch([[one.pair(tasks[row % len(tasks)])] for row, one in enumerate(drawn)]))
 
-    return tune(config, reader.model, trained, loss_at, label, run)
+    return tune(config, reader.model, trained, compute_loss, label, run)
 
 
 def scores(config: Config, world: World, name: str, reader: Alone) -> dict[str, Any]:

@@ -29,18 +29,18 @@ def denoising_loss(scheduler: Any, predict: Any, clean: Tensor, min_snr: float) 
 def fit(
     config: Config,
     trained: nn.Module,
-    loss_at: Callable[[int], Tensor],
+    compute_loss: Callable[[int], Tensor],
     label: str,
     run: training.RunFolder | None = None,
-) -> training.Fitted:
+) -> training.FitResult:
     """Train a module with the settings of a run, which keeps the metrics where it is given."""
     settings = config.optim
     return training.fit(
-        training.parameter_groups(trained, settings.lr, weight_decay=settings.weight_decay),
-        loss_at,
-        settings.steps,
-        warmup=settings.warmup,
-        clip=settings.clip,
+        training.parameter_groups(trained, settings.learning_rate, weight_decay=settings.weight_decay),
+        compute_loss,
+        settings.max_steps,
+        warmup_steps=settings.warmup_steps,
+        max_grad_norm=settings.max_grad_norm,
         label=label,
         log=None if run is None else lambda line: run.log(**line),
         progress=config.progress,

@@ -28,14 +28,14 @@ class ModelSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int = Field(5000, ge=1)
-    batch: int = Field(64, ge=1)
-    lr: float = Field(1e-3, gt=0)
+    max_steps: int = Field(5000, ge=1)
+    batch_size: int = Field(64, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
     weight_decay: float = Field(0.01, ge=0)
-    warmup: int = Field(100, ge=0)
-    clip: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(100, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
     min_snr: float = Field(5.0, gt=0)  # arXiv 2303.09556
-    ema: float = Field(0.999, ge=0, lt=1)
+    ema_decay: float = Field(0.999, ge=0, lt=1)
 
 
 class SampleSettings(Strict):
@@ -56,7 +56,7 @@ class Config(Strict):
     stage: Literal["text", "style"] = "text"
     unet: str = "assets/diffusion"  # style: what stays frozen; a run of stage A, or a Stable Diffusion (folder, hub)
     seed: int = Field(0, ge=0)
-    drop: float = Field(0.1, ge=0, lt=1)  # chance of leaving a condition out in training, for guidance
+    conditioning_dropout_prob: float = Field(0.1, ge=0, lt=1)  # of each condition in training, for guidance
     progress: bool = True
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()

@@ -49,14 +49,14 @@ def train_encoder(data: Pictures, steps: int, seed: int, progress: bool) -> Styl
     torch.manual_seed(seed)
     encoder = StyleEncoder(data.pictures.shape[1], data.measures.shape[1]).train()
 
-    def loss_at(step: int) -> Tensor:
+    def compute_loss(step: int) -> Tensor:
         rows = torch.randint(0, len(data), (128,))
         down, right = torch.randint(-1, 2, (2,)).tolist()
         pictures = torch.roll(data.pictures[rows], (down, right), (2, 3))
         return F.mse_loss(encoder(pictures), data.measures[rows])
 
     groups = training.parameter_groups(encoder, 2e-3, weight_decay=0.05)
-    training.fit(groups, loss_at, steps, warmup=50, label="style encoder", progress=progress)
+    training.fit(groups, compute_loss, steps, warmup_steps=50, label="style encoder", progress=progress)
     return encoder.eval().requires_grad_(False)
 
 

@@ -109,7 +109,7 @@ def finish(
     config: Config,
     rows: list[dict[str, Any]],
     judge: str,
-    fitted: dict[str, training.Fitted],
+    fitted: dict[str, training.FitResult],
 ) -> None:
     """Write and print the table, and what the training took."""
     took = {name: {"steps": one.steps, "seconds": round(one.seconds)} for name, one in fitted.items()}

@@ -61,23 +61,23 @@ def train_style(
     trained: nn.Module,
     label: str,
     run: training.RunFolder | None = None,
-) -> training.Fitted:
+) -> training.FitResult:
     """Train the model's adapter (`trained` is `model.adapters`) or a `Concatenated` on pairs of like style."""
     torch.manual_seed(config.seed)
     random, settings = Random(config.seed), config.optim
     memories = encoder.encode(data.pictures)
 
-    def loss_at(step: int) -> Tensor:
-        rows = [random.randrange(len(data)) for _ in range(settings.batch)]
+    def compute_loss(step: int) -> Tensor:
+        rows = [random.randrange(len(data)) for _ in range(settings.batch_size)]
         near = nearest(data, rows)
         like = [int(one[random.randrange(len(one))]) for one in near]
         names = subject.attributes.names
         told = [asked_for(names, data.measures[row], random, 0.2) for row in rows]
         said = [subject.describe(int(data.classes[row]), one, random) for row, one in zip(rows, told, strict=True)]
-        kept = (torch.rand(len(rows), 1) >= config.drop)[:, 0].tolist()
+        kept = (torch.rand(len(rows), 1) >= config.conditioning_dropout_prob)[:, 0].tolist()
         with torch.no_grad():
             text, mask = models.words([one if here else None for one, here in zip(said, kept, strict=True)])
-        memory = memories[like].drop(config.drop)
+        memory = memories[like].drop_rows(config.conditioning_dropout_prob)
         given = {"memory": memory}
         if isinstance(trained, Concatenated):
             (text, mask), given = trained(text, mask, memory), {}
@@ -89,6 +89,6 @@ def train_style(
         )
 
     trained.train().requires_grad_(True)
-    fitted = fit(config, trained, loss_at, label, run)
+    fitted = fit(config, trained, compute_loss, label, run)
     trained.eval()
     return fitted

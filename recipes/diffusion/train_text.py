@@ -21,7 +21,7 @@ from mmattn import training
 
 def train_text(
     config: Config, data: Pictures, subject: Subject, run: training.RunFolder
-) -> tuple[Models, training.Fitted]:
+) -> tuple[Models, training.FitResult]:
     """Train UNet and text encoder; the averaged weights are kept. Returns them and the loop's record."""
     torch.manual_seed(config.seed)
     random, settings = Random(config.seed), config.optim
@@ -31,20 +31,20 @@ def train_text(
     model = mmattn.attach(unet).use_core()
     unet.requires_grad_(True)
     both = torch.nn.ModuleDict({"unet": unet, "words": words}).train()
-    average = EMAModel(both.parameters(), decay=settings.ema, use_ema_warmup=True, power=0.75, foreach=True)
+    average = EMAModel(both.parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
 
-    def loss_at(step: int) -> Tensor:
+    def compute_loss(step: int) -> Tensor:
         if step:
             average.step(both.parameters())
         if step and step % config.sample.every == 0:
             show(step)
-        rows = [random.randrange(len(data)) for _ in range(settings.batch)]
+        rows = [random.randrange(len(data)) for _ in range(settings.batch_size)]
         names = subject.attributes.names
         said = [
             subject.describe(int(data.classes[i]), asked_for(names, data.measures[i], random), random) for i in rows
         ]
         # Left out is left out: those rows see no text at all.
-        kept = (torch.rand(len(rows), 1) >= config.drop)[:, 0].tolist()
+        kept = (torch.rand(len(rows), 1) >= config.conditioning_dropout_prob)[:, 0].tolist()
         text, mask = words([one if here else None for one, here in zip(said, kept, strict=True)])
         return denoising_loss(
             models.schedule,
@@ -65,7 +65,7 @@ def train_text(
         both.train()
         average.restore(both.parameters())
 
-    fitted = fit(config, both, loss_at, "stage A", run)
+    fitted = fit(config, both, compute_loss, "stage A", run)
     average.step(both.parameters())
     average.copy_to(both.parameters())
     both.eval().requires_grad_(False)

@@ -17,6 +17,8 @@ from mmattn import training
 from mmattn.errors import AdapterFileError
 from mmattn.recipes import read_settings
 
+USED = ("lm", "quantise", "encoder", "lora", "caption")
+
 
 def caption(images: Sequence[Any], adapter: str | Path, *, progress: bool = False) -> list[str]:
     """A text for each picture, by the adapter in a run's folder, with the encoder and language model of that run.
@@ -32,8 +34,8 @@ def caption(images: Sequence[Any], adapter: str | Path, *, progress: bool = Fals
             f"{found} is missing: it says which encoder and language model the adapter in {folder} belongs to; keep "
             "the adapter in the folder of its run"
         )
-    given = read_settings(found)
-    given.pop("recipe", None)
+    # What it was trained with is another matter: older runs have other names for it.
+    given = {name: value for name, value in read_settings(found).items() if name in USED}
     settings = Config.model_validate(given)
     lm, tokenizer = load_lm(settings.lm, settings.quantise, "cpu")
     if settings.lora.rank:

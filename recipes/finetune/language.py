@@ -30,7 +30,7 @@ class Language:
 
     def collator(self, memories: training.RowMemories | None) -> training.RowCollator:
         """Rows to batches, with these memories beside them or none."""
-        return training.RowCollator(self.tokenizer, memories, self.longest, self.settings.data.cut)
+        return training.RowCollator(self.tokenizer, memories, self.longest, self.settings.data.truncation)
 
     def check(self, rows: Any) -> None:
         """Refuse rows that this host cannot learn, before anything is trained."""
@@ -47,7 +47,7 @@ class Language:
         heads = {"num_heads": given["num_heads"], "head_dim": given["head_dim"]}
         resampler = None if latents is None else mmattn.Resampler(num_latents=latents, **heads)
         model = mmattn.attach(self.host, mmattn.GatedAdapter(memory_dim=memories.dim, resampler=resampler, **given))
-        if self.settings.optim.recompute_host:
+        if self.settings.optim.host_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
@@ -113,7 +113,7 @@ def write_texts(
     model: Any, tokenizer: Any, memory: mmattn.Memory, prompt: str = "", max_new_tokens: int = 64, num_beams: int = 1
 ) -> list[str]:
     """What the model writes behind a prompt, a text for each row of the memory."""
-    begin, end = training.begin_and_end(tokenizer)
+    begin, end = training.bos_and_eos(tokenizer)
     ids = [begin, *(tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else [])]
     device = next(model.parameters()).device
     texts: list[str] = []

@@ -57,7 +57,7 @@ def needs(rows: Any) -> tuple[bool, bool, bool]:
 
 def exchanged(rows: Sequence[training.Row]) -> list[training.Row] | None:
     """Each row with the memory of another one: what a shuffled memory is worth. None where fewer than two have one."""
-    having = [number for number, row in enumerate(rows) if row.remembers]
+    having = [number for number, row in enumerate(rows) if row.has_memory]
     if len(having) < 2:
         return None
     out = list(rows)

@@ -58,7 +58,7 @@ class Painting:
             resampler=resampler,
         )
         model = self._masked(mmattn.attach(self.host, adapter))
-        if self.settings.optim.recompute_host:
+        if self.settings.optim.host_gradient_checkpointing:
             model.enable_gradient_checkpointing()
         return model
 
@@ -83,7 +83,7 @@ class Painting:
         Time, noise and what is left out of a row come from the row's own seed: whatever the number of processes, the
         row is learned in the same way.
         """
-        drop, unet = self.settings.decoupled.drop, model
+        drop, unet = self.settings.decoupled.conditioning_dropout_prob, model
 
         def loss(rows: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
             random = [torch.Generator().manual_seed(seed) for seed in seeds]

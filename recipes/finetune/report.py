@@ -50,7 +50,7 @@ def plot_losses(path: Path, metrics: Path) -> None:
 
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4))
-    for key, label in (("loss", "training"), ("held_out_loss", "held out")):
+    for key, label in (("loss", "training"), ("eval_loss", "held out")):
         seen = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         if seen:
             axes.plot(*zip(*seen, strict=True), label=label, marker="o", markersize=3)

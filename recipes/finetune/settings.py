@@ -17,13 +17,13 @@ class Strict(BaseModel):
 
 class DataSettings(Strict):
     path: str = "assets/flora"  # a .jsonl file, a folder of pictures with texts, or a dataset of Hugging Face
-    split: str = "train"  # of a dataset of Hugging Face
-    streaming: bool = False  # read it as it arrives; needs optim.steps
+    split: str | None = None  # of a dataset of Hugging Face; "train" by default
+    streaming: bool = False  # read it as it arrives; needs optim.max_steps
     columns: dict[str, str] | None = None  # key of a row: column of the dataset; by default the same names
     held_out: float = Field(0.1, ge=0)  # never trained on: a share, or from 1 on a number of rows (a stream's first)
     max_length: int | None = Field(None, ge=3)  # tokens of a row; by default what the language model can read
-    cut: bool = False  # cut longer texts instead of refusing them
-    cache: str = "runs/cache"  # what the encoders said is kept here
+    truncation: bool = False  # shorten longer texts instead of refusing them
+    cache: str = "runs/cache"  # memories are cached here, by encoder and content
 
 
 class AdapterSettings(Strict):
@@ -45,7 +45,7 @@ class DecoupledSettings(Strict):
     blocks: list[str] | None = None
     start: Literal["nothing", "host"] = "nothing"
     latents: int | None = None
-    drop: float = Field(0.1, ge=0, lt=1)  # chance of leaving out the text, and the memory, for guidance
+    conditioning_dropout_prob: float = Field(0.1, ge=0, lt=1)  # of the text, and of the memory, for guidance
     min_snr: float = Field(5.0, gt=0)  # arXiv 2303.09556
 
 
@@ -55,28 +55,28 @@ class LoraSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int | None = Field(None, ge=1)
-    epochs: float | None = Field(None, gt=0)  # 20 where steps are not given either
-    batch: int = Field(8, ge=1)  # rows that one step learns from, over all processes
-    pieces: int = Field(1, ge=1)  # a process learns its share in so many, one after another (gradient accumulation)
-    lr: float = Field(2e-3, gt=0)
-    gate_lr: float | None = Field(3e-2, gt=0)
-    lora_lr: float = Field(1e-3, gt=0)  # of the control
+    max_steps: int | None = Field(None, ge=1)
+    num_train_epochs: float | None = Field(None, gt=0)  # 20 where max_steps is not given either
+    batch_size: int = Field(8, ge=1)  # rows that one step learns from, over all processes
+    gradient_accumulation_steps: int = Field(1, ge=1)  # micro-batches of a process
+    learning_rate: float = Field(2e-3, gt=0)
+    gate_learning_rate: float | None = Field(3e-2, gt=0)
+    lora_learning_rate: float = Field(1e-3, gt=0)  # of the control
     weight_decay: float = Field(0.05, ge=0)
-    warmup: int = Field(10, ge=0)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # of the rate, after the warm-up
-    clip: float | None = Field(1.0, gt=0)
-    ema: float = Field(0.0, ge=0, lt=1)
-    recompute: bool = False  # gradient checkpointing of the adapters themselves
-    recompute_host: bool = False  # and of the host
-    save_every: int = Field(100, ge=1)
-    keep: int = Field(2, ge=1)  # checkpoints
-    log_every: int = Field(10, ge=1)
+    warmup_steps: int = Field(10, ge=0)
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    gradient_checkpointing: bool = False  # of the adapters
+    host_gradient_checkpointing: bool = False  # of the host
+    save_steps: int = Field(100, ge=1)
+    save_total_limit: int = Field(2, ge=1)  # checkpoints
+    logging_steps: int = Field(10, ge=1)
 
 
 class EvalSettings(Strict):
-    every: int = Field(50, ge=0)  # steps between held-out losses; 0: never
-    patience: int = Field(0, ge=0)  # so many held-out losses without a better one end the run; 0: no early stopping
+    eval_steps: int = Field(50, ge=0)  # steps between two evaluations; 0: never
+    early_stopping_patience: int = Field(0, ge=0)  # evaluations without a lower loss; 0: no early stopping
     controls: bool = False  # no memory, shuffled memory, and a text-only LoRA of equal size, trained as long
 
 
@@ -97,7 +97,7 @@ class Config(Strict):
     text_encoder: str = "all-MiniLM-L6-v2"  # of passages; any encoder of Hugging Face
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token
     device: Literal["auto", "cpu"] = "auto"
-    precision: Literal["no", "bf16", "fp16"] = "no"
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     trackers: list[str] = []  # those of accelerate, such as tensorboard, besides metrics.jsonl and metrics.csv
     resume: bool = True  # go on from the last checkpoint in `out`; false: begin anew
     progress: bool = True
@@ -118,8 +118,8 @@ class Config(Strict):
         given = sorted(name for name in others if getattr(self, name) != plain[name].default)
         if given:
             raise ValueError(f"{', '.join(given)} is for another host than host: {self.host}")
-        if self.optim.steps is not None and self.optim.epochs is not None:
-            raise ValueError("give optim.steps or optim.epochs, not both")
+        if self.optim.max_steps is not None and self.optim.num_train_epochs is not None:
+            raise ValueError("give optim.max_steps or optim.num_train_epochs, not both")
         return self
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,16 @@ def main(config: dict[str, Any]) -> Path:
     """Run with these settings (see settings.py) and return the run's folder."""
     settings = Config.model_validate(config)
     accelerator = training.make_accelerator(
-        settings.out, precision=settings.precision, device=settings.device, trackers=tuple(settings.trackers)
+        settings.out,
+        mixed_precision=settings.mixed_precision,
+        device=settings.device,
+        trackers=tuple(settings.trackers),
     )
     if not accelerator.is_main_process:
         # Their bars are not asked whether they may.
         transformers_said.disable_progress_bar()
     Run(settings, accelerator).run()
-    training.finish(accelerator)
+    training.end_training(accelerator)
     return Path(settings.out)
 
 
@@ -57,23 +60,23 @@ class Run:
         self.out, self.first = Path(settings.out), accelerator.is_main_process
         self.progress = settings.progress and self.first
         optim = settings.optim
-        self.tuning = training.Tuning(
-            steps=optim.steps,
-            epochs=optim.epochs if optim.epochs or optim.steps else 20,
-            pieces=optim.pieces,
-            lr=optim.lr,
-            gate_lr=optim.gate_lr,
+        self.config = training.TrainingConfig(
+            max_steps=optim.max_steps,
+            num_train_epochs=optim.num_train_epochs if optim.num_train_epochs or optim.max_steps else 20,
+            gradient_accumulation_steps=optim.gradient_accumulation_steps,
+            learning_rate=optim.learning_rate,
+            gate_learning_rate=optim.gate_learning_rate,
             weight_decay=optim.weight_decay,
-            warmup=optim.warmup,
-            schedule=optim.schedule,
-            clip=optim.clip,
-            ema=optim.ema,
-            recompute=optim.recompute,
-            evaluate_every=settings.eval.every,
-            patience=settings.eval.patience,
-            save_every=optim.save_every,
-            keep=optim.keep,
-            log_every=optim.log_every,
+            warmup_steps=optim.warmup_steps,
+            lr_scheduler_type=optim.lr_scheduler_type,
+            max_grad_norm=optim.max_grad_norm,
+            ema_decay=optim.ema_decay,
+            gradient_checkpointing=optim.gradient_checkpointing,
+            eval_steps=settings.eval.eval_steps,
+            early_stopping_patience=settings.eval.early_stopping_patience,
+            save_steps=optim.save_steps,
+            save_total_limit=optim.save_total_limit,
+            logging_steps=optim.logging_steps,
             seed=settings.seed,
         )
 
@@ -88,16 +91,16 @@ class Run:
         )
         rows, self.held_out = training.split_rows(rows, settings.data.held_out, settings.seed)
         if not self.held_out:
-            self.tuning = training.Tuning(**{**vars(self.tuning), "evaluate_every": 0, "patience": 0})
+            self.config = replace(self.config, eval_steps=0, early_stopping_patience=0)
         self.host: Any = (Language if settings.host == "language" else Painting)(settings, accelerator.device)
         memories = row_memories(settings, rows, accelerator.device)
         for part in (rows, self.held_out):
             if not isinstance(part, training.StreamRows):
                 self.host.check(part)
-                shared = {"rank": accelerator.process_index, "processes": accelerator.num_processes}
+                shared = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
                 memories.prepare(part, **shared, progress=self.progress)
         accelerator.wait_for_everyone()
-        self.batches = training.RowBatches(rows, settings.optim.batch, settings.seed)
+        self.batches = training.RowBatches(rows, settings.optim.batch_size, settings.seed)
         self.folder = self._begin()
         count = "a stream of" if isinstance(rows, training.StreamRows) else len(rows)
         accelerator.print(f"{count} rows to train on, {len(self.held_out)} held out; memories of width {memories.dim}")
@@ -106,7 +109,7 @@ class Run:
         model = self.host.attach(memories)
         if self.first:
             model.print_trainable_parameters()
-        done = self._tune(model, self.host.loss(model, memories), "adapter", self.tuning, memories.fingerprint)
+        done = self._tune(model, self.host.loss(model, memories), "adapter", self.config, memories.fingerprint)
         if self.first:
             self._write_config(self.folder)
             model.save_adapter(self.out / "adapter", encoder=memories.fingerprint)
@@ -114,7 +117,9 @@ class Run:
                 self.host.host.save_pretrained(str(self.out / "lora"))
             report.plot_losses(self.out / "loss.png", self.out / "metrics.jsonl")
         if done.interrupted:
-            accelerator.print(f"stopped after {done.step} steps; the same command goes on from the last checkpoint")
+            accelerator.print(
+                f"stopped after {done.global_step} steps; the same command resumes from the last checkpoint"
+            )
             return
         if self.held_out:
             self._samples(model, memories)
@@ -134,7 +139,7 @@ class Run:
     def _write_config(self, folder: Any) -> None:
         folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
 
-    def _tune(self, model: Any, loss: Any, name: str, tuning: training.Tuning, encoder: str | None) -> Any:
+    def _tune(self, model: Any, loss: Any, name: str, config: training.TrainingConfig, encoder: str | None) -> Any:
         """Train, with checkpoints and metrics of this name."""
         own = name == "adapter"
         checkpoints = self.out / ("checkpoints" if own else f"checkpoints_{name}")
@@ -153,21 +158,21 @@ class Run:
             model,
             loss,
             self.batches,
-            tuning,
+            config,
             self.accelerator,
-            held_out=self.held_out,
+            eval_rows=self.held_out,
             folder=checkpoints,
-            about={"encoder": encoder},
+            identity={"encoder": encoder},
             resume=self.settings.resume,
             log=log,
             label=name,
             progress=self.progress,
-            save=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
+            save_more=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
         )
 
     def _samples(self, model: Any, memories: training.RowMemories) -> None:
         """What is written or drawn of the first few held-out rows."""
-        rows = [row for row in self.held_out if row.remembers][:8]
+        rows = [row for row in self.held_out if row.has_memory][:8]
         if not self.first or not rows:
             return
         if self.settings.host == "unet":
@@ -185,7 +190,7 @@ class Run:
     def _length(self) -> dict[str, int]:
         return {"max_new_tokens": self.settings.caption.max_new_tokens, "num_beams": self.settings.caption.num_beams}
 
-    def _table(self, model: Any, memories: training.RowMemories, done: training.Tuned) -> None:
+    def _table(self, model: Any, memories: training.RowMemories, done: training.TrainingResult) -> None:
         """The held-out loss, and beside it the controls, where they are asked for."""
         loss, parameters = self.host.loss(model, memories), model.trainable_parameters()[0]
 
@@ -211,9 +216,9 @@ class Run:
         torch.manual_seed(self.settings.seed)
         lora, undo = self.host.control(parameters)
         loss = self.host.loss(lora, None)
-        rate = self.settings.optim.lora_lr
-        tuning = training.Tuning(**{**vars(self.tuning), "lr": rate, "gate_lr": None, "recompute": False})
-        done = self._tune(lora, loss, "lora", tuning, None)
+        rate = self.settings.optim.lora_learning_rate
+        config = replace(self.config, learning_rate=rate, gate_learning_rate=None, gradient_checkpointing=False)
+        done = self._tune(lora, loss, "lora", config, None)
         found = self._measured(lora, loss, self.held_out)
         count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
         undo()
@@ -221,4 +226,6 @@ class Run:
 
     def _measured(self, model: Any, loss: Any, rows: Sequence[training.Row]) -> float:
         optim, seed = self.settings.optim, self.settings.seed
-        return training.mean_loss(model, loss, rows, optim.batch, self.accelerator, optim.pieces, seed)
+        return training.mean_loss(
+            model, loss, rows, optim.batch_size, self.accelerator, optim.gradient_accumulation_steps, seed
+        )

@@ -53,7 +53,7 @@ def answer_batch(
     tokenizer: Any, prompts: Sequence[str], answers: Sequence[str], memory: mmattn.Memory | None
 ) -> training.TextBatch:
     """Prompts and answers as rows that learn the answers alone."""
-    begin, end = training.begin_and_end(tokenizer)
+    begin, end = training.bos_and_eos(tokenizer)
     asked = tokenizer(list(prompts))["input_ids"]
     said = tokenizer([f" {answer}" for answer in answers])["input_ids"]
     rows = [[begin, *one, *other, end] for one, other in zip(asked, said, strict=True)]
@@ -69,7 +69,7 @@ def write_answers(
 ) -> list[str]:
     """What the model writes behind each prompt, greedily."""
     out: list[str] = []
-    begin, end = training.begin_and_end(tokenizer)
+    begin, end = training.bos_and_eos(tokenizer)
     for start in range(0, len(prompts), batch):
         part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]
         given = tokenizer(part, return_tensors="pt", padding=True)
@@ -85,7 +85,7 @@ def write_answers(
 
 def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Memory) -> mmattn.Trace:
     """Which entries of one row of memory each word of an answer looked at."""
-    begin, end = training.begin_and_end(tokenizer)
+    begin, end = training.bos_and_eos(tokenizer)
     given = tokenizer(asked)["input_ids"]
     ids = [begin, *given, *tokenizer(f" {answer}")["input_ids"], end]
     words = [tokenizer.decode([one]) for one in ids]
@@ -95,7 +95,7 @@ def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Me
 @torch.no_grad()
 def looks(model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Memory, batch: int = 32) -> Tensor:
     """For each prompt the weights (b, m) of the slots at its last token: the mean over layers and heads."""
-    begin, _ = training.begin_and_end(tokenizer)
+    begin, _ = training.bos_and_eos(tokenizer)
     out = []
     for start in range(0, len(prompts), batch):
         part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]

@@ -211,5 +211,9 @@ def resolved(run: Path) -> Config:
             f"{file} is missing: it says how a chunked adapter reads passages; keep it in the folder of its run"
         )
     given = read_settings(file)
-    given.pop("recipe", None)
+    # What it was trained with is another matter: older runs have other names for it.
+    for name in ("recipe", "optim"):
+        given.pop(name, None)
+    for name in ("steps", "batch", "max_steps", "batch_size"):
+        given.get("docs", {}).pop(name, None)
     return Config.model_validate(given)

@@ -15,7 +15,7 @@ def fit(
     config: Config,
     model: nn.Module,
     trained: nn.Module,
-    loss_at: Callable[[int], torch.Tensor],
+    compute_loss: Callable[[int], torch.Tensor],
     steps: int,
     label: str,
     run: training.RunFolder | None,
@@ -24,11 +24,13 @@ def fit(
     optim = config.optim
     model.train()
     fitted = training.fit(
-        training.parameter_groups(trained, optim.lr, gate_lr=optim.gate_lr, weight_decay=optim.weight_decay),
-        loss_at,
+        training.parameter_groups(
+            trained, optim.learning_rate, gate_learning_rate=optim.gate_learning_rate, weight_decay=optim.weight_decay
+        ),
+        compute_loss,
         steps,
-        warmup=optim.warmup,
-        clip=optim.clip,
+        warmup_steps=optim.warmup_steps,
+        max_grad_norm=optim.max_grad_norm,
         label=label,
         log=None if run is None else lambda line: run.log(model=label, **line),
         progress=config.progress,

@@ -133,7 +133,7 @@ def main() -> None:
     model = build(len(tokenizer), end, int(tokenizer.convert_tokens_to_ids(PAD)))
     picks = torch.Generator().manual_seed(given.seed)
 
-    def loss_at(step: int) -> torch.Tensor:
+    def compute_loss(step: int) -> torch.Tensor:
         rows = []
         for one in streams:
             starts = torch.randint(0, len(one) - CONTEXT, (given.batch // 2, 1), generator=picks)
@@ -142,7 +142,7 @@ def main() -> None:
         return model(input_ids=ids, labels=ids).loss
 
     groups = training.parameter_groups(model.train(), given.learning_rate, weight_decay=0.05)
-    fitted = training.fit(groups, loss_at, given.steps, warmup=100, label="language model")
+    fitted = training.fit(groups, compute_loss, given.steps, warmup_steps=100, label="language model")
     reached = bits_per_byte(model.eval(), tokenizer, [text for part in topics for text in part.values()])
     model.half().save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)

@@ -50,20 +50,20 @@ class DocsSettings(Strict):
     neighbours: int = Field(4, ge=1)
     choice: int = Field(2, ge=1)  # in training, neighbours are drawn from so many times more
     layer: int = Field(4, ge=0)  # of the language model, whose states say what came before a token
-    steps: int = Field(150, ge=1)
-    batch: int = Field(8, ge=1)  # windows
+    max_steps: int = Field(150, ge=1)
+    batch_size: int = Field(8, ge=1)  # windows
     rank: int = Field(128, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 
 class OptimSettings(Strict):
-    steps: int = Field(1500, ge=1)
-    batch: int = Field(32, ge=1)
-    lr: float = Field(3e-3, gt=0)
-    gate_lr: float = Field(3e-2, gt=0)
+    max_steps: int = Field(1500, ge=1)
+    batch_size: int = Field(32, ge=1)
+    learning_rate: float = Field(3e-3, gt=0)
+    gate_learning_rate: float = Field(3e-2, gt=0)
     weight_decay: float = Field(0.05, ge=0)
-    warmup: int = Field(50, ge=0)
-    clip: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(50, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
 
 
 class Config(Strict):

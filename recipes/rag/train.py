@@ -69,7 +69,7 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
         lora = train_lora(config, lm, tokenizer, known, parameters)
         rows += measure.rows("LoRA, closed book", lora, None)
         lora.unload()
-    return {"rows": rows, "seconds": seconds, "steps": config.optim.steps, "parameters": parameters}
+    return {"rows": rows, "seconds": seconds, "steps": config.optim.max_steps, "parameters": parameters}
 
 
 def load_entries(config: Config) -> tuple[Entries, Entries, int]:
@@ -93,7 +93,7 @@ def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
 def make_batch(config: Config, known: Entries, random: Random) -> tuple[list[str], list[str], mmattn.Memory]:
     """Questions, answers, and for each question a small index in full, from which the answer may be missing."""
     prompts, answers, parts = [], [], []
-    for _ in range(config.optim.batch):
+    for _ in range(config.optim.batch_size):
         asked = random.randrange(len(known))
         absent = random.random() < config.data.absent
         size = random.randint(2, config.data.view)
@@ -121,11 +121,11 @@ def train_adapter(
     model = mmattn.attach(lm, adapter_settings(config, 2 * known.titles.shape[1]))
     random = Random(config.seed)
 
-    def loss_at(step: int) -> torch.Tensor:
+    def compute_loss(step: int) -> torch.Tensor:
         prompts, answers, memory = make_batch(config, known, random)
         return training.mean_nats(model, answer_batch(tokenizer, prompts, answers, memory))
 
-    return model, fit(config, model, model.adapters, loss_at, config.optim.steps, label, run)
+    return model, fit(config, model, model.adapters, compute_loss, config.optim.max_steps, label, run)
 
 
 def train_lora(config: Config, lm: Any, tokenizer: Any, known: Entries, parameters: int) -> Any:
@@ -134,11 +134,11 @@ def train_lora(config: Config, lm: Any, tokenizer: Any, known: Entries, paramete
     lora = training.matched_lora(lm, parameters)
     random = Random(config.seed)
 
-    def loss_at(step: int) -> torch.Tensor:
+    def compute_loss(step: int) -> torch.Tensor:
         prompts, answers, _ = make_batch(config, known, random)
         return training.mean_nats(lora, answer_batch(tokenizer, prompts, answers, None))
 
-    fit(config, lora, lora, loss_at, config.optim.steps, "LoRA", None)
+    fit(config, lora, lora, compute_loss, config.optim.max_steps, "LoRA", None)
     return lora
 
 

@@ -50,7 +50,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
 
     def bits(model: Any, kind: str | None = None, choose: Choice = list) -> float:
         memory = None if kind is None else partial(memory_of, library=library, kind=kind, choose=choose)
-        return bits_per_byte(model, test, docs.batch, size, memory)
+        return bits_per_byte(model, test, docs.batch_size, size, memory)
 
     rows: list[dict[str, Any]] = [{"name": "frozen LM", "bits": bits(lm)}]
     parameters = 0
@@ -65,7 +65,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
         begin_as_lookup(model.adapters["default"])
         trained = torch.nn.ModuleList([model.adapters, host])
         loss = loss_on(model, train, config, partial(memory_of, library=library, kind=kind, choose=choose))
-        seconds = fit(config, model, trained, loss, docs.steps, name, run)
+        seconds = fit(config, model, trained, loss, docs.max_steps, name, run)
         parameters = sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad)
         rows.append({"name": name, "bits": bits(model, kind, list if name in KINDS else nobody()), "seconds": seconds})
         if name in KINDS:
@@ -73,7 +73,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
         if name == "both":
             rows.append({"name": "both, no memory", "bits": bits(model)})
             memory = partial(memory_of, library=copies, kind=kind, choose=list)
-            leaked = bits_per_byte(model, leaky, docs.batch, size, memory)
+            leaked = bits_per_byte(model, leaky, docs.batch_size, size, memory)
             rows.append({"name": "both, copies left in the library", "bits": leaked})
             model.save_adapter(run.path / "adapter")
             host.save_pretrained(run.path / "lora")
@@ -82,7 +82,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
         host.unload()
     torch.manual_seed(config.seed)
     lora = training.matched_lora(lm, parameters)
-    seconds = fit(config, lora, lora, loss_on(lora, train, config), docs.steps, "LoRA", run)
+    seconds = fit(config, lora, lora, loss_on(lora, train, config), docs.max_steps, "LoRA", run)
     rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
     kept = sum(map(len, known.values())) / sum(map(len, whole.values()))
@@ -108,11 +108,11 @@ def loss_on(
     """The loss of a step: the same windows in the same order for every row of the table."""
     order = Random(config.seed)
 
-    def loss_at(step: int) -> torch.Tensor:
-        part = order.sample(train, config.docs.batch)
+    def compute_loss(step: int) -> torch.Tensor:
+        part = order.sample(train, config.docs.batch_size)
         return training.mean_nats(model, training.collate([window.ids for window in part], memory and memory(part)))
 
-    return loss_at
+    return compute_loss
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ def read_pairs(path: Path) -> list[Pair]:
     if not path.is_file():
         raise ConfigError(f"data.pairs: there is no file {path}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
     pairs = {}

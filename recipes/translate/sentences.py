@@ -74,7 +74,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
         lengths = [len(source) + len(target) for source, target in zip(self.sources, self.targets, strict=True)]
-        order = training.LengthOrder(lengths, self.batch, self.seed)
+        order = training.LengthGroupedSampler(lengths, self.batch, self.seed)
         for epoch in count():
             for rows in order.batches(epoch):
                 yield [self.sources[row] for row in rows], [self.targets[row] for row in rows]

@@ -31,13 +31,13 @@ class ModelSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int = Field(1500, ge=1)
-    batch: int = Field(64, ge=1)  # pairs of like length
-    lr: float = Field(2e-3, gt=0)
+    max_steps: int = Field(1500, ge=1)
+    batch_size: int = Field(64, ge=1)  # pairs of like length
+    learning_rate: float = Field(2e-3, gt=0)
     weight_decay: float = Field(0.05, ge=0)
-    warmup: int = Field(150, ge=0)
-    clip: float = Field(1.0, gt=0)
-    smoothing: float = Field(0.1, ge=0, lt=1)  # of the labels
+    warmup_steps: int = Field(150, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    label_smoothing: float = Field(0.1, ge=0, lt=1)  # of the labels
 
 
 class WritingSettings(Strict):

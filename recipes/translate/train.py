@@ -33,7 +33,7 @@ def main(settings: dict[str, Any]) -> Path:
     run.write_config(config.model_dump(mode="json"))
     pairs, questions = load_pairs(config.data, config.seed)
     tokenizer = train_tokenizer(pairs, config.data.vocabulary)
-    batches = Batches.of(tokenizer, pairs, config.data.max_tokens, config.optim.batch, config.seed)
+    batches = Batches.of(tokenizer, pairs, config.data.max_tokens, config.optim.batch_size, config.seed)
     if not len(batches):
         raise ConfigError(f"no pair has at most data.max_tokens={config.data.max_tokens} tokens: raise it")
     questions = readable(tokenizer, questions, config.data.max_tokens)
@@ -67,7 +67,7 @@ def main(settings: dict[str, Any]) -> Path:
         "seed": config.seed,
         "pairs": len(batches),
         "held_out": len(questions),
-        "steps": config.optim.steps,
+        "steps": config.optim.max_steps,
         "rows": rows,
         "pages": pages,
     }
@@ -80,7 +80,7 @@ def main(settings: dict[str, Any]) -> Path:
 
 def train_model(
     config: Config, tokenizer: Any, batches: Batches, name: str, run: training.RunFolder
-) -> tuple[Translator, training.Fitted]:
+) -> tuple[Translator, training.FitResult]:
     """A model with the position code `name`, or without cross-attention and with the code of the settings."""
     torch.manual_seed(config.seed)
     known = name != NO_SOURCE
@@ -90,21 +90,21 @@ def train_model(
     ).train()
     pad, order, optim = tokenizer.pad_token_id, iter(batches), config.optim
 
-    def loss_at(step: int) -> torch.Tensor:
+    def compute_loss(step: int) -> torch.Tensor:
         sources, targets = next(order)
         source, mask = padded(sources, pad)
         target, _ = padded(targets, pad)
         # The padding lies behind the targets: no token of theirs sees it.
         logits = model(source, target[:, :-1], source_mask=mask)
         labels = target[:, 1:].flatten()
-        return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=pad, label_smoothing=optim.smoothing)
+        return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=pad, label_smoothing=optim.label_smoothing)
 
     fitted = training.fit(
-        training.parameter_groups(model, optim.lr, weight_decay=optim.weight_decay),
-        loss_at,
-        optim.steps,
-        warmup=optim.warmup,
-        clip=optim.clip,
+        training.parameter_groups(model, optim.learning_rate, weight_decay=optim.weight_decay),
+        compute_loss,
+        optim.max_steps,
+        warmup_steps=optim.warmup_steps,
+        max_grad_norm=optim.max_grad_norm,
         label=name,
         log=lambda line: run.log(model=name, **line),
         progress=config.progress,

@@ -74,6 +74,9 @@ class Captioner:
         return mmattn.load_image((255 * (pixels * std + mean)).round().clamp(0, 255).byte())
 
 
+USED = ("encoder", "lm", "device", "caption")
+
+
 def open_run(adapter: str | Path) -> tuple[Config, Any, Any, Any]:
     """The settings, model, tokenizer and encoder that belong to an adapter's folder."""
     folder = Path(adapter)
@@ -83,7 +86,9 @@ def open_run(adapter: str | Path) -> tuple[Config, Any, Any, Any]:
             f"{found} is missing: it says which encoder and language model the adapter in {folder} belongs to; keep "
             "the adapter in the folder of its run"
         )
-    settings = Config.model_validate(read_settings(found))
+    # What it was trained with is another matter: older runs have other names for it.
+    given = {name: value for name, value in read_settings(found).items() if name in USED}
+    settings = Config.model_validate(given)
     lm, tokenizer = load_lm(settings.lm, settings.device)
     model = mmattn.load(lm, folder)
     eye = load_encoder(settings.encoder, settings.device)

@@ -126,7 +126,7 @@ def _captions(folder: Path, share: float, seed: int) -> Data:
     lines: dict[str, list[int]] = {}
     named: dict[str, str] = {}
     texts: list[str] = []
-    for number, line in enumerate((folder / "captions.jsonl").read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate((folder / "captions.jsonl").read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -190,7 +190,7 @@ def _split(pictures: list[Picture], share: float, seed: int) -> tuple[list[Pictu
 def _read_descriptions(path: str | None) -> dict[str, Any]:
     if path is None or not Path(path).is_file():
         raise ConfigError(f"data.descriptions must name a file of descriptions, got {path!r}")
-    text = Path(path).read_text(encoding="utf-8")
+    text = Path(path).read_text(encoding="utf-8-sig")
     read = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
     if not isinstance(read, dict):
         raise ConfigError(f"{path} must hold a mapping from class to descriptions, got {type(read).__name__}")

@@ -158,7 +158,7 @@ def write_captions(
     model: Any, tokenizer: Any, memory: mmattn.Memory | None, max_new_tokens: int = 64, num_beams: int = 1
 ) -> list[str]:
     """Captions, from nothing but the begin token: one per row of the memory, or one without."""
-    begin, end = training.begin_and_end(tokenizer)
+    begin, end = training.bos_and_eos(tokenizer)
     device = next(model.parameters()).device
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "eos_token_id": end}
     options["pad_token_id"] = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id

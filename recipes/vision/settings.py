@@ -43,16 +43,16 @@ class AdapterSettings(Strict):
 
 
 class OptimSettings(Strict):
-    steps: int = Field(1200, ge=1)
-    batch: int = Field(32, ge=1)
-    lr: float = Field(3e-3, gt=0)
-    gate_lr: float | None = Field(3e-2, gt=0)
-    lora_lr: float = Field(2e-3, gt=0)
+    max_steps: int = Field(1200, ge=1)
+    batch_size: int = Field(32, ge=1)
+    learning_rate: float = Field(3e-3, gt=0)
+    gate_learning_rate: float | None = Field(3e-2, gt=0)
+    lora_learning_rate: float = Field(2e-3, gt=0)
     weight_decay: float = Field(0.05, ge=0)
-    warmup: int = Field(30, ge=0)
-    clip: float = Field(1.0, gt=0)
-    keep: float = Field(0.9, gt=0, le=1)  # share of the slots shown at each step
-    noise: float = Field(0.0, ge=0)  # on the memory, in standard deviations
+    warmup_steps: int = Field(30, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    keep_fraction: float = Field(0.9, gt=0, le=1)  # share of the slots shown at each step
+    noise_std: float = Field(0.0, ge=0)  # on the memory, in standard deviations
 
 
 class CaptionSettings(Strict):

@@ -83,7 +83,7 @@ def main(config: dict[str, Any]) -> Path:
 
 
 def measure_looks(
-    model: Any, measure: Measure, held_out: mmattn.Memory, settings: Config, fitted: training.Fitted
+    model: Any, measure: Measure, held_out: mmattn.Memory, settings: Config, fitted: training.FitResult
 ) -> tuple[list[Row], list[str]]:
     """The trained adapter with the right pictures, with shuffled ones, and without; the captions of the first."""
     other = held_out[torch.tensor(strangers(measure.data.held_out, settings.seed))]
@@ -96,26 +96,34 @@ def measure_looks(
 
 def train_adapter(
     model: Any, data: Data, ids: Sequence[Sequence[int]], seen: mmattn.Memory, settings: Config, run: Any
-) -> training.Fitted:
+) -> training.FitResult:
     """Train on pairs of a picture (or its mirror image) and a text that is true of it."""
     optim = settings.optim
     order = pair_order(data, settings)
 
-    def loss_at(step: int) -> torch.Tensor:
+    def compute_loss(step: int) -> torch.Tensor:
         pairs = order.pairs(step)
         memory = seen[torch.tensor([item for item, _ in pairs])]
-        memory = training.disturb(memory, keep=optim.keep, noise=optim.noise, seed=settings.seed * 1_000_003 + step)
+        seed = settings.seed * 1_000_003 + step
+        memory = training.augment_memory(
+            memory, keep_fraction=optim.keep_fraction, noise_std=optim.noise_std, seed=seed
+        )
         batch = training.collate([ids[text] for _, text in pairs], memory)
         return training.mean_nats(model, batch.to(settings.device))
 
-    groups = training.parameter_groups(model.adapters, optim.lr, gate_lr=optim.gate_lr, weight_decay=optim.weight_decay)
+    groups = training.parameter_groups(
+        model.adapters,
+        optim.learning_rate,
+        gate_learning_rate=optim.gate_learning_rate,
+        weight_decay=optim.weight_decay,
+    )
     model.train()
     fitted = training.fit(
         groups,
-        loss_at,
-        optim.steps,
-        warmup=optim.warmup,
-        clip=optim.clip,
+        compute_loss,
+        optim.max_steps,
+        warmup_steps=optim.warmup_steps,
+        max_grad_norm=optim.max_grad_norm,
         label="adapter",
         log=lambda line: run.log(model="adapter", **line),
         progress=settings.progress,
@@ -133,7 +141,7 @@ def train_lora(
     order = pair_order(data, settings)
     lora = training.matched_lora(lm, parameters)
 
-    def loss_at(step: int) -> torch.Tensor:
+    def compute_loss(step: int) -> torch.Tensor:
         batch = training.collate([ids[text] for _, text in order.pairs(step)])
         return training.mean_nats(lora, batch.to(settings.device))
 
@@ -141,11 +149,11 @@ def train_lora(
     print(f"LoRA, text only: {count:,} trained parameters beside {parameters:,} of the adapter")
     lora.train()
     fitted = training.fit(
-        training.parameter_groups(lora, optim.lora_lr, weight_decay=optim.weight_decay),
-        loss_at,
-        optim.steps,
-        warmup=optim.warmup,
-        clip=optim.clip,
+        training.parameter_groups(lora, optim.lora_learning_rate, weight_decay=optim.weight_decay),
+        compute_loss,
+        optim.max_steps,
+        warmup_steps=optim.warmup_steps,
+        max_grad_norm=optim.max_grad_norm,
         label="LoRA   ",
         log=lambda line: run.log(model="lora", **line),
         progress=settings.progress,
@@ -159,10 +167,10 @@ def train_lora(
     return row, fitted.losses
 
 
-def pair_order(data: Data, settings: Config) -> training.PairOrder:
+def pair_order(data: Data, settings: Config) -> training.PairSampler:
     """Pictures and, if asked for, their mirror images behind them, each with one of its texts, once an epoch."""
     texts = [picture.texts for picture in data.train]
-    return training.PairOrder(texts * (2 if settings.data.flip else 1), settings.optim.batch, settings.seed)
+    return training.PairSampler(texts * (2 if settings.data.flip else 1), settings.optim.batch_size, settings.seed)
 
 
 def samples(data: Data, count: int = 8) -> list[int]:

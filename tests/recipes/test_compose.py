@@ -16,7 +16,7 @@ import mmattn
 from mmattn.errors import ConfigError
 from mmattn.recipes import check_settings
 
-SMALL = {"width": 16, "depth": 3, "heads": 2, "steps": 2, "batch": 5}
+SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Pa
             "knower": SMALL,
             "reckoner": SMALL | {"width": 24},
             "adapter": {"num_heads": 2, "head_dim": 6},
-            "optim": {"steps": 2, "batch": 6},
+            "optim": {"max_steps": 2, "batch_size": 6},
         }
     )
 

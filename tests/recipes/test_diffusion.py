@@ -45,7 +45,7 @@ def data(recipe: SimpleNamespace) -> Any:
 def base(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a stage A that took three steps."""
     out = tmp_path_factory.mktemp("text")
-    recipe.train.main({**SMALL, "out": str(out), "optim": {"steps": 3, "batch": 5}})
+    recipe.train.main({**SMALL, "out": str(out), "optim": {"max_steps": 3, "batch_size": 5}})
     return out
 
 
@@ -159,7 +159,7 @@ def test_stage_b_and_drawing(
 ) -> None:
     out = tmp_path / "style"
     before = {path.name: path.read_bytes() for path in (base / "unet").iterdir()}
-    optim = {"steps": 3, "batch": 5}
+    optim = {"max_steps": 3, "batch_size": 5}
     recipe.train.main(
         {**SMALL, "stage": "style", "unet": str(base), "out": str(out), "optim": optim, "style": {"encoder_steps": 2}}
     )
@@ -224,7 +224,7 @@ def test_a_folder_in_colour_at_another_size(recipe: SimpleNamespace, tmp_path: P
         **SMALL,
         "data": {"kind": "folder", "path": str(tmp_path / "pictures"), "attributes": "light", "most": 18},
         "model": {"size": 32, "channels": [8, 8]},
-        "optim": {"steps": 3, "batch": 5},
+        "optim": {"max_steps": 3, "batch_size": 5},
         "style": {"encoder_steps": 2},
     }
     known, held_out, subject = recipe.data.load_data(recipe.settings.DataSettings(**settings["data"]), 32)
@@ -266,7 +266,7 @@ def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_
             "stage": "style",
             "unet": str(tmp_path / "sd"),
             "out": str(out),
-            "optim": {"steps": 2, "batch": 3},
+            "optim": {"max_steps": 2, "batch_size": 3},
             "style": {"encoder_steps": 2},
             "sample": {"steps": 2, "examples": 5},
         }

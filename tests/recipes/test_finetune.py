@@ -19,6 +19,7 @@ import mmattn
 from mmattn import training
 from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.recipes import read_settings
 from tests.tiny import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +40,8 @@ def short(folder: Path, **changes: Any) -> dict[str, Any]:
         "device": "cpu",
         "data": {"path": str(FLORA), "held_out": 2, "cache": str(folder / "cache")},
         "adapter": {"every": 3, "num_heads": 2, "head_dim": 16, "feed_forward": 1},
-        "optim": {"steps": 4, "batch": 3, "warmup": 1, "save_every": 2, "log_every": 2},
-        "eval": {"every": 2, "controls": True},
+        "optim": {"max_steps": 4, "batch_size": 3, "warmup_steps": 1, "save_steps": 2, "logging_steps": 2},
+        "eval": {"eval_steps": 2, "controls": True},
         "caption": {"max_new_tokens": 5},
         **changes,
     }
@@ -78,7 +79,7 @@ class TestLanguage:
         }
         for name in ("metrics", "metrics_lora"):
             lines = [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
-            assert [line["step"] for line in lines] == [2, 4] and all("held_out_loss" in line for line in lines)
+            assert [line["step"] for line in lines] == [2, 4] and all("eval_loss" in line for line in lines)
         assert len((run / "samples.txt").read_text().splitlines()) == 2
         assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000002", "step-00000004"}
 
@@ -103,10 +104,20 @@ class TestLanguage:
         code, out, err = call(capsys, "caption", FLORA / "daffodil.png", "--adapter", run / "adapter")
         assert code == 0 and out.startswith(f"{FLORA / 'daffodil.png'}: "), err
 
+    def test_an_adapter_of_an_older_run_captions(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
+        """Its settings have other names for how it was trained, which does not matter any more."""
+        shutil.copytree(run / "adapter", tmp_path / "adapter")
+        used = ("recipe", "host", "lm", "quantise", "encoder", "lora", "caption")
+        given = {name: value for name, value in read_settings(run / "config.resolved.yaml").items() if name in used}
+        given |= {"precision": "no", "data": {"cut": False}, "optim": {"lr": 2e-3, "pieces": 1}, "eval": {"every": 2}}
+        (tmp_path / "config.resolved.yaml").write_text(json.dumps(given))
+        files = [FLORA / "daffodil.png"]
+        assert recipe.caption.caption(files, tmp_path / "adapter") == recipe.caption.caption(files, run / "adapter")
+
     def test_again_is_nothing_and_anew_is_the_same(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
         shutil.copytree(run, tmp_path / "run")
         file = Path("adapter") / "adapter_model.safetensors"
-        asked = short(tmp_path, eval={"every": 2})
+        asked = short(tmp_path, eval={"eval_steps": 2})
         asked["data"]["cache"] = str(run.parent / "cache")
         recipe.train.main(asked)
         assert (tmp_path / "run" / file).read_bytes() == (run / file).read_bytes()
@@ -123,7 +134,7 @@ class TestLanguage:
             {"text": "It is green.", "passage": "Grass is green."},
         ]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        asked = short(tmp_path, lora={"rank": 2}, precision="bf16", eval={"every": 0})
+        asked = short(tmp_path, lora={"rank": 2}, mixed_precision="bf16", eval={"eval_steps": 0})
         asked["data"] |= {"path": str(tmp_path / "rows.jsonl"), "held_out": 0}
         out = recipe.train.main(asked)
         assert (out / "lora" / "adapter_config.json").is_file() and not (out / "table.md").exists()
@@ -139,7 +150,7 @@ class TestLanguage:
     @pytest.mark.parametrize("kind", ["int8", "bnb8", "bnb4"])
     def test_a_quantised_host(self, recipe: SimpleNamespace, run: Path, tmp_path: Path, kind: str) -> None:
         pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")
-        asked = short(tmp_path, quantise=kind, lora={"rank": 2}, precision="bf16")
+        asked = short(tmp_path, quantise=kind, lora={"rank": 2}, mixed_precision="bf16")
         asked["data"]["cache"] = str(run.parent / "cache")
         out = recipe.train.main(asked)
         rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
@@ -178,8 +189,11 @@ class TestUNet:
             rows["LoRA, text only"]["parameters"], rel=0.05
         )
         # Time and noise belong to a row, not to the part of the batch that it is learned in.
-        pieces = {"optim": asked["optim"] | {"pieces": 3, "steps": 2}, "eval": {"every": 0}}
-        schedule = {"optim": asked["optim"] | {"steps": 2}, "eval": {"every": 0}}
+        pieces = {
+            "optim": asked["optim"] | {"gradient_accumulation_steps": 3, "max_steps": 2},
+            "eval": {"eval_steps": 0},
+        }
+        schedule = {"optim": asked["optim"] | {"max_steps": 2}, "eval": {"eval_steps": 0}}
         parts = [
             recipe.train.main(asked | {"out": str(tmp_path / str(i))} | one) for i, one in enumerate((pieces, schedule))
         ]
@@ -202,7 +216,7 @@ class TestSettings:
             ({"nonsense": 1}, "nonsense"),
             ({"host": "unet", "lm": "gpt2"}, "lm is for another host"),
             ({"decoupled": {"tokens": 4}}, "decoupled is for another host"),
-            ({"optim": {"steps": 3, "epochs": 1}}, "not both"),
+            ({"optim": {"max_steps": 3, "num_train_epochs": 1}}, "not both"),
         ],
     )
     def test_unknown_or_useless_ones_are_refused(

@@ -58,8 +58,8 @@ def small(lm: Path, out: Path, **more: Any) -> dict[str, Any]:
         "out": str(out),
         "progress": False,
         "data": {"train": 200, "ask": 6, "sizes": [10, 20], "view": 12, "cache": str(out.parent / "cache")},
-        "optim": {"steps": 2, "batch": 3},
-        "docs": {"chunk": 5, "window": 3, "steps": 2, "batch": 2, "layer": 2, "rank": 3},
+        "optim": {"max_steps": 2, "batch_size": 3},
+        "docs": {"chunk": 5, "window": 3, "max_steps": 2, "batch_size": 2, "layer": 2, "rank": 3},
         **more,
     }
 

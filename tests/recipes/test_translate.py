@@ -20,7 +20,7 @@ pytest.importorskip("sacrebleu", reason="needs the extra `translate`")
 SMALL = {
     "data": {"held_out": 13, "written": 200, "vocabulary": 400},
     "model": {"dim": 24, "num_heads": 2, "layers": 1, "feed_forward": 2.0},
-    "optim": {"steps": 7, "batch": 11, "warmup": 2},
+    "optim": {"max_steps": 7, "batch_size": 11, "warmup_steps": 2},
     "writing": {"beams": 3, "batch": 5},
     "alignment": {"sentences": 2},
     "progress": False,
@@ -68,6 +68,8 @@ def test_a_file_of_pairs(recipe: SimpleNamespace, tmp_path: Path) -> None:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=match):
             recipe.pairs.read_pairs(file)
+    file.write_text("Go.\tVa !\n", encoding="utf-8-sig")
+    assert [pair.source for pair in recipe.pairs.read_pairs(file)] == ["Go."], "without the byte-order mark"
     file.write_bytes("Go.\tÇa".encode("latin-1"))
     with pytest.raises(ConfigError, match="not a text file in UTF-8"):
         recipe.pairs.read_pairs(file)

@@ -44,7 +44,7 @@ def short(out: Path, cache: Path, **optim: Any) -> dict[str, Any]:
         "progress": False,
         "data": data,
         "adapter": {"every": 3, "num_heads": 2, "head_dim": 16, "feed_forward": 1},
-        "optim": {"steps": 5, "batch": 7, "warmup": 1, **optim},
+        "optim": {"max_steps": 5, "batch_size": 7, "warmup_steps": 1, **optim},
         "caption": {"max_new_tokens": 11},
     }
 
@@ -339,7 +339,7 @@ def test_photographs(recipe: SimpleNamespace, shared_data: Path, tmp_path: Path)
         "encoder": f"torchvision:mobilenet_v2:{weights}",
         "progress": False,
         "data": {"kind": "folder", "path": str(tmp_path / "photographs"), "flip": False, "cache": str(tmp_path)},
-        "optim": {"steps": 120, "batch": 16, "lr": 4e-3},
+        "optim": {"max_steps": 120, "batch_size": 16, "learning_rate": 4e-3},
         "controls": False,
     }
     config["data"]["descriptions"] = str(find_recipe("vision").folder / "flowers12_descriptions.json")

@@ -82,15 +82,15 @@ def main(kinds: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wanted = {
-            "language": [str(RECIPE / "config.yaml"), "eval.patience=0"],
+            "language": [str(RECIPE / "config.yaml"), "eval.early_stopping_patience=0"],
             "unet": [str(RECIPE / "config_unet.yaml"), f"data.path={digits(folder / 'digits')}"],
         }
         for kind, settings in wanted.items():
             settings = [
                 *settings,
-                "optim.epochs=null",
-                f"optim.steps={STEPS}",
-                "optim.save_every=2",
+                "optim.num_train_epochs=null",
+                f"optim.max_steps={STEPS}",
+                "optim.save_steps=2",
                 f"data.cache={folder / 'cache'}",
             ]
             finish(start(settings, folder / kind))

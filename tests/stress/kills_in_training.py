@@ -2,9 +2,10 @@
 
     python -m tests.stress.kills_in_training [RUNS]
 
-A run is `tests/training/small_run.py` in a process of its own: nine steps in two pieces with dropout, averaged weights
-and held-out losses. It is killed with signal 9 while a loss is computed (in either piece) or while a checkpoint is
-written, and started again with the same command. Prints one line for each run and exits with 1 if one differs.
+A run is `tests/training/small_run.py` in a process of its own: nine steps in two micro-batches with dropout, averaged
+weights and held-out losses. It is killed with signal 9 while a loss is computed (in either micro-batch) or while a
+checkpoint is written, and started again with the same command. Prints one line for each run and exits with 1 if one
+differs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main(runs: int) -> int:
         for number in range(runs):
             place, kills = Path(folder) / str(number), []
             while len(kills) < 3:
-                # Of nine steps in two pieces, and of five checkpoints, those that are left.
+                # Of nine steps in two micro-batches, and of five checkpoints, those that are left.
                 step = training.last_step(place / "checkpoints")
                 kill = {"at_loss": chance.randint(1, 2 * (9 - step))}
                 if chance.random() < 0.4:

@@ -91,14 +91,14 @@ def run(
     *,
     model: Any = None,
     data: Sequence[training.Row] | None = None,
-    batch: int = 6,
+    batch_size: int = 6,
     dropout: float = 0.2,
     shard: bool = False,
     kill: dict[str, int] | None = None,
-    held_out: Sequence[training.Row] | None = None,
-    **tuning: Any,
-) -> tuple[training.Tuned, Any]:
-    """Train for nine steps of six rows in two pieces, with everything that a checkpoint must bring back."""
+    eval_rows: Sequence[training.Row] | None = None,
+    **settings: Any,
+) -> tuple[training.TrainingResult, Any]:
+    """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back."""
     folder.mkdir(parents=True, exist_ok=True)
     model = attach(shard, dropout=dropout) if model is None else model
     rows_of = collator(folder)
@@ -106,8 +106,9 @@ def run(
     def loss(some: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
         return training.sum_nats(model, rows_of.batch(some))
 
-    chosen = {"steps": 9, "pieces": 2, "lr": 1e-2, "gate_lr": 0.1, "weight_decay": 0.1, "warmup": 2, "ema": 0.5}
-    chosen |= {"evaluate_every": 3, "save_every": 2, "log_every": 1} | tuning
+    chosen = {"max_steps": 9, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "gate_learning_rate": 0.1}
+    chosen |= {"weight_decay": 0.1, "warmup_steps": 2, "ema_decay": 0.5, "eval_steps": 3, "save_steps": 2}
+    chosen |= {"logging_steps": 1} | settings
     accelerator = training.make_accelerator(device="cpu")
     killed = Killed(loss, **(kill or {}))
     step = training.last_step(folder / "checkpoints")
@@ -115,19 +116,19 @@ def run(
     done = training.tune(
         model,
         killed,
-        training.RowBatches(rows() if data is None else data, batch, seed=3),
-        training.Tuning(**chosen),
+        training.RowBatches(rows() if data is None else data, batch_size, seed=3),
+        training.TrainingConfig(**chosen),
         accelerator,
-        held_out=rows(5) if held_out is None else held_out,
+        eval_rows=rows(5) if eval_rows is None else eval_rows,
         folder=folder / "checkpoints",
         log=None if metrics is None else metrics.log,
         progress=False,
-        save=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
+        save_more=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
     )
     assert not [name for name, p in model.host.named_parameters() if "lora_" not in name and p.grad is not None]
     if accelerator.is_main_process:
         model.save_adapter(folder / "adapter")
-    training.finish(accelerator)
+    training.end_training(accelerator)
     return done, model
 
 

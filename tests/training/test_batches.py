@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError, ShapeError, TextError
-from mmattn.training.order import share
+from mmattn.training.sampling import split_between_processes
+from tests.training import small_run
 from tests.training.small_run import Letters
 
 
@@ -20,7 +22,7 @@ class TestLengthOrder:
     LENGTHS = [(7 * number) % 101 for number in range(1013)]
 
     def test_every_row_once_and_like_lengths_together(self) -> None:
-        order = training.LengthOrder(self.LENGTHS, batch=11, seed=2)
+        order = training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2)
         batches = order.batches(0)
         assert sorted(i for batch in batches for i in batch) == list(range(1013))
         assert [len(batch) for batch in batches[:-1]] == [11] * 92 and len(batches[-1]) == 1
@@ -30,10 +32,10 @@ class TestLengthOrder:
         assert longest != sorted(longest) and longest != sorted(longest, reverse=True)
 
     def test_a_function_of_seed_and_epoch(self) -> None:
-        order = training.LengthOrder(self.LENGTHS, batch=11, seed=2)
-        assert order.batches(3) == training.LengthOrder(self.LENGTHS, batch=11, seed=2).batches(3)
+        order = training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2)
+        assert order.batches(3) == training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2).batches(3)
         assert order.batches(3) != order.batches(4)
-        assert order.batches(3) != training.LengthOrder(self.LENGTHS, batch=11, seed=1).batches(3)
+        assert order.batches(3) != training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=1).batches(3)
         order.set_epoch(3)
         assert list(order) == [i for batch in order.batches(3) for i in batch] and len(order) == 1013
 
@@ -41,13 +43,13 @@ class TestLengthOrder:
     @pytest.mark.parametrize("pieces", [1, 4])
     def test_processes_share_a_batch(self, processes: int, pieces: int) -> None:
         batch = list(range(13))
-        parts = [share(batch, rank, processes, pieces) for rank in range(processes)]
+        parts = [split_between_processes(batch, rank, processes, pieces) for rank in range(processes)]
         assert all(len(part) == pieces for part in parts)
         assert sorted(i for part in parts for piece in part for i in piece) == batch
 
     def test_no_rows(self) -> None:
         with pytest.raises(ConfigError, match="no rows"):
-            training.LengthOrder([], batch=3)
+            training.LengthGroupedSampler([], batch_size=3)
 
 
 class Eye:
@@ -104,12 +106,22 @@ class TestRowMemories:
         assert found[3:5, 0].tolist() == [9.0] * 2 and found[5, 0] == len(one), "a passage is never a path"
         assert found[-2:, 0].tolist() == [7.0] * 2 and not found[-2:, 4:].any() and not found[:3, 5:].any()
 
+    def test_scores_of_a_saved_memory(self, tmp_path: Path) -> None:
+        """Beside a memory without any, whose slots score 0."""
+        scored = mmattn.Memory(torch.ones(1, 2, 5), scores=torch.tensor([[0.5, -2.0]], dtype=torch.float64))
+        scored.save(tmp_path / "seen.safetensors")
+        rows = [training.Row("a", memory=str(tmp_path / "seen.safetensors")), training.Row("b", memory=scored[0])]
+        plain = training.Row("c", memory=mmattn.Memory(torch.ones(1, 3, 5)))
+        found = training.RowMemories(tmp_path, dim=5).of([*rows, plain])
+        assert found is not None and found.scores is not None
+        assert found.scores.tolist() == [[0.5, -2.0, 0.0]] * 2 + [[0.0] * 3]
+
     def test_processes_share_the_work(self, tmp_path: Path) -> None:
         rows = [training.Row("a", images=(path,)) for path in painted(tmp_path, *range(7))]
         eyes = [Eye(), Eye()]
         for rank, eye in enumerate(eyes):
             memories = training.RowMemories(tmp_path / "kept", pictures=eye)
-            memories.prepare(rows, rank=rank, processes=2)
+            memories.prepare(rows, process_index=rank, num_processes=2)
         assert sorted(eye.shown for eye in eyes) == [3, 4]
         assert training.RowMemories(tmp_path / "kept", pictures=Eye()).prepare(rows) == 0
 
@@ -119,7 +131,7 @@ class TestRowMemories:
         assert memories.of([training.Row("a", passages=("x" * 70000,))]).tokens[0, 0, 0] == 70000.0
 
     def test_what_cannot_be(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="width of the memory must be said"):
+        with pytest.raises(ConfigError, match="width of the memory must be given"):
             training.RowMemories(tmp_path)
         memories = training.RowMemories(tmp_path, dim=5)
         with pytest.raises(ConfigError, match="no encoder for them"):
@@ -149,13 +161,30 @@ class TestCollator:
         rows = [training.Row("ab"), training.Row("abcdef", prompt="a")]
         with pytest.raises(TextError, match="row 1 has 9 tokens .* at most 7 fit"):
             training.RowCollator(Letters(), max_length=7).check(rows)
-        made = training.RowCollator(Letters(), max_length=7, cut=True)(rows)["input_ids"]
+        made = training.RowCollator(Letters(), max_length=7, truncation=True)(rows)["input_ids"]
         assert made[1].tolist() == [1, 3, 3, 4, 5, 6, 2]
         with pytest.raises(TextError, match="row 0 has 11 tokens"):
-            training.RowCollator(Letters(), max_length=7, cut=True).check([training.Row("a", prompt="abcdefgh")])
+            training.RowCollator(Letters(), max_length=7, truncation=True).check([training.Row("a", prompt="abcdefgh")])
 
 
 def test_a_loss_of_zero_targets_is_nothing() -> None:
     """A batch whose rows are all begin tokens would divide by nothing."""
     with pytest.raises(TextError, match="without tokens"):
         training.RowCollator(Letters()).check([training.Row("")])
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_data_loader(tmp_path: Path, start: str) -> None:
+    """FAULTS 79: the same batches, memories included, as without workers."""
+    rows = small_run.rows(7)
+    sampler = training.LengthGroupedSampler([row.text_length for row in rows], batch_size=3, seed=1)
+    given = {"batch_size": 3, "sampler": sampler, "collate_fn": small_run.collator(tmp_path)}
+    alone = list(DataLoader(rows, **given))
+    beside = list(DataLoader(rows, **given, num_workers=1, multiprocessing_context=start))
+    assert len(beside) == len(alone) == 3
+    for want, got in zip(alone, beside, strict=True):
+        assert set(got) == set(want)
+        memories = [batch.pop("memory", None) for batch in (want, got)]
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+        if memories[0] is not None:
+            assert all(torch.equal(a, b) for a, b in zip(*(m.tensors() for m in memories), strict=True))

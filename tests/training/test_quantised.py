@@ -92,7 +92,7 @@ def test_the_host_stays_itself(folder: Path, kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(model(ids, memory=memory).logits, model(ids).logits), "fresh"
     before = fingerprint(lm.state_dict())
-    small_run.run(tmp_path, model=model, steps=3)
+    small_run.run(tmp_path, model=model, max_steps=3)
     assert all(not torch.equal(p, torch.zeros_like(p)) for n, p in model.adapters.named_parameters() if "gate" in n)
     assert fingerprint(lm.state_dict()) == before and set(lm.state_dict()) == keys
     assert before == fingerprint(kept.state_dict()), "no call changed a weight"
@@ -136,7 +136,7 @@ def test_a_lora_knows_the_sizes_of_packed_weights(folder: Path, kind: str, tmp_p
     assert total - trained == sum(parameter.numel() for parameter in plain.parameters())
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert any("lora_A" in name for name in before) and any("gate" in name for name in before)
-    small_run.run(tmp_path, model=model, steps=3)
+    small_run.run(tmp_path, model=model, max_steps=3)
     after = dict(model.named_parameters())
     assert all(not torch.equal(after[name], value) for name, value in before.items()), "both are trained"
 

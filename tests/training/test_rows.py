@@ -40,10 +40,10 @@ class TestLines:
             {"text": "four"},
         )
         one, two, three, four = training.read_lines(file)
-        assert one.images == (str(tmp_path / "shown" / "a.png"),) and one.remembers
-        assert (two.prompt, len(two.images), two.passages, two.letters) == ("Say:", 2, ("p", "q"), 7)
+        assert one.images == (str(tmp_path / "shown" / "a.png"),) and one.has_memory
+        assert (two.prompt, len(two.images), two.passages, two.text_length) == ("Say:", 2, ("p", "q"), 7)
         assert three.memory == str(tmp_path / "seen.safetensors") and not three.images
-        assert not four.remembers
+        assert not four.has_memory
 
     def test_broken_lines_are_named(self, tmp_path: Path) -> None:
         file = tmp_path / "rows.jsonl"
@@ -131,6 +131,63 @@ class TestFolders:
             training.read_folder(tmp_path / "empty")
 
 
+class TestEncodings:
+    """FAULTS 74: a byte-order mark, CRLF, NUL and other encodings are read right, or named with their line."""
+
+    FILES = ("captions.jsonl", "metadata.jsonl", "a.txt")
+
+    @staticmethod
+    def written(folder: Path, name: str, encoding: str, text: str = "a red\ntulip", end: str = "\n") -> list[Any]:
+        """The rows of a folder of one picture whose text is in a file of this name and encoding."""
+        picture(folder, "a.png")
+        keys = {"captions.jsonl": ("file", "caption"), "metadata.jsonl": ("file_name", "text")}.get(name)
+        content = text if keys is None else json.dumps({keys[0]: "a.png", keys[1]: text})
+        (folder / name).write_bytes((content + "\n").replace("\n", end).encode(encoding))
+        return list(training.read_rows(str(folder)))
+
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+    @pytest.mark.parametrize("end", ["\n", "\r\n"])
+    def test_read_right(self, tmp_path: Path, name: str, encoding: str, end: str) -> None:
+        assert [row.text for row in self.written(tmp_path, name, encoding, end=end)] == ["a red\ntulip"]
+
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize(
+        ("encoding", "said"),
+        [
+            ("utf-16", "UTF-16"),
+            ("utf-32", "UTF-32"),
+            ("utf-16-le", "NUL at byte 2: UTF-16, or not text; save it as UTF-8"),
+            ("utf-16-be", "NUL at byte 1: UTF-16"),
+            ("latin-1", "not UTF-8 "),
+        ],
+    )
+    def test_named(self, tmp_path: Path, name: str, encoding: str, said: str) -> None:
+        with pytest.raises(ConfigError, match=said) as caught:
+            text = '"' if name != "a.txt" else ""
+            picture(tmp_path, "a.png")
+            (tmp_path / name).write_bytes(f"{text}Blüte{text}\n".encode(encoding))
+            training.read_rows(str(tmp_path))
+        assert name in str(caught.value)
+
+    def test_marks_between_joined_files(self, tmp_path: Path) -> None:
+        """As `copy a.jsonl+b.jsonl` leaves them, each with its own."""
+        (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\xef\xbb\xbf{"text": "b"}\r\n')
+        assert [row.text for row in training.read_lines(tmp_path / "rows.jsonl")] == ["a", "b"]
+
+    def test_lines_of_a_megabyte_and_rare_line_ends(self, tmp_path: Path) -> None:
+        """What other programs take for the end of a line is text here."""
+        texts = ["a" * (1 << 20), "one\u2028two\x85three\x0bfour"]
+        content = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+        (tmp_path / "rows.jsonl").write_text(content, encoding="utf-8")
+        assert [row.text for row in training.read_lines(tmp_path / "rows.jsonl")] == texts
+
+    def test_a_key_twice(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n')
+        with pytest.raises(ConfigError, match="line 2: the key 'text' stands there twice"):
+            training.read_lines(tmp_path / "rows.jsonl")
+
+
 class TestSplit:
     def test_shares_and_numbers(self) -> None:
         rows = [training.Row(f"row {number}") for number in range(20)]
@@ -168,7 +225,7 @@ class TestDatasets:
     def test_columns(self, saved: Path) -> None:
         columns = {"text": "caption", "image": "picture"}
         rows = training.read_rows(str(saved), columns=columns)
-        assert isinstance(rows, training.DatasetRows) and len(rows) == 6 and rows.letters() == [9] * 6
+        assert isinstance(rows, training.DatasetRows) and len(rows) == 6 and rows.text_lengths() == [9] * 6
         assert rows[2].text == "picture 2" and rows[2].images[0].size == (7, 5)
         kept, away = training.split_rows(rows, 2)
         assert (len(kept), len(away)) == (4, 2) and len(kept[:3]) == 3
@@ -184,5 +241,5 @@ class TestDatasets:
             training.split_rows(rows, 0.1)
         batches = training.RowBatches(kept, 3, seed=1)
         first = [[row.text for row in batch] for batch in batches.epoch(0)]
-        assert [len(batch) for batch in first] == [3, 1] and batches.per_epoch is None
+        assert [len(batch) for batch in first] == [3, 1] and batches.batches_per_epoch is None
         assert [[row.text for row in batch] for batch in batches.epoch(0, start=1)] == first[1:]

@@ -21,15 +21,15 @@ from tests.training import small_run
 
 def test_a_host_in_pieces_on_two_processes_is_one(tmp_path: Path) -> None:
     """Sharded by FSDP2: a process without a memory, a row, or as many held-out rows keeps no other waiting."""
-    plain = {"dropout": 0.0, "steps": 5, "batch": 3, "pieces": 2}
+    plain = {"dropout": 0.0, "max_steps": 5, "batch_size": 3, "gradient_accumulation_steps": 2}
     one, two = tmp_path / "one", tmp_path / "two"
     small_run.run(one, **plain)
     found = small_run.start(two, processes=2, shard=True, **plain)
     assert found.returncode == 0, found.stderr
     steps = list(islice(training.RowBatches(small_run.rows(), 3, seed=3).epoch(0), 5))
-    pieces = [[training.order.share(batch, rank, 2, 2) for rank in (0, 1)] for batch in steps]
+    pieces = [[training.sampling.split_between_processes(batch, rank, 2, 2) for rank in (0, 1)] for batch in steps]
     assert any([] in parts for of_both in pieces for parts in of_both), "no row"
-    learns = [[any(row.remembers for row in sum(parts, [])) for parts in of_both] for of_both in pieces]
+    learns = [[any(row.has_memory for row in sum(parts, [])) for parts in of_both] for of_both in pieces]
     assert [True, False] in learns or [False, True] in learns, "no memory"
     assert small_run.losses(two) == pytest.approx(small_run.losses(one), rel=1e-5)
     here, there = (training.checkpoints.load_checkpoint(at / "checkpoints" / "step-00000005")[0] for at in (one, two))

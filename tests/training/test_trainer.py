@@ -39,7 +39,7 @@ def trainer(folder: Path, model: Any = None, **arguments: Any) -> Any:
         data_collator=small_run.collator(folder / "memories"),
         train_dataset=small_run.rows(),
         eval_dataset=small_run.rows(5),
-        gate_lr=0.1,
+        gate_learning_rate=0.1,
     )
 
 
@@ -88,7 +88,7 @@ def test_taken_up_it_ends_bit_for_bit_the_same(whole: tuple[Path, Any], tmp_path
 
 def test_memory_arrives(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    rows = [row for row in small_run.rows() if row.remembers][:3]
+    rows = [row for row in small_run.rows() if row.has_memory][:3]
     with torch.no_grad():
         for name, parameter in made.model.adapters.named_parameters():
             if name.endswith("gate"):

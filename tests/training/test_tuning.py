@@ -44,7 +44,7 @@ def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(whole: Path, tmp_path:
     assert found.returncode == -signal.SIGKILL, found.stderr
     assert training.last_step(tmp_path / "checkpoints") == 6
     done, _ = small_run.run(tmp_path)
-    assert (done.begun_at, done.step) == (6, 9)
+    assert (done.resumed_from_step, done.global_step) == (6, 9)
     assert small_run.sha256(tmp_path) == small_run.sha256(whole)
     assert small_run.losses(tmp_path) == small_run.losses(whole) and len(small_run.losses(whole)) == 9
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
@@ -54,18 +54,18 @@ def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(whole: Path, tmp_path:
 def test_a_finished_run_started_again_changes_nothing(whole: Path) -> None:
     before = small_run.sha256(whole)
     done, _ = small_run.run(whole)
-    assert done.begun_at == done.step == 9 and small_run.sha256(whole) == before
+    assert done.resumed_from_step == done.global_step == 9 and small_run.sha256(whole) == before
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """The same global batches; some of them leave one process, or both, without anything to remember."""
-    plain = {"dropout": 0.0, "steps": 5, "batch": 3, "pieces": 1}
+    plain = {"dropout": 0.0, "max_steps": 5, "batch_size": 3, "gradient_accumulation_steps": 1}
     one, two = tmp_path / "one", tmp_path / "two"
     small_run.run(one, **plain)
     found = small_run.start(two, processes=2, **plain)
     assert found.returncode == 0, found.stderr
     order = training.RowBatches(small_run.rows(), 3, seed=3).epoch(0)
-    shares = [[any(row.remembers for row in batch[rank::2]) for rank in (0, 1)] for batch in islice(order, 5)]
+    shares = [[any(row.has_memory for row in batch[rank::2]) for rank in (0, 1)] for batch in islice(order, 5)]
     assert [True, False] in shares or [False, True] in shares
     first, second = small_run.losses(one), small_run.losses(two)
     assert second == pytest.approx(first, rel=1e-5) and len(second) == 5
@@ -75,9 +75,12 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert_close(there[name], value, 1e-2)
 
 
-@pytest.mark.parametrize("changes", [{"pieces": 1}, {"pieces": 3}, {"recompute": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 3}, {"gradient_checkpointing": True}],
+)
 def test_how_a_batch_is_cut_changes_nothing(tmp_path: Path, changes: dict[str, object]) -> None:
-    plain = {"dropout": 0.0, "steps": 2, "evaluate_every": 0}
+    plain = {"dropout": 0.0, "max_steps": 2, "eval_steps": 0}
     small_run.run(tmp_path / "a", **plain)
     small_run.run(tmp_path / "b", **plain | changes)
     want, got = kept(tmp_path / "a", 2), kept(tmp_path / "b", 2)
@@ -85,7 +88,7 @@ def test_how_a_batch_is_cut_changes_nothing(tmp_path: Path, changes: dict[str, o
     # The moments say what the gradients were; Adam makes much of the sign of one that is nearly nothing.
     for name, value in want.items():
         assert_close(got[name], value, 1e-2 if name.startswith(("weights.", "averaged.")) else 1e-4)
-    if changes.get("recompute"):
+    if changes.get("gradient_checkpointing"):
         assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
@@ -93,9 +96,9 @@ def test_text_alone_teaches_an_adapter_nothing(tmp_path: Path) -> None:
     """No row has a memory: nothing fails, and a fresh adapter without decay stays as it was."""
     model = small_run.attach()
     before = weights(model)
-    data = [row for row in small_run.rows() if not row.remembers]
-    done, _ = small_run.run(tmp_path, model=model, data=data, weight_decay=0.0, steps=2, batch=3, evaluate_every=0)
-    assert done.step == 2
+    data = [row for row in small_run.rows() if not row.has_memory]
+    done, _ = small_run.run(tmp_path, model=model, data=data, weight_decay=0.0, max_steps=2, batch_size=3, eval_steps=0)
+    assert done.global_step == 2
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
 
 
@@ -106,38 +109,42 @@ def test_the_host_is_never_moved_nor_kept(whole: Path) -> None:
     assert {name.removeprefix("weights.") for name in tensors if name.startswith("weights.")} == trained
     assert all(name.startswith("adapters.") for name in trained)
     groups = {name.split(".")[0] for name in tensors}
-    assert groups == {"weights", "moments", "averaged"} and about["run"]["steps"] == 9
+    assert groups == {"weights", "moments", "averaged"} and about["run"]["max_steps"] == 9
     _, after = small_run.run(whole)
     state = tiny.make("llama").state_dict()
     assert all(torch.equal(value, state[name]) for name, value in after.host.state_dict().items())
 
 
 def test_it_learns_and_leaves_the_averaged_weights(tmp_path: Path) -> None:
-    done, model = small_run.run(tmp_path, steps=25, ema=0.9, dropout=0.0, save_every=25, evaluate_every=25)
+    done, model = small_run.run(tmp_path, max_steps=25, ema_decay=0.9, dropout=0.0, save_steps=25, eval_steps=25)
     found = small_run.losses(tmp_path)
     assert sum(found[-5:]) < 0.9 * sum(found[:5])
     tensors = kept(tmp_path, 25)
     for name, value in weights(model).items():
         assert torch.equal(value, tensors[f"averaged.adapters.{name}"])
         assert not torch.equal(value, tensors[f"weights.adapters.{name}"])
-    assert math.isfinite(done.held_out) and not model.training
+    assert math.isfinite(done.eval_loss) and not model.training
 
 
 def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
     """Held-out rows that have nothing to do with those learned: their loss soon rises."""
-    other = [training.Row("zzzzyyyyxxxx", memory=row.memory) for row in small_run.rows(7) if row.remembers]
-    done, model = small_run.run(tmp_path, steps=200, evaluate_every=1, patience=3, held_out=other, ema=0.0, dropout=0.0)
-    assert done.stopped and done.step < 200 and done.step == done.best_step + 3
+    other = [training.Row("zzzzyyyyxxxx", memory=row.memory) for row in small_run.rows(7) if row.has_memory]
+    done, model = small_run.run(
+        tmp_path, max_steps=200, eval_steps=1, early_stopping_patience=3, eval_rows=other, ema_decay=0.0, dropout=0.0
+    )
+    assert done.stopped_early and done.global_step < 200 and done.global_step == done.best_global_step + 3
     rows_of = small_run.collator(tmp_path)
     total, count = training.sum_nats(model, rows_of.batch(other))
-    assert float(total.detach()) / count == pytest.approx(done.best, rel=1e-4)
-    again, _ = small_run.run(tmp_path, steps=200, evaluate_every=1, patience=3, held_out=other, ema=0.0, dropout=0.0)
-    assert again.stopped and again.begun_at == again.step == done.step
+    assert float(total.detach()) / count == pytest.approx(done.best_eval_loss, rel=1e-4)
+    again, _ = small_run.run(
+        tmp_path, max_steps=200, eval_steps=1, early_stopping_patience=3, eval_rows=other, ema_decay=0.0, dropout=0.0
+    )
+    assert again.stopped_early and again.resumed_from_step == again.global_step == done.global_step
 
 
 def test_a_checkpoint_of_other_settings_or_of_another_adapter_is_refused(whole: Path) -> None:
-    with pytest.raises(ConfigError, match=r"other settings \(lr: 0.01 there, 0.02 here\).*resume=false"):
-        small_run.run(whole, lr=2e-2)
+    with pytest.raises(ConfigError, match=r"other settings \(learning_rate: 0.01 there, 0.02 here\).*resume=false"):
+        small_run.run(whole, learning_rate=2e-2)
     with pytest.raises(AdapterFileError, match="trained tensors and this model trains"):
         small_run.run(whole, model=small_run.attach(feed_forward=0))
 
@@ -165,18 +172,18 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "give steps or epochs"),
-        ({"steps": 3, "epochs": 1.0}, "one of them"),
-        ({"epochs": 0.0}, "epochs must be above 0"),
-        ({"steps": 3, "patience": 2}, "set evaluate_every"),
-        ({"steps": 3, "pieces": 0}, "pieces must be at least 1"),
-        ({"steps": 3, "ema": 1.0}, "ema must be in"),
-        ({"steps": 3, "schedule": "polynomial"}, "schedule.*'cosine', 'linear', 'constant'"),
+        ({}, "give max_steps or num_train_epochs"),
+        ({"max_steps": 3, "num_train_epochs": 1.0}, "one of them"),
+        ({"num_train_epochs": 0.0}, "num_train_epochs must be above 0"),
+        ({"max_steps": 3, "early_stopping_patience": 2}, "set eval_steps"),
+        ({"max_steps": 3, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
+        ({"max_steps": 3, "ema_decay": 1.0}, "ema_decay must be in"),
+        ({"max_steps": 3, "lr_scheduler_type": "polynomial"}, "lr_scheduler_type.*'cosine', 'linear', 'constant'"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, float], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        training.Tuning(**settings)
+        training.TrainingConfig(**settings)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +195,14 @@ def test_settings_that_cannot_be(settings: dict[str, float], said: str) -> None:
     ],
 )
 def test_the_rate_follows_its_schedule(tmp_path: Path, schedule: str, shares: list[float]) -> None:
-    small_run.run(tmp_path, steps=6, schedule=schedule, evaluate_every=0)
+    small_run.run(tmp_path, max_steps=6, lr_scheduler_type=schedule, eval_steps=0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["lr"] for line in lines] == pytest.approx([1e-2 * share for share in shares])
+    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2 * share for share in shares])
 
 
 def test_half_precision_where_there_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="precision=fp16"):
-        training.make_accelerator(device="cpu", precision="fp16")
+    with pytest.raises(ConfigError, match="mixed_precision=fp16"):
+        training.make_accelerator(device="cpu", mixed_precision="fp16")
     with pytest.raises(ConfigError, match="tracker 'comet_ml' is not installed"):
         training.make_accelerator(tmp_path, device="cpu", trackers=("comet_ml",))
 
@@ -203,12 +210,14 @@ def test_half_precision_where_there_is_none(tmp_path: Path) -> None:
 class TestMetrics:
     def test_lines_and_a_table(self, tmp_path: Path) -> None:
         metrics = training.Metrics(tmp_path)
-        metrics.log(step=1, epoch=0, loss=float("nan"), lr=0.5, other="kept in the lines")
-        metrics.log(step=2, epoch=0, loss=0.25, lr=0.5, held_out_loss=1.5)
+        metrics.log(step=1, epoch=0, loss=float("nan"), learning_rate=0.5, other="kept in the lines")
+        metrics.log(step=2, epoch=0, loss=0.25, learning_rate=0.5, eval_loss=1.5)
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        assert lines[0]["loss"] is None and lines[1]["held_out_loss"] == 1.5
+        assert lines[0]["loss"] is None and lines[1]["eval_loss"] == 1.5
         table = (tmp_path / "metrics.csv").read_text().splitlines()
-        assert table[0] == "step,epoch,loss,lr,gradient_norm,held_out_loss,seconds" and table[2] == "2,0,0.25,0.5,,1.5,"
+        assert (
+            table[0] == "step,epoch,loss,learning_rate,grad_norm,eval_loss,seconds" and table[2] == "2,0,0.25,0.5,,1.5,"
+        )
 
     def test_later_lines_and_half_ones_are_dropped(self, tmp_path: Path) -> None:
         metrics = training.Metrics(tmp_path)

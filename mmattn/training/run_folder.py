@@ -13,15 +13,14 @@ from mmattn.storage.atomic import write_text
 
 
 class RunFolder:
-    """A folder that a run writes into.
-
-    Files of an earlier run are replaced as they are written.
+    """A folder that a run writes its files into. Files of an earlier run are replaced as they are written.
 
     Args:
-        path: made where it is missing. fresh: whether the metrics start anew; a run that is taken up keeps its own.
+        path: of the folder, which is created where it is missing.
+        fresh: empty `metrics.jsonl`; False for a run that is resumed.
 
     Raises:
-        OSError: it cannot be made or written to.
+        OSError: the folder cannot be created or written to.
     """
 
     def __init__(self, path: str | os.PathLike[str], fresh: bool = True) -> None:
@@ -31,7 +30,7 @@ class RunFolder:
             write_text(self.path / "metrics.jsonl", "")
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
-        """All settings as they were used, as `config.resolved.yaml`."""
+        """Write all settings as they were used, as `config.resolved.yaml`."""
         import yaml
 
         self.write_text("config.resolved.yaml", yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True))
@@ -42,17 +41,21 @@ class RunFolder:
             file.write(json.dumps(_plain(figures)) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a text file."""
+        """Write a text file and return its path."""
         write_text(self.path / name, text if text.endswith("\n") else text + "\n")
         return self.path / name
 
     def write_json(self, name: str, content: Any) -> Path:
-        """Write a JSON file; numbers that are not finite become null."""
+        """Write a JSON file and return its path; numbers that are not finite become null."""
         return self.write_text(name, json.dumps(_plain(content), indent=2, ensure_ascii=False))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table whose columns line up; all but the first are set to the right.
+    """A markdown table with aligned columns: the first one to the left, the others to the right.
+
+    Args:
+        header: a cell for each column.
+        rows: cells of each line.
 
     >>> print(markdown_table(["row", "bits"], [["seen", "3.5"]]))
     | row  | bits |

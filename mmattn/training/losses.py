@@ -1,4 +1,4 @@
-"""How surprised a model is: nats per token, and what they add up to."""
+"""Cross-entropy of a language model in nats: per token, as a mean, as a sum, and of many texts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from torch import Tensor
 
 from mmattn.errors import check_int
 from mmattn.memory import Memory
-from mmattn.training.captions import IGNORED, TextBatch, collate
+from mmattn.training.text_batches import IGNORED, TextBatch, collate
 
 
 def token_nats(model: Any, batch: TextBatch) -> Tensor:
-    """−log p of each token after those before it (and the memory), (b, l - 1); 0 on the padding.
+    """Cross-entropy -log p of each token after those before it (and the memory), (b, l - 1); 0 on the padding.
 
     Entry (i, j) belongs to token j + 1 of row i: nothing predicts the first.
+
+    Args:
+        model: a language model, with adapters where the batch has a memory.
+        batch: its labels are predicted.
     """
     logits = model(**batch.kwargs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
@@ -32,7 +36,7 @@ def mean_nats(model: Any, batch: TextBatch) -> Tensor:
 
 
 def sum_nats(model: Any, batch: TextBatch) -> tuple[Tensor, int]:
-    """Sum of `token_nats` over the tokens of the batch, and how many they are: what `tune` asks of a loss."""
+    """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `tune`."""
     return token_nats(model, batch).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
 
 
@@ -48,8 +52,14 @@ def text_nats(
     """`token_nats` of many texts, one list per text, each as long as its text without its first token.
 
     Args:
-        rows: ids of each text. memory: rows to look at; `memory_rows` says which row belongs to which text (by default
-            text i reads row i). batch_size: texts at once.
+        model: a language model, with adapters where there is a memory.
+        rows: ids of each text.
+        memory: its rows are attended to.
+        memory_rows: for each text the row of the memory; None for row i of text i.
+        batch_size: texts at once.
+
+    Raises:
+        ConfigError: a batch size below 1.
     """
     check_int("batch_size", batch_size)
     out: list[list[float]] = [[] for _ in rows]
@@ -57,17 +67,17 @@ def text_nats(
     # Texts of like length together: less padding to compute on.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     for start in range(0, len(order), batch_size):
-        picked = order[start : start + batch_size]
-        looked = None if memory is None else [i if memory_rows is None else memory_rows[i] for i in picked]
-        seen = None if memory is None else memory[torch.tensor(looked)]
-        nats = token_nats(model, collate([rows[i] for i in picked], seen).to(device))
-        for place, i in enumerate(picked):
+        chosen = order[start : start + batch_size]
+        read = None if memory is None else [i if memory_rows is None else memory_rows[i] for i in chosen]
+        part = None if memory is None else memory[torch.tensor(read)]
+        nats = token_nats(model, collate([rows[i] for i in chosen], part).to(device))
+        for place, i in enumerate(chosen):
             out[i] = nats[place, : len(rows[i]) - 1].tolist()
     return out
 
 
 def perplexity(nats: Sequence[float]) -> float:
-    """exp of the mean.
+    """exp of the mean cross-entropy per token, nan of none.
 
     >>> round(perplexity([math.log(12)] * 7), 6)
     12.0

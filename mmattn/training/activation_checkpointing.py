@@ -1,4 +1,4 @@
-"""Gradient checkpointing of the adapters themselves: less memory for a second forward of each block in the backward."""
+"""Gradient checkpointing of the adapters: less memory for a second forward of each block in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from mmattn.errors import ConfigError
 
 
 @contextlib.contextmanager
-def recomputed(model: Any) -> Iterator[None]:
-    """Inside the block, what an adapter's blocks compute is not kept for the backward pass but computed again.
+def gradient_checkpointing(model: Any) -> Iterator[None]:
+    """Gradient checkpointing (arXiv 1604.06174) of every block of every adapter, inside this context.
 
-    The gradients are the same bit for bit. What the host keeps is the host's own affair:
+    The gradients are the same bit for bit. The host has a setting of its own:
     `model.gradient_checkpointing_enable()`.
 
     Args:
         model: what `mmattn.attach` returned.
 
     Raises:
-        ConfigError: there are no adapters to compute again.
+        ConfigError: the model has no adapters.
     """
     adapters = getattr(model, "adapters", None)
     if not adapters:
-        raise ConfigError(f"{type(model).__name__} has no adapters whose blocks could be computed again")
+        raise ConfigError(
+            f"gradient_checkpointing is for adapters, and {type(model).__name__} has none: attach one, or set it to "
+            "False"
+        )
     blocks = [block for adapter in adapters.values() for block in adapter.blocks.values()]
     for block in blocks:
-        block.forward = partial(_again, type(block).forward, block)
+        block.forward = partial(_checkpointed, type(block).forward, block)
     try:
         yield
     finally:
@@ -39,7 +42,7 @@ def recomputed(model: Any) -> Iterator[None]:
             block.__dict__.pop("forward", None)
 
 
-def _again(forward: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
     return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)

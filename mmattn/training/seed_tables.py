@@ -6,14 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmattn.training.runs import markdown_table
+from mmattn.training.run_folder import markdown_table
 
 Columns = Mapping[str, tuple[str, float, str, str]]
 """For each figure of a row: the column's head, a factor, a format, a unit."""
 
 
 def spread_table(corner: str, columns: Columns, tables: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """One markdown table from the rows of several runs; each row has a "name" and a figure for each column.
+    """One markdown table from the rows of several runs, each figure as mean ± spread.
+
+    Args:
+        corner: head of the first column.
+        columns: of each figure.
+        tables: the rows of each run; a row has a "name" and a figure for each column.
 
     >>> runs = [[{"name": "seen", "bits": bits}] for bits in (3.0, 3.2, 3.1)]
     >>> print(spread_table("", {"bits": ("bits saved", 1, "+.2f", "")}, runs))
@@ -33,7 +38,13 @@ def spread_table(corner: str, columns: Columns, tables: Sequence[Sequence[Mappin
 
 
 def mean_and_spread(values: Sequence[float | None], scale: float, form: str, unit: str) -> str:
-    """Mean ± half the range of the values that are numbers; counts, formatted with ",", have no spread.
+    """Mean ± half the range of the values that are numbers.
+
+    Args:
+        values: of each run.
+        scale: factor of all of them.
+        form: a format specification; counts, which have a "," in it, have no spread.
+        unit: written behind.
 
     >>> mean_and_spread([3.0, 3.2, 3.1], 1, "+.2f", "")
     '+3.10 ± 0.10'

@@ -1,4 +1,4 @@
-"""Pairs of text and memory: batches, order, disturbance."""
+"""Pairs of text and memory: batches, order, augmentation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestPairOrder:
     CHOICES = ([0, 1], [2], [3, 4, 5], [6], [7, 8], [9, 10], [11])
 
     def test_every_item_once_an_epoch(self) -> None:
-        order = training.PairOrder(self.CHOICES, batch=3, seed=5)
+        order = training.PairSampler(self.CHOICES, batch_size=3, seed=5)
         pairs = [pair for step in range(7) for pair in order.pairs(step)]
         for epoch in range(3):
             items = [item for item, _ in pairs[7 * epoch : 7 * epoch + 7]]
@@ -83,60 +83,80 @@ class TestPairOrder:
         assert pairs[:7] != pairs[7:14]
 
     def test_every_text_is_used(self) -> None:
-        order = training.PairOrder(self.CHOICES, batch=7, seed=5)
+        order = training.PairSampler(self.CHOICES, batch_size=7, seed=5)
         assert {text for step in range(60) for _, text in order.pairs(step)} == set(range(12))
 
     def test_any_step_without_those_before(self) -> None:
-        whole = training.PairOrder(self.CHOICES, batch=3, seed=5)
+        whole = training.PairSampler(self.CHOICES, batch_size=3, seed=5)
         steps = [whole.pairs(step) for step in range(11)]
-        assert [training.PairOrder(self.CHOICES, batch=3, seed=5).pairs(step) for step in (10, 2, 7)] == [
+        assert [training.PairSampler(self.CHOICES, batch_size=3, seed=5).pairs(step) for step in (10, 2, 7)] == [
             steps[10],
             steps[2],
             steps[7],
         ]
 
     def test_seeds_differ(self) -> None:
-        first, second = (training.PairOrder(self.CHOICES, batch=7, seed=seed).pairs(0) for seed in (0, 1))
+        first, second = (training.PairSampler(self.CHOICES, batch_size=7, seed=seed).pairs(0) for seed in (0, 1))
         assert first != second
 
     def test_an_item_without_texts(self) -> None:
         with pytest.raises(ConfigError, match="at least one text"):
-            training.PairOrder([[0], []], batch=3)
+            training.PairSampler([[0], []], batch_size=3)
 
 
-class TestDisturb:
+class TestAugmentMemory:
     def test_nothing_asked_nothing_changed(self) -> None:
         memory = Memory(torch.randn(2, 7, 5))
-        assert torch.equal(training.disturb(memory).tokens, memory.tokens)
+        assert torch.equal(training.augment_memory(memory).tokens, memory.tokens)
 
     def test_slots_kept_are_slots_of_the_row(self) -> None:
         memory = Memory(torch.arange(2 * 11 * 3, dtype=torch.float32).view(2, 11, 3))
-        kept = training.disturb(memory, keep=0.5, seed=3)
+        kept = training.augment_memory(memory, keep_fraction=0.5, seed=3)
         assert kept.tokens.shape == (2, 6, 3)
         for row in range(2):
             before = {tuple(slot.tolist()) for slot in memory.tokens[row]}
             after = {tuple(slot.tolist()) for slot in kept.tokens[row]}
             assert len(after) == 6 and after < before
 
+    def test_slots_keep_what_is_known_of_them(self) -> None:
+        tokens = torch.arange(2 * 11, dtype=torch.float32).view(2, 11, 1)
+        number = tokens[..., 0]
+        memory = Memory(tokens, None, number.long(), number.clone(), [[str(int(n)) for n in row] for row in number])
+        left = training.augment_memory(memory, keep_fraction=0.5, seed=3)
+        assert left.segments is not None and left.scores is not None and left.sources is not None
+        assert torch.equal(left.scores, left.tokens[..., 0]) and torch.equal(left.segments, left.scores.long())
+        assert [[float(source) for source in row] for row in left.sources] == left.scores.tolist()
+
+    def test_what_lies_in_the_padding_has_no_part_in_the_noise(self) -> None:
+        mask = torch.tensor([[True] * 7, [True] * 3 + [False] * 4])
+        tokens = torch.randn(2, 7, 5)
+        want, got = (
+            training.augment_memory(Memory(tokens.masked_fill(~mask[..., None], value), mask), noise_std=0.1, seed=1)
+            for value in (0.0, float("nan"))
+        )
+        assert torch.isfinite(got.tokens[mask]).all() and torch.equal(got.tokens[mask], want.tokens[mask])
+
     def test_noise_is_as_large_as_said(self) -> None:
         memory = Memory(torch.randn(13, 101, 5) * torch.tensor([0.1, 1.0, 3.0, 10.0, 30.0]))
-        moved = training.disturb(memory, noise=0.3, seed=1).tokens - memory.tokens
+        moved = training.augment_memory(memory, noise_std=0.3, seed=1).tokens - memory.tokens
         assert torch.allclose(moved.std((0, 1)) / memory.tokens.std((0, 1)), torch.full((5,), 0.3), atol=0.03)
 
     def test_a_function_of_the_seed(self) -> None:
         memory = Memory(torch.randn(2, 7, 5))
-        first, again, other = (training.disturb(memory, keep=0.6, noise=0.1, seed=seed).tokens for seed in (3, 3, 4))
+        first, again, other = (
+            training.augment_memory(memory, keep_fraction=0.6, noise_std=0.1, seed=seed).tokens for seed in (3, 3, 4)
+        )
         assert torch.equal(first, again) and not torch.equal(first, other)
 
     def test_padding_cannot_be_left_out(self) -> None:
         memory = Memory.pad([torch.randn(3, 5), torch.randn(7, 5)])
         with pytest.raises(ShapeError, match="without padding"):
-            training.disturb(memory, keep=0.5)
+            training.augment_memory(memory, keep_fraction=0.5)
 
     @pytest.mark.parametrize("keep", [0.0, 1.5])
     def test_a_share(self, keep: float) -> None:
-        with pytest.raises(ConfigError, match="keep"):
-            training.disturb(Memory(torch.randn(2, 7, 5)), keep=keep)
+        with pytest.raises(ConfigError, match="keep_fraction"):
+            training.augment_memory(Memory(torch.randn(2, 7, 5)), keep_fraction=keep)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Memories of rows, encoded once: every picture and every passage is kept in a file named after encoder and content.
+"""Memories of rows, encoded once: the memory of a picture or passage is cached in a file named by encoder and content.
 
-A frozen encoder gives the same memory in every epoch, so it runs in the first one only, or before it (`prepare`); runs
-with other settings, and other processes, find what is there.
+A frozen encoder returns the same memory in every epoch, so it runs in the first one only, or before it (`prepare`);
+runs with other settings, and other processes, read the same files.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from mmattn.progress import batches
 from mmattn.storage.fingerprints import file_fingerprint
 from mmattn.training.rows import Row
 
-# Rows whose pictures are held at once while what is missing is encoded.
+# Rows whose pictures are in memory at once while they are encoded.
 _TOGETHER = 1024
 
 
 class RowMemories:
-    """From rows to memory: pictures by one encoder, passages by another, saved memories as they are.
+    """Memories of rows: pictures by one encoder, passages by another, saved memories as they are.
 
-    Vectors narrower than the widest are filled with zeros, so that one adapter reads all of them.
+    Vectors narrower than the widest are padded with zeros, so that one adapter reads all of them.
 
     Args:
-        folder: where what the encoders said is kept, a file for each picture and passage.
-        pictures, passages: the encoders; None where no row has any.
-        dim: width e of the memory; by default that of the wider encoder.
+        folder: of the cache, a file for each picture and passage.
+        pictures: encoder of pictures; None where no row has any.
+        passages: encoder of passages; None where no row has any.
+        dim: width e of the memory; None for that of the wider encoder.
         batch_size: pictures or passages encoded at once.
 
     Raises:
-        ConfigError: no encoder and no width, or an encoder wider than it.
+        ConfigError: neither an encoder nor a width, or an encoder wider than it.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RowMemories:
     ) -> None:
         widths = [encoder.dim for encoder in (pictures, passages) if encoder is not None]
         if dim is None and not widths:
-            raise ConfigError("without an encoder the width of the memory must be said: dim=")
+            raise ConfigError("without an encoder the width of the memory must be given: dim=")
         self.dim = check_int("dim", max(widths) if dim is None else dim)
         if widths and max(widths) > self.dim:
             raise ConfigError(f"an encoder gives vectors {max(widths)} wide, and the memory is to have {self.dim}")
@@ -68,50 +69,64 @@ class RowMemories:
             return prints[0] if prints else None
         return hashlib.sha256(" ".join(prints).encode()).hexdigest()
 
-    def prepare(self, rows: Iterable[Row], *, rank: int = 0, processes: int = 1, progress: bool = False) -> int:
-        """Encode what has no file yet, of several processes each its share; how many pieces this one encoded.
+    def prepare(
+        self, rows: Iterable[Row], *, process_index: int = 0, num_processes: int = 1, progress: bool = False
+    ) -> int:
+        """Encode what is not in the cache yet, of several processes each its share.
+
+        Args:
+            rows: of any number.
+            process_index: of this process, from 0.
+            num_processes: that share the work.
+            progress: show a progress bar.
+
+        Returns:
+            The number of pictures and passages that this process encoded.
 
         Raises:
-            ImageError, TextError: a picture or a passage that cannot be read. ConfigError: no encoder for it.
+            ImageError: a picture that cannot be read.
+            TextError: a passage that cannot be read.
+            ConfigError: no encoder for it.
         """
         encoded, left = 0, iter(rows)
         while some := list(itertools.islice(left, _TOGETHER)):
-            encoded += self._prepare(some, rank, processes, progress)
+            encoded += self._prepare(some, process_index, num_processes, progress)
         return encoded
 
-    def _prepare(self, rows: Sequence[Row], rank: int, processes: int, progress: bool) -> int:
+    def _prepare(self, rows: Sequence[Row], process_index: int, num_processes: int, progress: bool) -> int:
         wanted: dict[Path, tuple[str, Any]] = {}
         for row in rows:
-            for kind, piece in _pieces(row):
-                wanted.setdefault(self._place(kind, piece), (kind, piece))
+            for kind, part in _parts(row):
+                wanted.setdefault(self._place(kind, part), (kind, part))
         # Shared out by name: how far another process has come must not change who does what.
-        own = sorted(wanted)[rank::processes]
+        own = sorted(wanted)[process_index::num_processes]
         missing = [place for place in own if not place.is_file()]
         for kind in self.encoders:
             self._encode(kind, {place: wanted[place][1] for place in missing if wanted[place][0] == kind}, progress)
         return len(missing)
 
     def of(self, rows: Sequence[Row]) -> Memory | None:
-        """The memory of these rows, one row each and padded; a row without one is empty; None if none has any."""
-        if not any(row.remembers for row in rows):
+        """The memory (b, m, e) of b rows, empty in a row without one; None if no row has any."""
+        if not any(row.has_memory for row in rows):
             return None
         self.prepare(rows)
         return Memory.stack([self._of(row) for row in rows])
 
     def _of(self, row: Row) -> Memory:
-        parts = [Memory.load(self._place(kind, piece)).to(torch.float32) for kind, piece in _pieces(row)]
+        parts = [Memory.load(self._place(kind, part)).to(torch.float32) for kind, part in _parts(row)]
         if row.memory is not None:
             parts.append(self._given(row.memory))
         parts = [self._widened(part) for part in parts]
         # Segments say which picture or passage a slot is of.
-        numbered = [Memory(p.tokens, p.mask, _filled(p), check_finite=False) for p in parts]
+        numbered = [Memory(p.tokens, p.mask, _filled(p), p.scores, check_finite=False) for p in parts]
         return Memory.cat(numbered) if numbered else Memory(torch.zeros(1, 0, self.dim))
 
     def _given(self, memory: Any) -> Memory:
-        found = memory if isinstance(memory, Memory) else Memory.load(memory)
-        if found.batch != 1:
-            raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {found.batch}")
-        return Memory(found.tokens.float(), found.mask, found.segments, check_finite=False)
+        given = memory if isinstance(memory, Memory) else Memory.load(memory)
+        if given.batch != 1:
+            raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {given.batch}")
+        scores = None if given.scores is None else given.scores.float()
+        return Memory(given.tokens.float(), given.mask, given.segments, scores, check_finite=False)
 
     def _widened(self, memory: Memory) -> Memory:
         if memory.dim > self.dim:
@@ -120,49 +135,49 @@ class RowMemories:
             )
         return memory.replace(torch.nn.functional.pad(memory.tokens, (0, self.dim - memory.dim)))
 
-    def _place(self, kind: str, piece: Any) -> Path:
+    def _place(self, kind: str, part: Any) -> Path:
         encoder = self.encoders[kind]
         if encoder is None:
             raise ConfigError(f"a row has {kind}, and there is no encoder for them: name one")
-        name = self._print(kind, piece)
+        name = self._print(kind, part)
         return self.folder / encoder.fingerprint[:24] / name[:2] / f"{name[:40]}.safetensors"
 
-    def _print(self, kind: str, piece: Any) -> str:
+    def _print(self, kind: str, part: Any) -> str:
         """A sha256 of the content; a file is read once in this process, unless it changes."""
         if kind == "passages":
-            return hashlib.sha256(piece.encode()).hexdigest()
-        if isinstance(piece, (str, os.PathLike)):
-            about = os.stat(piece)
-            key = (os.fspath(piece), about.st_size, about.st_mtime_ns)
+            return hashlib.sha256(part.encode()).hexdigest()
+        if isinstance(part, (str, os.PathLike)):
+            about = os.stat(part)
+            key = (os.fspath(part), about.st_size, about.st_mtime_ns)
             if key not in self._prints:
-                self._prints[key] = file_fingerprint(piece)
+                self._prints[key] = file_fingerprint(part)
             return self._prints[key]
-        if isinstance(piece, (bytes, bytearray)):
-            return hashlib.sha256(piece).hexdigest()
-        if isinstance(piece, Tensor):
-            piece = piece.detach().cpu().numpy()
-        if not hasattr(piece, "tobytes"):
-            raise ConfigError(f"a picture must be a path, bytes, a PIL image or an array, got {type(piece).__name__}")
-        palette = piece.getpalette() if getattr(piece, "mode", "") == "P" else None
-        about_it = (getattr(piece, "mode", None), getattr(piece, "size", None), getattr(piece, "shape", None), palette)
-        return hashlib.sha256(repr(about_it).encode() + piece.tobytes()).hexdigest()
+        if isinstance(part, (bytes, bytearray)):
+            return hashlib.sha256(part).hexdigest()
+        if isinstance(part, Tensor):
+            part = part.detach().cpu().numpy()
+        if not hasattr(part, "tobytes"):
+            raise ConfigError(f"a picture must be a path, bytes, a PIL image or an array, got {type(part).__name__}")
+        palette = part.getpalette() if getattr(part, "mode", "") == "P" else None
+        about_it = (getattr(part, "mode", None), getattr(part, "size", None), getattr(part, "shape", None), palette)
+        return hashlib.sha256(repr(about_it).encode() + part.tobytes()).hexdigest()
 
     def _encode(self, kind: str, missing: dict[Path, Any], progress: bool) -> None:
         places = list(missing)
         for start in batches(len(places), self.batch_size, f"encoding {kind}", progress and bool(places)):
             part = places[start : start + self.batch_size]
-            seen: Memory = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
+            encoded: Memory = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
             for number, place in enumerate(part):
-                row = seen[number]
+                row = encoded[number]
                 tokens = row.tokens if row.mask is None else row.tokens[row.mask][None]
                 half = tokens.detach().cpu().half()
                 # Half precision halves the file, where it can hold the values.
-                kept = half if bool(torch.isfinite(half).all()) else tokens.detach().cpu()
+                smallest = half if bool(torch.isfinite(half).all()) else tokens.detach().cpu()
                 place.parent.mkdir(parents=True, exist_ok=True)
-                Memory(kept, check_finite=False).save(place)
+                Memory(smallest, check_finite=False).save(place)
 
 
-def _pieces(row: Row) -> list[tuple[str, Any]]:
+def _parts(row: Row) -> list[tuple[str, Any]]:
     return [("pictures", image) for image in row.images] + [("passages", text) for text in row.passages]
 
 

@@ -1,4 +1,4 @@
-"""The control every claim stands beside: a text-only LoRA (arXiv 2106.09685) with as many trained parameters."""
+"""LoRA (arXiv 2106.09685) by peft: beside an adapter, and as the text-only control of equal size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 
 
 def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
-    """A LoRA rank for each linear layer of a host, head excepted, that add up to nearly `parameters` weights.
+    """LoRA ranks of the linear layers of a host, head excepted, with nearly so many parameters in all.
 
     All layers get the same rank; what is left over goes to layers from the last to the first, one rank each. With fewer
     parameters than one rank everywhere, some layers get none.
 
+    Args:
+        host: a model with linear layers.
+        parameters: of all LoRA matrices together.
+
+    Returns:
+        A rank for each name of a layer.
+
     Raises:
-        ConfigError: not even one layer's rank of 1 is as small as that.
+        ConfigError: not even a rank of 1 of the smallest layer has so few parameters, an adapted model instead of its
+            host, or a host with a LoRA.
     """
     check_int("parameters", parameters)
     sizes = _linear_sizes(host)
@@ -42,7 +50,21 @@ def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
 
 
 def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The two sides of each linear layer of a host, head excepted, by name."""
+    """The two sides of each linear layer of a host, head excepted, by name.
+
+    Raises:
+        ConfigError: what is given is no bare host.
+    """
+    if hasattr(host, "adapters") and hasattr(host, "host"):
+        raise ConfigError(
+            f"a LoRA is put on a host, and this {type(host).__name__} has adapters, which it would be put on, too, "
+            "and which peft would freeze: give its .host, or add the LoRA first and attach to what add_lora returns"
+        )
+    if any(hasattr(module, "base_layer") for module in host.modules()):
+        raise ConfigError(
+            f"this {type(host).__name__} has layers of peft already, and another LoRA would be put on theirs: "
+            "unload() the first one, or merge it with merge_and_unload()"
+        )
     get_head: Any = getattr(host, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     sizes: dict[str, tuple[int, ...]] = {}
@@ -59,29 +81,51 @@ def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> Any:
-    """Put a LoRA with as many trained parameters as `parameters` on a host; returns the peft model.
+    """Add a LoRA of a given number of parameters to a host: the control of equal size.
 
-    It is trained and called like the host; `unload()` gives the host back. As every LoRA it starts as nothing.
+    As every LoRA it starts as nothing. Its parameters, and those of adapters that are attached to the host, are what is
+    trained; peft freezes the host, and leaves it frozen.
+
+    Args:
+        host: a model with linear layers, and without layers of peft.
+        parameters: that are to be trained, within 5 %.
+        dropout: of the inputs of the LoRA.
+
+    Returns:
+        The peft model, which is trained and called like the host; its `unload()` returns the host.
 
     Raises:
-        ConfigError: as `ranks_for`, or the ranks cannot come within 5 %. MissingExtraError: peft is not installed.
+        ConfigError: no ranks come within 5 %, an adapted model instead of its host, or a host with a LoRA; nothing is
+            changed then.
+        MissingExtraError: peft is not installed.
     """
-    model = _with_ranks(host, ranks_for(host, parameters), dropout)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    ranks, sizes = ranks_for(host, parameters), _linear_sizes(host)
+    trained = sum(rank * sum(sizes[name]) for name, rank in ranks.items())
     if abs(trained - parameters) > 0.05 * parameters:
-        model.unload()
         raise ConfigError(
             f"a LoRA of {trained:,} parameters is the nearest to the {parameters:,} of the adapter on this host: "
             "further than 5 %, so the comparison would not be fair; change the size of the adapter"
         )
-    return model
+    return _with_ranks(host, ranks, dropout)
 
 
 def add_lora(host: nn.Module, rank: int, *, dropout: float = 0.0) -> Any:
-    """Put a LoRA of one rank on every linear layer of a host, head excepted; returns the peft model, to be attached to.
+    """Add a LoRA of one rank to every linear layer of a host, head excepted.
+
+    Its parameters, and those of adapters that are attached to the host before or after, are what is trained; peft
+    freezes the host, and leaves it frozen.
+
+    Args:
+        host: a model with linear layers, and without layers of peft.
+        rank: peft's r; less in layers that are narrower than that.
+        dropout: of the inputs of the LoRA.
+
+    Returns:
+        The peft model, to which adapters can be attached.
 
     Raises:
-        ConfigError: the host has no such layers. MissingExtraError: peft is not installed.
+        ConfigError: no such layers, an adapted model instead of its host, or a host with a LoRA.
+        MissingExtraError: peft is not installed.
     """
     check_int("rank", rank)
     sizes = _linear_sizes(host)
@@ -91,10 +135,18 @@ def add_lora(host: nn.Module, rank: int, *, dropout: float = 0.0) -> Any:
 
 
 def load_lora(host: nn.Module, folder: str | os.PathLike[str]) -> Any:
-    """Put a LoRA that `save_pretrained` of the peft model wrote on a host.
+    """Load a LoRA that `save_pretrained` of a peft model wrote; it is frozen, as the host is.
+
+    Args:
+        host: that it was trained on.
+        folder: of the LoRA.
+
+    Returns:
+        The peft model.
 
     Raises:
-        AdapterFileError: the folder holds none that fits. MissingExtraError: peft is not installed.
+        AdapterFileError: the folder holds none that fits.
+        MissingExtraError: peft is not installed.
     """
     peft = import_extra("peft", "train")
     try:

@@ -1,4 +1,4 @@
-"""The loop: it trains what it is given, at the rates it is given, and Ctrl-C keeps what is there."""
+"""The plain loop: it trains what it is given, at the rates it is given, and Ctrl-C keeps what is there."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ def line(target: float = 3.0) -> tuple[nn.Linear, object]:
 
 class TestFit:
     def test_it_learns(self, capsys: pytest.CaptureFixture[str]) -> None:
-        layer, loss_at = line()
+        layer, compute_loss = line()
         lines: list[dict[str, float]] = []
         done = training.fit(
-            training.parameter_groups(layer, 0.3), loss_at, 150, warmup=5, log=lines.append, every=50, label="a line"
+            training.parameter_groups(layer, 0.3),
+            compute_loss,
+            150,
+            warmup_steps=5,
+            log=lines.append,
+            logging_steps=50,
+            label="a line",
         )
         assert done.steps == 150 and not done.interrupted and len(done.losses) == 150
         assert done.losses[-1] < 0.01 * done.losses[0]
@@ -34,12 +40,12 @@ class TestFit:
         assert "a line 150/150" in capsys.readouterr().err
 
     def test_an_interrupt_keeps_what_is_there(self) -> None:
-        layer, loss_at = line()
+        layer, compute_loss = line()
 
         def stopped_at_seven(step: int) -> torch.Tensor:
             if step == 7:
                 raise KeyboardInterrupt
-            return loss_at(step)
+            return compute_loss(step)
 
         done = training.fit(training.parameter_groups(layer, 0.1), stopped_at_seven, 50, progress=False)
         assert done.interrupted and done.steps == 7 and len(done.losses) == 7
@@ -54,12 +60,18 @@ class TestFit:
         assert torch.equal(layer.weight, before)
 
     def test_the_rate_rises_and_falls(self) -> None:
-        layer, loss_at = line()
+        layer, compute_loss = line()
         lines: list[dict[str, float]] = []
         training.fit(
-            training.parameter_groups(layer, 0.1), loss_at, 21, warmup=5, log=lines.append, every=1, progress=False
+            training.parameter_groups(layer, 0.1),
+            compute_loss,
+            21,
+            warmup_steps=5,
+            log=lines.append,
+            logging_steps=1,
+            progress=False,
         )
-        rates = [entry["lr"] for entry in lines]
+        rates = [entry["learning_rate"] for entry in lines]
         assert rates[:5] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
         assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.001)
 
@@ -67,7 +79,7 @@ class TestFit:
 class TestParameterGroups:
     def test_gates_have_their_own_rate_and_no_decay(self) -> None:
         model = mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(memory_dim=24, every=1, num_heads=2, head_dim=8))
-        groups = training.parameter_groups(model.adapters, 1e-3, gate_lr=5e-2, weight_decay=0.1)
+        groups = training.parameter_groups(model.adapters, 1e-3, gate_learning_rate=5e-2, weight_decay=0.1)
         trained = {id(p) for p in model.parameters() if p.requires_grad}
         assert {id(p) for group in groups for p in group["params"]} == trained
         by_rate = {group["lr"]: group for group in groups}
@@ -109,26 +121,6 @@ class TestScores:
         assert float(training.mean_nats(lm, training.collate(rows)).detach()) == pytest.approx(
             sum(nats) / len(nats), rel=1e-5
         )
-
-
-class TestMatchedLora:
-    @pytest.mark.parametrize("family", ["llama", "gpt2"])
-    @pytest.mark.parametrize("wanted", [701, 3001, 12007])
-    def test_as_many_parameters(self, family: str, wanted: int) -> None:
-        lm = tiny.make(family)
-        ids = torch.tensor([[5, 6, 7]])
-        before = lm(ids).logits
-        model = training.matched_lora(lm, wanted)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert abs(trained - wanted) <= 0.05 * wanted
-        assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-6)
-        training.mean_nats(model, training.collate([[5, 6, 7]])).backward()
-        assert any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
-        assert torch.equal(model.unload()(ids).logits, before)
-
-    def test_too_few(self) -> None:
-        with pytest.raises(ConfigError, match="give the adapter more"):
-            training.matched_lora(tiny.make("llama"), 3)
 
 
 class TestRunFolder:

@@ -1,22 +1,25 @@
-"""Where rows come from: a file, a folder, or a dataset of Hugging Face, in memory or as a stream; and their split."""
+"""Rows of a dataset of Hugging Face, in memory or as a stream; rows of any source, and their split."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 from mmattn.errors import ConfigError, check_float, import_extra
-from mmattn.training.rows import KEYS, Row, make_row, read_folder, read_lines
+from mmattn.training.row_files import read_folder, read_lines
+from mmattn.training.rows import KEYS, Row, make_row
 
 
 class DatasetRows(Sequence[Row]):
-    """The rows of a dataset of Hugging Face that lies on the disk, made when they are asked for.
+    """The rows of a dataset of Hugging Face that lies on the disk, each built when it is asked for.
 
     Args:
-        dataset: a `datasets.Dataset`. columns: which column holds which key of a row; the others are not read.
+        dataset: a `datasets.Dataset`.
+        columns: from keys of a row to columns of the dataset; other columns are not read.
+        host: "language" or "unet".
     """
 
     def __init__(self, dataset: Any, columns: Mapping[str, str], host: str = "language") -> None:
@@ -27,12 +30,12 @@ class DatasetRows(Sequence[Row]):
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            picked = range(len(self))[number]
-            return DatasetRows(self.dataset.select(picked), self.columns, self.host)
+            chosen = range(len(self))[number]
+            return DatasetRows(self.dataset.select(chosen), self.columns, self.host)
         return _row_of(self.dataset[number], self.columns, self.host, number)
 
-    def letters(self) -> list[int]:
-        """`Row.letters` of every row, for which no picture is opened."""
+    def text_lengths(self) -> list[int]:
+        """`Row.text_length` of every row, for which no picture is opened."""
         texts = [column for key, column in self.columns.items() if key in ("text", "prompt")]
         if not texts:
             return [0] * len(self)
@@ -40,10 +43,14 @@ class DatasetRows(Sequence[Row]):
 
 
 class StreamRows:
-    """The rows of a dataset that is read as it arrives: it has no length, and is read once an epoch from its beginning.
+    """The rows of a streamed dataset: it has no length, and is read once an epoch from its beginning.
 
     Args:
-        dataset: a `datasets.IterableDataset`. skip, take: leave out the first rows; read so many at most.
+        dataset: a `datasets.IterableDataset`.
+        columns: from keys of a row to columns of the dataset; other columns are not read.
+        host: "language" or "unet".
+        skip: rows to leave out at the beginning.
+        take: rows to read at most; None for all.
     """
 
     def __init__(
@@ -69,38 +76,51 @@ def read_rows(
     path: str,
     host: str = "language",
     *,
-    split: str = "train",
+    split: str | None = None,
     streaming: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
     """Rows of a .jsonl file, a folder of pictures, or a dataset of Hugging Face (saved to a folder, or on the hub).
 
     Args:
+        path: of the file or folder, or a name on the hub.
         host: "language" or "unet": what the rows are for.
-        split, streaming: of a dataset of Hugging Face, as `datasets.load_dataset` has them.
-        columns: which of its columns holds which key of a row; by default those of the same name.
+        split: of a dataset of Hugging Face; None for "train".
+        streaming: read a dataset of Hugging Face as it arrives.
+        columns: from keys of a row to columns of a dataset of Hugging Face; None for columns named as the keys.
 
     Raises:
-        ConfigError: nothing of that name, or rows that cannot be used. MissingExtraError: datasets is not installed.
+        ConfigError: nothing of that name, rows that cannot be used, or settings of a dataset for a file or folder.
+        MissingExtraError: datasets is not installed.
     """
     place = Path(path)
     if place.is_file():
+        _refuse(path, split=split, streaming=streaming, columns=columns)
         return read_lines(place, host)
     saved = place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
     if place.is_dir() and not saved and not streaming:
+        _refuse(path, split=split, columns=columns)
         return read_folder(place, host)
-    dataset = _dataset(path, saved, split, streaming)
+    dataset = _dataset(path, saved, split or "train", streaming)
     names = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
-    picked = dict(columns) if columns else {key: key for key in KEYS[host] if key in names}
-    wrong = {key: name for key, name in picked.items() if key not in KEYS[host] or name not in names}
+    chosen = dict(columns) if columns else {key: key for key in KEYS[host] if key in names}
+    wrong = {key: name for key, name in chosen.items() if key not in KEYS[host] or name not in names}
     needed = {"text"} if host == "language" else {"image"}
-    if wrong or not needed <= set(picked):
+    if wrong or not needed <= set(chosen):
         said = ", ".join(f"{key}={name}" for key, name in wrong.items()) or f"nothing for {', '.join(needed)}"
         raise ConfigError(
             f"the columns of {path} are {', '.join(names)}, and the rows of this host have {', '.join(KEYS[host])}: "
             f"{said} does not fit; say which column is which with columns={{text: NAME, …}}"
         )
-    return StreamRows(dataset, picked, host) if streaming else DatasetRows(dataset, picked, host)
+    return StreamRows(dataset, chosen, host) if streaming else DatasetRows(dataset, chosen, host)
+
+
+def _refuse(path: str, **settings: Any) -> None:
+    given = next((name for name, value in settings.items() if value), None)
+    if given is not None:
+        raise ConfigError(
+            f"{given} is for a dataset of Hugging Face, and {path} is none: leave it out, or give such a dataset"
+        )
 
 
 def _dataset(path: str, saved: bool, split: str, streaming: bool) -> Any:
@@ -127,11 +147,12 @@ def _row_of(given: Mapping[str, Any], columns: Mapping[str, str], host: str, num
 
 
 def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequence[Row]]:
-    """Rows to train on, and rows that are never trained on.
+    """Rows to train on, and rows that are never trained on. The rows of one picture are all on one side.
 
     Args:
+        rows: what `read_rows` returned.
         held_out: a share below 1, or a number of rows from 1 on; of a stream its first ones, in numbers only.
-        seed: of the choice, where rows have numbers; a file's rows of one picture stay together.
+        seed: of the random choice; a stream has none.
 
     Raises:
         ConfigError: a share of a stream, or nothing left to train on.
@@ -148,21 +169,20 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
     if count >= len(rows):
         raise ConfigError(f"{count} of {len(rows)} rows held out leave none to train on: give more rows, or less of it")
     if isinstance(rows, DatasetRows):
-        kept, away = _split(range(len(rows)), count, seed)
-        picked = [DatasetRows(rows.dataset.select(part), rows.columns, rows.host) for part in (kept, away)]
-        return picked[0], picked[1]
+        parts = [DatasetRows(rows.dataset.select(part), rows.columns, rows.host) for part in _split(rows, count, seed)]
+        return parts[0], parts[1]
     # A picture with several captions must not be on both sides.
     groups: dict[Any, list[int]] = {}
     for number, row in enumerate(rows):
         paths = row.images if row.images and all(isinstance(image, str) for image in row.images) else number
         groups.setdefault(paths, []).append(number)
-    chosen = set(_split(range(len(groups)), min(count, len(groups) - 1), seed)[1])
+    chosen = set(_split(groups, min(count, len(groups) - 1), seed)[1])
     away_numbers = {number for place, group in enumerate(groups.values()) if place in chosen for number in group}
     sides = ([row for i, row in enumerate(rows) if (i in away_numbers) == side] for side in (False, True))
     return next(sides), next(sides)
 
 
-def _split(numbers: Sequence[int], count: int, seed: int) -> tuple[list[int], list[int]]:
-    order = list(numbers)
+def _split(things: Sized, count: int, seed: int) -> tuple[list[int], list[int]]:
+    order = list(range(len(things)))
     random.Random(f"held out/{seed}").shuffle(order)
     return sorted(order[count:]), sorted(order[:count])

@@ -1,0 +1,79 @@
+"""The `accelerate.Accelerator` of a run, of one process or of many, and the end of all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from mmattn.errors import ConfigError, check_choice, import_extra
+
+
+def make_accelerator(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    mixed_precision: str = "no",
+    device: str = "auto",
+    trackers: tuple[str, ...] = (),
+) -> Any:
+    """The `accelerate.Accelerator` of this process: one of many under torchrun, alone otherwise.
+
+    Args:
+        folder: where trackers write.
+        mixed_precision: "no", "bf16" or "fp16".
+        device: "auto", or "cpu" whatever else there is.
+        trackers: those of accelerate besides the metrics, which are always written: "tensorboard", …
+
+    Raises:
+        ConfigError: a precision this device does not have, a tracker that is not installed, or several processes that
+            would not know of each other.
+        MissingExtraError: accelerate is not installed.
+    """
+    check_choice("mixed_precision", mixed_precision, ("no", "bf16", "fp16"))
+    check_choice("device", device, ("auto", "cpu"))
+    accelerate = import_extra("accelerate", "train")
+    cpu = device == "cpu" or not torch.accelerator.is_available()
+    given: dict[str, Any] = {"cpu": cpu, "mixed_precision": mixed_precision}
+    if trackers:
+        there = sorted(name.value for name in accelerate.tracking.get_available_trackers())
+        if lacking := sorted(set(trackers) - set(there)):
+            raise ConfigError(
+                f"the tracker {lacking[0]!r} is not installed, or accelerate does not know it; there are: "
+                f"{', '.join(there) or 'none'}. Metrics are written as JSON lines and CSV in any case"
+            )
+        given |= {"log_with": list(trackers), "project_dir": None if folder is None else str(folder)}
+    _forget_last(accelerate)
+    try:
+        made = accelerate.Accelerator(**given)
+    except ValueError as error:
+        raise ConfigError(f"mixed_precision={mixed_precision}: {error}") from error
+    if mixed_precision != "no" and not made.native_amp:
+        # accelerate leaves fp16 on the CPU out without a word.
+        raise ConfigError(
+            f"mixed_precision={mixed_precision} does not exist on {made.device.type}: use bf16 there, or no"
+        )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != made.num_processes:
+        raise ConfigError(
+            f"{launched} processes were launched and this one knows of {made.num_processes}: each would train alone. "
+            "Launch with torchrun --nproc-per-node N -m mmattn train CONFIG"
+        )
+    if trackers:
+        made.init_trackers("tensorboard" if trackers == ("tensorboard",) else "mmattn")
+    return made
+
+
+def end_training(accelerator: Any) -> None:
+    """Wait for the other processes, flush what was printed, close the trackers, leave the process group."""
+    accelerator.wait_for_everyone()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    accelerator.end_training()
+
+
+def _forget_last(accelerate: Any) -> None:
+    """Forget the accelerator of an earlier run of this process; the group of processes stays."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    accelerate.state.GradientState._reset_state()

@@ -1,0 +1,65 @@
+"""The mean loss over held-out rows, shared between processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.hosts.interop.quantised import stored
+from mmattn.hosts.interop.sharded import shards
+from mmattn.training.rows import Row
+from mmattn.training.sampling import derive_seed, split_between_processes
+from mmattn.training.training_config import Loss
+
+
+@torch.no_grad()
+def mean_loss(
+    model: Any,
+    loss: Loss,
+    rows: Sequence[Row],
+    batch_size: int,
+    accelerator: Any,
+    gradient_accumulation_steps: int = 1,
+    seed: int = 0,
+) -> float:
+    """The mean of a loss over all targets of these rows, in evaluation mode; processes share the rows.
+
+    Args:
+        model: is put into evaluation mode meanwhile.
+        loss: see `Loss`.
+        rows: of any number.
+        batch_size: rows at once, over all processes and micro-batches.
+        accelerator: what `make_accelerator` returned.
+        gradient_accumulation_steps: micro-batches of a process, as in training.
+        seed: of the loss's own noise, the same every time.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    seeded = [(rows[i], derive_seed(seed, "held out", i)) for i in range(len(rows))]
+    (own,) = split_between_processes(seeded, accelerator.process_index, accelerator.num_processes)
+    size = max(1, batch_size // (gradient_accumulation_steps * accelerator.num_processes))
+    longest = math.ceil(len(rows) / accelerator.num_processes) if shards(model) else len(own)
+    for start in range(0, longest, size):
+        part = own[start : start + size]
+        called = part or seeded[:1]
+        with accelerator.autocast(), stored(model):
+            total, count = loss([row for row, _ in called], [seed for _, seed in called])
+        if part:
+            sums += torch.tensor([float(total), count], dtype=torch.float64)
+    model.train(was_training)
+    losses, targets = sum_over_processes(accelerator, sums)
+    return losses / max(1.0, targets)
+
+
+def sum_over_processes(accelerator: Any, sums: Tensor) -> list[float]:
+    """The sums of all processes, added up."""
+    if accelerator.num_processes > 1:
+        # Some devices have no float64, and float32 holds these sums well enough.
+        sums = sums if accelerator.device.type in ("cpu", "cuda") else sums.float()
+        sums = accelerator.reduce(sums.to(accelerator.device), "sum")
+    return sums.tolist()

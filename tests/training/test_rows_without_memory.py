@@ -1,0 +1,119 @@
+"""Rows without a memory in the middle of training (FAULTS 73): the others learn from theirs, and no loop stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn import training
+from tests.training import small_run
+from tests.training.test_trainer import trainer, weights
+
+WITH = [row for row in small_run.rows(12) if row.has_memory]
+WITHOUT = [training.Row("abc"), training.Row("bcda"), training.Row("ha")]
+PLAIN = {
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+    "save_strategy": "no",
+    "max_grad_norm": 1.0,
+    "gradient_accumulation_steps": 1,
+}
+
+
+def trained(folder: Path, rows: list[training.Row], **arguments: Any) -> dict[str, torch.Tensor]:
+    """Weights after an AdapterTrainer took these rows in this order."""
+    made = trainer(folder, small_run.attach(dropout=0.0), **PLAIN | arguments)
+    made.train_dataset = rows
+    made.train()
+    return weights(made.model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_without_any_memory_changes_nothing(tmp_path: Path, checkpointing: bool) -> None:
+    """A batch with memories, one without, one with: as if the second were not there."""
+    given: dict[str, Any] = {"activation_checkpointing": checkpointing}
+    if checkpointing:
+        given["activation_checkpointing_kwargs"] = {"use_reentrant": False}
+    got = trained(tmp_path / "a", WITH[:3] + WITHOUT + WITH[3:6], max_steps=3, **given)
+    want = trained(tmp_path / "b", WITH[:6], max_steps=2)
+    fresh = weights(small_run.attach(dropout=0.0))
+    assert all(torch.equal(value, want[name]) for name, value in got.items())
+    assert any(not torch.equal(value, fresh[name]) for name, value in got.items()), "the others learn"
+
+
+def test_accumulated_with_others(tmp_path: Path) -> None:
+    """Three micro-batches of one step, the middle one without any memory: the step is that of the rows in one batch."""
+    rows = WITH[:3] + WITHOUT + WITH[3:6]
+    got = trained(tmp_path / "a", rows, max_steps=1, gradient_accumulation_steps=3)
+    want = trained(tmp_path / "b", rows, max_steps=1, per_device_train_batch_size=9)
+    for name, value in got.items():
+        assert torch.allclose(value, want[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_two_processes_of_which_one_has_none(tmp_path: Path) -> None:
+    """Of batches of six, the three rows of one process have memories and those of the other have none."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    paths = os.pathsep.join([str(small_run.ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    found = subprocess.run([*words, str(tmp_path / "two")], capture_output=True, text=True, env=env, timeout=280)
+    assert found.returncode == 0, found.stderr
+    got = torch.load(tmp_path / "two" / "weights.pt")
+    want = trained(tmp_path / "one", mixed(), max_steps=2, per_device_train_batch_size=6)
+    for name, value in got.items():
+        assert torch.allclose(value, want[name], rtol=1e-4, atol=1e-6), name
+
+
+def mixed() -> list[training.Row]:
+    """Twelve rows, in batches of six: three with memory for the first process, three without for the second."""
+    return WITH[:3] + WITHOUT + WITHOUT + WITH[3:6]
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3}, {"gradient_checkpointing": True}])
+def test_tune_learns_from_the_others(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """One batch in three has no memory, and its gradient is zero."""
+    silent = [training.Row("abcdefgh" * 2 + row.text) for row in WITHOUT]  # longest, and so in one batch
+    data = WITH[:6] + silent
+    given = {"dropout": 0.0, "max_steps": 9, "eval_steps": 0, "weight_decay": 0.0}
+    model = small_run.attach(dropout=0.0)
+    before = weights(model)
+    done, _ = small_run.run(tmp_path, model=model, data=data, batch_size=3, **given | changes)
+    assert done.global_step == 9
+    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    alone = small_run.collator(tmp_path)
+    fresh = small_run.attach(dropout=0.0)
+    own = float(training.mean_nats(fresh, alone.batch(silent)).detach())
+    none = [abs(line["loss"] - own) < 1e-5 for line in lines]
+    assert sum(none) == 3 and [line["grad_norm"] == 0 for line in lines] == none
+
+
+def test_fit_goes_on() -> None:
+    model = mmattn.attach(small_run.tiny.make("llama"), mmattn.GatedAdapter(memory_dim=5, every=1, num_heads=2))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    memory = mmattn.Memory(torch.randn(1, 3, 5))
+    before = weights(model)
+
+    def loss(step: int) -> torch.Tensor:
+        return model(ids, labels=ids, memory=memory if step % 2 else None).loss
+
+    done = training.fit(training.parameter_groups(model, 0.01), loss, 4, progress=False)
+    assert done.steps == 4
+    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    found = trained(folder, mixed(), max_steps=2, per_device_train_batch_size=3)
+    if os.environ["RANK"] == "0":
+        torch.save(found, folder / "weights.pt")
+    torch.distributed.destroy_process_group()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmattn.errors import TextError, check_int
+from mmattn.errors import ConfigError, TextError, check_int
 
 
 def check_text(texts: str | Iterable[str]) -> list[str]:
@@ -104,6 +104,24 @@ def warn_cut(cut: Sequence[bool], length: int) -> None:
     numbers = [number for number, was in enumerate(cut) if was]
     if numbers:
         warnings.warn(f"{len(numbers)} texts are longer than {length} tokens and were cut: {numbers[:5]}", stacklevel=3)
+
+
+def text_length(max_length: int | None, longest: int, model: Any, name: object) -> int:
+    """How many tokens a model reads: `max_length` if given, otherwise `longest` or what its positions allow.
+
+    Raises:
+        ConfigError: more than its positions allow, or not given and not known.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for module_name, module in model.named_modules():
+        if module_name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            positions = module.num_embeddings - module.padding_idx - 1  # RoBERTa and its kin count from behind the pad
+    if max_length is not None:
+        return check_int("max_length", max_length, at_most=positions)
+    longest = min(longest, positions or longest)
+    if longest > 1 << 30:  # what a tokenizer says that does not know
+        raise ConfigError(f"how many tokens {name} reads is not known; give max_length, as its card says")
+    return longest
 
 
 class ClipTokenizer:

@@ -10,7 +10,7 @@ import torch
 import mmattn
 from mmattn.adapters.config_file import FORMAT_VERSION
 from mmattn.hosts.adapter_files import KINDS
-from mmattn.storage.tensor_files import fingerprint
+from mmattn.storage.fingerprints import fingerprint
 from tests.adapter_folders import contents
 from tests.golden import make as golden
 from tests.tiny import assert_close, differs

@@ -24,7 +24,8 @@ from torch import Tensor
 from mmattn.adapters.config_file import FORMAT, Shapes, adapter_settings, check_config, check_tensors, parse_config
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.atomic import Path, fcntl, replacing, sync_folder
-from mmattn.storage.tensor_files import check_values, read_header, read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.json_files import read_json, write_json
+from mmattn.storage.tensor_files import check_values, read_header, read_tensors, write_tensors
 
 __all__ = ["adapter_settings", "check_config", "check_tensors", "load_folder", "parse_config", "save_folder"]
 

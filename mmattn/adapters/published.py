@@ -27,8 +27,8 @@ from torch import Tensor
 
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.errors import AdapterFileError, check_choice, check_int
-from mmattn.storage.pretrained import refuse_keys
 from mmattn.storage.tensor_files import check_values
+from mmattn.storage.weights import refuse_keys
 
 
 @dataclass(frozen=True)

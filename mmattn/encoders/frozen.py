@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.encoders.images import MAX_PIXELS, Preparation, pictures
-from mmattn.errors import AdapterFileError, ConfigError, check_int
+from mmattn.errors import check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
 
@@ -161,41 +159,3 @@ class PictureEncoder(FrozenEncoder):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, grid={self.grid}, pooled={self.pooled}"
-
-
-def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, finite.
-
-    Raises:
-        AdapterFileError: the file is missing, a pickle, damaged, empty, or holds NaN or infinity.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = Path(path)
-    if file.suffix.lower() != ".safetensors":
-        raise AdapterFileError(
-            f"weights are read from .safetensors files, got {str(path)!r}: a pickle (.pt, .pth, .bin) can run code. "
-            "Convert it once, where you trust it: safetensors.torch.save_file(torch.load(path, weights_only=True), new)"
-        )
-    if not file.is_file():
-        raise AdapterFileError(f"there is no weights file {str(path)!r}")
-    try:
-        weights = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise AdapterFileError(f"{str(path)!r} is not a readable safetensors file: {error}") from error
-    if not weights:
-        raise AdapterFileError(f"{str(path)!r} holds no tensors; get the file again")
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise AdapterFileError(f"{name} in {str(path)!r} has NaN or infinite values; get the file again")
-    return weights
-
-
-def is_weights_path(weights: object) -> bool:
-    """Whether `weights` reads as a path rather than as the name of released weights."""
-    if isinstance(weights, os.PathLike):
-        return True
-    if not isinstance(weights, str):
-        raise ConfigError(f"weights must be a name or a path, got {type(weights).__name__}")
-    return os.sep in weights or "/" in weights or Path(weights).suffix in (".safetensors", ".pt", ".pth", ".bin")

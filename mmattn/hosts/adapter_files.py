@@ -23,7 +23,7 @@ from mmattn.hosts.causal_lm.decoder_layers import pick_layers
 from mmattn.hosts.causal_lm.layer_search import find_layers, host_depth, host_width, text_config
 from mmattn.hosts.interop.sharded import shards
 from mmattn.hosts.unet.attention_layers import find_places, head_size, pick_places, text_width
-from mmattn.storage.tensor_files import fingerprint
+from mmattn.storage.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from mmattn.hosts.adapted import AdaptedModel

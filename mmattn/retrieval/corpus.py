@@ -36,9 +36,8 @@ from mmattn.errors import (
 from mmattn.progress import tracked
 from mmattn.retrieval.lines import LineFiles, Stretch
 from mmattn.storage.atomic import replacing, write_text
-from mmattn.storage.file_kinds import dump_json
 from mmattn.storage.fingerprints import file_fingerprint
-from mmattn.storage.tensor_files import read_json
+from mmattn.storage.json_files import dump_json, read_json
 
 FORMAT = "mmattn-corpus"
 MAX_JSON = 256 << 20

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from mmattn.errors import AdapterFileError, ConfigError, check_int
+from mmattn.errors import AdapterFileError
 from mmattn.storage.tensor_files import check_values
+from mmattn.storage.weights import refuse_keys
 
 
 @contextmanager
@@ -76,39 +77,3 @@ def _refuse(name: str | os.PathLike[str], what: str, error: Exception) -> NoRetu
         f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
         "kept from before, or a folder with config.json, the tokenizer and model.safetensors"
     ) from error
-
-
-def refuse_keys(path: str | os.PathLike[str], name: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuse a weights file whose tensors are not those of the network `name`.
-
-    Raises:
-        AdapterFileError: listing up to five of the missing and of the unexpected.
-    """
-    faults = [
-        f"{len(keys)} {what}: {', '.join(keys[:5])}{', …' if len(keys) > 5 else ''}"
-        for what, keys in (("missing", missing), ("unexpected", unexpected))
-        if keys
-    ]
-    if faults:
-        raise AdapterFileError(
-            f"{os.fspath(path)!r} does not hold the weights of {name} ({'; '.join(faults)}); give the name of the "
-            "network the file was made for, or rename its tensors"
-        )
-
-
-def text_length(max_length: int | None, longest: int, model: Any, name: object) -> int:
-    """How many tokens a model reads: `max_length` if given, otherwise `longest` or what its positions allow.
-
-    Raises:
-        ConfigError: more than its positions allow, or not given and not known.
-    """
-    positions = getattr(model.config, "max_position_embeddings", None)
-    for module_name, module in model.named_modules():
-        if module_name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            positions = module.num_embeddings - module.padding_idx - 1  # RoBERTa and its kin count from behind the pad
-    if max_length is not None:
-        return check_int("max_length", max_length, at_most=positions)
-    longest = min(longest, positions or longest)
-    if longest > 1 << 30:  # what a tokenizer says that does not know
-        raise ConfigError(f"how many tokens {name} reads is not known; give max_length, as its card says")
-    return longest

@@ -10,38 +10,22 @@ Every write is atomic (see `mmattn.storage.atomic`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import mmap
-import os
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, check_int
-from mmattn.storage.atomic import Path, replacing, write_text
-from mmattn.storage.file_kinds import describe_start, dump_json, parse_json
-from mmattn.storage.fingerprints import fingerprint
-
-__all__ = [
-    "check_values",
-    "describe",
-    "fingerprint",
-    "read_header",
-    "read_json",
-    "read_tensors",
-    "write_json",
-    "write_tensors",
-    "write_text",
-]
+from mmattn.storage.atomic import Path, replacing
+from mmattn.storage.file_kinds import describe_start, open_regular
+from mmattn.storage.json_files import dump_json, parse_json
 
 MAX_HEADER = 16 << 20
-MAX_JSON = 1 << 20
 CHUNK = 8 << 20
 
 DTYPES = {
@@ -62,16 +46,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _EMPTY_HASH = "0" * 64
 _PREFIX = b'{"__metadata__":{"header_sha256":"'
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write `value` as JSON, atomically.
-
-    Raises:
-        ConfigError: `value` is not plain JSON (NaN, an object, keys that are the same text).
-        OSError: as for `write_text`.
-    """
-    write_text(path, dump_json(os.path.basename(os.fspath(path)), value, indent=2, limit=MAX_JSON).decode() + "\n")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
@@ -153,51 +127,6 @@ def _check_writable(name: object, tensor: object) -> None:
         )
     if tensor.dtype not in NAMES:
         raise ConfigError(f"{name!r} has dtype {tensor.dtype}, which cannot be saved; convert it to one of {[*DTYPES]}")
-
-
-# ---- reading
-
-
-def describe(path: Path) -> str:
-    """What the file at `path` looks like, in words, from its first bytes; nothing in it is run or followed."""
-    try:
-        with _opened(path) as (file, size):
-            return describe_start(file.read(512), size)
-    except AdapterFileError as error:
-        return str(error)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """The regular file at `path` and its size; AdapterFileError for anything else."""
-    try:
-        # Not blocking: the file may be a pipe without a writer.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError as error:
-        raise AdapterFileError(f"cannot read {str(path)!r}: there is no such file") from error
-    except (OSError, ValueError) as error:
-        raise AdapterFileError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        kind = "a folder, and a file is needed" if stat.S_ISDIR(mode) else "not a regular file (a pipe or a device)"
-        raise AdapterFileError(f"cannot read {str(path)!r}: it is {kind}")
-    with open(handle, "rb") as file:
-        yield file, os.fstat(handle).st_size
-
-
-def read_json(path: Path, max_bytes: int = MAX_JSON) -> Any:
-    """Read a JSON file: no key twice, no NaN, no more than 64 levels or `max_bytes` bytes.
-
-    Raises:
-        AdapterFileError: anything else, or no such file.
-    """
-    with _opened(path) as (file, size):
-        raw = file.read(max_bytes + 1)
-    looks = describe_start(raw[:512], size)
-    if looks not in ("JSON text", "a text file"):
-        raise AdapterFileError(f"cannot read {str(path)!r} as JSON: it looks like {looks}")
-    return parse_json(repr(str(path)), raw, max_bytes)
 
 
 def _header(path: Path, file: IO[bytes], size: int, max_header: int) -> tuple[dict[str, Any], int]:
@@ -298,7 +227,7 @@ def read_header(
     Raises:
         AdapterFileError: as for `read_tensors`, except for what only the values show.
     """
-    with _opened(path) as (file, size):
+    with open_regular(path) as (file, size):
         header, place = _header(path, file, size, max_header)
         info = header.pop("__metadata__")
         entries = _entries(path, header, size - place)
@@ -321,7 +250,7 @@ def read_tensors(
         NonFiniteError: a tensor holds NaN or infinity, and `check_finite` is True.
     """
     tensors = {}
-    with _opened(path) as (file, size):
+    with open_regular(path) as (file, size):
         header, place = _header(path, file, size, max_header)
         info = header.pop("__metadata__")
         entries = _entries(path, header, size - place)

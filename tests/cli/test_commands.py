@@ -13,7 +13,7 @@ from mmattn import recipes
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError, MmattnError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """\
 # A comment stays harmless.
 recipe: toy

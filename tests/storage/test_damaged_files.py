@@ -18,7 +18,9 @@ import safetensors.torch
 import torch
 
 from mmattn.errors import AdapterFileError, NonFiniteError
-from mmattn.storage.tensor_files import describe, read_header, read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.file_kinds import describe
+from mmattn.storage.json_files import read_json, write_json
+from mmattn.storage.tensor_files import read_header, read_tensors, write_tensors
 from tests.tensor_files import META, example, same_bits
 
 

@@ -78,7 +78,14 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         _fail(f"{target} exists and would be overwritten; name another place: mmattn cp {name} PLACE")
     waste = shutil.ignore_patterns("__pycache__", "*.pyc", "runs", ".*")
-    shutil.copytree(recipe.folder, target, ignore=waste, dirs_exist_ok=True)
+    existed = target.is_dir()
+    try:
+        shutil.copytree(recipe.folder, target, ignore=waste, dirs_exist_ok=True)
+    except BaseException:  # Ctrl-C too: half a copy would stand in the way of the next one
+        shutil.rmtree(target, ignore_errors=True)
+        if existed:
+            target.mkdir(exist_ok=True)
+        raise
     return target
 
 
@@ -160,8 +167,8 @@ def over_seeds(
         }
         if not (run / "table.json").is_file():
             train({**own, "seed": seed, "out": str(run)})
-        if not (run / "table.json").is_file():
-            return
+        if not (run / "table.json").is_file():  # Ctrl-C ended the training
+            raise SystemExit(130)
         tables.append(json.loads((run / "table.json").read_text(encoding="utf-8")))
     text = table(tables)
     write_text(out / "table.md", text + "\n")

@@ -5,9 +5,12 @@ Everything heavy is imported inside the command that needs it, so that `mmattn -
 
 from __future__ import annotations
 
+import contextlib
+import re
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -49,14 +52,63 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; an error of the package's own is one clean line and exit code 2."""
+    """Run the command line and exit.
+
+    The exit code is 0, 1 for a bad verdict, 2 for an error of the package's own, which is one clean line on stderr, and
+    130 after Ctrl-C.
+
+    Args:
+        arguments: the words behind `mmattn`; by default those of this process.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
     try:
-        app(["--debug", *(word for word in words if word != "--debug")] if debug else words)
+        with _exit_after_interrupt():
+            app(["--debug", *words] if debug else words)
     except Exception as error:
         errors = sys.modules.get("mmattn.errors")
         if debug or errors is None or not isinstance(error, (errors.MmattnError, OSError)):
             raise
-        typer.echo(f"mmattn: {error}", err=True)
+        typer.echo(f"mmattn: {_spelled(str(error), words)}", err=True)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def _exit_after_interrupt() -> Iterator[None]:
+    """Exit with 130 after Ctrl-C, also where a command catches it to save what it has."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored (a job in the background), or taken
+        yield
+        return
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    try:
+        signal.signal(signal.SIGINT, interrupt)
+    except ValueError:  # not the main thread, which alone is interrupted
+        yield
+        return
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        if interrupts:
+            raise SystemExit(130) from end
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _spelled(message: str, words: Sequence[str]) -> str:
+    """A message of the library with the options of a command as the command line spells them."""
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    for option in command.params:
+        if option.param_type_name == "option":
+            name, long = re.escape(option.name), max(option.opts, key=len)
+            message = re.sub(rf"^{name}(?= must )|\b{name}=(?:True\b|(?![\w'\"]))", long, message)
+            message = re.sub(rf"\b{name}=(?=[\w'\"])", f"{long} ", message)
+    return message

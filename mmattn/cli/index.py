@@ -14,8 +14,8 @@ def build_index(
     field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
     id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
     encoder: Annotated[str, typer.Option(help="Any encoder of Hugging Face.")] = "all-MiniLM-L6-v2",
-    search: Annotated[str, typer.Option(help="exact, flat, hnsw or ivfpq.")] = "exact",
-    engine: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
+    engine: Annotated[str, typer.Option(help="What searches: exact, flat, hnsw or ivfpq.")] = "exact",
+    executor: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
 ) -> None:
     """Embed the lines of files and make an index of them.
@@ -29,18 +29,30 @@ def build_index(
     from mmattn.encoders.text import TextEncoder
     from mmattn.retrieval.corpus import embed_corpus
     from mmattn.retrieval.index import Index
+    from mmattn.storage.pretrained import without_progress_bars
 
-    shards, reader = out.with_name(f"{out.name}.shards"), TextEncoder(encoder)
-    made = embed_corpus(
-        files, shards, reader, field=field, id_field=id_field, skip_broken=skip_broken, engine=engine, progress=True
+    shards = out.with_name(f"{out.name}.shards")
+    with without_progress_bars():
+        text_encoder = TextEncoder(encoder)
+    # Before anything is embedded: a misspelt engine is refused at once.
+    index = Index.build([], encoder=text_encoder, engine=engine)
+    parts = embed_corpus(
+        files,
+        shards,
+        text_encoder,
+        field=field,
+        id_field=id_field,
+        skip_broken=skip_broken,
+        executor=executor,
+        progress=True,
     )
-    ids, texts, metadata, vectors = [], [], [], [torch.empty(0, reader.dim)]
-    for part in made:
+    ids, texts, metadata, vectors = [], [], [], [torch.empty(0, text_encoder.dim)]
+    for part in parts:
         ids += part[0]
         texts += part[1]
         metadata += part[2]
         vectors.append(part[3])
-    index = Index.build(torch.cat(vectors), encoder=reader, ids=ids, texts=texts, metadata=metadata, engine=search)
+    index.add(torch.cat(vectors), ids=ids, texts=texts, metadata=metadata)
     index.save(out)
     shutil.rmtree(shards)
     typer.echo(f"{index} in {out}")
@@ -55,14 +67,18 @@ def search_index(
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
     from mmattn.encoders.text import TextEncoder
+    from mmattn.errors import check_int
     from mmattn.retrieval.index import Index
+    from mmattn.storage.pretrained import without_progress_bars
 
-    wanted = top_k if rerank is None else 10 * top_k
-    hits = Index.load(folder, encoder=TextEncoder(encoder)).search([query], wanted)
-    if rerank is not None:
-        from mmattn.retrieval.rerank import Reranker
+    check_int("top_k", top_k)
+    with without_progress_bars():
+        index = Index.load(folder, encoder=TextEncoder(encoder))
+        hits = index.search([query], top_k if rerank is None else 10 * top_k)
+        if rerank is not None:
+            from mmattn.retrieval.rerank import Reranker
 
-        hits = hits.rerank(query, Reranker(rerank)).first(top_k)
+            hits = hits.rerank(query, Reranker(rerank)).first(top_k)
     texts = hits.texts[0] if hits.texts is not None else [None] * top_k
     names = hits.ids[0] if hits.ids is not None else [None] * top_k
     for score, name, text, real in zip(hits.scores[0].tolist(), names, texts, hits.mask[0].tolist(), strict=True):

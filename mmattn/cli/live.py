@@ -17,7 +17,7 @@ from mmattn.encoders.images import load_image
 from mmattn.errors import ImageError, MmattnError, TextError, check_float, check_int, import_extra
 from mmattn.inspect.plots import plot_heat_maps
 from mmattn.recipes import assets_folder, find_recipe, load_recipe
-from mmattn.storage.pretrained import without_bars
+from mmattn.storage.pretrained import without_progress_bars
 
 #: Characters of a question or a sentence, at most: a model would read more for minutes.
 LONGEST = 200
@@ -185,7 +185,7 @@ def open_page(adapter: Path, host: str, port: int, share: bool) -> None:
     """
     import_extra("gradio", "demo")
     with tempfile.TemporaryDirectory() as folder:
-        with without_bars():
+        with without_progress_bars():
             live = Live(adapter, Path(folder))
         serve(live, host, port, share)
 

@@ -17,7 +17,7 @@ def caption(
     """Describe pictures with a trained adapter."""
     from mmattn.errors import ImageError
     from mmattn.recipes import find_recipe, load_recipe, read_settings
-    from mmattn.storage.pretrained import without_bars
+    from mmattn.storage.pretrained import without_progress_bars
 
     for image in images:
         if not Path(image).is_file():
@@ -25,7 +25,7 @@ def caption(
     check_adapter_folder(adapter)
     run = adapter.parent / "config.resolved.yaml"
     recipe = read_settings(run).get("recipe", "vision") if run.is_file() else "vision"
-    with without_bars():
+    with without_progress_bars():
         texts = load_recipe(find_recipe(str(recipe)).folder, "caption").caption(images, adapter)
     for image, text in zip(images, texts, strict=True):
         typer.echo(f"{image}: {text}")
@@ -41,18 +41,24 @@ def draw(
     out: Annotated[Path, typer.Option("--out", "-o", help="The PNG file to write.")] = Path("drawing.png"),
 ) -> None:
     """Write a digit by hand, as a sentence asks and in the style of an example."""
+    import tempfile
+
     from mmattn.errors import ImageError, check_float, check_int
     from mmattn.recipes import find_recipe, load_recipe
-    from mmattn.storage.pretrained import without_bars
+    from mmattn.storage.atomic import replacing
+    from mmattn.storage.pretrained import without_progress_bars
 
     check_int("steps", steps)
     check_float("strength", strength)
     if like is not None and not like.is_file():
         raise ImageError(f"cannot follow {like}: there is no such file")
     recipe = load_recipe(find_recipe("diffusion").folder, "drawing")
-    with without_bars():
-        written = recipe.draw(sentence, out, like=like, strength=strength, w=w, steps=steps, seed=seed)
-    typer.echo(str(written))
+    with without_progress_bars(), replacing(out) as file, tempfile.TemporaryDirectory() as folder:
+        drawn = recipe.draw(
+            sentence, Path(folder) / out.name, like=like, strength=strength, w=w, steps=steps, seed=seed
+        )
+        file.write(drawn.read_bytes())
+    typer.echo(str(out))
 
 
 def ask(
@@ -69,11 +75,11 @@ def ask(
     with the text instead, and the number is the share over all of it.
     """
     from mmattn.recipes import find_recipe, load_recipe
-    from mmattn.storage.pretrained import without_bars
+    from mmattn.storage.pretrained import without_progress_bars
 
     if adapter is not None:
         check_adapter_folder(adapter)
-    with without_bars():
+    with without_progress_bars():
         asked = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)
     answer, found = asked(question)
     typer.echo(answer)

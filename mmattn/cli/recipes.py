@@ -17,9 +17,9 @@ def demo() -> None:
     It ends with a page that shows what all of them looked at (see `mmattn explore`).
     """
     from mmattn.recipes import find_recipe, load_recipe
-    from mmattn.storage.pretrained import without_bars
+    from mmattn.storage.pretrained import without_progress_bars
 
-    with without_bars():
+    with without_progress_bars():
         run = load_recipe(find_recipe("vision").folder, "demo").main()
         drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
         typer.echo(f"digits in the hand of examples {drawn}")

@@ -13,7 +13,7 @@ from mmattn.storage.weights import refuse_keys
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Inside the block transformers draws no bar for each model that it loads; what it was told before holds again."""
     from transformers.utils import logging
 

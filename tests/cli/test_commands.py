@@ -12,8 +12,8 @@ import pytest
 from mmattn import recipes
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError, MmattnError
+from tests.cli.running import ROOT, call
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """\
 # A comment stays harmless.
 recipe: toy
@@ -75,14 +75,6 @@ def shelf(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     toy.rename(package / "_recipes" / "toy")
     monkeypatch.setattr(recipes, "_PACKAGE", package)
     return package
-
-
-def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `mmattn WORDS`."""
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
 
 
 class TestWords:

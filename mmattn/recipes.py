@@ -6,6 +6,7 @@ imports torch, so that the command line answers at once.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import importlib
 import re
@@ -119,10 +120,7 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """
     if not path.is_file():
         _fail(f"there is no settings file {path}; `mmattn ls` lists the recipes, each has a config.yaml")
-    try:
-        settings = _yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        _fail(f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start})")
+    settings = _yaml(_decoded(path.read_bytes(), path), str(path))
     if not isinstance(settings, dict):
         _fail(f"{path} must hold `key: value` lines, got {type(settings).__name__}")
     for override in overrides:
@@ -146,9 +144,9 @@ def over_seeds(
         `table.json`. table: from the contents of all of them to text.
     """
     import argparse
-    import json
 
     from mmattn.storage.atomic import write_text
+    from mmattn.storage.json_files import read_json
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
@@ -169,7 +167,7 @@ def over_seeds(
             train({**own, "seed": seed, "out": str(run)})
         if not (run / "table.json").is_file():  # Ctrl-C ended the training
             raise SystemExit(130)
-        tables.append(json.loads((run / "table.json").read_text(encoding="utf-8")))
+        tables.append(read_json(run / "table.json", max_bytes=64 << 20))
     text = table(tables)
     write_text(out / "table.md", text + "\n")
     print(text)
@@ -251,6 +249,19 @@ def _override(settings: dict[str, Any], override: str) -> None:
     settings[parts[-1]] = _yaml(value, repr(override))
 
 
+def _decoded(raw: bytes, path: Path) -> str:
+    """The text of a file in UTF-8, or in UTF-16 with a byte-order mark, as some editors write it."""
+    encoding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        text = raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        _fail(f"{path} is not a text file in UTF-8 ({error.reason} in line {line}); save it as UTF-8")
+    if "\0" in text:
+        _fail(f"{path} has a NUL character in line {text[: text.index(chr(0))].count(chr(10)) + 1}; take it out")
+    return text
+
+
 def _yaml(text: str, where: str) -> Any:
     import yaml
 
@@ -260,6 +271,9 @@ def _yaml(text: str, where: str) -> Any:
     def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                shown = repr(key.value) if isinstance(key.value, str) else "a list or a mapping"
+                _fail(f"{where}: a key must be text, got {shown} (line {key.start_mark.line + 1}); put it in quotes")
             if key.value in seen:
                 _fail(f"{where}: the key {key.value!r} stands there twice (line {key.start_mark.line + 1})")
             seen.add(key.value)

@@ -18,9 +18,11 @@ from mmattn.encoders.images import Preparation
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
+from mmattn.storage.json_files import read_json
 from mmattn.storage.weights import is_weights_path, read_weights, refuse_keys
 from mmattn.tokenization import ClipTokenizer, check_text, refuse_empty
 
+_NAME = "ViT-B-32"
 _SCHEMAS = ("hf-hub:", "local-dir:")
 _PREPARATION = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}
 _PREPARATION |= {"resize_mode": "resize", "fill_color": "fill"}
@@ -51,7 +53,7 @@ class OpenCLIPEncoder(PictureEncoder):
 
     def __init__(
         self,
-        name: str | os.PathLike[str] = "ViT-B-32",
+        name: str | os.PathLike[str] | None = None,
         pretrained: str | os.PathLike[str] | None = None,
         *,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -120,7 +122,7 @@ class OpenCLIPTextEncoder(FrozenEncoder):
 
     def __init__(
         self,
-        name: str | os.PathLike[str] = "ViT-B-32",
+        name: str | os.PathLike[str] | None = None,
         pretrained: str | os.PathLike[str] | None = None,
         *,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -199,9 +201,11 @@ class _Clip(NamedTuple):
         return ClipTokenizer(made)
 
 
-def _opened(name: str | os.PathLike[str], pretrained: Any, config: Any) -> _Clip:
+def _opened(name: str | os.PathLike[str] | None, pretrained: Any, config: Any) -> _Clip:
     open_clip = import_extra("open_clip", "vision")
-    name, pretrained = _split(os.fspath(name), pretrained)
+    if name is not None and config is not None:
+        raise ConfigError(f"give name or config, not both; got name={os.fspath(name)!r} and a config")
+    name, pretrained = _split(_NAME if name is None else os.fspath(name), pretrained)
     if config is None and name.lower().endswith(".json"):
         config = name
     if name.startswith("local-dir:"):
@@ -248,10 +252,18 @@ def _read_config(config: Any) -> tuple[dict[str, Any], Path]:
     if not isinstance(config, Mapping):
         folder = Path(config).parent
         try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{str(config)!r} is not a readable open_clip config: {error}") from error
+            config = read_json(config)
+        except AdapterFileError as error:
+            raise ConfigError(f"{os.fspath(config)!r} is not a readable open_clip config: {error}") from error
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"an open_clip config is a JSON object, got {type(config).__name__}")
     full = dict(config) if "model_cfg" in config else {"model_cfg": config}
+    unknown = sorted(set(full.get("preprocess_cfg", {})) - {*_PREPARATION, "mode"})
+    if unknown:
+        raise ConfigError(
+            f"preprocess_cfg of an open_clip config has no {', '.join(map(repr, unknown))}; its keys are "
+            f"{', '.join([*_PREPARATION, 'mode'])}"
+        )
     lacking = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in full["model_cfg"]]
     if lacking:
         raise ConfigError(f"an open_clip config needs embed_dim, vision_cfg and text_cfg; missing {', '.join(lacking)}")

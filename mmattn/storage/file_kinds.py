@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import stat
@@ -60,8 +61,11 @@ def describe_start(head: bytes, size: int) -> str:
         if length > size - 8:
             return f"a truncated safetensors file: a header of {length:,} bytes in a file of {size:,}"
         return "a safetensors file"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "text in UTF-16; save it as UTF-8"
     with contextlib.suppress(UnicodeDecodeError):
-        if head.decode().isprintable() or b"\n" in head:
+        # What is read may end within a character.
+        if codecs.getincrementaldecoder("utf-8")().decode(head, len(head) == size).isprintable() or b"\n" in head:
             return "a text file"
     if size < 8:
         return f"a truncated file: {size} bytes, and a safetensors file has at least 8"

@@ -73,10 +73,15 @@ def parse_json(what: str, raw: bytes, limit: int) -> Any:
     if _nesting(raw) > MAX_DEPTH:
         raise AdapterFileError(f"{what} nests deeper than {MAX_DEPTH} levels")
     try:
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed or saved again
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise AdapterFileError(
+            f"{what} is not text in UTF-8 ({error.reason} in line {line}); save it as UTF-8"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise AdapterFileError(f"{what} is not sound JSON: {error}") from error
     return value

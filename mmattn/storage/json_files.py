@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -73,7 +74,7 @@ def parse_json(what: str, raw: bytes, limit: int) -> Any:
     if _nesting(raw) > MAX_DEPTH:
         raise AdapterFileError(f"{what} nests deeper than {MAX_DEPTH} levels")
     try:
-        text = raw.decode("utf-8-sig")
+        text = raw.removeprefix(codecs.BOM_UTF8).decode()
         value = json.loads(text, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed or saved again

@@ -1,4 +1,4 @@
-"""Any open_clip model as an encoder: of pictures, patch tokens or an embedding; of texts, the embedding beside it."""
+"""CLIP models of open_clip as encoders: of images, patch tokens or the embedding; of texts, the embedding."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder
-from mmattn.encoders.images import Preparation
+from mmattn.encoders.frozen import FrozenEncoder, ImageEncoder
+from mmattn.encoders.preprocessing import ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
@@ -24,31 +24,34 @@ from mmattn.tokenization import ClipTokenizer, check_text, refuse_empty
 
 _NAME = "ViT-B-32"
 _SCHEMAS = ("hf-hub:", "local-dir:")
-_PREPARATION = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}
-_PREPARATION |= {"resize_mode": "resize", "fill_color": "fill"}
+_PREPROCESSING = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}
+_PREPROCESSING |= {"resize_mode": "resize", "fill_color": "fill"}
 
 
-class OpenCLIPEncoder(PictureEncoder):
-    """Pictures to memory by the frozen picture tower of a CLIP (arXiv 2103.00020) of open_clip.
+class OpenCLIPEncoder(ImageEncoder):
+    """Patch tokens or embeddings of images by the frozen image tower of CLIP (arXiv 2103.00020), from open_clip.
 
-    Slots are the patch tokens after the last layer, normed as the tower norms what it pools, without the class token;
-    `pooled=True` gives the picture embedding, unnormalised, as one slot.
+    The memory (b, m, e) holds the patch tokens after the last layer, with the layer norm that the tower applies before
+    its pooling, and without the class token. `pooled=True` gives the image embedding, not normalised, as one token.
 
     Args:
-        name: a name of `open_clip.list_models()`; "name:tag" for name and pretrained in one; "hf-hub:org/repo";
-            "local-dir:path" with open_clip_config.json and a .safetensors file; or the path of a config .json.
+        name: a name of `open_clip.list_models()`, by default "ViT-B-32"; "name:tag" for name and pretrained in one;
+            "hf-hub:org/repo"; "local-dir:path" with open_clip_config.json and a .safetensors file; or the path of a
+            config .json.
         pretrained: a tag of `open_clip.list_pretrained()` (downloaded by open_clip), the path of a .safetensors file,
             or None for random weights.
         config: an open_clip model config (path or dict) instead of `name`; nothing is registered globally.
-        pooled: one slot per picture, its embedding.
-        device: where the network runs.
+        pooled: one token per image, its embedding (m = 1).
+        device: where the network runs, by default the CPU.
 
     Attributes:
-        model: the whole CLIP, frozen; `model.encode_text(eye.tokenizer(texts))` embeds texts.
+        model: the whole CLIP, frozen; `model.encode_text(encoder.tokenizer(texts))` embeds texts.
+        name: as given.
 
     Raises:
-        ConfigError: unknown name, tag or config, or a tower without patches. AdapterFileError: weights that are
-        missing, damaged, not safetensors, or of another model. MissingExtraError: open_clip is not installed.
+        ConfigError: unknown name, tag or config, a name beside a config, or an image tower without patch tokens.
+        AdapterFileError: weights that are missing, damaged, not safetensors, or of another model.
+        MissingExtraError: open_clip is not installed.
     """
 
     def __init__(
@@ -63,17 +66,26 @@ class OpenCLIPEncoder(PictureEncoder):
         self._clip = _opened(name, pretrained, config)
         self.name = self._clip.name
         model, prepared = self._clip.model, self._clip.prepared
-        preparation = Preparation(**{ours: prepared[key] for key, ours in _PREPARATION.items() if key in prepared})
+        image_processor = ImageProcessor(
+            **{ours: prepared[key] for key, ours in _PREPROCESSING.items() if key in prepared}
+        )
         if not hasattr(model.visual, "forward_intermediates") and not pooled:
             raise ConfigError(
                 f"the picture tower {type(model.visual).__name__} of {self.name} gives no patch tokens; use "
                 "pooled=True, or a ViT, ResNet or timm tower of open_clip 2.30 or later"
             )
         settings = {"encoder": "openclip", "config": self._clip.described("vision_cfg")}
-        super().__init__(model, preparation, pooled=pooled, settings=settings, device=device)
+        super().__init__(model, image_processor, pooled=pooled, settings=settings, device=device)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Patch features (b, e, height, width), or the embedding (b, e) if pooled."""
+        """Patch tokens (b, e, height, width), or the embedding (b, e) if pooled.
+
+        Args:
+            pixels: (b, 3, height, width).
+
+        Raises:
+            ConfigError: the image tower gives no patch tokens.
+        """
         visual: Any = self.model.visual
         if self.pooled:
             embedding = visual(pixels)
@@ -94,7 +106,7 @@ class OpenCLIPEncoder(PictureEncoder):
 
     @cached_property
     def tokenizer(self) -> ClipTokenizer:
-        """The model's own tokenizer: `tokenizer(texts)` gives ids (b, l); special tokens in a text stay text."""
+        """The tokenizer of the model: `tokenizer(texts)` gives ids (b, l); special tokens in a text stay text."""
         return self._clip.tokenizer()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -103,21 +115,27 @@ class OpenCLIPEncoder(PictureEncoder):
 
 
 class OpenCLIPTextEncoder(FrozenEncoder):
-    """Texts to memory by the frozen text tower of a CLIP of open_clip: one row per text, one slot, its embedding.
+    """Embeddings of texts by the frozen text tower of CLIP (arXiv 2103.00020), from open_clip, as a memory (b, 1, e).
 
-    Slots are comparable to those of `OpenCLIPEncoder(..., pooled=True)` of the same model, once those are normalised.
+    They lie in the space of the image embeddings that `OpenCLIPEncoder(..., pooled=True)` of the same model gives, once
+    those are normalised.
 
     Args:
-        name, pretrained, config, device: as in `OpenCLIPEncoder`.
-        normalize: make every slot as long as 1.
+        name: as in `OpenCLIPEncoder`.
+        pretrained: as in `OpenCLIPEncoder`.
+        config: as in `OpenCLIPEncoder`.
+        normalize: scale every embedding to length 1.
+        device: where the network runs, by default the CPU.
 
     Attributes:
-        tokenizer: the model's own.
-        max_length: tokens of the longest text that is read whole.
-        dim: width e of the slots.
+        tokenizer: the tokenizer of the model.
+        max_length: tokens of the longest text that is not truncated.
+        dim: width e of the memory.
 
     Raises:
-        As `OpenCLIPEncoder`.
+        ConfigError: unknown name, tag or config, or a name beside a config.
+        AdapterFileError: weights that are missing, damaged, not safetensors, or of another model.
+        MissingExtraError: open_clip is not installed.
     """
 
     def __init__(
@@ -139,12 +157,18 @@ class OpenCLIPTextEncoder(FrozenEncoder):
         self.dim: int = clip.config["embed_dim"]
 
     def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """The memory (b, 1, e) of one text or several; `encode` is the same.
+        """The memory (b, 1, e) of b texts, computed without gradients; `encode` is the same.
 
-        A UserWarning names texts longer than `max_length`, which are cut.
+        A UserWarning names the texts that are longer than `max_length` and were truncated.
+
+        Args:
+            texts: one text or several.
+            batch_size: texts that pass the network at once.
+            progress: show the progress on stderr.
 
         Raises:
-            TextError: naming what is no text, or is empty.
+            TextError: an entry is no text or is empty; the message says which one.
+            ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
         checked = check_text(texts)
@@ -170,7 +194,7 @@ class OpenCLIPTextEncoder(FrozenEncoder):
 
 
 class _Clip(NamedTuple):
-    """A model of open_clip, and what it was made from."""
+    """A model of open_clip with its config, preprocessing and the folder it was read from."""
 
     name: str
     folder: Path | None
@@ -258,11 +282,11 @@ def _read_config(config: Any) -> tuple[dict[str, Any], Path]:
         if not isinstance(config, Mapping):
             raise ConfigError(f"an open_clip config is a JSON object, got {type(config).__name__}")
     full = dict(config) if "model_cfg" in config else {"model_cfg": config}
-    unknown = sorted(set(full.get("preprocess_cfg", {})) - {*_PREPARATION, "mode"})
+    unknown = sorted(set(full.get("preprocess_cfg", {})) - {*_PREPROCESSING, "mode"})
     if unknown:
         raise ConfigError(
             f"preprocess_cfg of an open_clip config has no {', '.join(map(repr, unknown))}; its keys are "
-            f"{', '.join([*_PREPARATION, 'mode'])}"
+            f"{', '.join([*_PREPROCESSING, 'mode'])}"
         )
     lacking = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in full["model_cfg"]]
     if lacking:

@@ -200,7 +200,7 @@ def test_every_way_to_name_a_model_finds_the_same(
     assert open_clip.list_models() == known
     assert {other.fingerprint for other in found} == {eye.fingerprint}
     local = OpenCLIPEncoder(f"local-dir:{folder}")
-    assert local.preparation.mean == (0, 0, 0)
+    assert local.image_processor.mean == (0, 0, 0)
     assert torch.equal(local.model.visual.proj, eye.model.visual.proj)
     assert not torch.equal(local(picture).tokens, eye(picture).tokens)
 

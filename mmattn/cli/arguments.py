@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def check_adapter_folder(folder: Path) -> None:
-    """Refuse a folder that cannot hold an adapter before anything heavy is loaded.
+    """Refuse a folder that cannot hold an adapter before anything heavy is imported.
+
+    Args:
+        folder: as given on the command line.
 
     Raises:
         AdapterFileError: no such folder, or one without adapter_config.json.

@@ -98,7 +98,11 @@ def copy(
 
 
 def run_recipe(config: Path, settings: dict[str, Any]) -> None:
-    """Hand `settings` to the recipe they belong to, checked against its own `Config` first.
+    """Run a recipe with settings, checked against its own `Config` first.
+
+    Args:
+        config: the file of the settings, beside the recipe's train.py or with a key `recipe`.
+        settings: what the file holds, overrides applied.
 
     Raises:
         ConfigError: no recipe, an unknown key, or a value of the wrong kind.
@@ -122,8 +126,12 @@ def run_recipe(config: Path, settings: dict[str, Any]) -> None:
 def recipe_of(config: Path, settings: dict[str, Any]) -> Path:
     """The folder of the recipe that a settings file belongs to: its own, or that of the recipe it names.
 
+    Args:
+        config: the file.
+        settings: what it holds.
+
     Raises:
-        ConfigError: neither.
+        ConfigError: no train.py beside the file, and no key `recipe` with the name of a recipe.
     """
     from mmattn.errors import ConfigError
     from mmattn.recipes import find_recipe

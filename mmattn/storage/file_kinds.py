@@ -1,4 +1,4 @@
-"""What a foreign or damaged file is, told from its first bytes: nothing in it is run or followed."""
+"""Recognition of foreign and damaged files by their first bytes, for error messages; nothing in them is run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ _STARTS = (
 
 
 def describe_start(head: bytes, size: int) -> str:
-    """What a file of `size` bytes that begins with `head` looks like, in words."""
+    """The kind of a file in words, by its first bytes.
+
+    Args:
+        head: its first bytes, 512 are enough.
+        size: of the file in bytes.
+    """
     if not size:
         return "an empty file"
     for start, words in _STARTS:
@@ -73,7 +78,11 @@ def describe_start(head: bytes, size: int) -> str:
 
 
 def describe(path: Path) -> str:
-    """What the file at `path` looks like, in words, from its first bytes; nothing in it is run or followed."""
+    """The kind of the file at a path in words, or why it cannot be read.
+
+    Args:
+        path: of the file.
+    """
     try:
         with open_regular(path) as (file, size):
             return describe_start(file.read(512), size)
@@ -83,7 +92,14 @@ def describe(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """The regular file at `path` and its size; AdapterFileError for anything else."""
+    """Open a regular file for reading, and give it with its size in bytes.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        AdapterFileError: no such file, a folder, a pipe, a device, or no right to read it.
+    """
     try:
         # Not blocking: the file may be a pipe without a writer.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))

@@ -17,20 +17,28 @@ MAX_JSON = 1 << 20
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` as JSON, atomically.
+    """Write a value as JSON, atomically.
+
+    Args:
+        path: the file to be written.
+        value: text, finite numbers, booleans, None, lists, and dicts by text.
 
     Raises:
         ConfigError: `value` is not plain JSON (NaN, an object, keys that are the same text).
-        OSError: as for `write_text`.
+        OSError: the disk is full, the folder is missing or not writable; what was at `path` is unchanged.
     """
     write_text(path, dump_json(os.path.basename(os.fspath(path)), value, indent=2, limit=MAX_JSON).decode() + "\n")
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON) -> Any:
-    """Read a JSON file: no key twice, no NaN, no more than 64 levels or `max_bytes` bytes.
+    """Read a JSON file strictly: no key twice, no NaN, at most 64 levels.
+
+    Args:
+        path: of the file, in UTF-8.
+        max_bytes: larger files are refused.
 
     Raises:
-        AdapterFileError: anything else, or no such file.
+        AdapterFileError: no such file, another kind of file, or JSON that is damaged, too large or too deep.
     """
     with open_regular(path) as (file, size):
         raw = file.read(max_bytes + 1)
@@ -53,7 +61,16 @@ def _nesting(raw: bytes) -> int:
 
 
 def parse_json(what: str, raw: bytes, limit: int) -> Any:
-    """The value in `raw`; AdapterFileError for what JSON does not allow, and for more than a settings file needs."""
+    """Parse JSON strictly: no key twice, no NaN, at most 64 levels.
+
+    Args:
+        what: what is parsed, in messages.
+        raw: text in UTF-8, with or without a byte-order mark.
+        limit: bytes at most.
+
+    Raises:
+        AdapterFileError: JSON that is damaged, too large or too deep.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -89,7 +106,17 @@ def parse_json(what: str, raw: bytes, limit: int) -> Any:
 
 
 def dump_json(what: str, value: object, limit: int, indent: int | None = None) -> bytes:
-    """JSON text that `parse_json` takes back, or a ConfigError."""
+    """Encode a value as JSON that `parse_json` reads.
+
+    Args:
+        what: what is encoded, in messages.
+        value: text, finite numbers, booleans, None, lists, and dicts by text.
+        limit: bytes at most.
+        indent: spaces of each level; None for one line.
+
+    Raises:
+        ConfigError: `value` is not plain JSON, or needs more than `limit` bytes.
+    """
     try:
         separators = (",", ":") if indent is None else None
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent, separators=separators)

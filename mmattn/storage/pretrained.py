@@ -1,4 +1,4 @@
-"""Models and tokenizers of transformers as they were released: whole, finite, and with no code run."""
+"""Models and tokenizers of transformers loaded as they were released: complete, finite, and without running code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmattn.storage.weights import refuse_keys
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Inside the block transformers draws no bar for each model that it loads; what it was told before holds again."""
+    """A context without the progress bars of transformers; its setting is restored afterwards."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -29,13 +29,13 @@ def without_progress_bars() -> Iterator[None]:
 def load_pretrained(
     kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = ()
 ) -> tuple[Any, Any]:
-    """The tokenizer and the model under a name on the hub or in a folder.
+    """Load the tokenizer and the model under a name on the hub or in a folder.
 
     Args:
         kind: the class of transformers that loads the model, such as "AutoModel".
-        name: a name or a folder.
+        name: a name on the hub or a folder.
         what: what was asked for, in messages.
-        unused: parts of the model that do not run, and need not be among the weights.
+        unused: submodules that do not run, and need not be among the weights.
 
     Raises:
         AdapterFileError: nothing to load, or weights that are incomplete, damaged or no safetensors.
@@ -51,10 +51,17 @@ def load_pretrained(
 
 
 def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = ()) -> Any:
-    """The model alone, as `load_pretrained` loads it.
+    """Load the model under a name on the hub or in a folder, without its tokenizer.
+
+    Args:
+        kind: the class of transformers that loads the model, such as "AutoModel".
+        name: a name on the hub or a folder.
+        what: what was asked for, in messages.
+        unused: submodules that do not run, and need not be among the weights.
 
     Raises:
-        AdapterFileError, NonFiniteError: as there.
+        AdapterFileError: nothing to load, or weights that are incomplete, damaged or no safetensors.
+        NonFiniteError: NaN or infinity in the weights.
     """
     import transformers
     from safetensors import SafetensorError

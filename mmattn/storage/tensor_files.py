@@ -1,4 +1,4 @@
-"""Files that are whole or refused: tensors as safetensors, settings as JSON, each write atomic and each read checked.
+"""Tensor files: safetensors with a format name, metadata and checksums, written atomically and checked on reading.
 
 A tensor file is an ordinary safetensors file (any safetensors reader opens it) whose header also carries a format name
 and version, one JSON object of metadata, a sha256 per tensor and a sha256 of the header itself. So one changed bit is
@@ -51,8 +51,12 @@ _PREFIX = b'{"__metadata__":{"header_sha256":"'
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write tensors and one JSON object of metadata to one safetensors file, atomically.
 
-    Views and tensors that share storage are written as independent copies. `metadata` must have a text `format`; it may
-    have an int `format_version` (1 otherwise).
+    Views and tensors that share storage are written as independent copies.
+
+    Args:
+        path: the file to be written.
+        tensors: by name, dense, on any device.
+        metadata: plain JSON with a text `format`; it may have an int `format_version` (1 otherwise).
 
     Raises:
         ConfigError: metadata that is not plain JSON, or a tensor that is not dense, has no values or an unknown dtype.
@@ -222,10 +226,15 @@ def _metadata(
 def read_header(
     path: Path, expect_format: str, max_header: int = MAX_HEADER
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Any]]:
-    """Shape and dtype of each tensor, and the metadata, without reading values.
+    """Read the shape and dtype of each tensor, and the metadata, without the values.
+
+    Args:
+        path: of the file.
+        expect_format: the format name that the file must have.
+        max_header: bytes of the header at most.
 
     Raises:
-        AdapterFileError: as for `read_tensors`, except for what only the values show.
+        AdapterFileError: the file is torn, of another format or something else, or its header was changed.
     """
     with open_regular(path) as (file, size):
         header, place = _header(path, file, size, max_header)
@@ -241,9 +250,12 @@ def read_tensors(
     """Read what `write_tensors` wrote: the tensors, on the CPU, and the metadata.
 
     Args:
+        path: of the file.
+        expect_format: the format name that the file must have.
         check_finite: refuse NaN and infinity.
-        mapped: leave the values in the file, from which the system fetches what is looked at; they are read through
-            once for their checksums. Writing to such a tensor does not reach the file.
+        mapped: map the values from the file into memory, so that the system reads what is used; they are read once for
+            their checksums. Writing to such a tensor does not change the file.
+        max_header: bytes of the header at most.
 
     Raises:
         AdapterFileError: the file is torn, changed, of another format or something else; the message says what it is.
@@ -278,10 +290,14 @@ def read_tensors(
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinity.
+    """Refuse NaN and infinity in a tensor.
+
+    Args:
+        name: of the tensor, in the message.
+        tensor: of any dtype.
 
     Raises:
-        NonFiniteError: with the name of the tensor.
+        NonFiniteError: the tensor holds NaN or infinity.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return

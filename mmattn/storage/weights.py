@@ -1,4 +1,4 @@
-"""Weights of a network from a safetensors file that another library wrote: whole, finite, and of this network."""
+"""Weights of a network from a safetensors file of another library: complete, finite, and of this network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from mmattn.errors import AdapterFileError, ConfigError
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, finite.
+    """Read all tensors of a safetensors file.
+
+    Args:
+        path: of the file.
 
     Raises:
         AdapterFileError: the file is missing, a pickle, damaged, empty, or holds NaN or infinity.
@@ -42,7 +45,14 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def is_weights_path(weights: object) -> bool:
-    """Whether `weights` reads as a path rather than as the name of released weights."""
+    """Whether `weights` is a path rather than the name of released weights.
+
+    Args:
+        weights: as the user gave them.
+
+    Raises:
+        ConfigError: neither text nor a path.
+    """
     if isinstance(weights, os.PathLike):
         return True
     if not isinstance(weights, str):
@@ -51,10 +61,16 @@ def is_weights_path(weights: object) -> bool:
 
 
 def refuse_keys(path: str | os.PathLike[str], name: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuse a weights file whose tensors are not those of the network `name`.
+    """Refuse a weights file whose tensors are not those of a network.
+
+    Args:
+        path: of the file, in the message.
+        name: of the network, in the message.
+        missing: names of tensors that the network needs and the file lacks.
+        unexpected: names of tensors that the file holds and the network lacks.
 
     Raises:
-        AdapterFileError: listing up to five of the missing and of the unexpected.
+        AdapterFileError: either list has an entry; the message has up to five of each.
     """
     faults = [
         f"{len(keys)} {what}: {', '.join(keys[:5])}{', …' if len(keys) > 5 else ''}"

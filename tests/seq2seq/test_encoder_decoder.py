@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn import AdapterFileError, EncoderDecoder, GrowingCache, MaskError, ShapeError
+from mmattn import EncoderDecoder, GrowingCache
+from mmattn.errors import AdapterFileError, MaskError, ShapeError
 from mmattn.seq2seq.encoder_decoder import POSITIONS
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 

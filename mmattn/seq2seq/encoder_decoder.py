@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.core.attention import may_read
 from mmattn.core.growing import Cache, GrowingCache
 from mmattn.core.kv import KeyValue
 from mmattn.core.layers import CrossAttention
@@ -23,12 +22,12 @@ from mmattn.errors import (
     AdapterFileError,
     ConfigError,
     ShapeError,
-    check_bool_mask,
     check_choice,
     check_float,
     check_int,
 )
 from mmattn.memory import Memory
+from mmattn.seq2seq.checks import check_ids, check_memory
 from mmattn.seq2seq.generation import beam_search, greedy
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
@@ -160,7 +159,7 @@ class EncoderDecoder(nn.Module):
             MaskError: a mask that is not bool.
         """
         table = self.target_embedding if self.source_embedding is None else self.source_embedding
-        self._check_ids("source", source, mask, table.num_embeddings, source.shape[-1])
+        check_ids("source", source, mask, table.num_embeddings, source.shape[-1], self._limit)
         if not self.encoder:
             return Memory(torch.zeros(*source.shape, 0), mask, check_finite=False)
         places = _places(source, mask, 0)
@@ -202,8 +201,9 @@ class EncoderDecoder(nn.Module):
         """
         before = 0 if cache is None else cache.length
         length = before + target.shape[-1]
-        self._check_ids("target", target, mask, self.target_embedding.num_embeddings, length)
-        self._check_memory(memory, len(target))
+        check_ids("target", target, mask, self.target_embedding.num_embeddings, length, self._limit)
+        if self.encoder:
+            check_memory(memory, len(target), self.dim, len(self.decoder))
         places = _places(target, mask, before)
         x = self._embed(target, self.target_embedding, self.target_positions, places)
         bias = self._bias(x, length, before)
@@ -338,6 +338,11 @@ class EncoderDecoder(nn.Module):
             raise AdapterFileError(f"{path}: its settings and its weights do not belong together ({reason})") from error
         return model
 
+    @property
+    def _limit(self) -> int | None:
+        """Tokens for which there are positions; None for no limit."""
+        return self.max_length if self.positions == "learned" else None
+
     def _embed(self, ids: Tensor, table: nn.Embedding, learned: Learned | None, places: Tensor) -> Tensor:
         x = table(ids) * math.sqrt(self.dim)
         if self.positions == "sinusoidal":
@@ -348,45 +353,6 @@ class EncoderDecoder(nn.Module):
 
     def _bias(self, x: Tensor, m: int, offset: int) -> Tensor | None:
         return alibi(self.settings["num_heads"], x.shape[1], m, offset).to(x) if self.positions == "alibi" else None
-
-    def _check_memory(self, memory: Memory | Sequence[KeyValue], rows: int) -> None:
-        """Refuse a memory that does not fit a target of so many rows, before a cache is changed."""
-        if not self.encoder:
-            return
-        if isinstance(memory, Memory):
-            held, fits, given = memory.batch, memory.dim == self.dim, f"a memory of width {memory.dim}"
-        else:
-            held = memory[0].batch if len(memory) else 0
-            fits, given = len(memory) == len(self.decoder), f"keys and values of {len(memory)} layers"
-        if not fits or (rows != held and (held == 0 or rows % held)):
-            raise ShapeError(
-                f"a target of {rows} rows reads a memory of as many rows or a divisor of them (beams), of width "
-                f"{self.dim} or prepared for {len(self.decoder)} layers; got {given} and {held} rows"
-            )
-
-    def _check_ids(self, name: str, ids: Tensor, mask: Tensor | None, vocabulary: int, length: int) -> None:
-        """Refuse ids (b, ·) that are no text of `length` tokens in all, cached ones included."""
-        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise ShapeError(f"{name} must be (b, l) ids, int64 or int32; got {tuple(ids.shape)} {ids.dtype}")
-        if not ids.shape[1]:
-            raise ShapeError(f"the {name} is empty, {tuple(ids.shape)}: give each row a token at least")
-        if mask is not None and check_bool_mask(f"{name}_mask", mask).shape != (len(ids), length):
-            raise ShapeError(f"{name}_mask must be {(len(ids), length)}, got {tuple(mask.shape)}")
-        if self.positions == "learned" and length > self.max_length:
-            raise ShapeError(
-                f"the {name} has {length} tokens and there are {self.max_length} learned positions: cut it, or build "
-                "the model with a larger max_length or with other positions"
-            )
-        if not may_read(ids) or not len(ids):
-            return
-        if mask is not None and not bool(mask.any(1).all()):
-            raise ShapeError(f"row {int((~mask.any(1)).nonzero()[0])} of the {name} has no token, only padding")
-        low, high = (int(end) for end in ids.aminmax())
-        if low < 0 or high >= vocabulary:
-            raise ShapeError(
-                f"ids of the {name} must lie in 0…{vocabulary - 1}, its vocabulary; got {low}…{high}: they come from "
-                "another tokenizer than the model was made for"
-            )
 
 
 def _places(ids: Tensor, mask: Tensor | None, before: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 API = Path(__file__).resolve().parent / "api"
 PARTS = ("core", "adapters", "hosts", "encoders", "retrieval", "inspect", "training")
-MODULES = ("mmattn", "mmattn.encoders", "mmattn.retrieval", "mmattn.inspect", "mmattn.training")
+MODULES = ("mmattn", "mmattn.errors", "mmattn.encoders", "mmattn.retrieval", "mmattn.inspect", "mmattn.training")
 #: Modules all of whose own functions and classes are public, and where users find those of another.
 WHOLE = {
     "mmattn.masks": "mmattn.masks",
@@ -25,7 +25,6 @@ WHOLE = {
     "mmattn.positions": "mmattn.positions",
 }
 MORE = (
-    "mmattn.errors.MissingExtraError",
     "mmattn.adapters.gated.BlockSettings",
     "mmattn.hosts.causal_lm.model.AdaptedCausalLM",
     "mmattn.hosts.unet.model.AdaptedUNet",

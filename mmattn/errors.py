@@ -1,7 +1,8 @@
-"""The exception classes of the package, and the checks that word their messages.
+"""Exceptions of the package, and checks of arguments that raise them.
 
-Every message says what was asked, what was given, why it fails and what to do. The classes derive from the standard
-types, so `except ValueError` keeps working for those who do not know ours.
+Every message says what was asked, what was given, why it fails and what to do. Each class also derives from the
+standard exception of its kind, so that `except ValueError` catches it. What the operating system refuses (a full disk,
+no right to write) is an OSError, and a row that a memory does not have an IndexError, as everywhere in Python.
 """
 
 from __future__ import annotations
@@ -13,61 +14,81 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+__all__ = [
+    "AdapterFileError",
+    "AttachError",
+    "ConditionError",
+    "ConfigError",
+    "ImageError",
+    "IndexFileError",
+    "IndexMismatchError",
+    "MaskError",
+    "MissingExtraError",
+    "MmattnError",
+    "NonFiniteError",
+    "ShapeError",
+    "TextError",
+]
+
 
 class MmattnError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Base class of every exception that this package raises on purpose."""
 
 
 class MaskError(MmattnError, TypeError):
-    """A mask that is not boolean with True = may look."""
+    """A mask is not boolean with True = may look; the message names the function of `mmattn.masks` that converts it."""
 
 
 class ShapeError(MmattnError, ValueError):
-    """Sizes that do not fit together."""
+    """Shapes do not fit together: batch sizes, widths, lengths, or the axes of a mask."""
 
 
 class ConfigError(MmattnError, ValueError):
-    """A setting outside what is allowed."""
+    """A setting is outside what is allowed, unknown, missing, or contradicts another one."""
 
 
 class NonFiniteError(MmattnError, ValueError):
-    """NaN or infinity where numbers were expected."""
+    """NaN or infinity in a memory, in weights, in vectors, or as the loss of a training step."""
 
 
 class AttachError(MmattnError, ValueError):
-    """An adapter that cannot be put on this host as asked."""
+    """An adapter cannot be attached to this host as asked: a name in use, layers it does not have, a kind it is not."""
 
 
 class ConditionError(MmattnError, RuntimeError):
-    """A memory that cannot reach the host in this state or at this moment."""
+    """A memory cannot reach the host in its present state: compiled, without weights, packed rows, mid-generation."""
 
 
 class AdapterFileError(MmattnError, ValueError):
-    """A file that is not what it should be; nothing was changed."""
+    """A file of an adapter, memory, bank, model or settings is missing, damaged or of another kind; nothing changed."""
 
 
 class IndexMismatchError(MmattnError, ValueError):
-    """A query, entries, ids, index or encoder that do not belong together."""
+    """Queries, entries, ids, an index and an encoder do not belong together; nothing changed."""
 
 
 class IndexFileError(MmattnError, ValueError):
-    """A saved index that is not what it should be; nothing was changed."""
+    """A saved index is missing, damaged or of another kind; nothing changed."""
 
 
 class ImageError(MmattnError, ValueError):
-    """A picture that cannot be read."""
+    """An image cannot be read: missing, damaged, too large, or no image."""
 
 
 class TextError(MmattnError, ValueError):
-    """A text that cannot be tokenised as asked."""
+    """A text cannot be tokenised or embedded as asked: no string, empty, too long, or with half a surrogate pair."""
 
 
 class MissingExtraError(MmattnError, ImportError):
-    """An optional dependency that is not installed."""
+    """An optional dependency is not installed; the message names the extra that brings it."""
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or say which extra brings it.
+    """Import an optional dependency.
+
+    Args:
+        module: its name.
+        extra: the extra of mmattn that brings it.
 
     Raises:
         MissingExtraError: `module` is not installed.
@@ -83,7 +104,13 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def check_int(name: str, value: object, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return `value` if it is an int (not a bool) of at least `at_least`.
+    """Return `value` if it is an int, not a bool, within a range.
+
+    Args:
+        name: of the argument, in the message.
+        value: as given.
+        at_least: the smallest that is allowed.
+        at_most: the largest that is allowed; None for no limit.
 
     Raises:
         ConfigError: it is anything else.
@@ -100,6 +127,12 @@ def check_int(name: str, value: object, *, at_least: int = 1, at_most: int | Non
 def check_float(name: str, value: object, *, at_least: float = -math.inf, below: float = math.inf) -> float:
     """Return `value` as a float if it is a finite number in [at_least, below).
 
+    Args:
+        name: of the argument, in the message.
+        value: as given.
+        at_least: the smallest that is allowed.
+        below: the smallest above that is not.
+
     Raises:
         ConfigError: it is anything else.
     """
@@ -113,6 +146,11 @@ def check_float(name: str, value: object, *, at_least: float = -math.inf, below:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Return `value` if it is one of `choices`.
 
+    Args:
+        name: of the argument, in the message.
+        value: as given.
+        choices: what is allowed.
+
     Raises:
         ConfigError: it is not.
     """
@@ -122,7 +160,11 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def check_bool_mask(name: str, mask: object) -> Tensor:
-    """Return `mask` if it is a boolean tensor; name the converter otherwise.
+    """Return `mask` if it is a boolean tensor; the error names the converters otherwise.
+
+    Args:
+        name: of the argument, in the message.
+        mask: as given, True = may look.
 
     Raises:
         MaskError: a mask of another dtype (float 0/1, int, additive), or not a tensor.

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, ten plain lines in all where there is none."""
+"""Progress of long loops: a bar on a terminal, otherwise ten plain lines on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 
 
 def tracked(total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: "") -> Iterator[int]:
-    """0 … total - 1 with a bar on a terminal, and with ten plain lines in all where there is none."""
+    """Iterate over 0 … total - 1 and show the progress on stderr.
+
+    Args:
+        total: number of steps.
+        label: before the progress.
+        progress: show it.
+        note: called for text behind the progress, such as the current loss.
+    """
     if not progress:
         yield from range(total)
     elif sys.stderr.isatty():
@@ -29,7 +36,13 @@ def tracked(total: int, label: str, progress: bool = True, note: Callable[[], st
 
 
 def batches(total: int, size: int, label: str, progress: bool = True) -> Iterator[int]:
-    """Where each batch of `size` begins, tracked.
+    """Iterate over the first index of each batch, and show the progress on stderr.
+
+    Args:
+        total: number of rows.
+        size: rows of a batch.
+        label: before the progress.
+        progress: show it.
 
     >>> list(batches(7, 3, "encoding", progress=False))
     [0, 3, 6]

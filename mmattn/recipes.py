@@ -1,4 +1,4 @@
-"""Recipes from the outside: where they lie, how one is loaded, how its settings are read.
+"""Recipes: where they are installed, how one is loaded, how its settings are read and checked.
 
 A checkout keeps `recipes/` and `assets/` beside the package; an installed wheel carries them inside it. Nothing here
 imports torch, so that the command line answers at once.
@@ -6,6 +6,7 @@ imports torch, so that the command line answers at once.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import importlib
 import re
@@ -22,7 +23,13 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Recipe:
-    """A folder to copy: its name, its place, and the first sentence of its README."""
+    """A recipe of this installation.
+
+    Args:
+        name: of the recipe and of its folder.
+        folder: where it is.
+        summary: the first sentence of its README.
+    """
 
     name: str
     folder: Path
@@ -54,7 +61,10 @@ def list_recipes() -> list[Recipe]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe called `name`.
+    """The recipe of a name.
+
+    Args:
+        name: one of `mmattn ls`.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
@@ -66,7 +76,11 @@ def find_recipe(name: str) -> Recipe:
 
 
 def copy_recipe(name: str, destination: Path | None = None) -> Path:
-    """Copy a recipe's folder to `destination` (default: its name, here) and return where it went.
+    """Copy the folder of a recipe, and return where the copy is.
+
+    Args:
+        name: of the recipe.
+        destination: the new folder, or one to put it into; by default the name of the recipe, in the working folder.
 
     Raises:
         ConfigError: there is no such recipe, or something is there already; nothing is overwritten.
@@ -78,7 +92,14 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         _fail(f"{target} exists and would be overwritten; name another place: mmattn cp {name} PLACE")
     waste = shutil.ignore_patterns("__pycache__", "*.pyc", "runs", ".*")
-    shutil.copytree(recipe.folder, target, ignore=waste, dirs_exist_ok=True)
+    existed = target.is_dir()
+    try:
+        shutil.copytree(recipe.folder, target, ignore=waste, dirs_exist_ok=True)
+    except BaseException:  # Ctrl-C too: half a copy would stand in the way of the next one
+        shutil.rmtree(target, ignore_errors=True)
+        if existed:
+            target.mkdir(exist_ok=True)
+        raise
     return target
 
 
@@ -87,6 +108,10 @@ def load_recipe(folder: Path, name: str) -> ModuleType:
 
     A recipe's files import each other by their plain names, as scripts in one folder do; the folder therefore leads
     `sys.path` from here on, and files of the same names from another recipe give way.
+
+    Args:
+        folder: of the recipe.
+        name: of the file, without .py.
 
     Raises:
         ConfigError: the folder has no such file.
@@ -105,17 +130,19 @@ def load_recipe(folder: Path, name: str) -> ModuleType:
 
 
 def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Read a YAML file of settings and apply `section.key=value` to it.
+    """Read a YAML file of settings and apply overrides to it.
+
+    Args:
+        path: the file, in UTF-8, or in UTF-16 with a byte-order mark.
+        overrides: `section.key=value` each, the value in YAML.
 
     Raises:
-        ConfigError: no such file, not YAML, not a mapping, a key twice, or an override that is not `key=value`.
+        ConfigError: no such file, not text, not YAML, not a mapping, a key twice, a key that is no text, or an override
+            that is not `key=value`.
     """
     if not path.is_file():
         _fail(f"there is no settings file {path}; `mmattn ls` lists the recipes, each has a config.yaml")
-    try:
-        settings = _yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        _fail(f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start})")
+    settings = _yaml(_decoded(path.read_bytes(), path), str(path))
     if not isinstance(settings, dict):
         _fail(f"{path} must hold `key: value` lines, got {type(settings).__name__}")
     for override in overrides:
@@ -129,19 +156,27 @@ def over_seeds(
     table: Callable[[list[dict[str, Any]]], str],
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """A command line: CONFIG [key=value …] --seeds 0 1 2. Train what is not there, print and keep one table of all.
+    """Run a recipe for several seeds, print one table of all and write it to table.md: a command line.
 
-    Every seed has a folder `seed-N` in that of the settings; "{seed}" in a setting stands for the seed. Ctrl-C ends it,
-    and what is finished is used the next time.
+    Its words are CONFIG [key=value …] --seeds 0 1 2. Every seed has a folder `seed-N` in that of the settings; "{seed}"
+    in a setting stands for the seed. A seed that has its table is not trained again. Ctrl-C ends the command with exit
+    code 130.
 
     Args:
-        description: of the command. train: runs a recipe with settings that name `seed` and `out`, and leaves a
-        `table.json`. table: from the contents of all of them to text.
+        description: of the command, for --help.
+        train: runs a recipe with settings that name `seed` and `out`, and writes `table.json` into `out`.
+        table: from the contents of all `table.json` to text.
+        arguments: the words of the command line; by default those of this process.
+
+    Raises:
+        ConfigError: the settings cannot be read.
+        AdapterFileError: a `table.json` is damaged.
+        SystemExit: the training was interrupted.
     """
     import argparse
-    import json
 
     from mmattn.storage.atomic import write_text
+    from mmattn.storage.json_files import read_json
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
@@ -160,16 +195,20 @@ def over_seeds(
         }
         if not (run / "table.json").is_file():
             train({**own, "seed": seed, "out": str(run)})
-        if not (run / "table.json").is_file():
-            return
-        tables.append(json.loads((run / "table.json").read_text(encoding="utf-8")))
+        if not (run / "table.json").is_file():  # Ctrl-C ended the training
+            raise SystemExit(130)
+        tables.append(read_json(run / "table.json", max_bytes=64 << 20))
     text = table(tables)
     write_text(out / "table.md", text + "\n")
     print(text)
 
 
 def check_settings(settings: dict[str, Any], model: Any) -> dict[str, Any]:
-    """`settings` as the pydantic class `model` understands them, defaults filled in.
+    """Settings validated by a pydantic class, with its defaults.
+
+    Args:
+        settings: by key, sections as dicts.
+        model: the class.
 
     Raises:
         ConfigError: an unknown key, a missing one or a wrong value; each is named with what was given.
@@ -183,7 +222,11 @@ def check_settings(settings: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def raise_settings_error(error: Any, model: Any = None) -> NoReturn:
-    """Turn pydantic's error into ours: one line for each setting that is wrong.
+    """Raise a ConfigError from a ValidationError of pydantic, with one line for each setting that is wrong.
+
+    Args:
+        error: of pydantic.
+        model: the class whose keys the message lists.
 
     Raises:
         ConfigError: always.
@@ -244,6 +287,19 @@ def _override(settings: dict[str, Any], override: str) -> None:
     settings[parts[-1]] = _yaml(value, repr(override))
 
 
+def _decoded(raw: bytes, path: Path) -> str:
+    """The text of a file in UTF-8, or in UTF-16 with a byte-order mark, as some editors write it."""
+    encoding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        text = raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        _fail(f"{path} is not a text file in UTF-8 ({error.reason} in line {line}); save it as UTF-8")
+    if "\0" in text:
+        _fail(f"{path} has a NUL character in line {text[: text.index(chr(0))].count(chr(10)) + 1}; take it out")
+    return text
+
+
 def _yaml(text: str, where: str) -> Any:
     import yaml
 
@@ -253,6 +309,9 @@ def _yaml(text: str, where: str) -> Any:
     def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                shown = repr(key.value) if isinstance(key.value, str) else "a list or a mapping"
+                _fail(f"{where}: a key must be text, got {shown} (line {key.start_mark.line + 1}); put it in quotes")
             if key.value in seen:
                 _fail(f"{where}: the key {key.value!r} stands there twice (line {key.start_mark.line + 1})")
             seen.add(key.value)

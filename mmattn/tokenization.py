@@ -1,4 +1,4 @@
-"""The one way in for texts: what is no text is refused by name, and special tokens typed by a user stay letters."""
+"""Checked tokenisation: what is no text is refused, and special tokens that a user typed stay plain text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from mmattn.errors import TextError, check_int
+from mmattn.errors import ConfigError, TextError, check_int
 
 
 def check_text(texts: str | Iterable[str]) -> list[str]:
-    """The texts as a list; one string is a list of one.
+    """The texts as a list, each checked; one string is a list of one.
+
+    Args:
+        texts: one text or several.
 
     Raises:
         TextError: an entry is not a string (None, bytes, a float NaN of a table) or has a lone surrogate.
@@ -45,17 +48,18 @@ def tokenize(
     add_special_tokens: bool = False,
     reserved: Sequence[int] = (),
 ) -> tuple[list[list[int]], list[bool]]:
-    """Ids of each text, and whether it was cut to `max_length`; "</s>" in a text is four letters, not an end.
+    """Ids of each text, and whether it was truncated; "</s>" in a text is four letters, not an end.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        texts: one string or several.
-        max_length: longest list of ids, those of `add_special_tokens` included.
-        add_special_tokens: put the tokenizer's own begin and end around each text.
+        tokenizer: a tokenizer of transformers.
+        texts: one text or several.
+        max_length: ids of a text at most, those of `add_special_tokens` included.
+        add_special_tokens: put the begin and end tokens of the tokenizer around each text.
         reserved: further ids that no text may spell, such as a media token added as an ordinary word.
 
     Raises:
-        TextError: as `check_text`, or a text spells an id that stands for something else.
+        TextError: an entry is no text, a text spells a special or reserved token, or `max_length` leaves no room.
+        ConfigError: `max_length` is no positive int.
     """
     checked = check_text(texts)
     if max_length is not None:
@@ -91,7 +95,14 @@ def _ends(tokenizer: Any, options: dict[str, Any]) -> tuple[list[int], list[int]
 
 
 def refuse_empty(counts: Sequence[int]) -> None:
-    """Refuse texts of no tokens, by the number of tokens of each."""
+    """Refuse texts without a token.
+
+    Args:
+        counts: the number of tokens of each text.
+
+    Raises:
+        TextError: one of them is 0; the message says which.
+    """
     for number, count in enumerate(counts):
         if count < 1:
             raise TextError(
@@ -100,19 +111,49 @@ def refuse_empty(counts: Sequence[int]) -> None:
 
 
 def warn_cut(cut: Sequence[bool], length: int) -> None:
-    """Say which texts were cut to `length` tokens."""
+    """Warn of the texts that were truncated.
+
+    Args:
+        cut: whether each text was.
+        length: to how many tokens.
+    """
     numbers = [number for number, was in enumerate(cut) if was]
     if numbers:
         warnings.warn(f"{len(numbers)} texts are longer than {length} tokens and were cut: {numbers[:5]}", stacklevel=3)
 
 
-class ClipTokenizer:
-    """A tokenizer of open_clip that checks what it is given, takes special tokens literally and says when it cuts.
+def text_length(max_length: int | None, longest: int, model: Any, name: object) -> int:
+    """Tokens of the longest text that a model reads: `max_length` if given, otherwise what tokenizer and model allow.
 
-    Called as open_clip calls its own: `tokenizer(texts, context_length=None)` gives ids (b, l).
+    Args:
+        max_length: as the user gave it.
+        longest: what the tokenizer allows.
+        model: of transformers, whose position embeddings are counted.
+        name: of the model, in the message.
+
+    Raises:
+        ConfigError: more than its positions allow, or not given and not known.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for module_name, module in model.named_modules():
+        if module_name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            positions = module.num_embeddings - module.padding_idx - 1  # RoBERTa and its kin count from behind the pad
+    if max_length is not None:
+        return check_int("max_length", max_length, at_most=positions)
+    longest = min(longest, positions or longest)
+    if longest > 1 << 30:  # what a tokenizer says that does not know
+        raise ConfigError(f"how many tokens {name} reads is not known; give max_length, as its card says")
+    return longest
+
+
+class ClipTokenizer:
+    """A tokenizer of open_clip with checked texts, special tokens as plain text, and a warning of truncation.
+
+    Args:
+        inner: the tokenizer of open_clip.
 
     Attributes:
-        inner: the tokenizer of open_clip.
+        inner: as given.
         context_length: l.
     """
 
@@ -125,10 +166,14 @@ class ClipTokenizer:
             inner.tokenizer.split_special_tokens = True
 
     def __call__(self, texts: str | Iterable[str], context_length: int | None = None) -> Tensor:
-        """Ids (b, l), cut or padded to the context length; a UserWarning names texts that were cut.
+        """Ids (b, l), truncated or padded to the context length; a UserWarning names the texts that were truncated.
+
+        Args:
+            texts: one text or several.
+            context_length: l; by default that of the model.
 
         Raises:
-            TextError: as `check_text`.
+            TextError: an entry is no text.
         """
         checked = check_text(texts)
         length = context_length or self.context_length

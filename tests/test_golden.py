@@ -9,7 +9,8 @@ import torch
 
 import mmattn
 from mmattn.adapters.file_format import FORMAT_VERSION
-from mmattn.storage.tensor_files import fingerprint
+from mmattn.adapters.registry import adapter_kinds
+from mmattn.storage.fingerprints import fingerprint
 from tests.adapter_folders import contents
 from tests.golden import make as golden
 from tests.tiny import assert_close, differs

@@ -95,8 +95,8 @@ class AugmentingModel:
         deepest = max(adapter.augmenting_layers.values())
         if deepest >= self.depth:
             raise ShapeError(
-                f"adapter {adapter.name!r} reads layer {deepest} of the augmenting model, got a {kind} with layers 0 to "
-                f"{self.depth - 1}: use the one it was trained with, or name other augmenting_layers"
+                f"adapter {adapter.name!r} reads layer {deepest} of the augmenting model, got a {kind} with layers 0 "
+                f"to {self.depth - 1}: use the one it was trained with, or name other augmenting_layers"
             )
         here, there = (getattr(text_config(lm), "vocab_size", None) for lm in (host, self.lm))
         if here != there:
@@ -239,8 +239,8 @@ class AugmentedSource:
             ConfigError: always.
         """
         raise ConfigError(
-            f"adapter {self.adapter.name!r} reads the states of another model, which no other memory can stand for: give "
-            "a batch with a memory for the other adapters"
+            f"adapter {self.adapter.name!r} reads the states of another model, which no other memory can stand for: "
+            "give a batch with a memory for the other adapters"
         )
 
 

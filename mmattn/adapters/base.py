@@ -19,8 +19,8 @@ from mmattn.memory import Memory
 class AdapterLayers(nn.Module, ABC):
     """The trainable part of one adapter on one host.
 
-    A kind of its own makes `blocks`, a `ModuleDict` from `str(site.layer)` to what `View.apply` is given, and says how a
-    memory is read; what `bind` returns decides what the blocks are called with.
+    A kind of its own makes `blocks`, a `ModuleDict` from `str(site.layer)` to what `View.apply` is given, and says how
+    a memory is read; what `bind` returns decides what the blocks are called with.
 
     Args:
         config: the settings, an `AdapterConfig`.
@@ -131,7 +131,7 @@ class AdapterLayers(nn.Module, ABC):
             raise ConditionError(f"a {type(prepared).__name__} belongs to a call: give it to each call as memory=")
 
     def initialise(self, host: Any) -> None:
-        """Begin from weights of the adapted host, where the settings ask for it; called when attached, not when loaded."""
+        """Begin from weights of the adapted host, where the settings ask for it; called before the first training."""
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
         """The first token that may see each slot (b, m), the text's length where none may; None where all tokens may.

@@ -6,8 +6,8 @@ of a host layer, tokens u·s + s - 1 … u·s + 2s - 2 (the last of chunk u, and
     y = x + tanh(α) · attend(norm(x), E_u)
     z = y + tanh(β) · feed_forward(norm(y))
 
-so no token sees what was retrieved with its own future, and the first s - 1 tokens, which see nothing, pass through bit for
-bit. Only a token's own neighbours are ever scored: rows of the attention are chunks, not texts.
+so no token sees what was retrieved with its own future, and the first s - 1 tokens, which see nothing, pass through bit
+for bit. Only a token's own neighbours are ever scored: rows of the attention are chunks, not texts.
 
 Departures from the paper: gated blocks after a host layer (they start as nothing on a frozen host) in place of layers
 between self-attention and feed-forward; no relative positions, neighbours come as the encoder made them; the encoder

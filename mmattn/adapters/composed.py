@@ -116,8 +116,8 @@ class ComposedLayers(BlockLayers):
         others = tuple(layers) if config.augmenting_layers is None else config.augmenting_layers
         if len(others) != len(layers):
             raise AttachError(
-                f"the adapter is put at layers {layers} of the host and augmenting_layers names {list(others)}: name one "
-                "for each"
+                f"the adapter is put at layers {layers} of the host and augmenting_layers names {list(others)}: name "
+                "one for each"
             )
         super().__init__(config, sites)
         self.augmenting_layers = dict(zip(self.layers, others, strict=True))

@@ -1,7 +1,7 @@
 """What may stand in an `adapter_config.json`: known fields, plain names, sizes within bounds.
 
-A file names things; it never decides what is imported or opened. The kind of an adapter is looked up among those that are
-registered, sizes are bounded before a tensor is created, and no text may look like a path, an address or a module.
+A file names things; it never decides what is imported or opened. The kind of an adapter is looked up among those that
+are registered, sizes are bounded before a tensor is created, and no text may look like a path, an address or a module.
 
 Format 2 has the names of DESIGN's second edition; files of format 1 are read by `migrations.py`.
 """

@@ -25,7 +25,8 @@ from mmattn.adapters.file_format import FORMAT, Shapes, check_config
 from mmattn.adapters.migrations import migrate_config, migrate_names
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.atomic import Path, fcntl, replacing, sync_folder
-from mmattn.storage.tensor_files import check_values, read_header, read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.json_files import read_json, write_json
+from mmattn.storage.tensor_files import check_values, read_header, read_tensors, write_tensors
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

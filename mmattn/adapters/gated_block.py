@@ -1,4 +1,4 @@
-"""The gated cross-attention block: attention over the memory and a feed-forward, each behind a gate that starts at 0."""
+"""The gated cross-attention block: attention over a memory and a feed-forward, each with a gate that starts at 0."""
 
 from __future__ import annotations
 

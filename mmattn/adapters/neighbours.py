@@ -31,7 +31,8 @@ Place = tuple[PreparedMemory, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens (k, q) that attend to the same neighbours, as indices into all (b·l) of a forward; -1 where there are fewer.
+    """Tokens (k, q) that attend to the same neighbours, as indices into all (b·l) of a forward; -1 where there are
+    fewer.
 
     Args:
         tokens: the indices.
@@ -238,8 +239,8 @@ class RetrievedNeighbours(Neighbours):
         if known_ids is None:
             raise ConditionError(
                 f"adapter {adapter.name!r} was given a function that finds neighbours for the ids of chunks, and this "
-                "call does not tell the ids of the whole text: give input_ids from the first token on, use generate, or "
-                "a Memory with segments"
+                "call does not tell the ids of the whole text: give input_ids from the first token on, use generate, "
+                "or a Memory with segments"
             )
         size = adapter.config.chunk_size
         ids = {row: known_ids[row][real[row].to(known_ids.device)].tolist() for row, _ in chunks}

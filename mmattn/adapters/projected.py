@@ -16,8 +16,8 @@ from mmattn.core.kv import KeyValue
 from mmattn.core.tensor_cache import TensorCache
 from mmattn.memory import Memory
 
-# Cached keys and values decode faster at every size measured, but the memory itself is stored once for all layers: above
-# this many bytes of K and V per adapter it is cached instead ("absorbed").
+# Cached keys and values decode faster at every size measured, but the memory itself is stored once for all layers:
+# above this many bytes of K and V per adapter it is cached instead ("absorbed").
 ABSORB_ABOVE = 1 << 30
 # Queries per memory row from which an absorbed memory is projected for the occasion.
 ABSORB_BELOW = 32
@@ -49,7 +49,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What was computed of a memory for one adapter, by host layer, and under None the memory as the adapter reads it."""
+    """What one adapter computed of a memory, by host layer, and under None the memory as the adapter reads it."""
 
     adapter: weakref.ref[Any]
     cache: TensorCache = field(default_factory=TensorCache)
@@ -58,8 +58,8 @@ class CacheEntry:
 class PreparedMemory:
     """A memory with what the adapters of a host computed of it, used by many calls; what `model.prepare` returns.
 
-    Keys and values are projected at their first use, cached only while no gradients are needed, and projected again when
-    the memory or a weight was changed.
+    Keys and values are projected at their first use, cached only while no gradients are needed, and projected again
+    when the memory or a weight was changed.
 
     Args:
         memory: the memory; it stays as it is.

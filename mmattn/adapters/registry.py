@@ -1,4 +1,4 @@
-"""The kinds of adapters there are, by the name in `adapter_config.json`: ours, and those of packages that were imported."""
+"""The kinds of adapters by their name in `adapter_config.json`: ours, and those of packages that were imported."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class TextState:
             return
         hint = f"; to share one memory between all rows say memory.expand({rows})" if memory_rows == 1 else ""
         raise ShapeError(
-            f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
-            f"each row of text{hint}"
+            f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory "
+            f"for each row of text{hint}"
         )
 
     @property
@@ -103,7 +103,8 @@ class TextState:
             past = "an unknown number" if self.past is None else self.past
             raise ConditionError(
                 f"which tokens of the whole text are real must be known: this forward has {self.length} tokens after "
-                f"{past} in the cache, and attention_mask is {given}; give it as (b, all tokens so far), or use generate"
+                f"{past} in the cache, and attention_mask is {given}; give it as (b, all tokens so far), or use "
+                "generate"
             )
         ids = self.inputs if noted is None else noted.ids
         if noted is not None and ids.shape[1] != total and self.prompt is not None:

@@ -1,6 +1,6 @@
-"""The page of `mmattn live`: what small models see in a picture, answer and draw.
+"""The page of `mmattn live`: captions of a picture, answers from an index, drawings of a digit.
 
-`Live` holds the models and may be asked by several threads at once; gradio is only the skin around it.
+`Live` holds the models and is thread-safe; gradio only shows what it returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmattn.encoders.images import load_image
 from mmattn.errors import ImageError, MmattnError, TextError, check_float, check_int, import_extra
 from mmattn.inspect.plots import plot_heat_maps
 from mmattn.recipes import assets_folder, find_recipe, load_recipe
-from mmattn.storage.pretrained import without_bars
+from mmattn.storage.pretrained import without_progress_bars
 
 #: Characters of a question or a sentence, at most: a model would read more for minutes.
 LONGEST = 200
@@ -29,10 +29,12 @@ the names of countries, digits."""
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, whether it says that nothing answers the question, and the entries looked at, the most first.
+    """An answer and the entries of the index that were attended to.
 
     Args:
-        sources: (text, share of the attention); what is left of 1 went to "nothing here".
+        text: of the answer.
+        refused: whether it says that nothing in the index answers the question.
+        sources: (text, share of the attention), the largest share first; what is left of 1 went to "nothing here".
     """
 
     text: str
@@ -41,14 +43,17 @@ class Answer:
 
 
 class Live:
-    """The models, loaded once: those that ship, and an adapter that captions pictures.
+    """The models of the page, loaded once: those that ship, and an adapter that captions pictures.
 
     Args:
-        adapter: the folder of one that a run of the recipe vision left, the demo's for instance.
-        folder: an empty one, where an index of facts is made that its adapter was never trained on.
+        adapter: the adapter folder of a run of the recipe vision, such as that of the demo.
+        folder: an empty folder, where an index is built of facts that the adapter of rag was not trained on.
 
     Attributes:
         questions: four that the index answers, and one that it does not.
+
+    Raises:
+        AdapterFileError: `adapter` holds no adapter of the recipe vision.
     """
 
     def __init__(self, adapter: Path, folder: Path) -> None:
@@ -61,10 +66,10 @@ class Live:
         self.questions = [facts[row].question for row in (0, 70, 140, 210, -1)]
 
     def caption(self, picture: Any) -> tuple[str, Any]:
-        """The caption of a picture, and for each of its words where it looked, as an image of Pillow.
+        """The caption of a picture, and a heat map of the attention of each of its words as an image of Pillow.
 
         Args:
-            picture: anything `mmattn.load_image` reads.
+            picture: anything that `mmattn.load_image` reads.
 
         Raises:
             ImageError: it cannot be read, or there is none.
@@ -76,7 +81,10 @@ class Live:
             return trace.title, load_image(plot_heat_maps(trace, Path(folder) / "words.png", columns=8))
 
     def ask(self, question: str) -> Answer:
-        """What the index holds for a question.
+        """The answer to a question from the index.
+
+        Args:
+            question: of at most `LONGEST` characters.
 
         Raises:
             TextError: an empty question, or one that is too long.
@@ -93,10 +101,19 @@ class Live:
         w: float = 1.0,
         seed: int = 0,
     ) -> Any:
-        """A digit as an image of Pillow, as a sentence asks and in the hand of an example where there is one.
+        """A drawing of a digit as an image of Pillow, conditioned on a sentence and the style of an example.
+
+        Args:
+            sentence: such as "a thick seven".
+            example: a picture whose style is followed, of any kind that `mmattn.load_image` reads; None for none.
+            adapter_scale: how closely the style is followed; 0 is not at all.
+            steps: denoising steps.
+            w: guidance; 0 is none.
+            seed: of the noise that the drawing starts from.
 
         Raises:
-            TextError: words the model never saw. ImageError: an example that cannot be read or shows nothing.
+            TextError: words that the model was not trained on, no sentence, or one that is too long.
+            ImageError: an example that cannot be read or shows nothing.
             ConfigError: a number outside its range.
         """
         options = {
@@ -110,15 +127,18 @@ class Live:
 
 
 def page(live: Live) -> Any:
-    """The page as gradio's Blocks, with the routes /caption, /ask and /draw.
+    """The page as `gradio.Blocks`, with the routes /caption, /ask and /draw.
+
+    Args:
+        live: the models.
 
     Raises:
-        MissingExtraError: there is no gradio.
+        MissingExtraError: gradio is not installed.
     """
     gradio = import_extra("gradio", "demo")
 
-    def told(function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, its errors being shown on the page."""
+    def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its errors shown on the page."""
 
         @functools.wraps(function)
         def call(*given: Any) -> Any:
@@ -144,13 +164,13 @@ def page(live: Live) -> Any:
             looked = gradio.Image(label="Where each word looked")
             flowers = sorted((assets_folder() / "flora").glob("*.png"))
             gradio.Examples([[str(path)] for path in flowers], picture)
-            picture.change(told(live.caption), picture, [said, looked], api_name="caption")
+            picture.change(shown(live.caption), picture, [said, looked], api_name="caption")
         with gradio.Tab("Ask"):
             question = gradio.Textbox(label="Question", max_length=LONGEST, submit_btn="Ask")
             answer = gradio.Textbox(label="Answer")
             sources = gradio.Label(label="Where its first word looked")
             gradio.Examples([[one] for one in live.questions], question)
-            question.submit(told(ask), question, [answer, sources], api_name="ask")
+            question.submit(shown(ask), question, [answer, sources], api_name="ask")
         with gradio.Tab("Draw"):
             sentence = gradio.Textbox("a thick seven", label="Sentence", max_length=LONGEST, submit_btn="Draw")
             example = gradio.File(label="In the hand of this picture (may be left out)")
@@ -164,15 +184,24 @@ def page(live: Live) -> Any:
                 gradio.Number(0, precision=0, label="Seed"),
             ]
             drawn = gradio.Image(label="Drawing")
-            sentence.submit(told(live.draw), given, drawn, api_name="draw")
+            sentence.submit(shown(live.draw), given, drawn, api_name="draw")
     return blocks.queue(default_concurrency_limit=4, max_size=64)
 
 
 def serve(live: Live, host: str = "127.0.0.1", port: int = 7860, share: bool = False, wait: bool = True) -> Any:
-    """Serve the page, with `wait` until Ctrl-C; its Blocks.
+    """Serve the page, and return its `gradio.Blocks`.
+
+    Args:
+        live: the models.
+        host: address of the network interface; "0.0.0.0" for all of them.
+        port: its number.
+        share: give it a public address of gradio's.
+        wait: return only after Ctrl-C.
 
     Raises:
-        ConfigError: no number of a port. OSError: the port is taken.
+        ConfigError: `port` is no number of a port.
+        OSError: the port is taken.
+        MissingExtraError: gradio is not installed.
     """
     check_int("port", port, at_most=65535)
     blocks = page(live)
@@ -186,12 +215,21 @@ def serve(live: Live, host: str = "127.0.0.1", port: int = 7860, share: bool = F
 def open_page(adapter: Path, host: str, port: int, share: bool) -> None:
     """Load the models and serve the page until Ctrl-C.
 
+    Args:
+        adapter: as in `Live`.
+        host: as in `serve`.
+        port: as in `serve`.
+        share: as in `serve`.
+
     Raises:
-        MissingExtraError: there is no gradio. As `serve`.
+        ConfigError: `port` is no number of a port.
+        OSError: the port is taken.
+        MissingExtraError: gradio is not installed.
+        AdapterFileError: `adapter` holds no adapter of the recipe vision.
     """
     import_extra("gradio", "demo")
     with tempfile.TemporaryDirectory() as folder:
-        with without_bars():
+        with without_progress_bars():
             live = Live(adapter, Path(folder))
         serve(live, host, port, share)
 

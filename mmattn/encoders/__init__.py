@@ -1,18 +1,19 @@
-"""Encoders: pictures and texts into memory. Nothing heavy is imported before an encoder is made."""
+"""Frozen encoders of images and texts into a `Memory`; nothing heavy is imported before an encoder is built."""
 
 from __future__ import annotations
 
-from mmattn.encoders.frozen import PictureEncoder
-from mmattn.encoders.images import Preparation, load_image, preprocess
+from mmattn.encoders.frozen import ImageEncoder
+from mmattn.encoders.images import load_image
 from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
+from mmattn.encoders.preprocessing import ImageProcessor, preprocess
 from mmattn.encoders.text import TextEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder
 
 __all__ = [
     "OpenCLIPEncoder",
     "OpenCLIPTextEncoder",
-    "PictureEncoder",
-    "Preparation",
+    "ImageEncoder",
+    "ImageProcessor",
     "TextEncoder",
     "TorchvisionEncoder",
     "load_image",

@@ -1,30 +1,34 @@
-"""What encoders share: frozen weights, the fingerprint; for pictures, intake in batches and the way into a Memory."""
+"""Base classes of the encoders: frozen weights and their fingerprint; of images, batches and the memory they give."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.images import MAX_PIXELS, Preparation, pictures
-from mmattn.errors import AdapterFileError, ConfigError, check_int
+from mmattn.encoders.images import MAX_PIXELS, as_list
+from mmattn.encoders.preprocessing import ImageProcessor
+from mmattn.errors import check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
 
 
 class FrozenEncoder(nn.Module):
-    """A network that is in evaluation mode for good, learns nothing, and is known by its fingerprint.
+    """A frozen network, always in evaluation mode, identified by a fingerprint of its settings and weights.
+
+    Args:
+        model: the network, whose parameters stop requiring gradients.
+        settings: what the fingerprint covers beside the weights, as JSON holds it.
+        device: where the network runs, by default the CPU.
 
     Attributes:
         model: the network.
-        settings: what it was made with, as JSON holds it.
-        dim: width e of the slots it makes.
+        settings: as given.
+        dim: width e of the memory.
     """
 
     dim: int
@@ -42,23 +46,23 @@ class FrozenEncoder(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> FrozenEncoder:
-        """Stays in evaluation mode, also as part of a model that trains."""
+        """Stay in evaluation mode, also as part of a model that trains; `mode` changes nothing."""
         super().train(False)
         return self
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the network."""
+        """Dtype of the network, and of the memory."""
         return next(self.parameters()).dtype
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the settings and weights that shape the memory: equal for equal encoders, on any machine."""
+        """sha256 of the settings and weights that the memory depends on: equal for equal encoders on any machine."""
         weights = {name: tensor for name, tensor in self._weights().items() if isinstance(tensor, Tensor)}
         # Each write into a tensor counts its version up, so that weights edited in place are hashed anew.
         state = [(name, tensor._version, tensor.dtype, tensor.device) for name, tensor in weights.items()]
@@ -78,17 +82,25 @@ class FrozenEncoder(nn.Module):
         return self.model.state_dict()
 
 
-class PictureEncoder(FrozenEncoder):
-    """A frozen network that turns pictures into memory: one row per picture, one slot per patch, or one if pooled.
+class ImageEncoder(FrozenEncoder):
+    """Features of images by a frozen network as a memory (b, m, e): one row per image, one token per patch.
 
-    A network of your own becomes an encoder by a subclass that says in `features` what it computes. The network is in
-    evaluation mode for good and learns nothing; `encoder(images).save(path)` keeps what it saw, and `Memory.load(path)`
-    brings it back without the network.
+    A network of your own becomes an encoder through a subclass that overrides `features`. `encoder(images).save(path)`
+    writes the memory to a file, and `Memory.load(path)` reads it without the network.
+
+    Args:
+        model: the network.
+        image_processor: from images to the pixels that the network was trained on.
+        pooled: one token per image, the mean over its patches (m = 1).
+        settings: what the fingerprint covers beside the weights, the image processor and `pooled`.
+        device: where the network runs, by default the CPU.
 
     Attributes:
-        dim: width e of the slots.
-        grid: (height, width) of the patches, or None where they have no such order.
-        preparation: how pictures become pixels.
+        dim: width e of the memory.
+        length: tokens m of each image.
+        grid: (height, width) of the patches, or None where they are not laid out in rows and columns.
+        image_processor: as given.
+        pooled: as given.
     """
 
     grid: tuple[int, int] | None
@@ -96,61 +108,75 @@ class PictureEncoder(FrozenEncoder):
     def __init__(
         self,
         model: nn.Module,
-        preparation: Preparation,
+        image_processor: ImageProcessor,
         *,
         pooled: bool = False,
         settings: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__(model, settings, device)
-        self.preparation = preparation
+        self.image_processor = image_processor
         self.pooled = pooled
         with torch.no_grad():
-            slots, self.grid = self._slots(preparation([torch.zeros(3, 1, 1)]))
-        self.length, self.dim = slots.shape[1:]
+            tokens, self.grid = self._tokens(image_processor([torch.zeros(3, 1, 1)]))
+        self.length, self.dim = tokens.shape[1:]
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Features (b, e, height, width), (b, m, e), or (b, e) if pooled, of pixels (b, 3, height, width)."""
+        """Features of pixels, by default the output of the network; the method that a subclass overrides.
+
+        Args:
+            pixels: (b, 3, height, width), on the device and in the dtype of the network.
+
+        Returns:
+            (b, e, height, width) or (b, m, e), or (b, e) of a pooled network.
+        """
         features: Tensor = self.model(pixels)
         return features
 
     def forward(
         self, images: Any, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
     ) -> Memory:
-        """The memory of one picture or a list of them (all that `images.load_image` reads).
+        """The memory (b, m, e) of b images, computed without gradients.
 
-        `sources` names the picture and the patch of each slot: {"image": 0, "patch": [row, column]}.
+        `sources` of the memory names the image and the patch of each token: {"image": 0, "patch": [row, column]}.
+
+        Args:
+            images: one image or a list of them, of any kind that `load_image` reads.
+            batch_size: images that pass the network at once.
+            progress: show the progress on stderr.
+            max_pixels: larger images are refused before they are decoded.
 
         Raises:
-            ImageError: naming the picture that cannot be read.
+            ImageError: an image cannot be read; the message says which one.
+            ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
-        todo = pictures(images)
+        given, process = as_list(images), self.image_processor
         # no_grad and not inference_mode: an adapter's backward may keep these tensors.
         with torch.no_grad():
             parts = [
-                self._slots(self.preparation(todo[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
-                for start in batches(len(todo), batch_size, "encoding", progress)
+                self._tokens(process(given[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
+                for start in batches(len(given), batch_size, "encoding", progress)
             ]
         tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
-        return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(todo))])
+        return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(given))])
 
     def _described(self) -> dict[str, Any]:
-        return {**self.settings, "preparation": self.preparation.as_dict(), "pooled": self.pooled}
+        return {**self.settings, "preparation": self.image_processor.as_dict(), "pooled": self.pooled}
 
-    def _slots(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+    def _tokens(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
         features = self.features(pixels.to(self.device, self.dtype))
         grid: tuple[int, int] | None
         if features.dim() == 4:
             grid = (features.shape[2], features.shape[3])
-            slots = features.flatten(2).transpose(1, 2)
+            tokens = features.flatten(2).transpose(1, 2)
         else:
-            slots = features[:, None] if features.dim() == 2 else features
-            side = round(slots.shape[1] ** 0.5)
-            grid = (side, side) if side * side == slots.shape[1] else None
+            tokens = features[:, None] if features.dim() == 2 else features
+            side = round(tokens.shape[1] ** 0.5)
+            grid = (side, side) if side * side == tokens.shape[1] else None
         if self.pooled:
-            return slots.mean(1, keepdim=True), (1, 1)
-        return slots.contiguous(), grid
+            return tokens.mean(1, keepdim=True), (1, 1)
+        return tokens.contiguous(), grid
 
     def _origin(self, image: int) -> list[dict[str, Any]]:
         if self.pooled:
@@ -161,41 +187,3 @@ class PictureEncoder(FrozenEncoder):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, grid={self.grid}, pooled={self.pooled}"
-
-
-def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, finite.
-
-    Raises:
-        AdapterFileError: the file is missing, a pickle, damaged, empty, or holds NaN or infinity.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = Path(path)
-    if file.suffix.lower() != ".safetensors":
-        raise AdapterFileError(
-            f"weights are read from .safetensors files, got {str(path)!r}: a pickle (.pt, .pth, .bin) can run code. "
-            "Convert it once, where you trust it: safetensors.torch.save_file(torch.load(path, weights_only=True), new)"
-        )
-    if not file.is_file():
-        raise AdapterFileError(f"there is no weights file {str(path)!r}")
-    try:
-        weights = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise AdapterFileError(f"{str(path)!r} is not a readable safetensors file: {error}") from error
-    if not weights:
-        raise AdapterFileError(f"{str(path)!r} holds no tensors; get the file again")
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise AdapterFileError(f"{name} in {str(path)!r} has NaN or infinite values; get the file again")
-    return weights
-
-
-def is_weights_path(weights: object) -> bool:
-    """Whether `weights` reads as a path rather than as the name of released weights."""
-    if isinstance(weights, os.PathLike):
-        return True
-    if not isinstance(weights, str):
-        raise ConfigError(f"weights must be a name or a path, got {type(weights).__name__}")
-    return os.sep in weights or "/" in weights or Path(weights).suffix in (".safetensors", ".pt", ".pth", ".bin")

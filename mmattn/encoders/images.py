@@ -1,6 +1,6 @@
-"""The one way in for pictures: whatever a user holds becomes upright 8-bit RGB, or an ImageError that says why not.
+"""Images of any kind (paths, bytes, PIL, numpy, torch) read as upright 8-bit RGB.
 
-Every picture is converted before it is resized (a palette or 16-bit picture resized first gives other colours), turned
+Every image is converted before it is resized (a palette or 16-bit image resized first gives other colours), turned
 as its EXIF says, laid on white where it is transparent, and measured from its header before anything is decoded.
 """
 
@@ -9,20 +9,19 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, ImageError, check_choice, check_float, check_int, import_extra
+from mmattn.errors import ImageError, check_int, import_extra
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 89_478_485
-"""Pixels of the largest picture that is decoded unless told otherwise: where Pillow begins to warn, 256 MB as RGB."""
+"""Pixels of the largest image that is decoded by default: where Pillow begins to warn, 256 MB as RGB."""
 
 _ACCEPTED = (
     "a path, bytes, an open binary file, a PIL image, a numpy array or a torch tensor "
@@ -50,17 +49,21 @@ _SIGNATURES = (
 
 
 def load_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image:
-    """Read one picture of any kind as upright RGB.
+    """Read one image of any kind as an upright RGB image of Pillow.
 
-    Frame 0 of an animation; transparent parts on white; 16-bit grey scaled to 8; integer and float pictures by their
-    range (0..1 for floats, 0..255 or 0..65535); ICC profiles are not applied. What is given is left as it was.
+    Of an animation frame 0 is read; transparent parts are laid on white; 16-bit grey is scaled to 8 bits, integer and
+    float images by their range (0..1 for floats, 0..255 or 0..65535). ICC profiles are not applied. `source` is left as
+    it was.
 
     Args:
-        source: path, bytes, binary file, PIL image, numpy array or tensor (h, w), (h, w, 1|3|4) or (1|3|4, h, w).
-        max_pixels: larger pictures are refused from their header, before they are decoded.
+        source: path, bytes, open binary file, PIL image, or numpy array or tensor (height, width),
+            (height, width, 1|3|4) or (1|3|4, height, width).
+        max_pixels: larger images are refused from their header, before they are decoded.
 
     Raises:
-        ImageError: it is no picture, is damaged, or is larger than `max_pixels`.
+        ImageError: `source` is no image, is damaged, or is larger than `max_pixels`.
+        ConfigError: `max_pixels` is no positive int.
+        MissingExtraError: Pillow is not installed.
 
     >>> load_image(torch.zeros(3, 4, 5)).size
     (5, 4)
@@ -80,11 +83,15 @@ def load_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image:
     raise ImageError(f"a picture was expected, got {type(source).__name__}; give {_ACCEPTED}")
 
 
-def pictures(images: Any) -> list[Any]:
-    """The pictures in `images`: itself if it is one, its entries if it is a list or an array (b, ...) of them.
+def as_list(images: Any) -> list[Any]:
+    """One image or several as a list.
+
+    Args:
+        images: an image, an iterable of images, or an array (b, ...) of them.
 
     Raises:
-        ImageError: neither a picture nor a collection of them.
+        ImageError: neither an image nor a collection of them.
+        MissingExtraError: Pillow is not installed.
     """
     pil = import_extra("PIL.Image", "vision")
     if isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike, pil.Image)) or hasattr(images, "read"):
@@ -94,95 +101,6 @@ def pictures(images: Any) -> list[Any]:
     if isinstance(images, Iterable) and not isinstance(images, (dict, set, frozenset)):
         return list(images)
     raise ImageError(f"pictures were expected, got {type(images).__name__}; give {_ACCEPTED}, or a list of these")
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """From pictures to the pixels a network was trained on.
-
-    Args:
-        size: height and width, or one number for both.
-        mean, std: of each of the three channels, in 0..1.
-        resize: "shortest" side to size, then the middle; "longest" side to size, then a border; or "squash".
-        interpolation: "bicubic" or "bilinear".
-        fill: grey level (0..255) of the border.
-
-    Raises:
-        ConfigError: a setting outside what is allowed.
-
-    >>> Preparation(size=6)([torch.zeros(3, 8, 11), torch.zeros(9, 7)]).shape
-    torch.Size([2, 3, 6, 6])
-    """
-
-    size: int | Sequence[int] = 224
-    mean: float | Sequence[float] = 0.5
-    std: float | Sequence[float] = 0.5
-    resize: str = "shortest"
-    interpolation: str = "bicubic"
-    fill: int = 0
-
-    def __post_init__(self) -> None:
-        for name, count, check in (("size", 2, check_int), ("mean", 3, check_float), ("std", 3, check_float)):
-            value = getattr(self, name)
-            values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * count
-            if len(values) != count:
-                raise ConfigError(f"{name} must be one number or {count} numbers, got {value!r}")
-            object.__setattr__(self, name, tuple(check(name, entry) for entry in values))
-        if min(self.std) <= 0:  # type: ignore[arg-type]
-            raise ConfigError(f"std must be above 0 in every channel, got {self.std}")
-        check_choice("resize", self.resize, ("shortest", "longest", "squash"))
-        check_choice("interpolation", self.interpolation, ("bicubic", "bilinear"))
-        check_int("fill", self.fill, at_least=0, at_most=255)
-
-    def __call__(self, images: Iterable[Any], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
-        """Pixels (b, 3, height, width), float32; `first` is the number of the first picture in messages.
-
-        Raises:
-            ImageError: naming the picture.
-        """
-        rows = []
-        for number, image in enumerate(images, start=first):
-            try:
-                rows.append(_pixels(self._fitted(load_image(image, max_pixels=max_pixels))))
-            except ImageError as error:
-                raise ImageError(f"picture {number}: {error}") from error
-        pixels = torch.stack(rows) if rows else torch.zeros(0, *self.size, 3, dtype=torch.uint8)  # type: ignore[misc]
-        mean, std = (torch.tensor(value).view(3, 1, 1) for value in (self.mean, self.std))
-        return (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
-
-    def as_dict(self) -> dict[str, Any]:
-        """The settings as JSON holds them."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    def _fitted(self, image: Image) -> Image:
-        pil = import_extra("PIL.Image", "vision")
-        method = getattr(pil.Resampling, self.interpolation.upper())
-        width, height = image.size
-        rows, columns = self.size  # type: ignore[misc]
-        if self.resize == "squash":
-            return image.resize((columns, rows), method)
-        pick = min if self.resize == "shortest" else max
-        ratio = pick(height / rows, width / columns)
-        if self.resize == "longest":
-            inside = (max(1, min(columns, round(width / ratio))), max(1, min(rows, round(height / ratio))))
-            page = pil.new("RGB", (columns, rows), (self.fill,) * 3)
-            page.paste(image.resize(inside, method), ((columns - inside[0]) // 2, (rows - inside[1]) // 2))
-            return page
-        # Cut while resizing: a strip of 1 x 5000 resized first would be a million pixels long.
-        to_int = int if rows == columns else round
-        wide, tall = max(columns, to_int(width / ratio)), max(rows, to_int(height / ratio))
-        left, top = round((wide - columns) / 2) * width / wide, round((tall - rows) / 2) * height / tall
-        right, bottom = left + columns * width / wide, top + rows * height / tall
-        return image.resize((columns, rows), method, box=(left, top, min(right, width), min(bottom, height)))
-
-
-def preprocess(images: Any, size: int | Sequence[int] = 224, **settings: Any) -> Tensor:
-    """Pixels (b, 3, height, width) of one picture or a list of them; settings as in `Preparation`."""
-    return Preparation(size, **settings)(pictures(images))
-
-
-def _pixels(image: Image) -> Tensor:
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
 
 
 def _from_path(path: str | bytes, max_pixels: int) -> Image:

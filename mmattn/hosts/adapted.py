@@ -491,5 +491,6 @@ def check_unused(**given: tuple[Any, Any]) -> None:
     for name, (value, nothing) in given.items():
         if value is not nothing and not (isinstance(value, (int, float)) and value == nothing):
             raise ConditionError(
-                f"{name}= was given without memory=, which it belongs to: give both to this call, or both to condition()"
+                f"{name}= was given without memory=, which it belongs to: give both to this call, or both to "
+                "condition()"
             )

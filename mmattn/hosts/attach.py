@@ -41,8 +41,8 @@ def attach(
     Raises:
         AttachError: the name is taken or no plain name, the layers do not exist, the adapter is for another kind of
             host, or an option does not apply here.
-        ConditionError: the host is compiled, has no weights, its 4-bit weights were laid out anew by an earlier call, or
-            memory would not reach a layer. Nothing is changed then.
+        ConditionError: the host is compiled, has no weights, its 4-bit weights were laid out anew by an earlier call,
+            or memory would not reach a layer. Nothing is changed then.
     """
     if isinstance(host, AdaptedModel):
         host = host.host

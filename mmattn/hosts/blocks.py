@@ -100,7 +100,8 @@ class OpenBlocks:
         try:
             yield
         finally:
-            # Its own entry and no other: blocks need not be left in the order they were entered in, nor where they were.
+            # Its own entry and no other: blocks need not be left in the order they were entered in, nor where they
+            # were.
             block.is_open = False
             if not traced:
                 self._open.remove(block)
@@ -127,9 +128,10 @@ class OpenBlocks:
             return
         self._warned = True
         warnings.warn(
-            "this host is called without a memory while a block that gives it one is open elsewhere: in another thread, "
-            "or in a generator that is suspended. If the call was meant to see that memory, give it memory= itself, or "
-            "start the thread with the block's context: Thread(target=contextvars.copy_context().run, args=(work,))",
+            "this host is called without a memory while a block that gives it one is open elsewhere: in another "
+            "thread, or in a generator that is suspended. If the call was meant to see that memory, give it memory= "
+            "itself, or start the thread with the block's context: Thread(target=contextvars.copy_context().run, "
+            "args=(work,))",
             stacklevel=2,
         )
 

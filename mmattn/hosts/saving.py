@@ -15,7 +15,7 @@ from mmattn.adapters.language_models import text_config
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import ConfigError
 from mmattn.hosts.interop.sharded import shards
-from mmattn.storage.tensor_files import fingerprint
+from mmattn.storage.fingerprints import fingerprint
 
 
 def save(model: Any, folder: str | PathLike[str], name: str, encoder: str | None) -> None:

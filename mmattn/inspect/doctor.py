@@ -20,7 +20,8 @@ Verdict = tuple[bool | None, str]
 
 
 def doctor(model: AdaptedModel, batch: Mapping[str, Any]) -> Report:
-    """What `mmattn.doctor(model, batch)` finds out: a table of questions about each active adapter, with a verdict each.
+    """What `mmattn.doctor(model, batch)` finds out: a table of questions about each active adapter, with a verdict
+    each.
 
     The model is called some twenty times without gradients; hooks, modes and random states come back as they were.
 

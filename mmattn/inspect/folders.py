@@ -45,8 +45,8 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
     kind = host_kinds().get(made_for["kind"])
     if kind is None:
         raise AdapterFileError(
-            f"this adapter is for a host of kind {made_for['kind']!r}, and registered are {', '.join(host_kinds())}: import "
-            "the package that registers it first"
+            f"this adapter is for a host of kind {made_for['kind']!r}, and registered are {', '.join(host_kinds())}: "
+            "import the package that registers it first"
         )
     loaded = kind.load_host(host)
     with warnings.catch_warnings(record=True) as caught:

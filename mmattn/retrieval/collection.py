@@ -26,7 +26,7 @@ from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import MAX_METADATA, Entries, check_lines
 from mmattn.retrieval.space import Space
 from mmattn.retrieval.vectors import directions
-from mmattn.storage.file_kinds import dump_json
+from mmattn.storage.json_files import dump_json
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient

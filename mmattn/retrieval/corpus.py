@@ -36,9 +36,8 @@ from mmattn.errors import (
 from mmattn.progress import tracked
 from mmattn.retrieval.lines import LineFiles, Stretch
 from mmattn.storage.atomic import replacing, write_text
-from mmattn.storage.file_kinds import dump_json
 from mmattn.storage.fingerprints import file_fingerprint
-from mmattn.storage.tensor_files import read_json
+from mmattn.storage.json_files import dump_json, read_json
 
 FORMAT = "mmattn-corpus"
 MAX_JSON = 256 << 20
@@ -121,7 +120,7 @@ def embed_corpus(
     lines_per_shard: int = 10_000,
     batch_size: int = 32,
     skip_broken: bool = False,
-    engine: str = "local",
+    executor: str = "local",
     progress: bool = False,
 ) -> CorpusShards:
     """Embed a corpus into shards in a folder, going on where an earlier call ended.
@@ -138,7 +137,7 @@ def embed_corpus(
         lines_per_shard: lines of each shard.
         batch_size: texts the encoder reads at once.
         skip_broken: leave out lines that hold no text (no UTF-8, no JSON, no such field) instead of refusing them.
-        engine: "local", this process; or "ray", the workers of a Ray cluster, which must see `files` and `out`.
+        executor: "local", this process; or "ray", the workers of a Ray cluster, which must see `files` and `out`.
         progress: show the shards done.
 
     Raises:
@@ -158,7 +157,7 @@ def embed_corpus(
     """
     check_int("lines_per_shard", lines_per_shard)
     check_int("batch_size", batch_size)
-    check_choice("engine", engine, ("local", "ray"))
+    check_choice("executor", executor, ("local", "ray"))
     given = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     lines = LineFiles(tuple(Path(file).absolute() for file in given), field, id_field)
     stretches, hashes, faults = lines.survey(lines_per_shard)
@@ -186,7 +185,7 @@ def embed_corpus(
         _write(folder / _PLAN, plan)
     job = _Job(lines, folder, encoder, batch_size, stretches, hashlib.sha256(_dumped(plan)).hexdigest())
     todo = job.missing()
-    if engine == "ray":
+    if executor == "ray":
         _on_ray(job, todo)
     else:
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
 from mmattn.memory import Memory
-from mmattn.storage.file_kinds import dump_json
+from mmattn.storage.json_files import dump_json
 
 Id = str | int
 Filter = Mapping[str, Any] | Callable[[Any], bool]

@@ -25,7 +25,8 @@ from typing import IO, Any, TypeVar
 
 from mmattn.errors import AdapterFileError, IndexFileError
 from mmattn.storage.atomic import Path, fcntl, sync_folder
-from mmattn.storage.tensor_files import describe, read_json, write_json
+from mmattn.storage.file_kinds import describe
+from mmattn.storage.json_files import read_json, write_json
 
 FORMAT = "mmattn-index"
 FORMAT_VERSION = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmattn.errors import AdapterFileError, ConfigError, IndexMismatchError, TextError
-from mmattn.storage.file_kinds import parse_json
+from mmattn.storage.json_files import parse_json
 
 MAX_LINE = 16 << 20
 _JSON_LINES = (".jsonl", ".ndjson")

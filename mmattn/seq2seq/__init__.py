@@ -1,4 +1,4 @@
-"""Encoder–decoder models from scratch, built on the attention core."""
+"""Encoder–decoder transformers trained from scratch on the attention core."""
 
 from mmattn.seq2seq.encoder_decoder import EncoderDecoder
 

@@ -1,4 +1,4 @@
-"""`EncoderDecoder`: a source is encoded to a memory, and a target is written while looking at it (arXiv 1706.03762)."""
+"""`EncoderDecoder`: the transformer of arXiv 1706.03762, whose decoder cross-attends to an encoded source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.core.attention import may_read
 from mmattn.core.growing import Cache, GrowingCache
 from mmattn.core.kv import KeyValue
 from mmattn.core.layers import CrossAttention
@@ -23,12 +22,12 @@ from mmattn.errors import (
     AdapterFileError,
     ConfigError,
     ShapeError,
-    check_bool_mask,
     check_choice,
     check_float,
     check_int,
 )
 from mmattn.memory import Memory
+from mmattn.seq2seq.checks import check_ids, check_memory
 from mmattn.seq2seq.generation import beam_search, greedy
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
@@ -37,15 +36,25 @@ FORMAT = "mmattn-seq2seq"
 
 
 class EncoderDecoder(nn.Module):
-    """A transformer from a source (b, m) to a target (b, l) of token ids.
+    """An encoder–decoder transformer from source ids (b, m) to the logits of target ids (b, l).
 
     Args:
-        vocab_size: of both sides, whose embeddings and output are then one matrix; of the source, where
-            `target_vocab_size` is given: then the target's embedding and the output are one (arXiv 1608.05859).
-        dim: d. num_heads: h. layers: of the encoder, and of the decoder. feed_forward, norm, dropout: as in a block.
+        vocab_size: v of source and target, whose embeddings and output projection are then one matrix; of the source
+            alone where `target_vocab_size` is given.
+        dim: width d.
+        num_heads: h, which divides d.
+        layers: of the encoder, and as many of the decoder.
+        target_vocab_size: v of the target, whose embedding and output projection are one matrix (arXiv 1608.05859).
         positions: "sinusoidal" or "learned" vectors added to the embeddings, "rotary" or "alibi" in the self-attention.
-        max_length: tokens of a source or target that "learned" positions hold; the others go on.
-        cross_attention: False leaves out the encoder and all looking at it: a decoder that knows no source.
+        max_length: tokens of a source or target for which there are "learned" positions; the others have no limit.
+        feed_forward: as in `TransformerBlock`.
+        norm: as in `TransformerBlock`.
+        dropout: as in `TransformerBlock`, and of the embeddings.
+        cross_attention: False leaves out the encoder and the cross-attention: a decoder without a source.
+
+    Raises:
+        ConfigError: a setting outside what is allowed.
+        ShapeError: `num_heads` does not divide `dim`.
 
     >>> model = EncoderDecoder(97, dim=32, num_heads=4, layers=2).eval()
     >>> source = torch.tensor([[5, 6, 7], [8, 9, 0]])
@@ -121,28 +130,36 @@ class EncoderDecoder(nn.Module):
         source_mask: Tensor | None = None,
         target_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits (b, l, v) of the token after each of the target's, from the tokens before it and the whole source.
+        """Logits (b, l, v) of the token that follows each token of the target, given the whole source.
 
         Args:
-            source: (b, m) ids. target: (b, l) ids, a start first. source_mask: (b, m) and target_mask: (b, l) bool,
-                True = a token, False = padding, in front or behind.
+            source: (b, m) ids.
+            target: (b, l) ids, the start first.
+            source_mask: (b, m) bool, True = a token, False = padding, before or after the text.
+            target_mask: (b, l) bool, True = a token, False = padding, before or after the text.
 
         Raises:
             ShapeError: sizes that do not fit, a source or target without a token, an id outside the vocabulary, more
-                tokens than learned positions. MaskError: a mask that is not bool.
+                tokens than learned positions.
+            MaskError: a mask that is not bool.
         """
         if source.dim() == target.dim() == 2 and len(source) != len(target):
             raise ShapeError(f"source and target must have as many rows, got {len(source)} and {len(target)}")
         return self.decode(target, self.encode(source, source_mask), mask=target_mask)
 
     def encode(self, source: Tensor, mask: Tensor | None = None) -> Memory:
-        """The memory (b, m, d) of a source (b, m); `mask` (b, m) bool is its padding.
+        """The memory (b, m, d) of a source.
+
+        Args:
+            source: (b, m) ids.
+            mask: (b, m) bool, True = a token, False = padding.
 
         Raises:
-            ShapeError, MaskError: as for `forward`.
+            ShapeError: sizes that do not fit, no token, an id outside the vocabulary, too many for learned positions.
+            MaskError: a mask that is not bool.
         """
         table = self.target_embedding if self.source_embedding is None else self.source_embedding
-        self._check_ids("source", source, mask, table.num_embeddings, source.shape[-1])
+        check_ids("source", source, mask, table.num_embeddings, source.shape[-1], self._limit)
         if not self.encoder:
             return Memory(torch.zeros(*source.shape, 0), mask, check_finite=False)
         places = _places(source, mask, 0)
@@ -154,7 +171,11 @@ class EncoderDecoder(nn.Module):
 
     @torch.no_grad()
     def prepare(self, memory: Memory) -> list[KeyValue]:
-        """Keys and values of a memory for each layer of the decoder, made once for many steps; without gradients."""
+        """Keys and values of a memory for each layer of the decoder, computed once for many steps, without gradients.
+
+        Args:
+            memory: of `encode`.
+        """
         return [attention.project(memory.tokens, mask=memory.mask) for attention in self.attentions().values()]
 
     def decode(
@@ -165,21 +186,24 @@ class EncoderDecoder(nn.Module):
         mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Logits (b, l, v) after each token of the target (b, l).
+        """Logits (b, l, v) of the token that follows each token of the target, given a memory.
 
         Args:
-            memory: of `encode`, or what `prepare` made of it. Its rows may be a divisor of b: row i of the target then
-                reads row i // multiple (beams).
-            mask: (b, l) bool, with a cache (b, n + l): the padding.
-            cache: keys and values of the n tokens before these; those of these are put into it.
+            target: (b, l) ids, the start first.
+            memory: of `encode`, or the keys and values that `prepare` computed of it. The number of its rows may divide
+                b: row i of the target then attends to row i // multiple (beams).
+            mask: (b, l) bool, with a cache (b, n + l): True = a token, False = padding.
+            cache: keys and values of the n tokens before these; those of these are appended.
 
         Raises:
-            ShapeError, MaskError: as for `forward`.
+            ShapeError: sizes that do not fit, no token, an id outside the vocabulary, too many for learned positions.
+            MaskError: a mask that is not bool.
         """
         before = 0 if cache is None else cache.length
         length = before + target.shape[-1]
-        self._check_ids("target", target, mask, self.target_embedding.num_embeddings, length)
-        self._check_memory(memory, len(target))
+        check_ids("target", target, mask, self.target_embedding.num_embeddings, length, self._limit)
+        if self.encoder:
+            check_memory(memory, len(target), self.dim, len(self.decoder))
         places = _places(target, mask, before)
         x = self._embed(target, self.target_embedding, self.target_positions, places)
         bias = self._bias(x, length, before)
@@ -208,19 +232,24 @@ class EncoderDecoder(nn.Module):
         prefix: Tensor | None = None,
         cache: Cache | bool = True,
     ) -> list[list[int]]:
-        """Write a target for each row of a source (b, m): ids without the start and the end.
+        """Generate a target for each row of a source: ids without the start and the end.
 
         Args:
-            start, end: ids that begin and end a target. mask: (b, m) bool, the padding of the source.
-            beams: 1 takes the most probable token each time. length_penalty: as in `beam_search`.
+            source: (b, m) ids.
+            start: id that begins a target.
+            end: id that ends a target.
+            mask: (b, m) bool of the source, True = a token, False = padding.
+            beams: of the beam search; 1 is greedy decoding.
+            length_penalty: as in `beam_search`.
             max_length: tokens of a target at most, the end included.
             prefix: (b, n) ids that every target begins with, the start first.
-            cache: True keeps keys and values of the target from step to step, False reads all of it again at each step.
-                Or a cache to use: empty, or holding the first tokens of `prefix`, which are not read again.
+            cache: True caches keys and values of the target from step to step, False computes them again at each step.
+                Or a cache to use: empty, or with the first tokens of `prefix`, which are not computed again.
 
         Raises:
-            ShapeError, MaskError, ConfigError: as for `forward`; `prefix` does not fit the source, the cache or the
-                length; more beams than a vocabulary has tokens besides the end.
+            ShapeError: as `forward`, or `prefix` does not fit the source, the cache or `max_length`.
+            MaskError: a mask that is not bool.
+            ConfigError: a number outside its range, or more beams than the vocabulary has tokens besides the end.
         """
         begin = torch.full((len(source), 1), check_int("start", start, at_least=0), device=source.device)
         tokens = begin if prefix is None else prefix
@@ -254,19 +283,29 @@ class EncoderDecoder(nn.Module):
         return beam_search(step, reorder, tokens, beams=beams, length_penalty=length_penalty, **given)
 
     def make_pool(self, page_size: int = 16) -> PagePool:
-        """A pool of pages for caches of this model's targets: `generate(…, cache=pool.cache(rows=b))`."""
+        """A pool of pages for the caches of targets: `generate(…, cache=pool.cache(rows=b))`.
+
+        Args:
+            page_size: tokens of a page.
+
+        Raises:
+            ConfigError: `page_size` is no positive int.
+        """
         h, weight = self.settings["num_heads"], self.target_embedding.weight
         made: dict[str, Any] = {"page_size": page_size, "device": weight.device, "dtype": weight.dtype}
         return PagePool(len(self.decoder), h, self.dim // h, **made)
 
     def attentions(self) -> dict[tuple[str, int], CrossAttention]:
-        """What attends to the source, by layer of the decoder: what `mmattn.record` listens to."""
+        """The cross-attention of each layer of the decoder, by ("source", layer): what `mmattn.record` records."""
         blocks = [block for block in self.decoder if isinstance(block, TransformerBlock)]
         found = enumerate(block.cross_attention for block in blocks)
         return {("source", number): attention for number, attention in found if attention is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write settings and weights to one safetensors file, whole or not at all.
+        """Write settings and weights to one safetensors file, atomically.
+
+        Args:
+            path: the file to be written.
 
         Raises:
             OSError: the folder is missing or full; what was at `path` is unchanged.
@@ -275,10 +314,14 @@ class EncoderDecoder(nn.Module):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EncoderDecoder:
-        """The model that `save` wrote, on the CPU and in training mode.
+        """Load the model that `save` wrote, on the CPU and in training mode.
+
+        Args:
+            path: of the file.
 
         Raises:
             AdapterFileError: the file is torn, changed, or its settings and weights do not belong together.
+            NonFiniteError: NaN or infinity in the weights.
         """
         weights, metadata = read_tensors(path, FORMAT)
         try:
@@ -295,6 +338,11 @@ class EncoderDecoder(nn.Module):
             raise AdapterFileError(f"{path}: its settings and its weights do not belong together ({reason})") from error
         return model
 
+    @property
+    def _limit(self) -> int | None:
+        """Tokens for which there are positions; None for no limit."""
+        return self.max_length if self.positions == "learned" else None
+
     def _embed(self, ids: Tensor, table: nn.Embedding, learned: Learned | None, places: Tensor) -> Tensor:
         x = table(ids) * math.sqrt(self.dim)
         if self.positions == "sinusoidal":
@@ -306,48 +354,9 @@ class EncoderDecoder(nn.Module):
     def _bias(self, x: Tensor, m: int, offset: int) -> Tensor | None:
         return alibi(self.settings["num_heads"], x.shape[1], m, offset).to(x) if self.positions == "alibi" else None
 
-    def _check_memory(self, memory: Memory | Sequence[KeyValue], rows: int) -> None:
-        """Refuse a memory that no target of so many rows can read, before a cache is touched."""
-        if not self.encoder:
-            return
-        if isinstance(memory, Memory):
-            held, fits, given = memory.batch, memory.dim == self.dim, f"a memory of width {memory.dim}"
-        else:
-            held = memory[0].batch if len(memory) else 0
-            fits, given = len(memory) == len(self.decoder), f"keys and values of {len(memory)} layers"
-        if not fits or (rows != held and (held == 0 or rows % held)):
-            raise ShapeError(
-                f"a target of {rows} rows reads a memory of as many rows or a divisor of them (beams), of width "
-                f"{self.dim} or prepared for {len(self.decoder)} layers; got {given} and {held} rows"
-            )
-
-    def _check_ids(self, name: str, ids: Tensor, mask: Tensor | None, vocabulary: int, length: int) -> None:
-        """Refuse ids (b, ·) that are no text of `length` tokens in all."""
-        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise ShapeError(f"{name} must be (b, l) ids, int64 or int32; got {tuple(ids.shape)} {ids.dtype}")
-        if not ids.shape[1]:
-            raise ShapeError(f"the {name} is empty, {tuple(ids.shape)}: give each row a token at least")
-        if mask is not None and check_bool_mask(f"{name}_mask", mask).shape != (len(ids), length):
-            raise ShapeError(f"{name}_mask must be {(len(ids), length)}, got {tuple(mask.shape)}")
-        if self.positions == "learned" and length > self.max_length:
-            raise ShapeError(
-                f"the {name} has {length} tokens and there are {self.max_length} learned positions: cut it, or build "
-                "the model with a larger max_length or with other positions"
-            )
-        if not may_read(ids) or not len(ids):
-            return
-        if mask is not None and not bool(mask.any(1).all()):
-            raise ShapeError(f"row {int((~mask.any(1)).nonzero()[0])} of the {name} has no token, only padding")
-        low, high = (int(end) for end in ids.aminmax())
-        if low < 0 or high >= vocabulary:
-            raise ShapeError(
-                f"ids of the {name} must lie in 0…{vocabulary - 1}, its vocabulary; got {low}…{high}: they come from "
-                "another tokenizer than the model was made for"
-            )
-
 
 def _places(ids: Tensor, mask: Tensor | None, before: int) -> Tensor:
-    """Where each token of (b, l) stands, behind `before` others: (l,), or (b, l) where there is padding."""
+    """Positions of the tokens (b, l) after `before` cached ones: (l,), or (b, l) where there is padding."""
     length = ids.shape[1]
     if mask is None:
         return torch.arange(before, before + length, device=ids.device)

@@ -1,6 +1,6 @@
-"""Writing a text token by token: the most probable token, or the most probable text that a few beams find.
+"""Greedy decoding and beam search.
 
-Both ask a `step` for the logits (rows, v) after the tokens (rows, n) so far, the first of which starts the text.
+Both call `step`, which returns the logits (rows, v) after the tokens (rows, n) so far; the first token is the start.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ Step = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def greedy(step: Step, tokens: Tensor, *, end: int, max_length: int) -> list[list[int]]:
-    """Take the most probable token until `end` or `max_length` tokens; without the start and the end.
+    """Greedy decoding: ids of each row without the start and the end.
 
     Args:
-        tokens: (b, n), to begin with.
+        step: from tokens (b, n) to the logits (b, v) of the next one.
+        tokens: (b, n) ids that every text begins with, the start first.
+        end: id that ends a text.
+        max_length: tokens of a text at most, the end included and the start not.
 
     >>> after = torch.tensor([[0.0, 1, 0], [0, 0, 1], [0, 0, 1]])
     >>> greedy(lambda tokens: after[tokens[:, -1]], torch.tensor([[0], [1]]), end=2, max_length=5)
@@ -43,13 +46,19 @@ def beam_search(
     beams: int,
     length_penalty: float = 1.0,
 ) -> list[list[int]]:
-    """The best text that `beams` beams find, by its log-probability over length^`length_penalty`.
+    """Beam search: the text of each row with the highest log-probability / length^`length_penalty` (arXiv 1609.08144).
 
     A row is finished when it has as many finished texts as beams and no open one is better than the worst of them at
-    its present length. Rows do not influence each other.
+    its present length. Rows do not influence each other. Ids are without the start and the end.
 
     Args:
-        reorder: told before each step but the first which row of the step before each row goes on from. tokens: (b, n).
+        step: from tokens (rows, n) to the logits (rows, v) of the next one; rows are b at first, then b · beams.
+        reorder: called before each step but the first with the row of the step before that each row continues.
+        tokens: (b, n) ids that every text begins with, the start first.
+        end: id that ends a text.
+        max_length: tokens of a text at most, the end included and the start not.
+        beams: number of open texts of each row.
+        length_penalty: exponent of the length; above 0 longer texts score higher.
     """
     b, begin = tokens.shape
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(b)]

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all.
+"""Atomic writes of files.
 
 A write goes to a temporary file beside the target, which is fsync'ed and renamed over it, and the folder is fsync'ed:
 a killed process or a full disk leaves the old file or the new one. What a killed process leaves behind is removed by
@@ -42,7 +42,14 @@ def _open_temporary(folder: str) -> tuple[int, str]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files in `folder` whose writer was killed; files of living writers stay."""
+    """Remove the temporary files in a folder whose writer was killed; those of running writers stay.
+
+    Args:
+        folder: where files were written.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     if fcntl is None:
         return
     with os.scandir(folder) as entries:
@@ -58,7 +65,14 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` last through a power cut, where the system can."""
+    """Flush the names in a folder to the disk (fsync), where the system can.
+
+    Args:
+        folder: where files were written or renamed.
+
+    Raises:
+        OSError: the folder cannot be opened or flushed.
+    """
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -72,7 +86,17 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the place of `path` when the block ends without an error."""
+    """Open a temporary file for writing, which replaces `path` when the block ends without an error.
+
+    The mode of an existing file is kept, and of a symbolic link the target is replaced.
+
+    Args:
+        path: the file to be written.
+
+    Raises:
+        OSError: the disk is full, the folder is missing or not writable, or `path` is a folder; what was at `path` is
+            unchanged.
+    """
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     if os.path.isdir(target):
@@ -104,7 +128,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, atomically.
+    """Write text as UTF-8, atomically.
+
+    Args:
+        path: the file to be written.
+        text: its content.
 
     Raises:
         OSError: the disk is full, the folder is missing or not writable; what was at `path` is unchanged.

@@ -1,15 +1,16 @@
-"""What a file is: recognised by its first bytes, and JSON read and written strictly."""
+"""Recognition of foreign and damaged files by their first bytes, for error messages; nothing in them is run."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
-import json
-import math
-from typing import Any
+import os
+import stat
+from collections.abc import Iterator
+from typing import IO
 
-from mmattn.errors import AdapterFileError, ConfigError
-
-MAX_DEPTH = 64
+from mmattn.errors import AdapterFileError
+from mmattn.storage.atomic import Path
 
 _STARTS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
@@ -32,7 +33,12 @@ _STARTS = (
 
 
 def describe_start(head: bytes, size: int) -> str:
-    """What a file of `size` bytes that begins with `head` looks like, in words."""
+    """The kind of a file in words, by its first bytes.
+
+    Args:
+        head: its first bytes, 512 are enough.
+        size: of the file in bytes.
+    """
     if not size:
         return "an empty file"
     for start, words in _STARTS:
@@ -60,64 +66,51 @@ def describe_start(head: bytes, size: int) -> str:
         if length > size - 8:
             return f"a truncated safetensors file: a header of {length:,} bytes in a file of {size:,}"
         return "a safetensors file"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "text in UTF-16; save it as UTF-8"
     with contextlib.suppress(UnicodeDecodeError):
-        if head.decode().isprintable() or b"\n" in head:
+        # What is read may end within a character.
+        if codecs.getincrementaldecoder("utf-8")().decode(head, len(head) == size).isprintable() or b"\n" in head:
             return "a text file"
     if size < 8:
         return f"a truncated file: {size} bytes, and a safetensors file has at least 8"
     return f"no format known here (it begins with {head[:8]!r})"
 
 
-def _nesting(raw: bytes) -> int:
-    """How deep brackets nest outside strings, counted up to just over the limit."""
-    outside = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-    depth = deepest = 0
-    for byte in outside.translate(None, bytes(set(range(256)) - set(b"[]{}"))):
-        depth += 1 if byte in b"[{" else -1
-        deepest = max(deepest, depth)
-        if deepest > MAX_DEPTH:
-            break
-    return deepest
+def describe(path: Path) -> str:
+    """The kind of the file at a path in words, or why it cannot be read.
 
-
-def parse_json(what: str, raw: bytes, limit: int) -> Any:
-    """The value in `raw`; AdapterFileError for what JSON does not allow, and for more than a settings file needs."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"the key {double!r} stands twice in one object")
-        return found
-
-    def finite(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value):
-            raise ValueError(f"{text} is not a finite number")
-        return value
-
-    if len(raw) > limit:
-        raise AdapterFileError(f"{what} has {len(raw):,} bytes of JSON; at most {limit:,} are read")
-    if _nesting(raw) > MAX_DEPTH:
-        raise AdapterFileError(f"{what} nests deeper than {MAX_DEPTH} levels")
+    Args:
+        path: of the file.
+    """
     try:
-        text = raw.decode()
-        value = json.loads(text, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed or saved again
-    except (ValueError, RecursionError) as error:
-        raise AdapterFileError(f"{what} is not sound JSON: {error}") from error
-    return value
+        with open_regular(path) as (file, size):
+            return describe_start(file.read(512), size)
+    except AdapterFileError as error:
+        return str(error)
 
 
-def dump_json(what: str, value: object, limit: int, indent: int | None = None) -> bytes:
-    """JSON text that `parse_json` takes back, or a ConfigError."""
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+    """Open a regular file for reading, and give it with its size in bytes.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        AdapterFileError: no such file, a folder, a pipe, a device, or no right to read it.
+    """
     try:
-        separators = (",", ":") if indent is None else None
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent, separators=separators)
-        raw = text.encode()
-        parse_json(what, raw, limit)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{what} must be plain JSON (text, finite numbers, lists, dicts by text): {error}") from error
-    return raw
+        # Not blocking: the file may be a pipe without a writer.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError as error:
+        raise AdapterFileError(f"cannot read {str(path)!r}: there is no such file") from error
+    except (OSError, ValueError) as error:
+        raise AdapterFileError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        kind = "a folder, and a file is needed" if stat.S_ISDIR(mode) else "not a regular file (a pipe or a device)"
+        raise AdapterFileError(f"cannot read {str(path)!r}: it is {kind}")
+    with open(handle, "rb") as file:
+        yield file, os.fstat(handle).st_size

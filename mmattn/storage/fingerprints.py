@@ -1,4 +1,4 @@
-"""What identifies a frozen host, by every one of its values, and a file, by every one of its bytes."""
+"""Fingerprints: sha256 of the tensors of a network and of the bytes of a file."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from torch import Tensor
 from mmattn.errors import ConfigError
 
 _WORDS = 1024
-_PIECE = 1 << 20
+_BLOCK = 1 << 20
 
 
 def file_fingerprint(path: str | os.PathLike[str]) -> str:
     """The sha256 of a file, read a megabyte at a time.
+
+    Args:
+        path: of the file.
 
     Raises:
         OSError: it cannot be read.
     """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
+        while block := file.read(_BLOCK):
+            digest.update(block)
     return digest.hexdigest()
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """A sha256 of names, shapes, dtypes and values that changes when any one value changes.
+    """A sha256 of the names, shapes, dtypes and values of tensors, which changes with any one value.
 
     Every tensor enters as the sums of its rows and of its columns, taken as a table of 1,024 words of 8 bytes, modulo
     2**64: exact, so the same on every device, and near the speed of the memory. It tells one checkpoint from another;
-    it is no defence against someone who wants two to be equal.
+    it is no defence against someone who constructs two that are equal.
+
+    Args:
+        state: tensors by name, on any device, quantised ones too.
 
     Raises:
         ConfigError: a tensor without values (on the meta device).
@@ -71,16 +77,16 @@ def _sums(tensor: Tensor) -> bytes:
     if values.storage_offset() % 8:
         values = values.clone()
     whole = values.numel() // (8 * _WORDS) * (8 * _WORDS)
-    pieces: list[Any] = [values[whole:].cpu().numpy()]
+    parts: list[Any] = [values[whole:].cpu().numpy()]
     if whole and values.device.type == "cpu":
         # In numpy: a thousand short sums on threads that wait for each other take seconds on a busy machine.
         table = values[:whole].numpy().view("int64").reshape(-1, _WORDS)
         columns = table[0] * 0
         for i in range(0, len(table), 128):  # a megabyte at a time stays in the processor's cache for the second sum
             columns += table[i : i + 128].sum(0)
-            pieces.append(table[i : i + 128].sum(1))
-        pieces.append(columns)
+            parts.append(table[i : i + 128].sum(1))
+        parts.append(columns)
     elif whole:
         words = values[:whole].view(torch.int64).view(-1, _WORDS)
-        pieces += [words.sum(1).cpu().numpy(), words.sum(0).cpu().numpy()]
-    return b"".join(piece.tobytes() for piece in pieces)
+        parts += [words.sum(1).cpu().numpy(), words.sum(0).cpu().numpy()]
+    return b"".join(part.tobytes() for part in parts)

@@ -1,19 +1,20 @@
-"""Models and tokenizers of transformers as they were released: whole, finite, and with no code run."""
+"""Models and tokenizers of transformers loaded as they were released: complete, finite, and without running code."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from mmattn.errors import AdapterFileError, ConfigError, check_int
+from mmattn.errors import AdapterFileError
 from mmattn.storage.tensor_files import check_values
+from mmattn.storage.weights import refuse_keys
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Inside the block transformers draws no bar for each model that it loads; what it was told before holds again."""
+def without_progress_bars() -> Iterator[None]:
+    """A context without the progress bars of transformers; its setting is restored afterwards."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -28,13 +29,13 @@ def without_bars() -> Iterator[None]:
 def load_pretrained(
     kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = ()
 ) -> tuple[Any, Any]:
-    """The tokenizer and the model under a name on the hub or in a folder.
+    """Load the tokenizer and the model under a name on the hub or in a folder.
 
     Args:
         kind: the class of transformers that loads the model, such as "AutoModel".
-        name: a name or a folder.
+        name: a name on the hub or a folder.
         what: what was asked for, in messages.
-        unused: parts of the model that do not run, and need not be among the weights.
+        unused: submodules that do not run, and need not be among the weights.
 
     Raises:
         AdapterFileError: nothing to load, or weights that are incomplete, damaged or no safetensors.
@@ -50,10 +51,17 @@ def load_pretrained(
 
 
 def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = ()) -> Any:
-    """The model alone, as `load_pretrained` loads it.
+    """Load the model under a name on the hub or in a folder, without its tokenizer.
+
+    Args:
+        kind: the class of transformers that loads the model, such as "AutoModel".
+        name: a name on the hub or a folder.
+        what: what was asked for, in messages.
+        unused: submodules that do not run, and need not be among the weights.
 
     Raises:
-        AdapterFileError, NonFiniteError: as there.
+        AdapterFileError: nothing to load, or weights that are incomplete, damaged or no safetensors.
+        NonFiniteError: NaN or infinity in the weights.
     """
     import transformers
     from safetensors import SafetensorError
@@ -76,39 +84,3 @@ def _refuse(name: str | os.PathLike[str], what: str, error: Exception) -> NoRetu
         f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
         "kept from before, or a folder with config.json, the tokenizer and model.safetensors"
     ) from error
-
-
-def refuse_keys(path: str | os.PathLike[str], name: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuse a weights file whose tensors are not those of the network `name`.
-
-    Raises:
-        AdapterFileError: listing up to five of the missing and of the unexpected.
-    """
-    faults = [
-        f"{len(keys)} {what}: {', '.join(keys[:5])}{', …' if len(keys) > 5 else ''}"
-        for what, keys in (("missing", missing), ("unexpected", unexpected))
-        if keys
-    ]
-    if faults:
-        raise AdapterFileError(
-            f"{os.fspath(path)!r} does not hold the weights of {name} ({'; '.join(faults)}); give the name of the "
-            "network the file was made for, or rename its tensors"
-        )
-
-
-def text_length(max_length: int | None, longest: int, model: Any, name: object) -> int:
-    """How many tokens a model reads: `max_length` if given, otherwise `longest` or what its positions allow.
-
-    Raises:
-        ConfigError: more than its positions allow, or not given and not known.
-    """
-    positions = getattr(model.config, "max_position_embeddings", None)
-    for module_name, module in model.named_modules():
-        if module_name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            positions = module.num_embeddings - module.padding_idx - 1  # RoBERTa and its kin count from behind the pad
-    if max_length is not None:
-        return check_int("max_length", max_length, at_most=positions)
-    longest = min(longest, positions or longest)
-    if longest > 1 << 30:  # what a tokenizer says that does not know
-        raise ConfigError(f"how many tokens {name} reads is not known; give max_length, as its card says")
-    return longest

@@ -1,4 +1,4 @@
-"""Files that are whole or refused: tensors as safetensors, settings as JSON, each write atomic and each read checked.
+"""Tensor files: safetensors with a format name, metadata and checksums, written atomically and checked on reading.
 
 A tensor file is an ordinary safetensors file (any safetensors reader opens it) whose header also carries a format name
 and version, one JSON object of metadata, a sha256 per tensor and a sha256 of the header itself. So one changed bit is
@@ -10,38 +10,22 @@ Every write is atomic (see `mmattn.storage.atomic`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import mmap
-import os
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, check_int
-from mmattn.storage.atomic import Path, replacing, write_text
-from mmattn.storage.file_kinds import describe_start, dump_json, parse_json
-from mmattn.storage.fingerprints import fingerprint
-
-__all__ = [
-    "check_values",
-    "describe",
-    "fingerprint",
-    "read_header",
-    "read_json",
-    "read_tensors",
-    "write_json",
-    "write_tensors",
-    "write_text",
-]
+from mmattn.storage.atomic import Path, replacing
+from mmattn.storage.file_kinds import describe_start, open_regular
+from mmattn.storage.json_files import dump_json, parse_json
 
 MAX_HEADER = 16 << 20
-MAX_JSON = 1 << 20
 CHUNK = 8 << 20
 
 DTYPES = {
@@ -64,21 +48,15 @@ _EMPTY_HASH = "0" * 64
 _PREFIX = b'{"__metadata__":{"header_sha256":"'
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write `value` as JSON, atomically.
-
-    Raises:
-        ConfigError: `value` is not plain JSON (NaN, an object, keys that are the same text).
-        OSError: as for `write_text`.
-    """
-    write_text(path, dump_json(os.path.basename(os.fspath(path)), value, indent=2, limit=MAX_JSON).decode() + "\n")
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write tensors and one JSON object of metadata to one safetensors file, atomically.
 
-    Views and tensors that share storage are written as independent copies. `metadata` must have a text `format`; it may
-    have an int `format_version` (1 otherwise).
+    Views and tensors that share storage are written as independent copies.
+
+    Args:
+        path: the file to be written.
+        tensors: by name, dense, on any device.
+        metadata: plain JSON with a text `format`; it may have an int `format_version` (1 otherwise).
 
     Raises:
         ConfigError: metadata that is not plain JSON, or a tensor that is not dense, has no values or an unknown dtype.
@@ -153,51 +131,6 @@ def _check_writable(name: object, tensor: object) -> None:
         )
     if tensor.dtype not in NAMES:
         raise ConfigError(f"{name!r} has dtype {tensor.dtype}, which cannot be saved; convert it to one of {[*DTYPES]}")
-
-
-# ---- reading
-
-
-def describe(path: Path) -> str:
-    """What the file at `path` looks like, in words, from its first bytes; nothing in it is run or followed."""
-    try:
-        with _opened(path) as (file, size):
-            return describe_start(file.read(512), size)
-    except AdapterFileError as error:
-        return str(error)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """The regular file at `path` and its size; AdapterFileError for anything else."""
-    try:
-        # Not blocking: the file may be a pipe without a writer.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError as error:
-        raise AdapterFileError(f"cannot read {str(path)!r}: there is no such file") from error
-    except (OSError, ValueError) as error:
-        raise AdapterFileError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        kind = "a folder, and a file is needed" if stat.S_ISDIR(mode) else "not a regular file (a pipe or a device)"
-        raise AdapterFileError(f"cannot read {str(path)!r}: it is {kind}")
-    with open(handle, "rb") as file:
-        yield file, os.fstat(handle).st_size
-
-
-def read_json(path: Path, max_bytes: int = MAX_JSON) -> Any:
-    """Read a JSON file: no key twice, no NaN, no more than 64 levels or `max_bytes` bytes.
-
-    Raises:
-        AdapterFileError: anything else, or no such file.
-    """
-    with _opened(path) as (file, size):
-        raw = file.read(max_bytes + 1)
-    looks = describe_start(raw[:512], size)
-    if looks not in ("JSON text", "a text file"):
-        raise AdapterFileError(f"cannot read {str(path)!r} as JSON: it looks like {looks}")
-    return parse_json(repr(str(path)), raw, max_bytes)
 
 
 def _header(path: Path, file: IO[bytes], size: int, max_header: int) -> tuple[dict[str, Any], int]:
@@ -293,12 +226,17 @@ def _metadata(
 def read_header(
     path: Path, expect_format: str, max_header: int = MAX_HEADER
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Any]]:
-    """Shape and dtype of each tensor, and the metadata, without reading values.
+    """Read the shape and dtype of each tensor, and the metadata, without the values.
+
+    Args:
+        path: of the file.
+        expect_format: the format name that the file must have.
+        max_header: bytes of the header at most.
 
     Raises:
-        AdapterFileError: as for `read_tensors`, except for what only the values show.
+        AdapterFileError: the file is torn, of another format or something else, or its header was changed.
     """
-    with _opened(path) as (file, size):
+    with open_regular(path) as (file, size):
         header, place = _header(path, file, size, max_header)
         info = header.pop("__metadata__")
         entries = _entries(path, header, size - place)
@@ -312,16 +250,19 @@ def read_tensors(
     """Read what `write_tensors` wrote: the tensors, on the CPU, and the metadata.
 
     Args:
+        path: of the file.
+        expect_format: the format name that the file must have.
         check_finite: refuse NaN and infinity.
-        mapped: leave the values in the file, from which the system fetches what is looked at; they are read through
-            once for their checksums. Writing to such a tensor does not reach the file.
+        mapped: map the values from the file into memory, so that the system reads what is used; they are read once for
+            their checksums. Writing to such a tensor does not change the file.
+        max_header: bytes of the header at most.
 
     Raises:
         AdapterFileError: the file is torn, changed, of another format or something else; the message says what it is.
         NonFiniteError: a tensor holds NaN or infinity, and `check_finite` is True.
     """
     tensors = {}
-    with _opened(path) as (file, size):
+    with open_regular(path) as (file, size):
         header, place = _header(path, file, size, max_header)
         info = header.pop("__metadata__")
         entries = _entries(path, header, size - place)
@@ -349,10 +290,14 @@ def read_tensors(
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinity.
+    """Refuse NaN and infinity in a tensor.
+
+    Args:
+        name: of the tensor, in the message.
+        tensor: of any dtype.
 
     Raises:
-        NonFiniteError: with the name of the tensor.
+        NonFiniteError: the tensor holds NaN or infinity.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return

@@ -42,7 +42,8 @@ def draw(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(len(text), settings.in_channels, settings.sample_size, settings.sample_size, generator=generator)
     guidance = mmattn.Guidance(w)
-    with guidance.run(model, text, text_mask=mask, null_text=null, memory=memory, adapter_scale=adapter_scale) as predict:
+    given = {"text_mask": mask, "null_text": null, "memory": memory, "adapter_scale": adapter_scale}
+    with guidance.run(model, text, **given) as predict:
         for index in training.tracked(len(scheduler.timesteps), "drawing", progress):
             time = scheduler.timesteps[index]
             # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.

@@ -62,7 +62,10 @@ def style_rows(
         }
 
     rows = [row("no example")]
-    rows += [row(f"decoupled, adapter_scale {adapter_scale}", memory=memory, adapter_scale=adapter_scale) for adapter_scale in ADAPTER_SCALES]
+    rows += [
+        row(f"decoupled, adapter_scale {adapter_scale}", memory=memory, adapter_scale=adapter_scale)
+        for adapter_scale in ADAPTER_SCALES
+    ]
     rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
     if concatenated is not None:
         rows.append(row("concatenated with the text", concatenated=concatenated, memory=memory))

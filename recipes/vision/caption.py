@@ -68,7 +68,7 @@ class Captioner:
 
     def seen(self, image: Any) -> Any:
         """A picture as the encoder sees it: small, and of a long one the middle."""
-        prepared = self.eye.preparation
+        prepared = self.eye.image_processor
         (pixels,) = prepared([image])
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (prepared.mean, prepared.std))
         return mmattn.load_image((255 * (pixels * std + mean)).round().clamp(0, 255).byte())

@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmattn.encoders import Preparation, load_image, preprocess
-from mmattn.encoders.images import pictures
+from mmattn.encoders import ImageProcessor, load_image, preprocess
+from mmattn.encoders.images import as_list
 from mmattn.errors import ConfigError, ImageError
 
 
@@ -312,18 +312,18 @@ def test_mean_and_std_are_taken_off() -> None:
 
 def test_a_bad_picture_among_good_ones_is_numbered() -> None:
     with pytest.raises(ImageError, match="picture 2: the bytes given is empty"):
-        Preparation()([drawing(), drawing(), b""])
+        ImageProcessor()([drawing(), drawing(), b""])
 
 
 def test_collections_are_told_from_pictures() -> None:
     image = drawing()
-    assert len(pictures(image)) == len(pictures("a.png")) == len(pictures(b"x")) == len(pictures(io.BytesIO())) == 1
-    assert len(pictures([image, "a.png", b"x"])) == len(pictures(iter([1, 2, 3]))) == 3
-    assert len(pictures(torch.zeros(5, 3, 7, 7))) == 5
-    assert len(pictures(torch.zeros(3, 7, 7))) == 1
+    assert len(as_list(image)) == len(as_list("a.png")) == len(as_list(b"x")) == len(as_list(io.BytesIO())) == 1
+    assert len(as_list([image, "a.png", b"x"])) == len(as_list(iter([1, 2, 3]))) == 3
+    assert len(as_list(torch.zeros(5, 3, 7, 7))) == 5
+    assert len(as_list(torch.zeros(3, 7, 7))) == 1
     for wrong in (None, 7, {"a": image}, {"a"}):
         with pytest.raises(ImageError, match=type(wrong).__name__):
-            pictures(wrong)
+            as_list(wrong)
 
 
 @pytest.mark.parametrize(
@@ -342,4 +342,4 @@ def test_collections_are_told_from_pictures() -> None:
 )
 def test_settings_are_checked(settings: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Preparation(**settings)
+        ImageProcessor(**settings)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from mmattn.encoders import OpenCLIPEncoder, load_image
+from mmattn.encoders import OpenCLIPEncoder, OpenCLIPTextEncoder, load_image
 from mmattn.errors import AdapterFileError, ConfigError, ImageError, TextError
 from mmattn.memory import Memory
 
@@ -200,7 +200,7 @@ def test_every_way_to_name_a_model_finds_the_same(
     assert open_clip.list_models() == known
     assert {other.fingerprint for other in found} == {eye.fingerprint}
     local = OpenCLIPEncoder(f"local-dir:{folder}")
-    assert local.preparation.mean == (0, 0, 0)
+    assert local.image_processor.mean == (0, 0, 0)
     assert torch.equal(local.model.visual.proj, eye.model.visual.proj)
     assert not torch.equal(local(picture).tokens, eye(picture).tokens)
 
@@ -237,6 +237,27 @@ def test_a_name_open_clip_knows_takes_a_file(
 def test_names_that_lead_nowhere(name: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         OpenCLIPEncoder(name)
+
+
+def test_a_config_that_is_damaged_or_says_more_than_is_read(tiny_clip: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "clip.json"
+    for text, words in {
+        "{": "is not a readable open_clip config",
+        '{"embed_dim": 3, "embed_dim": 5}': "'embed_dim' stands twice",
+        "[1, 2]": "is a JSON object, got list",
+        json.dumps({"model_cfg": tiny_clip, "preprocess_cfg": {"intepolation": "bilinear"}}): "has no 'intepolation'",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            OpenCLIPEncoder(config=path)
+    path.write_text(json.dumps(tiny_clip), encoding="utf-8-sig")
+    assert OpenCLIPEncoder(config=path, pooled=True).dim == 19
+
+
+def test_a_name_and_a_config() -> None:
+    for kind in (OpenCLIPEncoder, OpenCLIPTextEncoder):
+        with pytest.raises(ConfigError, match="give name or config, not both; got name='ViT-B-16'"):
+            kind("ViT-B-16", config={})
 
 
 def test_weights_given_twice() -> None:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from mmattn.encoders import PictureEncoder, Preparation, TorchvisionEncoder
+from mmattn.encoders import ImageEncoder, ImageProcessor, TorchvisionEncoder
 from mmattn.errors import AdapterFileError, ConfigError
 
 
@@ -36,7 +36,7 @@ def test_the_last_layer_before_the_pooling(name: str, size: int, layer: str, dim
 
 def test_slots_are_the_layers_output_in_order(picture: Image.Image) -> None:
     eye = TorchvisionEncoder("resnet18", layer="layer2.1", size=64)
-    model, pixels = eye.model, eye.preparation([picture])
+    model, pixels = eye.model, eye.image_processor([picture])
     want = model.layer2(model.layer1(model.maxpool(model.relu(model.bn1(model.conv1(pixels))))))
     memory = eye(picture)
     assert eye.grid == (8, 8)
@@ -50,7 +50,7 @@ def test_slots_are_the_layers_output_in_order(picture: Image.Image) -> None:
 
 def test_a_vision_transformer_gives_patches_and_pools_to_its_class_token(picture: Image.Image) -> None:
     eye = TorchvisionEncoder("vit_b_16", size=32)
-    model, pixels = eye.model, eye.preparation([picture])
+    model, pixels = eye.model, eye.image_processor([picture])
     tokens = model.encoder(torch.cat([model.class_token, model._process_input(pixels)], 1))
     assert (eye.dim, eye.grid) == (768, (2, 2))
     torch.testing.assert_close(eye(picture).tokens, tokens[:, 1:])
@@ -68,7 +68,7 @@ def test_the_hook_leaves_no_trace(picture: Image.Image) -> None:
     eye = TorchvisionEncoder("squeezenet1_1", size=64)
     eye(picture)
     assert not any(module._forward_hooks for module in eye.modules())
-    assert eye.model(eye.preparation([picture])).shape == (1, 1000)
+    assert eye.model(eye.image_processor([picture])).shape == (1, 1000)
 
 
 def test_no_layer_of_that_name() -> None:
@@ -120,7 +120,7 @@ def test_a_file_of_any_dtype_with_any_classifier(picture: Image.Image, tmp_path:
         assert two.dtype == torch.float32
         assert torch.equal(one(picture).tokens, two(picture).tokens)
         assert one.fingerprint == two.fingerprint
-    assert two.preparation.mean == two.preparation.std == (0.5, 0.5, 0.5)
+    assert two.image_processor.mean == two.image_processor.std == (0.5, 0.5, 0.5)
     other = TorchvisionEncoder("squeezenet1_1", paths[0], size=64, mean=(0.485, 0.456, 0.406))
     assert other.fingerprint != one.fingerprint
 
@@ -147,13 +147,13 @@ def test_a_file_of_another_network(tmp_path: Path) -> None:
 
 
 def test_a_network_of_ones_own_is_an_encoder(picture: Image.Image) -> None:
-    class Mean(PictureEncoder):
+    class Mean(ImageEncoder):
         """Eight by eight blocks, averaged."""
 
         def features(self, pixels: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.avg_pool2d(pixels, 8) * self.model.weight[0, 0]
 
-    eye = Mean(torch.nn.Linear(1, 1), Preparation(size=(16, 40)))
+    eye = Mean(torch.nn.Linear(1, 1), ImageProcessor(size=(16, 40)))
     assert (eye.dim, eye.grid, eye(picture).tokens.shape) == (3, (2, 5), (1, 10, 3))
 
 

@@ -39,7 +39,7 @@ def test_gathering_is_projecting_the_hits(setting):
     got, own = check(bank, memory, found), tiny.own(tiny.text(ROWS, LENGTH))
     assert torch.equal(got[1], own[1])
     assert differs(got[[0, 2]], own[[0, 2]])
-    for name, adapter in model.adapters.items():
+    for adapter in model.adapters.values():
         for layer in adapter.layers:
             with torch.no_grad():
                 _, made = read_and_project(bank.gather(**found), adapter, layer, LENGTH)

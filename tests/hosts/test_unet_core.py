@@ -271,7 +271,10 @@ def test_the_very_same_processors_come_back():
     for leave in (lambda model: model.use_core(False), lambda model: model.unload()):
         model = mmattn.attach(unet).use_core()
         assert model.use_core() is model
-        assert all(unet.attn_processors[f"{place}.processor"] is model.own[index] for index, place in enumerate(model.layer_names))
+        assert all(
+            unet.attn_processors[f"{place}.processor"] is model.own[index]
+            for index, place in enumerate(model.layer_names)
+        )
         assert list(unet.state_dict()) == list(tiny_unets.make().state_dict())
         leave(model)
         assert all(got is want for got, want in zip(unet.attn_processors.values(), before.values(), strict=True))

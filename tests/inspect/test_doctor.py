@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn import heads
+from mmattn.adapters import gated
+from mmattn.core import projection
+from mmattn.hosts.hooks import CrossAttentionHook
 from tests import chunks, tiny, tiny_unets
 
 ROWS, LENGTH, SLOTS = 3, 7, 5
@@ -214,7 +216,7 @@ class TestSickness:
     def test_padding_that_is_attended_to(self, unet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make("llama"))
         given = pictures() if unet else batch()
-        monkeypatch.setattr(heads, "combine_masks", lambda *args: None)
+        monkeypatch.setattr(projection, "combine_masks", lambda *args: None)
         report = mmattn.doctor(model, given)
         assert report.failed == ["padding", "attention on padding"]
         assert "being there" in answer(report, "padding")
@@ -250,11 +252,9 @@ class TestSickness:
         assert all(word in answer(report, "empty memory") for word in ("0 slots", "all slots masked", "rows without"))
 
     def test_a_token_that_sees_the_next_image(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from mmattn.hosts import language
-
         model, given = latest()
-        rule = language.media
-        monkeypatch.setattr(language, "media", lambda images, *rest: rule(images + 1, *rest))
+        rule = gated.media
+        monkeypatch.setattr(gated, "media", lambda images, *rest: rule(images + 1, *rest))
         report = mmattn.doctor(model, given)
         assert "slots for later tokens" in report.failed and "padding" not in report.failed
         assert "before token 6" in answer(report, "slots for later tokens")
@@ -277,7 +277,7 @@ class TestSickness:
 
     def test_an_adapter_that_cannot_be_disabled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny.attach(tiny.make("llama"))
-        monkeypatch.setattr(model, "adapt", lambda index, x, place: x + 0.1)
+        monkeypatch.setattr(CrossAttentionHook, "adapt", lambda self, x: x + 0.1)
         report = mmattn.doctor(model, batch())
         assert {"disabled", "empty memory"} <= set(report.failed)
 

@@ -175,7 +175,7 @@ def test_ray(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         for name in ("plan.json", "shard-000002.parquet"):
             (tmp_path / "out" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-        shards = embed_corpus(files, tmp_path / "out", encoder, lines_per_shard=7, engine="ray")
+        shards = embed_corpus(files, tmp_path / "out", encoder, lines_per_shard=7, executor="ray")
         assert shards.complete
         assert len(shards) == 35
         assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -264,8 +264,8 @@ def test_a_changed_shard_is_refused(files: list[Path], encoder: TextEncoder, tmp
 
 def test_settings_that_cannot_be(files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="engine must be one of 'local', 'ray'"):
-        embed_corpus(files, out, encoder, engine="spark")
+    with pytest.raises(ConfigError, match="executor must be one of 'local', 'ray'"):
+        embed_corpus(files, out, encoder, executor="spark")
     with pytest.raises(ConfigError, match="lines_per_shard"):
         embed_corpus(files, out, encoder, lines_per_shard=0)
     with pytest.raises(ConfigError, match="at least one file"):

@@ -13,7 +13,8 @@ from mmattn import __version__
 from mmattn.adapters.file_format import Shapes, check_tensors
 from mmattn.errors import AdapterFileError
 from mmattn.hosts.bank.tables import blank_tables, weights
-from mmattn.storage.tensor_files import DTYPES, NAMES, fingerprint, read_header, read_tensors, write_tensors
+from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.tensor_files import DTYPES, NAMES, read_header, read_tensors, write_tensors
 
 FORMAT = "mmattn-bank"
 

@@ -75,7 +75,8 @@ def inner_host(host: nn.Module) -> nn.Module:
 
 
 class TextNotes:
-    """What `prepare_inputs_for_generation` is where a memory follows the text: the call under way is told the whole text.
+    """What `prepare_inputs_for_generation` is where a memory follows the text: the call under way is told the whole
+    text.
 
     Nowhere else do beams, drafts and chunks of a prompt appear in full.
 

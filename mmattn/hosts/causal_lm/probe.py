@@ -101,7 +101,7 @@ def _logits(host: nn.Module, ids: Tensor) -> Tensor:
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape[:1] != ids.shape[:1]:
         raise AttachError(
-            f"{name} gives no logits, so that nothing tells whether memory reaches its answer: attach to the model with "
-            "its head (AutoModelForCausalLM)"
+            f"{name} gives no logits, so that nothing tells whether memory reaches its answer: attach to the model "
+            "with its head (AutoModelForCausalLM)"
         )
     return logits

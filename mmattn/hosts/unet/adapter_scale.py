@@ -1,12 +1,13 @@
-"""`adapter_scale` of a UNet: what multiplies the result of an adapter, a number or one for each row, step, block or pixel.
+"""`adapter_scale` of a UNet: what multiplies the result of an adapter, a number or one for each row, step, block or
+pixel.
 
 It is one of
 
 * a number; 0 is exactly nothing;
 * a tensor (b,), one for each row of the memory;
 * a tensor (b, height, width), a map over the picture, of any size but of the picture's aspect ratio;
-* a mapping from the beginnings of block names ("down", "mid", "up_blocks.1", ...) to adapter_scales: the longest that fits
-  counts, blocks that none fits get 0 (as in diffusers' `set_ip_adapter_scale`);
+* a mapping from the beginnings of block names ("down", "mid", "up_blocks.1", ...) to adapter_scales: the longest that
+  fits counts, blocks that none fits get 0 (as in diffusers' `set_ip_adapter_scale`);
 * a function of the time step, called once per step, giving any of these (a schedule).
 """
 
@@ -107,7 +108,8 @@ def check_aspect(adapter_scale: Any, height: int, width: int) -> None:
         own = adapter_scale.shape[1:]
         if abs(math.log(own[0] * width / (own[1] * height))) > ASPECT:
             raise ShapeError(
-                f"adapter_scale is a map of {own[0]} × {own[1]} and the picture is {height} × {width}: another aspect ratio"
+                f"adapter_scale is a map of {own[0]} × {own[1]} and the picture is {height} × {width}: another aspect "
+                "ratio"
             )
 
 

@@ -86,10 +86,7 @@ class AdaptedUNet(AdaptedModel):
         """Every cross-attention layer."""
         width = text_width(self.host)
         layers = [(index, name, self.layer(index)) for index, name in enumerate(self.layer_names)]
-        return [
-            Site(index, position, name, width, device_of(attn), head_size(attn))
-            for index, name, attn in layers
-        ]
+        return [Site(index, position, name, width, device_of(attn), head_size(attn)) for index, name, attn in layers]
 
     def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
         """The weights of the host's own key and value projections of the text."""
@@ -165,7 +162,8 @@ class AdaptedUNet(AdaptedModel):
     ) -> Iterator[AdaptedUNet]:
         """Every call of the host inside the block sees this memory; None is no memory.
 
-        What is computed of the memory, and with `use_core` of the text, is computed once for all calls inside the block.
+        What is computed of the memory, and with `use_core` of the text, is computed once for all calls inside the
+        block.
 
         Args:
             memory: one for all active adapters, or one by adapter name.
@@ -310,9 +308,9 @@ class AdaptedUNet(AdaptedModel):
             ConditionError: always.
         """
         raise ConditionError(
-            f"memory did not reach {[self.layer_names[index] for index in layers]}: the host left these layers out of its "
-            "forward, or they were replaced after attach; name others with DecoupledAdapter(blocks=...), or unload() "
-            "before the host is changed"
+            f"memory did not reach {[self.layer_names[index] for index in layers]}: the host left these layers out of "
+            "its forward, or they were replaced after attach; name others with DecoupledAdapter(blocks=...), or "
+            "unload() before the host is changed"
         )
 
     # The host's own attention --------------------------------------------------------------------------------------

@@ -18,7 +18,9 @@ import safetensors.torch
 import torch
 
 from mmattn.errors import AdapterFileError, NonFiniteError
-from mmattn.storage.tensor_files import describe, read_header, read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.file_kinds import describe
+from mmattn.storage.json_files import read_json, write_json
+from mmattn.storage.tensor_files import read_header, read_tensors, write_tensors
 from tests.tensor_files import META, example, same_bits
 
 
@@ -119,6 +121,9 @@ class TestBadFiles:
     def test_describe(self, tmp_path: Path) -> None:
         write_tensors(tmp_path / "a", example(), META)
         assert describe(tmp_path / "a") == "a safetensors file"
+        for shift in range(3):  # some character lies across the end of what is read
+            (tmp_path / "c").write_text("a" * shift + "€" * 400, encoding="utf-8")
+            assert describe(tmp_path / "c") == "a text file"
         assert "no such file" in describe(tmp_path / "b")
 
     def test_every_flipped_bit_of_the_header_and_64_of_the_values(self, tmp_path: Path) -> None:
@@ -173,7 +178,9 @@ class TestBadJson:
             (b'{"a": ' + b"1" * 5000 + b"}", "not sound JSON"),
             (b'{"a": 1} x', "not sound JSON"),
             (b'{"a": "\\ud800"}', "not sound JSON"),
-            (b'{"a": "\xff"}', "not sound JSON"),
+            (b'{"a": 1,\r\n "b": "\xff"}', "not text in UTF-8 .*in line 2.; save it as UTF-8"),
+            (b'{"a": 1,\n "b": "\0"}', "not sound JSON.*line 2"),
+            ('{"a": 1}'.encode("utf-16"), "text in UTF-16; save it as UTF-8"),
             (b'{"a": 1', "not sound JSON"),
             (b"", "an empty file"),
             (b"<html>", "an HTML page"),
@@ -189,3 +196,7 @@ class TestBadJson:
         value = {"a": "[" * 1000 + '\\"[{' * 100 + "\\"}
         write_json(tmp_path / "a.json", value)
         assert read_json(tmp_path / "a.json") == value
+
+    def test_a_byte_order_mark_and_line_ends_of_another_system(self, tmp_path: Path) -> None:
+        (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"a": 1,\r\n "b": "\xc3\xa9"}\r\n')
+        assert read_json(tmp_path / "a") == {"a": 1, "b": "é"}

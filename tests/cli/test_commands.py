@@ -12,8 +12,8 @@ import pytest
 from mmattn import recipes
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError, MmattnError
+from tests.cli.running import ROOT, call
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """\
 # A comment stays harmless.
 recipe: toy
@@ -75,14 +75,6 @@ def shelf(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     toy.rename(package / "_recipes" / "toy")
     monkeypatch.setattr(recipes, "_PACKAGE", package)
     return package
-
-
-def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `mmattn WORDS`."""
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
 
 
 class TestWords:
@@ -192,7 +184,36 @@ class TestTrain:
         assert "there is no settings file absent.yaml" in call(capsys, "train", "absent.yaml")[2]
         (toy / "config.yaml").write_bytes(b"seed: \xff\n")
         code, _, err = call(capsys, "train", toy / "config.yaml")
-        assert code == 2 and "not a text file in UTF-8" in err
+        assert code == 2 and "not a text file in UTF-8" in err and "in line 1" in err
+
+    @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
+    def test_settings_as_other_editors_save_them(self, tmp_path: Path, encoding: str) -> None:
+        path = tmp_path / "settings.yaml"
+        path.write_bytes("name: Schlüsselblume\r\noptim:\r\n  lr: 1e-3\r\n".encode(encoding))
+        assert recipes.read_settings(path) == {"name": "Schlüsselblume", "optim": {"lr": 1e-3}}
+        path.write_bytes(f"text: {'long ' * 200_000}\nseed: 3\n".encode(encoding))
+        assert recipes.read_settings(path)["seed"] == 3
+
+    @pytest.mark.parametrize(
+        ("raw", "message"),
+        [
+            (b"seed: 1\nname: Schl\xfcssel\n", "UTF-8 (invalid start byte in line 2)"),
+            (b"seed: 1\r\n\r\nname: a\0b\n", "a NUL character in line 3"),
+            ("seed: 1\nname: a\0b".encode("utf-16"), "a NUL character in line 2"),
+            ("seed: 1".encode("utf-16")[:-1], "truncated data in line 1"),
+            (b"seed: 1\nname: a\x07b\n", "is not YAML"),
+            (b"\xef\xbb\xbfseed: 1\nseed: 2\n", "the key 'seed' stands there twice (line 2)"),
+            (b"seed: 1\non: 2\n", "a key must be text, got 'on' (line 2)"),
+            (b"seed: 1\n3: 2\n", "a key must be text, got '3' (line 2)"),
+            (b"seed: 1\n? [a, b]\n: 2\n", "a key must be text, got a list or a mapping (line 2)"),
+        ],
+    )
+    def test_a_damaged_file_is_named_with_its_line(
+        self, toy: Path, capsys: pytest.CaptureFixture[str], raw: bytes, message: str
+    ) -> None:
+        (toy / "config.yaml").write_bytes(raw)
+        code, out, err = call(capsys, "train", toy / "config.yaml")
+        assert (code, out) == (2, "") and message in err, err
 
     def test_numbers_are_numbers(self, tmp_path: Path) -> None:
         path = tmp_path / "numbers.yaml"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmattn.storage.tensor_files import read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.json_files import read_json, write_json
+from mmattn.storage.tensor_files import read_tensors, write_tensors
 from tests.tensor_files import META, example, litter
 
 
@@ -68,7 +69,7 @@ class TestSaving:
         # Root writes anywhere, so a process that gives its rights up does it; outside the tests' own private folder.
         code = """
 import os, sys
-from mmattn.storage.tensor_files import write_json
+from mmattn.storage.json_files import write_json
 if os.getuid() == 0:
     os.setuid(65534)
 for folder in sys.argv[1:]:

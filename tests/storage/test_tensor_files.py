@@ -16,7 +16,9 @@ import torch
 import mmattn.storage.fingerprints
 import mmattn.storage.tensor_files
 from mmattn.errors import ConfigError
-from mmattn.storage.tensor_files import fingerprint, read_header, read_json, read_tensors, write_json, write_tensors
+from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.json_files import read_json, write_json
+from mmattn.storage.tensor_files import read_header, read_tensors, write_tensors
 from tests.tensor_files import META, example, litter, same_bits
 
 

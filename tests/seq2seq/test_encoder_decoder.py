@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn import AdapterFileError, EncoderDecoder, GrowingCache, MaskError, ShapeError
+from mmattn import EncoderDecoder, GrowingCache
+from mmattn.errors import AdapterFileError, MaskError, ShapeError
 from mmattn.seq2seq.encoder_decoder import POSITIONS
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
@@ -78,14 +79,18 @@ def test_token_by_token_with_any_cache_as_at_once(positions: str) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_texts_are_the_same_with_and_without_caches_and_row_by_row(positions: str, beams: int) -> None:
-    model = tiny(positions)
     given = {"start": START, "end": END, "beams": beams, "max_length": 17}
-    plain = model.generate(SOURCE, mask=SOURCE != 0, **given)
+    for _ in range(20):  # Of random models about one in ten repeats itself, or ends at once.
+        model = tiny(positions)
+        plain = model.generate(SOURCE, mask=SOURCE != 0, **given)
+        if plain[0] != plain[1] and all(0 < len(text) <= 17 and END not in text for text in plain):
+            break
+    else:
+        pytest.fail("no random model wrote two texts that differ")
     pool = model.make_pool(page_size=4)
     assert model.generate(SOURCE, mask=SOURCE != 0, cache=False, **given) == plain
     assert model.generate(SOURCE, mask=SOURCE != 0, cache=pool.cache(rows=2), **given) == plain
     assert [model.generate(SOURCE[:1], **given)[0], model.generate(SOURCE[1:, :4], **given)[0]] == plain
-    assert plain[0] != plain[1] and all(0 < len(text) <= 17 and END not in text for text in plain)
     assert pool.used == 0, "what nobody refers to any more gives its pages back"
 
 

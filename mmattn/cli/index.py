@@ -1,0 +1,96 @@
+"""`mmattn index`: build, search and describe an index of texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def build_index(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="JSON lines, or plain text: an entry per line.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the index; what is there is replaced.")],
+    field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
+    id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
+    encoder: Annotated[str, typer.Option(help="Any encoder of Hugging Face.")] = "all-MiniLM-L6-v2",
+    engine: Annotated[str, typer.Option(help="What searches: exact, flat, hnsw or ivfpq.")] = "exact",
+    executor: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
+) -> None:
+    """Embed the lines of files and make an index of them.
+
+    An interrupted build goes on where it was: the finished part lies beside the index until that is saved.
+    """
+    import shutil
+
+    import torch
+
+    from mmattn.encoders.text import TextEncoder
+    from mmattn.retrieval.corpus import embed_corpus
+    from mmattn.retrieval.index import Index
+    from mmattn.storage.pretrained import without_progress_bars
+
+    shards = out.with_name(f"{out.name}.shards")
+    with without_progress_bars():
+        text_encoder = TextEncoder(encoder)
+    # Before anything is embedded: a misspelt engine is refused at once.
+    index = Index.build([], encoder=text_encoder, engine=engine)
+    parts = embed_corpus(
+        files,
+        shards,
+        text_encoder,
+        field=field,
+        id_field=id_field,
+        skip_broken=skip_broken,
+        executor=executor,
+        progress=True,
+    )
+    ids, texts, metadata, vectors = [], [], [], [torch.empty(0, text_encoder.dim)]
+    for part in parts:
+        ids += part[0]
+        texts += part[1]
+        metadata += part[2]
+        vectors.append(part[3])
+    index.add(torch.cat(vectors), ids=ids, texts=texts, metadata=metadata)
+    index.save(out)
+    shutil.rmtree(shards)
+    typer.echo(f"{index} in {out}")
+
+
+def search_index(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an index.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY")],
+    top_k: Annotated[int, typer.Option(help="How many entries.")] = 5,
+    encoder: Annotated[str, typer.Option(help="The encoder that the index was built with.")] = "all-MiniLM-L6-v2",
+    rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
+) -> None:
+    """Print the entries that fit a query best, each with its score."""
+    from mmattn.encoders.text import TextEncoder
+    from mmattn.errors import check_int
+    from mmattn.retrieval.index import Index
+    from mmattn.storage.pretrained import without_progress_bars
+
+    check_int("top_k", top_k)
+    with without_progress_bars():
+        index = Index.load(folder, encoder=TextEncoder(encoder))
+        hits = index.search([query], top_k if rerank is None else 10 * top_k)
+        if rerank is not None:
+            from mmattn.retrieval.rerank import Reranker
+
+            hits = hits.rerank(query, Reranker(rerank)).first(top_k)
+    texts = hits.texts[0] if hits.texts is not None else [None] * top_k
+    names = hits.ids[0] if hits.ids is not None else [None] * top_k
+    for score, name, text, real in zip(hits.scores[0].tolist(), names, texts, hits.mask[0].tolist(), strict=True):
+        if real:
+            typer.echo(f"{score:.3f}  {name}  {text or ''}".rstrip())
+
+
+def describe_index(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an index.")]) -> None:
+    """Check an index and say what it holds."""
+    from mmattn.retrieval.index import Index
+
+    index = Index.load(folder)
+    typer.echo(
+        f"{index}\nencoder {index.space.fingerprint or 'unknown'}\nmemory {index.state.entries.vectors.nbytes:,} bytes"
+    )

@@ -1,0 +1,104 @@
+"""Commands that use a trained adapter: `caption`, `draw`, `ask` and the page `live`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmattn.cli.arguments import check_adapter_folder
+
+
+def caption(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format.")],
+    adapter: Annotated[Path, typer.Option(help="The adapter's folder, such as runs/vision/adapter.")],
+) -> None:
+    """Describe pictures with a trained adapter."""
+    from mmattn.errors import ImageError
+    from mmattn.recipes import find_recipe, load_recipe, read_settings
+    from mmattn.storage.pretrained import without_progress_bars
+
+    for image in images:
+        if not Path(image).is_file():
+            raise ImageError(f"cannot caption {image}: there is no such file")
+    check_adapter_folder(adapter)
+    run = adapter.parent / "config.resolved.yaml"
+    recipe = read_settings(run).get("recipe", "vision") if run.is_file() else "vision"
+    with without_progress_bars():
+        texts = load_recipe(find_recipe(str(recipe)).folder, "caption").caption(images, adapter)
+    for image, text in zip(images, texts, strict=True):
+        typer.echo(f"{image}: {text}")
+
+
+def draw(
+    sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help='What to write: "a thick seven".')],
+    like: Annotated[Path | None, typer.Option(help="A picture of a character whose style to follow.")] = None,
+    adapter_scale: Annotated[float, typer.Option(help="How closely to follow it; 0 is not at all.")] = 1.0,
+    w: Annotated[float, typer.Option(help="Guidance; diffusers' guidance_scale is 1 + w.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 30,
+    seed: Annotated[int, typer.Option(help="Of the noise it starts from.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The PNG file to write.")] = Path("drawing.png"),
+) -> None:
+    """Write a digit by hand, as a sentence asks and in the style of an example."""
+    import tempfile
+
+    from mmattn.errors import ImageError, check_float, check_int
+    from mmattn.recipes import find_recipe, load_recipe
+    from mmattn.storage.atomic import replacing
+    from mmattn.storage.pretrained import without_progress_bars
+
+    check_int("steps", steps)
+    check_float("adapter_scale", adapter_scale)
+    if like is not None and not like.is_file():
+        raise ImageError(f"cannot follow {like}: there is no such file")
+    recipe = load_recipe(find_recipe("diffusion").folder, "drawing")
+    with without_progress_bars(), replacing(out) as file, tempfile.TemporaryDirectory() as folder:
+        drawn = recipe.draw(
+            sentence, Path(folder) / out.name, like=like, adapter_scale=adapter_scale, w=w, steps=steps, seed=seed
+        )
+        file.write(drawn.read_bytes())
+    typer.echo(str(out))
+
+
+def ask(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help='Such as "What is the currency of Allemagne?"')],
+    index: Annotated[Path, typer.Option(help="The folder of an index.")],
+    adapter: Annotated[Path | None, typer.Option(help="The folder of an adapter; the shipped one by default.")] = None,
+    lm: Annotated[str, typer.Option(help="The language model that the adapter was trained on.")] = "assets/rag",
+    show_sources: Annotated[bool, typer.Option(help="Print the entries looked at.")] = True,
+    sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,
+) -> None:
+    """Answer a question from what an index holds, and say what was looked at.
+
+    The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
+    with the text instead, and the number is the share over all of it.
+    """
+    from mmattn.recipes import find_recipe, load_recipe
+    from mmattn.storage.pretrained import without_progress_bars
+
+    if adapter is not None:
+        check_adapter_folder(adapter)
+    with without_progress_bars():
+        asked = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)
+    answer, found = asked(question)
+    typer.echo(answer)
+    for source in found[:sources] if show_sources else []:
+        typer.echo(f"{source.weight:6.1%}  {source.text}")
+
+
+def live(
+    adapter: Annotated[Path, typer.Option(help="What captions pictures; the demo leaves one.")] = Path(
+        "runs/demo/adapter"
+    ),
+    port: Annotated[int, typer.Option(help="Where it is served.")] = 7860,
+    host: Annotated[str, typer.Option(help="Who may open it; 0.0.0.0 is all who reach this machine.")] = "127.0.0.1",
+    share: Annotated[bool, typer.Option("--share", help="Lend it a public address of gradio's, for a week.")] = False,
+) -> None:
+    """Serve a page where small models caption a picture, answer a question and draw a digit.
+
+    It needs the extra demo and no network, and sends nothing anywhere.
+    """
+    from mmattn.cli.live import open_page
+
+    open_page(adapter, host, port, share)

@@ -1,0 +1,145 @@
+"""Commands around recipes: `demo`, `train`, `schema`, `ls` and `cp`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mmattn.cli.inspect import explore
+
+
+def demo() -> None:
+    """Train on drawn flowers, caption pictures, print the table; write digits in the hand of examples; ask for facts.
+
+    The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
+    It ends with a page that shows what all of them looked at (see `mmattn explore`).
+    """
+    from mmattn.recipes import find_recipe, load_recipe
+    from mmattn.storage.pretrained import without_progress_bars
+
+    with without_progress_bars():
+        run = load_recipe(find_recipe("vision").folder, "demo").main()
+        drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
+        typer.echo(f"digits in the hand of examples {drawn}")
+        load_recipe(find_recipe("rag").folder, "demo").demo(run)
+    typer.echo("\nwhat all of them looked at, word by word, as a page:")
+    explore([file.parent for file in sorted(run.rglob("attention.safetensors"))], run / "explore.html")
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as a recipe's config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Settings to change.")] = None,
+) -> None:
+    """Run a recipe with the settings of CONFIG.
+
+    Unknown keys are errors, and overrides are KEY=VALUE with dots between sections: optim.lr=1e-3.
+    CONFIG's own folder is the recipe if it holds a train.py (a copy made by `mmattn cp`); otherwise its key `recipe`
+    names one of `mmattn ls`.
+    """
+    from mmattn.recipes import read_settings
+
+    run_recipe(config, read_settings(config, overrides or ()))
+
+
+def schema(
+    name: Annotated[str, typer.Argument(metavar="RECIPE|CONFIG", help="A name from `mmattn ls`, or a settings file.")],
+) -> None:
+    """Print the JSON schema of a recipe's settings.
+
+    Editors that know it complete and check a config.yaml while it is written.
+    """
+    import json
+
+    from mmattn.errors import ConfigError
+    from mmattn.recipes import find_recipe, load_recipe, read_settings
+
+    config = Path(name)
+    if config.suffix in (".yaml", ".yml"):
+        folder = recipe_of(config, read_settings(config))
+    else:
+        folder = find_recipe(name).folder
+    if not (folder / "settings.py").is_file():
+        raise ConfigError(f"{folder} has no settings.py, so the recipe {name!r} has no settings to describe")
+    typer.echo(json.dumps(load_recipe(folder, "settings").Config.model_json_schema(), indent=2))
+
+
+def list_all(
+    runs: Annotated[Path, typer.Option(help="Where trained adapters are looked for.")] = Path("runs"),
+) -> None:
+    """List the recipes and the adapters trained here."""
+    from mmattn.recipes import list_recipes
+
+    recipes = list_recipes()
+    typer.echo(f"recipes (copy one with: mmattn cp {recipes[0].name if recipes else 'RECIPE'})")
+    width = max((len(recipe.name) for recipe in recipes), default=0)
+    for recipe in recipes:
+        typer.echo(f"  {recipe.name:<{width}}  {recipe.summary}".rstrip())
+    adapters = sorted(path.parent for path in runs.rglob("adapter_config.json")) if runs.is_dir() else []
+    typer.echo(f"adapters in {runs}")
+    for folder in adapters:
+        typer.echo(f"  {folder}")
+    if not adapters:
+        typer.echo("  none yet: mmattn demo, or mmattn train CONFIG")
+
+
+def copy(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `mmattn ls`.")],
+    destination: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="Default: its name, here.")] = None,
+) -> None:
+    """Copy a recipe, to be changed; nothing is overwritten."""
+    from mmattn.recipes import copy_recipe
+
+    target = copy_recipe(recipe, destination)
+    typer.echo(f"{recipe} copied to {target}")
+    if (target / "config.yaml").is_file():
+        typer.echo(f"next: mmattn train {target / 'config.yaml'}")
+
+
+def run_recipe(config: Path, settings: dict[str, Any]) -> None:
+    """Run a recipe with settings, checked against its own `Config` first.
+
+    Args:
+        config: the file of the settings, beside the recipe's train.py or with a key `recipe`.
+        settings: what the file holds, overrides applied.
+
+    Raises:
+        ConfigError: no recipe, an unknown key, or a value of the wrong kind.
+    """
+    from pydantic import ValidationError
+
+    from mmattn.recipes import check_settings, load_recipe, raise_settings_error
+
+    module = load_recipe(recipe_of(config, settings), "train")
+    model = getattr(module, "Config", None)
+    if model is not None:
+        if "recipe" not in model.model_fields:
+            settings = {key: value for key, value in settings.items() if key != "recipe"}
+        settings = check_settings(settings, model)
+    try:
+        module.main(settings)
+    except ValidationError as error:
+        raise_settings_error(error)
+
+
+def recipe_of(config: Path, settings: dict[str, Any]) -> Path:
+    """The folder of the recipe that a settings file belongs to: its own, or that of the recipe it names.
+
+    Args:
+        config: the file.
+        settings: what it holds.
+
+    Raises:
+        ConfigError: no train.py beside the file, and no key `recipe` with the name of a recipe.
+    """
+    from mmattn.errors import ConfigError
+    from mmattn.recipes import find_recipe
+
+    folder = config.resolve().parent
+    if (folder / "train.py").is_file():
+        return folder
+    name = settings.get("recipe")
+    if not isinstance(name, str):
+        raise ConfigError(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
+    return find_recipe(name).folder

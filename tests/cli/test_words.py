@@ -1,0 +1,155 @@
+"""The same words on the command line as in Python: options, and messages that name them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from mmattn.cli.app import _spelled, app
+from mmattn.cli.live import open_page
+from mmattn.encoders.text import TextEncoder
+from mmattn.inspect.explorer import write_page
+from mmattn.inspect.folders import diagnose
+from mmattn.recipes import copy_recipe, find_recipe, load_recipe, read_settings
+from mmattn.retrieval.corpus import embed_corpus
+from mmattn.retrieval.index import Index
+from tests.cli.running import call
+from tests.tiny_texts import save_encoder
+
+
+def of_recipe(recipe: str, module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(load_recipe(find_recipe(recipe).folder, module), name)
+
+
+#: What each command passes its arguments and options on to, and those that only print or only name a file.
+PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
+    "live": ([open_page], set()),
+    "train": ([read_settings], {"config"}),
+    "schema": ([find_recipe], set()),
+    "caption": ([of_recipe("vision", "caption", "caption")], set()),
+    "draw": ([of_recipe("diffusion", "drawing", "draw")], set()),
+    "ask": ([of_recipe("rag", "ask", "Asked")], {"question", "sources", "show_sources"}),
+    "doctor": ([diagnose], set()),
+    "explore": ([write_page], {"runs", "out"}),
+    "cp": ([copy_recipe], {"recipe"}),
+    "ls": ([], {"runs"}),
+    "index build": ([embed_corpus, Index.build], set()),
+    "index search": ([Index.search, Index.load], {"folder", "query", "rerank"}),
+    "index info": ([], {"folder"}),
+    "demo": ([], set()),
+    "env": ([], set()),
+}
+
+
+def commands(group: Any, before: str = "") -> dict[str, Any]:
+    """Every command by its words."""
+    found = {}
+    for name, command in group.commands.items():
+        found |= commands(command, f"{before}{name} ") if hasattr(command, "commands") else {f"{before}{name}": command}
+    return found
+
+
+COMMANDS = commands(typer.main.get_command(app))
+
+
+def test_every_command_is_compared() -> None:
+    assert COMMANDS.keys() == PASSED_ON.keys()
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+def test_an_option_is_named_as_the_argument_it_becomes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    passed, apart = PASSED_ON[name]
+    functions = [given() if given.__name__ == "<lambda>" else given for given in passed]
+    known = {argument for function in functions for argument in inspect.signature(function).parameters}
+    own = {param.name for param in COMMANDS[name].params if param.name != "help"}
+    assert own <= known | apart, f"other words than Python's: {sorted(own - known - apart)}"
+    assert apart <= own
+    for param in COMMANDS[name].params:
+        if param.param_type_name == "option":
+            assert f"--{param.name.replace('_', '-')}" in param.opts
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(17)
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"text": "the bluebell", "name": "a"}\n{"no": 1}\n{"text": "in the woods", "name": "b"}\n')
+    return file
+
+
+class TestIndex:
+    def test_built_searched_and_described(
+        self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder, given = tmp_path / "index", ["--encoder", encoder, "--id-field", "name"]
+        code, out, err = call(capsys, "index", "build", lines, "-o", folder, *given, "--skip-broken")
+        assert code == 0, err
+        assert [path.name for path in sorted(tmp_path.iterdir())] == ["index", "lines.jsonl"]
+        reader = TextEncoder(encoder)
+        index = Index.load(folder, encoder=reader)
+        expected = Index.build(["the bluebell", "in the woods"], encoder=reader, ids=["a", "b"])
+        torch.testing.assert_close(index.search("woods", 2).scores, expected.search("woods", 2).scores)
+        code, out, err = call(capsys, "index", "search", folder, "the bluebell", "--encoder", encoder, "--top-k", 1)
+        assert code == 0 and out == "1.000  a  the bluebell\n", err
+        code, out, err = call(capsys, "index", "info", folder)
+        assert code == 0 and f"encoder {reader.fingerprint}\n" in out, err
+
+    def test_a_message_names_the_option(
+        self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder]
+        code, _, err = call(capsys, *words)
+        assert code == 2 and "1 lines of the corpus hold no text" in err
+        assert err.endswith("leave them out with --skip-broken\n"), err
+
+    @pytest.mark.parametrize(("option", "value"), [("--engine", "hnws"), ("--executor", "spark")])
+    def test_a_misspelt_choice_is_refused_before_anything_is_embedded(
+        self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+    ) -> None:
+        words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder, "--skip-broken"]
+        code, _, err = call(capsys, *words, option, value)
+        assert code == 2 and err.startswith(f"mmattn: {option} must be one of ") and repr(value) in err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.jsonl"]
+
+    @pytest.mark.parametrize("count", ["0", "-3"])
+    def test_a_number_outside_its_range(
+        self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: str
+    ) -> None:
+        index = Index.build(["a", "b"], encoder=TextEncoder(encoder))
+        index.save(tmp_path / "index")
+        words = ["index", "search", tmp_path / "index", "a", "--encoder", encoder, "--top-k", count]
+        capsys.readouterr()
+        code, _, err = call(capsys, *words)
+        assert (code, err) == (2, f"mmattn: --top-k must be at least 1, got {count}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "shown"),
+    [
+        (["index", "build"], "leave them out with skip_broken=True", "leave them out with --skip-broken"),
+        (["index", "build"], "give id_field='name', or field=text.", "give --id-field 'name', or --field text."),
+        (["index", "build"], "texts need encoder=, or ids", "texts need --encoder, or ids"),
+        (["index", "build"], "unskip_broken=True and ids=[1]", "unskip_broken=True and ids=[1]"),
+        (["--debug", "doctor", "x"], "host=None was given", "--host None was given"),
+        (["doctor", "x"], "the host must be on a device", "the host must be on a device"),
+        (["train", "a.yaml"], "config=1 and steps=True", "config=1 and steps=True"),
+        (["draw", "x"], "steps must be at least 1", "--steps must be at least 1"),
+        (["dmeo"], "steps=True", "steps=True"),
+    ],
+)
+def test_a_message_in_the_words_of_the_command_line(words: list[str], message: str, shown: str) -> None:
+    assert _spelled(message, words) == shown

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.projected import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import random_memory
+from mmattn.adapters.adapter_layers import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter, as_settings
 from mmattn.adapters.gated_block import BlockLayout, check_bool
 from mmattn.adapters.projected import ProjectedMemory

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.file_format import check_name
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import is_adapter, kinds_at

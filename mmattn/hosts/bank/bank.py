@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.projected import PreparedMemory
 from mmattn.core.kv import KeyValue
 from mmattn.core.pages import gather_pages

@@ -1,7 +1,7 @@
-"""A UNet's own cross-attention through our core, as a processor of diffusers.
+"""The cross-attention of a UNet over its own text, computed by the attention core, as a processor of diffusers.
 
-What changes against diffusers' processors: padding of the text is hidden instead of attended to, keys and values of the
-text are made once per block of calls, and weights can be recorded.
+Differences from diffusers' processors: padding of the text is masked, keys and values of the text are computed once per
+block of calls, and attention weights can be recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from mmattn.hosts.unet.denoising import DenoisingCall, added_heads
 
 
 class TextHeads(PlainHeads):
-    """The host's own key and value projections, looked up at every use: LoRA may have replaced them."""
+    """The key and value projections of an attention layer of the host, read at every use: LoRA may have replaced them.
+
+    Args:
+        attn: the layer, an `Attention` of diffusers.
+    """
 
     def __init__(self, attn: Any) -> None:
         head_dim = attn.inner_dim // attn.heads
@@ -39,18 +43,27 @@ class TextHeads(PlainHeads):
 
 
 class TextAttention:
-    """The processor of one cross-attention layer while `use_core` holds."""
+    """The processor of one cross-attention layer while `use_core` is on.
+
+    Args:
+        model: the adapted UNet.
+        index: number of the layer.
+        attn: the layer, an `Attention` of diffusers.
+    """
 
     def __init__(self, model: Any, index: int, attn: Any) -> None:
         self.model, self.index = model, index
         self.heads = TextHeads(attn)
 
     def check(self, attn: Any) -> None:
-        """Refuse layers that the core cannot stand in for.
+        """Refuse layers whose attention the core cannot compute.
+
+        Args:
+            attn: the layer, an `Attention` of diffusers.
 
         Raises:
-            ConditionError: the softmax spans text and pixels, queries are normalised, or the processor is not one of
-                diffusers' default ones.
+            ConditionError: one softmax spans text and pixels, queries or keys are normalised, or the processor is not
+                one of diffusers' default ones.
         """
         name = self.model.layer_names[self.index]
         processor = type(attn.processor).__name__
@@ -72,7 +85,19 @@ class TextAttention:
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
     ) -> Tensor:
-        """The attention layer's output (b, l, d), as diffusers' processors give it."""
+        """The output of the attention layer, in the shape of `hidden_states`.
+
+        Args:
+            attn: the layer, an `Attention` of diffusers.
+            hidden_states: (b, l, d) or (b, d, height, width).
+            encoder_hidden_states: (b, m, e), the text.
+            attention_mask: (b, 1, m), the bias that diffusers computes of its mask.
+            temb: (b, c), the embedded time step.
+
+        Raises:
+            ConditionError: no text, or an argument that the core does not support.
+            ShapeError: a `text_mask` that does not fit the text.
+        """
         q = query_heads(attn, hidden_states, temb)
         found, seen = self.attend(attn, q, encoder_hidden_states, attention_mask)
         out = found.transpose(1, 2).flatten(2)
@@ -89,7 +114,17 @@ class TextAttention:
         return out / attn.rescale_output_factor if attn.rescale_output_factor != 1 else out
 
     def attend(self, attn: Any, q: Tensor, text: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the queries find in the text (b, h, l, k), and which rows (b, 1, 1) see any of it, None for all."""
+        """Attention over the text (b, h, l, k), and which rows (b, 1, 1) have a token that is not masked, None for all.
+
+        Args:
+            attn: the layer, an `Attention` of diffusers.
+            q: (b, h, l, k), queries.
+            text: (b, m, e).
+            bias: (b, 1, m), the bias that diffusers computes of its mask.
+
+        Raises:
+            ConditionError: no text, or embeddings of an IP-Adapter.
+        """
         if isinstance(text, tuple):
             raise ConditionError("the host was given image embeddings of an IP-Adapter: call use_core(False) first")
         if text is None:
@@ -113,7 +148,17 @@ class TextAttention:
         return out, seen
 
     def padding_mask(self, call: DenoisingCall | None, text: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Which tokens of the text are real (b, m): by the call, or by the bias that diffusers makes of its masks."""
+        """The padding mask (b, m) of the text: that of the call, or from the bias that diffusers computes of its mask.
+
+        Args:
+            call: what this call is conditioned on.
+            text: (b, m, e).
+            bias: (b, 1, m).
+
+        Raises:
+            ShapeError: a `text_mask` that does not fit the text.
+            ConditionError: a mask over pixels.
+        """
         given = None if call is None else call.text_mask
         if given is not None:
             if given.shape != text.shape[:2]:
@@ -126,7 +171,7 @@ class TextAttention:
         known = None if call is None else call.padding
         if known is not None and known[0] is bias:
             return known[1]
-        # diffusers has turned (b, m) into 0 or -10000, anew in every forward. What is kept must count its edits.
+        # diffusers has turned (b, m) into 0 or -10000, again in every forward. What is cached must count its edits.
         with torch.inference_mode(False):
             mask = bias[:, 0] == 0
         if known is not None and known[1].shape == mask.shape and torch.equal(known[1], mask):
@@ -136,7 +181,7 @@ class TextAttention:
         return mask
 
     def is_cacheable(self, text: Tensor) -> bool:
-        """Whether K and V of this text can serve later calls: no gradients, and every change would be noticed.
+        """Whether keys and values of this text can be cached: no gradients are needed, and every change would be noticed.
 
         LoRA is switched, scaled and merged without a trace in its weights.
         """

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
-from mmattn.core.layers import CrossAttention, PlainHeads
+from mmattn.core.layers import CrossAttention
+from mmattn.core.projection import KeyValueProjection
 from mmattn.errors import ShapeError
 from mmattn.memory import Memory
 
@@ -43,7 +44,7 @@ class AdapterLayers(nn.Module, ABC):
         return self.memory_norm.weight
 
     @abstractmethod
-    def attention(self, layer: int) -> CrossAttention | PlainHeads:
+    def attention(self, layer: int) -> CrossAttention | KeyValueProjection:
         """What attends to the memory for host layer `layer`."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ from torch import nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.resampler import Resampler
-from mmattn.core.layers import PlainHeads
+from mmattn.core.projection import KeyValueProjection
 from mmattn.errors import ConfigError, check_choice, check_int
 from mmattn.memory import Memory
 
@@ -82,14 +82,13 @@ class HeadSize(NamedTuple):
     head_dim: int
 
 
-class DecoupledBlock(PlainHeads):
+class DecoupledBlock(KeyValueProjection):
     """Keys and values of the memory for the queries of one attention layer of the host."""
 
     def __init__(self, memory_dim: int, size: HeadSize) -> None:
-        super().__init__(*size, memory_dim)
         width = size.num_kv_heads * size.head_dim
-        self.k_proj = nn.Linear(memory_dim, width, bias=False)
-        self.v_proj = nn.Linear(memory_dim, width, bias=False)
+        k_proj, v_proj = (nn.Linear(memory_dim, width, bias=False) for _ in range(2))
+        super().__init__(k_proj, v_proj, **size._asdict(), memory_dim=memory_dim)
 
 
 class DecoupledLayers(AdapterLayers):

@@ -94,7 +94,7 @@ class FromWeights:
 
     @classmethod
     def _filled(cls, source: Source, settings: dict[str, Any]) -> Self:
-        layer = cls._made(**{**source.settings, **settings})
+        layer = cls._from_settings(**{**source.settings, **settings})
         own = layer.state_dict()
         for name, weight in source.state.items():
             if name not in own or own[name].shape != weight.shape:
@@ -103,7 +103,7 @@ class FromWeights:
         return layer
 
     @classmethod
-    def _made(cls, **settings: Any) -> Any:
+    def _from_settings(cls, **settings: Any) -> Any:
         return cls(**settings)
 
 
@@ -178,11 +178,12 @@ def _source(
         )
     some = any(bias is not None for bias in biases)
     state = {"out_proj.weight": out_weight.detach()}
-    for name, weight, bias in zip("qkv", (q, k, v), biases, strict=True):
-        state[f"{name}_proj.weight"] = weight
+    names = ("q_proj", "kv_proj.k_proj", "kv_proj.v_proj")
+    for name, weight, bias in zip(names, (q, k, v), biases, strict=True):
+        state[f"{name}.weight"] = weight
         if some:
             # Whisper's keys and others have no bias where their neighbours have one: the same as zeros.
-            state[f"{name}_proj.bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias.detach()
+            state[f"{name}.bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias.detach()
     if out_bias is not None:
         state["out_proj.bias"] = out_bias.detach()
     settings = {

@@ -18,6 +18,7 @@ from mmattn.adapters.config_file import FORMAT, FORMAT_VERSION
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.folder import adapter_settings, check_tensors, load_folder, parse_config, save_folder
 from mmattn.adapters.gated import GatedAdapter
+from mmattn.core.projection import upgrade_state_names
 from mmattn.errors import AdapterFileError, AttachError, ConfigError
 from mmattn.hosts.causal_lm.decoder_layers import pick_layers
 from mmattn.hosts.causal_lm.layer_search import find_layers, host_depth, host_width, text_config
@@ -176,6 +177,7 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
             )
         with torch.device("meta"):
             expected = build(host, settings, picked).state_dict()
+        shapes = upgrade_state_names(shapes)
         check_tensors({key: (tuple(value.shape), value.dtype) for key, value in expected.items()}, shapes)
 
     try:
@@ -191,7 +193,7 @@ def load(host: nn.Module, folder: str | PathLike[str], name: str, path: str | No
             stacklevel=3,
         )
     model = attach(host, settings, name, path=path)
-    model._adapter(name).load_state_dict(tensors)
+    model._adapter(name).load_state_dict(upgrade_state_names(tensors))
     return model
 
 

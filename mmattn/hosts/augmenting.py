@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.composed import ComposedLayers
-from mmattn.core.attention import combine_masks, may_read, visible_rows
+from mmattn.core.attention import combine_masks, visible_rows
 from mmattn.core.kv import KeyValue
 from mmattn.core.masks import causal
+from mmattn.core.tracing import may_read
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.hosts.causal_lm.decoder_layers import device_of, embeddings_of
 from mmattn.hosts.causal_lm.layer_search import host_depth, host_width, text_config

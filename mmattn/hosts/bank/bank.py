@@ -16,10 +16,10 @@ from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.core.kv import KeyValue
-from mmattn.core.pages import gather_pages
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_bool_mask
 from mmattn.hosts.bank.files import read_bank, write_bank
+from mmattn.hosts.bank.pages import gather_pages, projection_of
 from mmattn.hosts.bank.tables import blank_tables, check_entries, grown, is_int, keeping, makers_of, page_rows, weights
 from mmattn.hosts.calls import Prepared
 from mmattn.memory import Memory
@@ -186,11 +186,11 @@ class Bank:
                 return None
             if not torch.equal(self._tables["edition"][found], editions):
                 return None
-            attention = adapter.attention(layer)
-            mask = self._tables[f"{name}.mask"][found].flatten(1).to(attention.k_proj.weight.device)
+            projection = projection_of(adapter.attention(layer))
+            mask = self._tables[f"{name}.mask"][found].flatten(1).to(projection.k_proj.weight.device)
             keys, values = self._tables[f"{name}.{layer}.keys"], self._tables[f"{name}.{layer}.values"]
             scores = None if scores is None else scores.to(mask.device)
-            return gather_pages(attention, keys, values, found, mask, scores)
+            return gather_pages(projection, keys, values, found, mask, scores)
 
     # Changing ----------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.core.pages import make_pages
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.bank.pages import make_pages, projection_of
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def page_rows(model: AdaptedCausalLM, names: Iterable[str], memory: Memory) -> d
             read = adapter.read(memory)
             made[f"{name}.mask"] = read._filled("mask")
             for layer in adapter.layers:
-                pages = make_pages(adapter.attention(layer), read.tokens)
+                pages = make_pages(projection_of(adapter.attention(layer)), read.tokens)
                 made[f"{name}.{layer}.keys"], made[f"{name}.{layer}.values"] = pages
     return made
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mmattn.core.pages import side_by_side
 from mmattn.errors import ConfigError, ShapeError, check_int
 
 
@@ -209,3 +208,16 @@ class PagedCache:
     def nbytes(self) -> int:
         """Bytes of its pages, each counted once."""
         return len({page for table in self._tables for page in table}) * self.pool.page_bytes
+
+
+def side_by_side(table: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
+    """Pages (b, n) of a table (·, g, m, k) as (b, g, n·m, k), or only the r `real` slots (b, n·m) as (1, g, r, k)."""
+    (b, n), (_, g, m, k) = rows.shape, table.shape
+    heads = torch.arange(g, device=table.device)[:, None]
+    # One copy, straight into the layout that is read: pages lie in the table head by head.
+    if real is None:
+        pieces = rows[:, None] * g + heads
+        return table.view(-1, m * k).index_select(0, pieces.flatten()).view(b, g, n * m, k)
+    row, slot = real.to(table.device).nonzero().unbind(1)
+    pieces = (rows[row, slot // m] * g + heads) * m + slot % m
+    return table.view(-1, k).index_select(0, pieces.flatten()).view(1, g, len(row), k)

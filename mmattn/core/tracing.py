@@ -1,0 +1,25 @@
+"""Whether the values of a tensor can be read at all, and whether reading them costs nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether a tensor has values that Python may branch on.
+
+    It has none on the meta device, as a fake tensor, while a graph is traced, or inside a transform of `torch.func`.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        # Fake tensors and those of other tracers are subclasses.
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type != "meta"
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether a tensor is readable and nothing waits for it: on the CPU, where no queue of kernels must be finished."""
+    return tensor.device.type == "cpu" and readable(tensor)

@@ -9,6 +9,7 @@ instead of copying keys and values.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.core.masks import Mask, causal as causal_mask
-from mmattn.core.tracing import may_read
+from mmattn.core.tracing import autocast, may_read, transformed
 from mmattn.errors import MaskError, ShapeError, check_bool_mask, check_choice, check_float
 
 BACKENDS = ("sdpa", "eager")
@@ -169,7 +170,7 @@ def _check_attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
         )
     if not q.device == k.device == v.device:
         raise ShapeError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
+    if not q.dtype == k.dtype == v.dtype and not autocast(q):
         raise ShapeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: convert with .to()")
     if bias is None:
         return
@@ -244,11 +245,14 @@ def _fold_mask(allowed: Tensor, rows: int, h: int, l: int, b: int, g: int) -> Te
     return _fold(allowed.expand(rows, h, l, allowed.shape[3]), b, g)
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite; values whose sum overflows count as infinite, too."""
+def all_finite(first: Tensor, second: Tensor | None = None) -> bool:
+    """Whether no value of one or two tensors is NaN or infinite; values whose sum overflows count as infinite, too."""
     # A sum is finite only if every term is, and reads the tensor once without an intermediate.
-    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    return math.isfinite(tensor.detach().sum(dtype=wide))
+    wide = torch.float64 if first.dtype is torch.float64 else torch.float32
+    total = first.detach().sum(dtype=wide)
+    if second is not None and second is not first:
+        total += second.detach().sum(dtype=wide)
+    return math.isfinite(total)
 
 
 def attend_checked(
@@ -286,7 +290,7 @@ def attend_checked(
         # Sums of nothing: exactly 0 whatever the tensors hold, and the graph stays whole.
         nothing = q.new_zeros(rows, h, l, v.shape[3]) + sum(tensor.reshape(-1)[:0].sum() for tensor in (q, k, v))
         return (nothing, q.new_zeros(rows, h, l, m)) if return_weights else nothing
-    if contain and not (may_read(k) and all_finite(k) and (v is k or all_finite(v))):
+    if contain and not (may_read(k) and all_finite(k, v)):
         return _attend_contained(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights)
     return _attend_finite(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights)
 
@@ -326,6 +330,9 @@ def _attend_finite(
     """Attention where what a weight of 0 is multiplied with is finite."""
     rows, h, _, _ = q.shape
     b, g, m, _ = k.shape
+    if backend is None and transformed():
+        # torch's kernels have no rule for batches of batches, and no forward derivative.
+        backend = "eager"
     if q.element_size() == 2 and q.device.type == "cpu" and not (backend or return_weights):
         needed = q.requires_grad or k.requires_grad or v.requires_grad
         # The length is asked last: a traced graph would hold only for lengths of the same answer.
@@ -348,8 +355,9 @@ def _attend_finite(
         bias = _fold_mask(bias.expand(*bias.shape[:3], m), rows, h, q.shape[2], b, g)
         if allowed is not None:
             bias = torch.where(allowed, bias, float("-inf"))
-        # A slot with a bias of -inf is hidden, too.
-        allowed = bias != float("-inf")
+        if allowed is not None or not (may_read(bias) and all_finite(bias)):
+            # A slot with a bias of -inf is hidden, too.
+            allowed = bias != float("-inf")
     q = _fold(q, b, g)
 
     seen = None
@@ -383,7 +391,7 @@ def _eager(
 ) -> tuple[Tensor, Tensor]:
     """Attention step by step, and its weights; `rule` is bool, True = may look, or float, added to the scores."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False) if autocast(q) else nullcontext():
         scores = (q.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
         if causal:
             rule = causal_mask(q.shape[2], k.shape[2]).tensor.to(q.device)

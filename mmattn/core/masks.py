@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmattn.core.tracing import readable
 from mmattn.errors import ConfigError, MaskError, ShapeError, check_bool_mask, check_choice, check_int
 
 Device = torch.device | str | None
@@ -158,7 +159,7 @@ def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = No
     _check_ints("lengths", counts)
     if counts.dim() != 1:
         raise ShapeError(f"lengths must be (b,), one per row, got {tuple(counts.shape)}")
-    if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
+    if counts.numel() and readable(counts) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
         raise ShapeError(f"lengths must lie in 0…{length} (length), got {counts.tolist()}")
     return padding_mask(torch.arange(length, device=counts.device) < counts[:, None])
 
@@ -212,7 +213,8 @@ def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = No
     ████·
     █████
     """
-    return Mask(_distance(l, m, offset, device) >= 0)
+    slots, ends = _places(l, m, offset, device)
+    return Mask(slots <= ends)
 
 
 def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device = None) -> Mask:
@@ -229,16 +231,16 @@ def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device 
     ··██
     """
     check_int("size", size)
-    distance = _distance(l, m, offset, device)
-    return Mask((distance >= 0) & (distance < size))
+    slots, ends = _places(l, m, offset, device)
+    return Mask((slots <= ends) & (slots > ends - size))
 
 
-def _distance(l: int, m: int | None, offset: int, device: Device) -> Tensor:
-    """How far slot j lies behind query i, (l, m); negative for slots ahead."""
+def _places(l: int, m: int | None, offset: int, device: Device) -> tuple[Tensor, Tensor]:
+    """The slots (m,), and for each query the slot of its own place (l, 1)."""
     check_int("l", l, at_least=0)
     check_int("offset", offset, at_least=-sys.maxsize)
     m = l + max(offset, 0) if m is None else check_int("m", m, at_least=0)
-    return torch.arange(l, device=device)[:, None] + offset - torch.arange(m, device=device)
+    return torch.arange(m, device=device), torch.arange(offset, offset + l, device=device)[:, None]
 
 
 def chunk(
@@ -365,7 +367,7 @@ def from_huggingface(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     keep = mask == 1
-    if not bool((keep | (mask == 0)).all()):
+    if readable(mask) and not bool((keep | (mask == 0)).all()):
         raise MaskError(
             "from_huggingface reads 1 = keep and 0 = drop, got other values; "
             "a mask that is added to the scores (0 = keep, -inf = drop) goes through from_additive"
@@ -389,7 +391,7 @@ def from_additive(mask: Tensor) -> Tensor:
             "For 1 = keep use from_huggingface, for a bool with True = drop from_key_padding"
         )
     keep = mask == 0
-    if not bool((keep | (mask <= _DROPPED)).all()):
+    if readable(mask) and not bool((keep | (mask <= _DROPPED)).all()):
         raise MaskError(
             "from_additive reads 0 = keep and -10000 or less = drop, got other values; "
             "for 1 = keep use from_huggingface, and pass a bias on the scores as bias="

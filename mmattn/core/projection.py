@@ -20,7 +20,7 @@ from mmattn.core.kv import KeyValue, pack, real_slots_first
 from mmattn.core.layouts import absorbing_pays, packed_lengths
 from mmattn.core.masks import Mask, causal as causal_mask
 from mmattn.core.positions import Rotary
-from mmattn.core.tracing import may_read, readable
+from mmattn.core.tracing import autocast, may_read, readable
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask
 
 Value = TypeVar("Value")
@@ -145,7 +145,7 @@ class KeyValueProjection(nn.Module):
             raise ConfigError("keys normalised, rotated, or with a null slot or values of their own cannot be absorbed")
         queries = 0 if absorb else None
         kv = self._prepare(memory, values, mask, scores, memory_positions, queries, packable=True)
-        finite = _finite(kv.keys) and (kv.values is kv.keys or _finite(kv.values))
+        finite = readable(kv.keys) and all_finite(kv.keys, kv.values)
         if kv.absorbed:
             return replace(kv, finite=finite)
         return replace(kv, keys=kv.keys.contiguous(), values=kv.values.contiguous(), finite=finite)
@@ -238,7 +238,7 @@ class KeyValueProjection(nn.Module):
     def cast(self, tensor: Tensor) -> Tensor:
         """A tensor in the dtype of the weights; under autocast as it is."""
         wanted = self.k_proj.weight.dtype
-        if tensor.dtype is wanted or torch.is_autocast_enabled(tensor.device.type):
+        if tensor.dtype is wanted or autocast(tensor):
             return tensor
         return tensor.to(wanted)
 
@@ -518,11 +518,6 @@ def upgrade_state_names(state: Mapping[str, Value]) -> dict[str, Value]:
                 break
         renamed[name] = value
     return renamed
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether all values are known to be finite; read once, where they can be."""
-    return readable(tensor) and all_finite(tensor)
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether the values of a tensor can be read at all, and whether reading them costs nothing."""
+"""What may be done with a tensor here: whether its values can be read, and whether autocast chooses its dtype."""
 
 from __future__ import annotations
 
@@ -16,10 +16,21 @@ def readable(tensor: Tensor) -> bool:
         # Fake tensors and those of other tracers are subclasses.
         and type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type != "meta"
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not transformed()
     )
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, jvp, …) is under way."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def may_read(tensor: Tensor) -> bool:
     """Whether a tensor is readable and nothing waits for it: on the CPU, where no queue of kernels must be finished."""
     return tensor.device.type == "cpu" and readable(tensor)
+
+
+def autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    # torch knows no autocast on the meta device, and raises when asked.
+    return tensor.device.type != "meta" and torch.is_autocast_enabled(tensor.device.type)

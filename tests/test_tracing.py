@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmattn import CrossAttention, SelfAttention, attend, masks, positions
+from mmattn import CrossAttention, MaskError, SelfAttention, attend, masks, positions
 from mmattn.core.tracing import may_read, readable
 from tests.core import MASK, RULE, B, D, E, L, M, make_heads, make_layer
 
@@ -160,6 +160,6 @@ def test_the_ordinary_way_is_left_by_nothing_else() -> None:
     q, k, v = heads()
     torch.vmap(lambda mask: attend(q, k, v, mask=mask))(MASK[None])
     assert may_read(MASK)
-    with pytest.raises(masks.MaskError, match="other values"):
+    with pytest.raises(MaskError, match="other values"):
         masks.from_huggingface(torch.full((B, M), 2))
     assert isinstance(CrossAttention(D, E, 1), torch.nn.Module)

@@ -27,10 +27,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmattn.core.mask_converters import from_additive, from_huggingface, from_key_padding
 from mmattn.core.tracing import readable
-from mmattn.errors import ConfigError, MaskError, ShapeError, check_bool_mask, check_choice, check_int
+from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_choice, check_int
+
+__all__ = [
+    "VISIBLE_SEGMENTS",
+    "Mask",
+    "block",
+    "causal",
+    "chunk",
+    "from_additive",
+    "from_huggingface",
+    "from_key_padding",
+    "media",
+    "memory_mask",
+    "padding",
+    "padding_mask",
+    "window",
+]
 
 Device = torch.device | str | None
+
+#: Which segments of a memory a token sees: all, those begun at or before it, or the last of these.
+VISIBLE_SEGMENTS = ("all", "previous", "latest")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -306,16 +326,17 @@ def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
     return Mask((same & (memory_ids >= 0)[:, None])[:, None])
 
 
-def media(images: Tensor, segments: Tensor, look: str = "latest") -> Mask:
-    """Tokens look at the images placed before them (Flamingo, arXiv 2204.14198, section 2.3); (b, 1, l, m).
+def media(images: Tensor, segments: Tensor, visible_segments: str = "latest") -> Mask:
+    """Which images each token of a text sees (Flamingo, arXiv 2204.14198, section 2.3); (b, 1, l, m).
 
     Args:
-        images: (b, l) ints, the number of images begun at or before each token; a token with 0 sees nothing.
+        images: (b, l) ints, the number of images begun at or before each token.
         segments: (b, m) ints, the image each slot belongs to, from 0; a negative one belongs to none.
-        look: "latest", only the last image begun, or "all", every image begun.
+        visible_segments: "latest", only the last image begun at or before the token; "previous", every image begun at
+            or before it; "all", every image, whatever came before.
 
     Raises:
-        ConfigError: another `look`, or counts that are not ints.
+        ConfigError: other `visible_segments`, or counts that are not ints.
         ShapeError: not (b, l) and (b, m).
 
     >>> images, segments = torch.tensor([[0, 1, 1, 2, 2]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
@@ -327,10 +348,13 @@ def media(images: Tensor, segments: Tensor, look: str = "latest") -> Mask:
     ···███
     ···███
     """
-    check_choice("look", look, ("latest", "all"))
+    check_choice("visible_segments", visible_segments, VISIBLE_SEGMENTS)
     _check_pair("images", images, "segments", segments)
     begun, owner = images[:, :, None] - 1, segments[:, None]
-    seen = owner == begun if look == "latest" else owner <= begun
+    if visible_segments == "all":
+        seen = torch.ones_like(begun, dtype=torch.bool)
+    else:
+        seen = owner == begun if visible_segments == "latest" else owner <= begun
     return Mask((seen & (owner >= 0))[:, None])
 
 
@@ -349,78 +373,3 @@ def _check_pair(query_name: str, queries: Tensor, memory_name: str, slots: Tenso
             f"{query_name} must be (b, l) and {memory_name} (b, m) with the same b, "
             f"got {tuple(queries.shape)} and {tuple(slots.shape)}"
         )
-
-
-_DROPPED = -9000.0
-
-
-def from_huggingface(mask: Tensor) -> Tensor:
-    """A transformers `attention_mask` (1 = keep, 0 = drop; int, float or bool) as bool, True = may look.
-
-    Raises:
-        MaskError: values other than 0 and 1, or not a tensor.
-
-    >>> from_huggingface(torch.tensor([[0, 1, 1]]))
-    tensor([[False,  True,  True]])
-    """
-    _check_tensor("from_huggingface", mask)
-    if mask.dtype == torch.bool:
-        return mask
-    keep = mask == 1
-    if readable(mask) and not bool((keep | (mask == 0)).all()):
-        raise MaskError(
-            "from_huggingface reads 1 = keep and 0 = drop, got other values; "
-            "a mask that is added to the scores (0 = keep, -inf = drop) goes through from_additive"
-        )
-    return keep
-
-
-def from_additive(mask: Tensor) -> Tensor:
-    """A mask that is added to the scores (0 = keep, -10000 or less = drop) as bool, True = may look.
-
-    Raises:
-        MaskError: not a float tensor, or values that are neither: those are a bias, not a mask.
-
-    >>> from_additive(torch.tensor([[0.0, float("-inf"), -10000.0]]))
-    tensor([[ True, False, False]])
-    """
-    _check_tensor("from_additive", mask)
-    if not mask.is_floating_point():
-        raise MaskError(
-            f"from_additive reads floats, 0 = keep and -inf = drop; got {_dtype(mask)}. "
-            "For 1 = keep use from_huggingface, for a bool with True = drop from_key_padding"
-        )
-    keep = mask == 0
-    if readable(mask) and not bool((keep | (mask <= _DROPPED)).all()):
-        raise MaskError(
-            "from_additive reads 0 = keep and -10000 or less = drop, got other values; "
-            "for 1 = keep use from_huggingface, and pass a bias on the scores as bias="
-        )
-    return keep
-
-
-def from_key_padding(mask: Tensor) -> Tensor:
-    """A `key_padding_mask` or bool `attn_mask` of nn.MultiheadAttention (True = drop) as bool, True = may look.
-
-    Raises:
-        MaskError: not boolean.
-
-    >>> from_key_padding(torch.tensor([[True, False, False]]))
-    tensor([[False,  True,  True]])
-    """
-    _check_tensor("from_key_padding", mask)
-    if mask.dtype != torch.bool:
-        raise MaskError(
-            f"from_key_padding reads a bool tensor, True = drop; got {_dtype(mask)}. "
-            "For floats added to the scores use from_additive, for 1 = keep from_huggingface"
-        )
-    return ~mask
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _check_tensor(name: str, mask: object) -> None:
-    if not isinstance(mask, Tensor):
-        raise MaskError(f"{name} takes a tensor, got {type(mask).__name__}")

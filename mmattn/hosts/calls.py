@@ -67,7 +67,7 @@ class Prepared:
         if self._passing(adapter):
             return adapter.read(self.memory), None
         kept = self._kept_by(name, adapter).made
-        memory: Memory = kept.once(
+        memory: Memory = kept.get(
             None, [*self.memory.tensors(), *adapter.reading_parameters()], lambda: adapter.read(self.memory)
         )
         attention = adapter.attention(layer)
@@ -78,7 +78,7 @@ class Prepared:
         scores = memory.scores if adapter.score_bias else None
         # Absorbed, every layer reads the same tensor: made once.
         shared = absorb and scores is None
-        made: KeyValue = kept.once(
+        made: KeyValue = kept.get(
             -1 if shared else layer,
             [memory.tokens, *(() if shared else attention.projecting_parameters())],
             lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),

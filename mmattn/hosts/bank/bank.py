@@ -347,10 +347,10 @@ class Gathered(Prepared):
             kept = self._kept_by(name, adapter).made
             attention = adapter.attention(layer)
             sources = [*self.memory.tensors(), *adapter.reading_parameters(), *attention.projecting_parameters()]
-            made: KeyValue | None = kept.once(("pages", layer), sources, lambda: self._pages(name, adapter, layer))
+            made: KeyValue | None = kept.get(("pages", layer), sources, lambda: self._pages(name, adapter, layer))
             if made is not None:
                 # Which slots there are; what is in them has become keys and values.
-                return kept.once(("slots", made.keys.device), [], lambda: self._slots(made)), made
+                return kept.get(("slots", made.keys.device), [], lambda: self._slots(made)), made
         return super().look(name, adapter, layer, queries)
 
     def _pages(self, name: str, adapter: AdapterLayers, layer: int) -> KeyValue | None:

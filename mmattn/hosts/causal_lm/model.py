@@ -286,7 +286,7 @@ class AdaptedCausalLM(AdaptedModel):
             segments = memory.segments
             assert segments is not None
             segments = segments.repeat_interleave(rows // prepared.batch, 0)
-            attention_mask = media(images, segments, "latest" if look == "latest" else "all").tensor
+            attention_mask = media(images, segments, look).tensor
         sizes = (rows, prepared.batch, 1, length, memory.length)
         allowed = combine_masks(memory.mask, attention_mask, sizes)
         seen = visible_rows(allowed, rows, memory.length, device=x.device)

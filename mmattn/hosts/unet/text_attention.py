@@ -112,7 +112,7 @@ class OwnAttention:
             norm = attn.norm_cross.parameters() if attn.norm_cross else ()
             sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, torch.is_autocast_enabled(text.device.type))
-            made = call.text.once(key, sources, lambda: self.heads.project(normed(), mask=mask))
+            made = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
         else:
             made = normed()
         out = self.heads(q, made, mask=None if isinstance(made, KeyValue) else mask)

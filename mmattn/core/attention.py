@@ -363,7 +363,7 @@ def _attend_finite(
     seen = None
     if allowed is not None:
         seen = allowed.any(-1, keepdim=True)
-        # A row without any True would divide 0 by 0: let it look everywhere, then erase what it saw.
+        # A row without any True would divide 0 by 0: it attends to everything, and its output is set to 0.
         if may_read(seen) and bool(seen.all()):
             seen = None
         elif bias is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 class KeyValue:
     """Keys and values of a memory for one layer, as `CrossAttention.project` computes them.
 
-    Three layouts, told apart by `lengths` and `absorbed`:
+    It has one of three layouts, by `lengths` and `absorbed`:
 
     * padded: keys (b, g, m, k), values (b, g, m, k), with `mask` (b, m) or None;
     * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n in all;

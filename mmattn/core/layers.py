@@ -90,7 +90,7 @@ class CrossAttention(FromWeights, nn.Module):
         v = e if value_dim is None else check_int("value_dim", value_dim)
         check_float("norm_eps", norm_eps, at_least=0)
         if rotary is not None and rotary.head_dim != k:
-            raise ShapeError(f"rotary must be made for head_dim {k}, got one for {rotary.head_dim}")
+            raise ShapeError(f"rotary must be built for head_dim {k}, got one for {rotary.head_dim}")
         self.query_dim, self.num_heads = d, h
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         # In this order, so that a seed gives the weights that it always gave.
@@ -205,7 +205,7 @@ class CrossAttention(FromWeights, nn.Module):
 
         Args:
             x: (b, l, d).
-            memory: (b, m, e), or what `project` made of it; its rows may be a divisor of those of x (beams): row i of
+            memory: (b, m, e), or what `project` gives for it; its rows may be a divisor of those of x (beams): row i of
                 x then reads row i // multiple.
             values: (b, m, value_dim) where they are not the memory itself.
             mask: (b, m) bool, the padding.
@@ -251,7 +251,7 @@ class CrossAttention(FromWeights, nn.Module):
         return q
 
     def _output(self, out: Tensor, allowed: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What the heads found (b, h, l, k) through the output projection; 0 where nothing may be seen."""
+        """The output of the heads (b, h, l, k) through the output projection; 0 where nothing may be seen."""
         rows = out.shape[0]
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if allowed is not None and self.out_proj.bias is not None:
@@ -341,7 +341,7 @@ class SelfAttention(CrossAttention):
         kv_proj = self.kv_proj
         if kv_proj.null_key is not None or kv_proj.score_scale is not None:
             raise ConfigError(
-                "self-attention with a null slot or score_bias takes no cache and no bias: make it without"
+                "self-attention with a null slot or score_bias takes no cache and no bias: build it without"
             )
         if cache is not None and kv_proj.rotary is not None and positions is None:
             raise ConfigError("a cached text does not start at 0: give the positions of x, which rotary turns by")
@@ -357,7 +357,7 @@ class SelfAttention(CrossAttention):
             rule = causal_mask(l, m, offset=m - l, device=x.device)
             attention_mask = rule if attention_mask is None else rule & attention_mask
         allowed = combine_masks(mask, attention_mask, (rows, rows, self.num_heads, l, m))
-        found = attend(
+        attended = attend(
             q,
             keys,
             values,
@@ -368,6 +368,6 @@ class SelfAttention(CrossAttention):
             backend=kv_proj.backend,
             return_weights=return_weights,
         )
-        out, weights = found if isinstance(found, tuple) else (found, None)
+        out, weights = attended if isinstance(attended, tuple) else (attended, None)
         out = self._output(out, allowed, x.dtype)
         return out if weights is None else (out, weights)

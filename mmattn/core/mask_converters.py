@@ -15,6 +15,9 @@ _DROPPED = -9000.0
 def from_huggingface(mask: Tensor) -> Tensor:
     """A transformers `attention_mask` (1 = keep, 0 = drop; int, float or bool) as bool, True = may look.
 
+    Args:
+        mask: of any shape.
+
     Raises:
         MaskError: values other than 0 and 1, or not a tensor.
 
@@ -35,6 +38,9 @@ def from_huggingface(mask: Tensor) -> Tensor:
 
 def from_additive(mask: Tensor) -> Tensor:
     """A mask that is added to the scores (0 = keep, -10000 or less = drop) as bool, True = may look.
+
+    Args:
+        mask: float, of any shape.
 
     Raises:
         MaskError: not a float tensor, or values that are neither: those are a bias, not a mask.
@@ -59,6 +65,9 @@ def from_additive(mask: Tensor) -> Tensor:
 
 def from_key_padding(mask: Tensor) -> Tensor:
     """A `key_padding_mask` or bool `attn_mask` of nn.MultiheadAttention (True = drop) as bool, True = may look.
+
+    Args:
+        mask: bool, of any shape.
 
     Raises:
         MaskError: not boolean.

@@ -1,6 +1,6 @@
-"""Who may see what: small boolean rules that combine with `&`, `|`, `~` and draw themselves.
+"""Boolean masks of attention, True = may look: small rules that combine with `&`, `|`, `~` and draw themselves.
 
-True means may look, everywhere. A rule is a `Mask` around a tensor that broadcasts to (b, h, l, m): rules over tokens
+A rule is a `Mask` around a tensor that broadcasts to (b, h, l, m): rules over tokens
 and slots are (l, m), rules that differ from row to row are (b, 1, l, m) or (b, 1, 1, m), so any two of them combine.
 The `from_…` functions turn the masks of other libraries into boolean tensors.
 
@@ -57,8 +57,9 @@ VISIBLE_SEGMENTS = ("all", "previous", "latest")
 class Mask:
     """A boolean rule, True = may look, that broadcasts to (b, h, l, m).
 
-    A tensor (l, m) holds for every row and head, (b, l, m) for every head (kept as (b, 1, l, m)), (b, h, l, m) as it
-    is; a size of 1 stands for all. The tensor is not copied.
+    Args:
+        tensor: (l, m), for every row and head; (b, l, m), for every head, which becomes (b, 1, l, m); or (b, h, l, m).
+            A size of 1 stands for all. It is not copied.
 
     Raises:
         MaskError: `tensor` is not boolean.
@@ -155,11 +156,12 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = None) -> Mask:
-    """Row i may look at its first `lengths[i]` slots; (b, 1, 1, m).
+    """A mask of padding by lengths, (b, 1, 1, m): row i may look at its first `lengths[i]` slots.
 
     Args:
         lengths: (b,) ints.
         length: m.
+        device: of the mask.
 
     Raises:
         ConfigError: lengths that are not ints.
@@ -185,7 +187,10 @@ def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = No
 
 
 def padding_mask(mask: Tensor) -> Mask:
-    """Row i may look where `mask[i]` (b, m) is True; (b, 1, 1, m).
+    """A mask of padding, (b, 1, 1, m): row i may look where `mask[i]` is True.
+
+    Args:
+        mask: (b, m) bool.
 
     Raises:
         MaskError: not boolean.
@@ -201,7 +206,10 @@ def padding_mask(mask: Tensor) -> Mask:
 
 
 def memory_mask(matrix: Tensor) -> Mask:
-    """Query i may look at slot j where `matrix[i, j]` (l, m) is True.
+    """A mask over queries and slots, (l, m): query i may look at slot j where `matrix[i, j]` is True.
+
+    Args:
+        matrix: (l, m) bool.
 
     Raises:
         MaskError: not boolean.
@@ -219,10 +227,13 @@ def memory_mask(matrix: Tensor) -> Mask:
 
 
 def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = None) -> Mask:
-    """Query i may look at slots up to i + offset; (l, m).
+    """A causal mask, (l, m): query i may look at slots up to i + offset.
 
-    `offset` counts the slots before the first query (a cache), -1 hides a query's own slot; m is l + offset unless
-    given.
+    Args:
+        l: number of queries.
+        m: number of slots; l + offset unless given.
+        offset: slots before the first query (a cache); -1 hides a query's own slot.
+        device: of the mask.
 
     Raises:
         ConfigError: sizes that are not ints of at least 0.
@@ -238,7 +249,14 @@ def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = No
 
 
 def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device = None) -> Mask:
-    """Query i may look at the last `size` slots up to i + offset; (l, m).
+    """A causal mask over a window, (l, m): query i may look at the last `size` slots up to i + offset.
+
+    Args:
+        l: number of queries.
+        m: number of slots; l + offset where None.
+        size: of the window, in slots.
+        offset: slots before the first query (a cache).
+        device: of the mask.
 
     Raises:
         ConfigError: sizes that are not ints of at least 0, a window below 1.
@@ -266,7 +284,9 @@ def _places(l: int, m: int | None, offset: int, device: Device) -> tuple[Tensor,
 def chunk(
     l: int, chunk_size: int, neighbour_length: int, chunks: int | None = None, *, offset: int = 0, device: Device = None
 ) -> Mask:
-    """RETRO's shifted chunks (arXiv 2112.04426, section 2.4): a token sees what the last finished chunk retrieved.
+    """The mask of RETRO's shifted chunks (arXiv 2112.04426, section 2.4), (l, m).
+
+    A token sees what the last finished chunk retrieved.
 
     The memory is (chunks × neighbour_length) slots in order. The last token of chunk c, up to the second to last of
     chunk c + 1, may look at the neighbours of chunk c; the tokens before the end of chunk 0 see nothing.
@@ -277,6 +297,7 @@ def chunk(
         neighbour_length: slots per chunk, all its neighbours together (n × r).
         chunks: chunks in memory; the finished ones unless given. Tokens of a chunk beyond them see nothing.
         offset: tokens before the first one (a cache).
+        device: of the mask.
 
     Raises:
         ConfigError: sizes that are not ints, or too small.
@@ -301,7 +322,7 @@ def chunk(
 
 
 def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
-    """Queries look at slots of the same document; (b, 1, l, m).
+    """A mask of documents that share a row, (b, 1, l, m): queries may look at slots of their own document.
 
     Args:
         query_ids: (b, l) ints; a negative one belongs to no document.
@@ -327,7 +348,7 @@ def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
 
 
 def media(images: Tensor, segments: Tensor, visible_segments: str = "latest") -> Mask:
-    """Which images each token of a text sees (Flamingo, arXiv 2204.14198, section 2.3); (b, 1, l, m).
+    """A mask of the images that each token sees, (b, 1, l, m) (Flamingo, arXiv 2204.14198, section 2.3).
 
     Args:
         images: (b, l) ints, the number of images begun at or before each token.

@@ -1,4 +1,4 @@
-"""Where a query or a slot stands: sinusoidal and learned vectors, rotation of heads, ALiBi.
+"""Positions of queries and slots: sinusoidal and learned vectors, rotation of heads, ALiBi.
 
 Positions are always given, never guessed from the shape: a memory has no natural order, and a cached text does not
 start at 0.

@@ -105,7 +105,7 @@ class KeyValueProjection(nn.Module):
 
         Args:
             q: (b, h, l, k).
-            memory: (b, m, e), or what `project` made of it.
+            memory: (b, m, e), or what `project` gives for it.
             mask: (b, m) bool, the padding of a memory that is not projected.
             return_weights: also return the weights (b, h, l, m).
         """
@@ -153,13 +153,13 @@ class KeyValueProjection(nn.Module):
     def projecting_parameters(self) -> list[Tensor]:
         """The weights that `project` uses."""
         own = [self.null_key, self.null_value, self.score_scale]
-        found: list[Tensor] = [weight for weight in own if weight is not None]
+        weights: list[Tensor] = [weight for weight in own if weight is not None]
         for layer in (self.k_proj, self.v_proj, self.k_norm):
             if type(layer) is nn.Linear and layer.bias is None:
-                found.append(layer.weight)
+                weights.append(layer.weight)
             elif layer is not None:
-                found += layer.parameters()
-        return found
+                weights += layer.parameters()
+        return weights
 
     @property
     def absorbable(self) -> bool:
@@ -180,7 +180,7 @@ class KeyValueProjection(nn.Module):
         memory_positions: Tensor | None = None,
         return_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attention of queries, already projected, over a memory or over what `project` made of it.
+        """Attention of queries, already projected, over a memory or over what `project` gives for it.
 
         Args:
             q: (b, h, l, k); its rows may be a multiple of those of the memory (beams).
@@ -332,9 +332,9 @@ class KeyValueProjection(nn.Module):
             )
         if (scores is None) != (self.score_scale is None):
             raise ConfigError(
-                "this layer was made without score_bias, so it takes no scores"
+                "this layer has no score_bias, so it takes no scores"
                 if self.score_scale is None
-                else "this layer was made with score_bias=True: give it scores (b, m)"
+                else "this layer has score_bias=True: give it scores (b, m)"
             )
         if scores is not None:
             if scores.shape != memory.shape[:2]:
@@ -501,7 +501,7 @@ def upgrade_state_names(state: Mapping[str, Value]) -> dict[str, Value]:
     """The entries of a state dict under the names of today, the others and new ones as they are.
 
     Before `CrossAttention` had a `kv_proj`, the weights of keys and values stood beside its `q_proj.weight`, which is
-    how they are told from those of a `KeyValueProjection` on its own.
+    how they differ from those of a `KeyValueProjection` on its own.
 
     Args:
         state: anything by the names of parameters: tensors, shapes.

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.text_state import TextState
-from mmattn.core.attention import combine_masks, may_read, visible_rows
+from mmattn.core.attention import combine_masks, visible_rows
 from mmattn.core.kv import KeyValue
 from mmattn.core.masks import causal
+from mmattn.core.tracing import may_read
 from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
 from mmattn.memory import Memory
 

@@ -119,7 +119,7 @@ class GatedLayers(BlockLayers):
         images = text.images_begun(self.config.media_token).to(memory.device)
         assert memory.segments is not None
         segments = memory.segments.repeat_interleave(text.rows // max(memory.batch, 1), 0)
-        return media(images, segments, "latest" if self.config.visible_segments == "latest" else "all").tensor
+        return media(images, segments, self.config.visible_segments).tensor
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
         """The first token that may see each slot (b, m), the text's length where none may."""

@@ -200,7 +200,7 @@ class GivenNeighbours(Neighbours):
     def places(self, chunks: list[tuple[int, int]], text: TextState, adapter: Any) -> list[Place | None]:
         """Where the neighbours of each (row of the text, chunk) are, None where the memory has none."""
         memory = self.prepared.memory
-        rows: dict[tuple[int, int], int] = self._rows.once(
+        rows: dict[tuple[int, int], int] = self._rows.get(
             None, memory.tensors()[1:], lambda: {chunk: row for row, chunk in enumerate(chunk_slots(memory)[0])}
         )
         beams = text.rows // max(memory.batch, 1)

@@ -96,7 +96,7 @@ class PreparedMemory:
         scores = memory.scores if adapter.score_bias else None
         # Absorbed, every layer reads the same tensor: computed once.
         shared = absorb and scores is None
-        projected: KeyValue = self._cache_of(adapter).once(
+        projected: KeyValue = self._cache_of(adapter).get(
             -1 if shared else layer,
             [memory.tokens, *(() if shared else attention.projecting_parameters())],
             lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),
@@ -108,7 +108,7 @@ class PreparedMemory:
         if self._is_uncached(adapter):
             return adapter.read(self.memory)
         sources = [*self.memory.tensors(), *adapter.reading_parameters()]
-        memory: Memory = self._cache_of(adapter).once(None, sources, lambda: adapter.read(self.memory))
+        memory: Memory = self._cache_of(adapter).get(None, sources, lambda: adapter.read(self.memory))
         return memory
 
     def _is_uncached(self, adapter: Reader) -> bool:

@@ -235,7 +235,7 @@ def _layers(family: str, numbers: list[int], others: int, depth: int, source: st
         return tuple(number * depth // count for number in numbers)
     layers = tuple(numbers)
     if family == "mllama":
-        # Blocks are numbered among the layers, and the host has only the others: its layers are counted without blocks.
+        # Blocks are numbered among the layers, and the host has only the others: count its layers without blocks.
         layers = tuple(number - before for before, number in enumerate(numbers))
         if others not in (0, depth) or len(set(layers)) != len(layers):
             raise AdapterFileError(
@@ -270,7 +270,9 @@ def _sizes(
         head_dim = known.head_dim or rows // (host.num_heads or 1)
     kv_rows = k.shape[0] // max(len(stacked) for stacked in known.names.values())
     if not head_dim or rows % head_dim or kv_rows % head_dim:
-        raise AdapterFileError(f"{source}: {rows} rows of queries and {kv_rows} of keys are not a whole number of heads; give num_heads=")
+        raise AdapterFileError(
+            f"{source}: {rows} rows of queries and {kv_rows} of keys are not a whole number of heads; give num_heads="
+        )
     heads, kv_heads = rows // head_dim, kv_rows // head_dim
     settings = {
         "memory_dim": k.shape[1],
@@ -284,7 +286,7 @@ def _sizes(
     return settings
 
 
-def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, float]:
+def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, Any]:
     """The epsilon of RMSNorm, that of the text model, for families that have the norm."""
     if known.layout.get("norm") != "rms":
         return {}

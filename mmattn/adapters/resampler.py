@@ -51,7 +51,7 @@ class Resampler:
 
 
 class PerceiverResampler(nn.Module):
-    """Cross-attention from n learned latents to a memory of any length, whose output is a memory of n slots per segment.
+    """Cross-attention of n learned latents over a memory of any length; the output is a memory of n slots per segment.
 
     Args:
         config: its settings.

@@ -22,6 +22,7 @@ from torch import Tensor
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float
 from mmattn.hosts.unet.adapter_scale import doubled
 from mmattn.hosts.unet.model import AdaptedUNet
+from mmattn.memory import Memory
 
 Predict = Callable[[Tensor, Any], Tensor]
 
@@ -90,11 +91,12 @@ class Guidance:
         if self.drop is not None and (unknown := set(self.drop) - names):
             raise ConfigError(f"drop names {sorted(unknown)}; there are {sorted(names)}")
         drop = names if self.drop is None else set(self.drop)
-        whole = model.make_call(memory, adapter_scale, text_mask=text_mask)
+        prepared = None if memory is None else model.prepare_by_name(memory)
+        whole = model.make_call(prepared, adapter_scale, text_mask=text_mask)
         both, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
-        sources = {} if whole is None else whole.sources
-        twice = {name: one.prepared if name in drop else _twice(one.prepared) for name, one in sources.items()}
-        given = {} if whole is None else whole.scales
+        sources, given = ({}, {}) if whole is None else (whole.sources, whole.scales)
+        used = {name: one for name, one in (prepared or {}).items() if name in sources}
+        twice = {name: one if name in drop else _twice(one.memory) for name, one in used.items()}
         scales = {name: given[name] if name in drop else doubled(given[name]) for name in twice}
         half = model.make_call(twice or None, scales if twice else 1.0, text_mask=both_mask, guided=True)
 
@@ -147,6 +149,6 @@ def _halves(
     return torch.cat([text, text]), torch.cat([torch.zeros_like(real), real])
 
 
-def _twice(prepared: Any) -> Any:
-    rows = list(range(prepared.batch))
-    return prepared.memory[rows + rows]
+def _twice(memory: Memory) -> Memory:
+    rows = list(range(memory.batch))
+    return memory[rows + rows]

@@ -68,7 +68,9 @@ def read_ip_adapter(host: nn.Module, path: str | PathLike[str]) -> tuple[Decoupl
     shapes = [tuple(tensors[name].shape) for name in PROJECTION]
     rows, memory_dim = shapes[0] if len(shapes[0]) == 2 else (0, 0)
     if rows % width or shapes != [(rows, memory_dim), (rows,), (width,), (width,)]:
-        raise AdapterFileError(f"{str(path)!r}: an image projection of {shapes} gives no whole number of slots {width} wide")
+        raise AdapterFileError(
+            f"{str(path)!r}: an image projection of {shapes} gives no whole number of slots {width} wide"
+        )
     for name, value in tensors.items():
         if not value.is_floating_point():
             raise AdapterFileError(f"{str(path)!r}: the tensor {name!r} is {value.dtype}, not floating point")
@@ -112,7 +114,7 @@ def write_ip_adapter(model: Any, path: str | PathLike[str], name: str) -> None:
         name: of the adapter.
 
     Raises:
-        ConditionError: that layout cannot represent it: blocks at some layers only, a resampler, or no image projection.
+        ConditionError: it has blocks at some layers only, a resampler, or no image projection.
         OSError: the folder is missing or not writable; a file that was there is unchanged.
     """
     from safetensors.torch import save
@@ -120,7 +122,8 @@ def write_ip_adapter(model: Any, path: str | PathLike[str], name: str) -> None:
     adapter = model.adapter(name)
     if adapter.config.tokens is None or adapter.resampler is not None or len(adapter.layers) != len(model.layer_names):
         raise ConditionError(
-            f"adapter {name!r} cannot be written as an IP-Adapter, which has tokens=, blocks at all layers and no resampler; use save_adapter"
+            f"adapter {name!r} cannot be written as an IP-Adapter, which has tokens=, blocks at all layers and no "
+            "resampler: use save_adapter"
         )
     state = {key: value.detach().contiguous().cpu() for key, value in adapter.state_dict().items()}
     tensors = {theirs: state[own] for theirs, own in PROJECTION.items()}

@@ -39,7 +39,7 @@ class TextHeads(KeyValueProjection):
         self.__dict__["attn"] = attn
 
     def look_up(self) -> None:
-        """Take the projections that the host has now."""
+        """Update `k_proj` and `v_proj` to the projections that the host has now."""
         attn = self.__dict__["attn"]
         self.k_proj, self.v_proj = attn.to_k, attn.to_v
 
@@ -101,8 +101,8 @@ class TextAttention:
             ShapeError: a `text_mask` that does not fit the text.
         """
         q = query_heads(attn, hidden_states, temb)
-        found, seen = self.attend(attn, q, encoder_hidden_states, attention_mask)
-        out = found.transpose(1, 2).flatten(2)
+        heads, seen = self.attend(attn, q, encoder_hidden_states, attention_mask)
+        out = heads.transpose(1, 2).flatten(2)
         added = added_heads(self.model, self.index, q)
         out = attn.to_out[0](out if added is None else out + added)
         bias = getattr(attn.to_out[0], "bias", None)
@@ -139,15 +139,15 @@ class TextAttention:
         def normed() -> Tensor:
             return attn.norm_encoder_hidden_states(text) if attn.norm_cross else text
 
-        made: Tensor | KeyValue
+        memory: Tensor | KeyValue
         if call is not None and self.is_cacheable(text):
             norm = attn.norm_cross.parameters() if attn.norm_cross else ()
             sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, torch.is_autocast_enabled(text.device.type))
-            made = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
+            memory = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
         else:
-            made = normed()
-        out = self.heads(q, made, mask=None if isinstance(made, KeyValue) else mask)
+            memory = normed()
+        out = self.heads(q, memory, mask=None if isinstance(memory, KeyValue) else mask)
         return out, seen
 
     def padding_mask(self, call: DenoisingCall | None, text: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -170,7 +170,7 @@ class TextAttention:
         if bias is None:
             return None
         if bias.shape[-2] != 1:
-            raise ConditionError("use_core hides padding of the text; a mask over pixels (attention_mask) is not taken")
+            raise ConditionError("use_core masks padding of the text; a mask over pixels (attention_mask) is not supported")
         known = None if call is None else call.padding
         if known is not None and known[0] is bias:
             return known[1]
@@ -184,7 +184,7 @@ class TextAttention:
         return mask
 
     def is_cacheable(self, text: Tensor) -> bool:
-        """Whether keys and values of this text can be cached: no gradients are needed, and every change would be noticed.
+        """Whether keys and values of this text can be cached: no gradients, and every change would be noticed.
 
         LoRA is switched, scaled and merged without a trace in its weights.
         """

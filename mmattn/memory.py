@@ -283,6 +283,12 @@ class Memory:
 
         return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
 
+    def real_slots(self) -> Tensor:
+        """Which slots may be attended to, (b, m) bool: the mask, or all True where there is none."""
+        if self.mask is None:
+            return self.tokens.new_ones(self.tokens.shape[:2], dtype=torch.bool)
+        return self.mask.to(self.device)
+
     def tensors(self) -> list[Tensor]:
         """The tokens, and the mask, segments and scores that are there."""
         return [value for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None]
@@ -301,7 +307,7 @@ class Memory:
             raise ConfigError(f"p is a probability from 0 to 1, got {p}")
         remaining = torch.rand(self.batch, 1, generator=generator).to(self.device) >= p
         return Memory(
-            self.tokens, self._filled("mask") & remaining, self.segments, self.scores, self.sources, check_finite=False
+            self.tokens, self.real_slots() & remaining, self.segments, self.scores, self.sources, check_finite=False
         )
 
     def detach(self) -> Memory:
@@ -369,7 +375,7 @@ class Memory:
             return value
         shape = self.tokens.shape[:2]
         if name == "mask":
-            return self.tokens.new_ones(shape, dtype=torch.bool)
+            return self.real_slots()
         return self.tokens.new_zeros(shape, dtype=torch.long if name == "segments" else self.dtype)
 
     def _source_rows(self) -> list[list[Any]]:
@@ -386,7 +392,7 @@ class Memory:
         }
         return Memory(
             torch.nn.functional.pad(self.tokens, (0, 0, 0, extra)),
-            torch.nn.functional.pad(self._filled("mask"), (0, extra)),
+            torch.nn.functional.pad(self.real_slots(), (0, extra)),
             sources=None if self.sources is None else [row + [None] * extra for row in self.sources],
             check_finite=False,
             **padded,

@@ -86,7 +86,7 @@ class PreparedMemory:
         Returns:
             None where nothing is cached: the block projects for itself.
         """
-        if self._is_uncached(adapter):
+        if not self.may_cache(adapter):
             return None
         attention = adapter.attention(layer)
         size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
@@ -96,7 +96,7 @@ class PreparedMemory:
         scores = memory.scores if adapter.score_bias else None
         # Absorbed, every layer reads the same tensor: computed once.
         shared = absorb and scores is None
-        projected: KeyValue = self._cache_of(adapter).get(
+        projected: KeyValue = self.cache_of(adapter).get(
             -1 if shared else layer,
             [memory.tokens, *(() if shared else attention.projecting_parameters())],
             lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),
@@ -105,21 +105,24 @@ class PreparedMemory:
 
     def read(self, adapter: Reader) -> Memory:
         """The memory as an adapter reads it."""
-        if self._is_uncached(adapter):
+        if not self.may_cache(adapter):
             return adapter.read(self.memory)
         sources = [*self.memory.tensors(), *adapter.reading_parameters()]
-        memory: Memory = self._cache_of(adapter).get(None, sources, lambda: adapter.read(self.memory))
+        memory: Memory = self.cache_of(adapter).get(None, sources, lambda: adapter.read(self.memory))
         return memory
 
-    def _is_uncached(self, adapter: Reader) -> bool:
-        """Nothing is cached while gradients are needed, nor inside a graph being traced."""
+    def may_cache(self, adapter: Reader) -> bool:
+        """Whether what this adapter computes of the memory may be cached: no gradients are needed, no graph traced."""
         if torch.compiler.is_compiling():
+            return False
+        if not torch.is_grad_enabled():
             return True
-        return torch.is_grad_enabled() and (
+        return not (
             self.memory.tokens.requires_grad or any(parameter.requires_grad for parameter in adapter.parameters())
         )
 
-    def _cache_of(self, adapter: Reader) -> TensorCache:
+    def cache_of(self, adapter: Reader) -> TensorCache:
+        """What this adapter has computed of the memory, in the dtype of the autocast that is on."""
         device = adapter.weight.device.type
         key = adapter.name, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         entry = self._entries.get(key)

@@ -170,7 +170,9 @@ class TextAttention:
         if bias is None:
             return None
         if bias.shape[-2] != 1:
-            raise ConditionError("use_core masks padding of the text; a mask over pixels (attention_mask) is not supported")
+            raise ConditionError(
+                "use_core masks padding of the text; a mask over pixels (attention_mask) is not supported"
+            )
         known = None if call is None else call.padding
         if known is not None and known[0] is bias:
             return known[1]

@@ -346,20 +346,17 @@ class GatheredMemory(PreparedMemory):
         slots: Memory = self._cache_of(adapter).get(("slots", pages.keys.device), [], lambda: self._slots(pages))
         return slots
 
-    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue | None:
-        """The pages of these entries, or cached keys and values as of any prepared memory."""
+    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue:
+        """The pages of these entries, or keys and values as of any prepared memory."""
         pages = self._pages(adapter, layer)
-        if pages is not None or memory.dim:
-            return super().project(adapter, layer, memory, queries) if pages is None else pages
-        # An entry was written after `read` had found the pages of the first layer.
-        memory = super().read(adapter)
-        scores = memory.scores if adapter.score_bias else None
-        projected: KeyValue = adapter.attention(layer).project(memory.tokens, mask=memory.mask, scores=scores)
-        return projected
+        if pages is not None:
+            return pages
+        # An entry may have been written after `read` had found the pages of the first layer.
+        return super().project(adapter, layer, memory if memory.dim else super().read(adapter), queries)
 
     def _pages(self, adapter: Any, layer: int) -> KeyValue | None:
         """Keys and values of these entries from their pages; None where they are no longer what was found."""
-        if self._is_uncached(adapter):
+        if self.is_uncached(adapter):
             return None
         attention = adapter.attention(layer)
         sources = [*self.memory.tensors(), *adapter.reading_parameters(), *attention.projecting_parameters()]

@@ -214,7 +214,7 @@ def build_index(
         texts += part[1]
         metadata += part[2]
         vectors.append(part[3])
-    index = Index.build(torch.cat(vectors), encoder=reader, ids=ids, texts=texts, metadata=metadata, engine=search)
+    index = Index.build(torch.cat(vectors), encoder=reader, ids=ids, texts=texts, metadata=metadata, store=search)
     index.save(out)
     shutil.rmtree(shards)
     typer.echo(f"{index} in {out}")
@@ -252,7 +252,7 @@ def describe_index(folder: Annotated[Path, typer.Argument(metavar="DIR", help="T
 
     index = Index.load(folder)
     typer.echo(
-        f"{index}\nencoder {index.space.fingerprint or 'unknown'}\nmemory {index.state.entries.vectors.nbytes:,} bytes"
+        f"{index}\nencoder {index.space.fingerprint or 'unknown'}\nmemory {4 * index.dim * len(index):,} bytes"
     )
 
 

@@ -34,7 +34,7 @@ from mmattn.errors import (
     import_extra,
 )
 from mmattn.progress import tracked
-from mmattn.retrieval.lines import LineFiles, Stretch
+from mmattn.retrieval.corpus_lines import LineFiles, Stretch
 from mmattn.storage.atomic import replacing, write_text
 from mmattn.storage.file_kinds import dump_json
 from mmattn.storage.fingerprints import file_fingerprint

@@ -1,4 +1,4 @@
-"""What a search found: scores, ids, texts, metadata and vectors, and how all of it becomes a memory."""
+"""The hits of a search: scores, ids, texts, metadata and vectors, and the memory they become."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_bool_mask, check_float, check_int
 from mmattn.memory import Memory
-from mmattn.retrieval.vectors import as_vectors, gather
+from mmattn.retrieval.embedding_space import as_vectors
+from mmattn.retrieval.entries import Entries
 
 if TYPE_CHECKING:
-    from mmattn.retrieval.index import Index
     from mmattn.retrieval.rerank import Reranker
 
 
@@ -30,7 +30,8 @@ class Hits:
         tokens: for each query k tensors (m_i, e'), the encoded tokens of each entry.
 
     Raises:
-        ShapeError: sizes that do not fit. MaskError: a mask that is not bool.
+        ShapeError: sizes that do not fit.
+        MaskError: a mask that is not bool.
 
     >>> hits = Hits(torch.tensor([[0.9, 0.2]]), vectors=torch.ones(1, 2, 3), ids=[["a", "b"]])
     >>> hits.above(0.5).ids, hits.memory()
@@ -106,7 +107,7 @@ class Hits:
         Raises:
             ConfigError: a hit without a text. Else what the reranker raises.
 
-        A search takes many, reading keeps few: `index.search(q, 50).rerank(q, reranker).first(5)`.
+        A search takes many, and reading selects few: `index.search(q, 50).rerank(q, reranker).first(5)`.
         """
         texts: list[list[Any]] = self.texts or [[None] * self.scores.shape[1]] * len(self)
         for i, j in self.mask.nonzero().tolist():
@@ -187,32 +188,6 @@ class Hits:
         return source if self.texts is None else {**source, "text": self.texts[row][rank]}
 
     @classmethod
-    def from_faiss(cls, distances: Any, rows: Any, index: Index) -> Hits:
-        """Hits of a faiss index of your own over the entries of `index`, in the same order.
-
-        Args:
-            distances: (b, k) as faiss gives them: inner products, or squared distances under "l2", which turn negative.
-            rows: (b, k) as faiss gives them: numbers counted in the order of `index.ids`; -1, "none", becomes masked.
-            index: the entries.
-
-        Raises:
-            ShapeError: sizes that do not fit. IndexMismatchError: a number beyond the entries.
-        """
-        state = index.state
-        place = torch.as_tensor(rows, device=state.entries.vectors.device)
-        scores = torch.as_tensor(distances, device=place.device).float()
-        if place.dim() != 2 or place.shape != scores.shape:
-            raise ShapeError(f"D and I must both be (b, k), got {tuple(scores.shape)} and {tuple(place.shape)}")
-        if place.numel() and int(place.max()) >= len(state.entries):
-            raise IndexMismatchError(
-                f"faiss found entry {int(place.max())}, and this index has {len(state.entries)} entries: they were not "
-                "made of the same vectors"
-            )
-        place = place.long()
-        near = gather(state.entries.vectors, place)
-        return found(state.entries, place, near, -scores if state.metric == "l2" else scores)
-
-    @classmethod
     def from_retriever(cls, retriever: Any, queries: Tensor, top_k: int) -> Hits:
         """Hits of an object with `retrieve(queries, n_docs)` as transformers' RagRetriever has it.
 
@@ -248,8 +223,15 @@ class Hits:
         return cls(scores, mask, vectors, ids.tolist(), texts, metadata)
 
 
-def found(entries: Any, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
-    """Hits of rows (b, k) of entries, -1 is none, with their vectors (b, k, e) and scores (b, k)."""
+def hits_of_rows(entries: Entries, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
+    """Hits of rows of entries.
+
+    Args:
+        entries: n entries.
+        rows: (b, k) of them, best first; -1 is none.
+        vectors: (b, k, e) theirs.
+        scores: (b, k) theirs.
+    """
     numbers = rows.tolist()
 
     def column(values: Sequence[Any]) -> list[list[Any]]:

@@ -47,7 +47,7 @@ class Asked:
             host = training.load_lora(host, folder.parent / "lora")
         self.model = mmattn.load(host, folder).eval()
         chunked = isinstance(self.model.adapters["default"].config, mmattn.ChunkedAdapter)
-        if not chunked and len(self.index) and self.index.state.entries.tokens is None:
+        if not chunked and len(self.index) and not self.index.has_tokens:
             raise ConfigError(
                 f"the entries of {index} have no encoded tokens, which this adapter reads: ask an index that a run of "
                 "this recipe left (RUN/index), or give tokens= when building one, as recipes/rag/entries.py does"

@@ -302,7 +302,7 @@ def test_a_run_over_documents_has_its_controls(
     asked = recipe.ask.Asked(out / "index", out / "adapter", str(lm))
     written, sources = asked("A call gives a value, and a loop")
     assert isinstance(written, str) and len({source.text for source in sources}) == len(sources) > 0
-    assert {source.text for source in sources} <= set(asked.index.state.entries.texts)
+    assert {source.text for source in sources} <= {asked.index[name].text for name in asked.index.ids}
     assert 0.5 < sum(source.weight for source in sources) < 1, "the null slot has the rest"
     assert [source.weight for source in sources] == sorted((one.weight for one in sources), reverse=True)
     check_traces(asked, inspect.load_traces(out), written)
@@ -319,7 +319,8 @@ def test_a_run_over_documents_has_its_controls(
 def check_traces(asked: Any, traces: list[mmattn.Trace], written: str) -> None:
     """What words of a continuation looked at, beside what the model does when it looks its passages up itself."""
     (held,) = traces
-    assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= set(asked.index.state.entries.texts)
+    texts = {asked.index[name].text for name in asked.index.ids}
+    assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= texts
     trace = asked.trace("A call gives a value, and a loop")
     assert "".join(trace.words).strip() == written and len(set(trace.sources)) == len(trace.sources)
     Continuation = sys.modules[type(asked).__module__].Continuation

@@ -59,7 +59,7 @@ class TestMemory:
         index = Index.build(torch.eye(3), tokens=Memory.pad([torch.full((m, 5), float(m)) for m in (2, 3, 1)]))
         index.add(torch.eye(3)[:1] * 2, tokens=Memory(torch.full((1, 4, 5), 4.0)))
         index.update([1], torch.ones(1, 3), tokens=Memory(torch.full((1, 7, 5), 7.0)))
-        index.remove([0])
+        index.delete([0])
         tokens = {name: index[name].tokens for name in index.ids}
         assert {name: len(part) for name, part in tokens.items() if part is not None} == {1: 7, 2: 1, 3: 4}
         for change in (
@@ -114,7 +114,7 @@ class TestFaiss:
             queries, vectors = torch.nn.functional.normalize(queries), torch.nn.functional.normalize(vectors)
         theirs = faiss.IndexFlat(WIDTH, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
         theirs.add(vectors.numpy())
-        hits = Hits.from_faiss(*theirs.search(queries.numpy(), 23), index)
+        hits = index.hits_from_faiss(*theirs.search(queries.numpy(), 23))
         expected = index.search(queries, 23)
         assert hits.ids == expected.ids
         assert hits.ids is not None and hits.ids[0][17:] == [None] * 6  # faiss gave -1, and ids[-1] is an entry
@@ -123,9 +123,9 @@ class TestFaiss:
 
     def test_numbers_beyond_the_entries(self) -> None:
         with pytest.raises(IndexMismatchError, match="entry 5, and this index has 3"):
-            Hits.from_faiss(np.zeros((1, 2)), np.array([[0, 5]]), small(3))
+            small(3).hits_from_faiss(np.zeros((1, 2)), np.array([[0, 5]]))
         with pytest.raises(ShapeError, match=r"\(b, k\)"):
-            Hits.from_faiss(np.zeros((1, 3)), np.zeros((1, 2), dtype=int), small(3))
+            small(3).hits_from_faiss(np.zeros((1, 3)), np.zeros((1, 2), dtype=int))
 
 
 class Retriever:

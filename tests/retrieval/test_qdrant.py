@@ -53,7 +53,7 @@ def life(client: QdrantClient, metric: str, chance: random.Random, collection: s
         names = chance.sample(pair[1].ids, 2 * size)
         fresh, others, queries = vectors(size), vectors(size), vectors(3)
         for index in pair:
-            index.remove(names[:size])
+            index.delete(names[:size])
             index.update(names[size:], others, metadata=[{"third": 1.0}] * size)
             index.add(fresh)
             index.update(names[size : size + 1], texts=["another text"])
@@ -69,7 +69,7 @@ def life(client: QdrantClient, metric: str, chance: random.Random, collection: s
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_it_goes_through_what_an_index_goes_through(metric: str, seeded: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmattn.retrieval.qdrant._NUMBERS", 5 * WIDTH)  # so that every request is one of several
+    monkeypatch.setattr("mmattn.retrieval.stores.qdrant._NUMBERS", 5 * WIDTH)  # so that every request is one of several
     life(QdrantClient(":memory:"), metric, random.Random(seeded), "mmattn")
 
 
@@ -129,7 +129,7 @@ def test_a_folder_is_opened_again(tmp_path: Path) -> None:
     )
     query, before = Letters().encode(["the moon"]), held(index)
     expected = index.search(query, 5)
-    index.remove(["x"])
+    index.delete(["x"])
     index.client.close()
     again = QdrantIndex.open(tmp_path, encoder=Letters())
     assert again.ids == (7, "7") and held(again) == {name: before[name] for name in (7, "7")}

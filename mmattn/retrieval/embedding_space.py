@@ -1,4 +1,4 @@
-"""The space of an index: its width, its metric, and whose vectors they are; the way in for entries and queries."""
+"""What an index compares: vectors of one width, metric and encoder; the way in for entries and queries, checked."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError, check_choice
+from mmattn.errors import ConfigError, IndexMismatchError, NonFiniteError, ShapeError, TextError, check_choice
 from mmattn.memory import Memory
-from mmattn.retrieval.entries import check_texts
-from mmattn.retrieval.vectors import METRICS, as_vectors, check_vectors
+from mmattn.retrieval.entry_checks import check_texts
+from mmattn.retrieval.scoring import METRICS, lengths_of
+
+#: Products of two such vectors still fit into float32.
+LARGEST = 1e18
 
 
 class Encoder(Protocol):
-    """What turns texts into vectors: any object with these three."""
+    """What computes the vectors of texts: any object with these three."""
 
     @property
     def dim(self) -> int:
@@ -31,8 +34,15 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Space:
-    """Width e, metric, encoder, and the fingerprint of the encoder the entries came from (None where nobody said)."""
+class EmbeddingSpace:
+    """What the vectors of an index have in common.
+
+    Attributes:
+        dim: width e.
+        metric: how they are compared.
+        encoder: what encodes texts; None where texts cannot be given.
+        fingerprint: of the encoder the entries came from; None where nobody said.
+    """
 
     dim: int
     metric: str
@@ -40,7 +50,7 @@ class Space:
     fingerprint: str | None = None
 
     @classmethod
-    def of(cls, encoder: Encoder, metric: str) -> Space:
+    def of(cls, encoder: Encoder, metric: str) -> EmbeddingSpace:
         """The space an encoder encodes into.
 
         Raises:
@@ -50,11 +60,12 @@ class Space:
         return cls(encoder.dim, metric, encoder, encoder.fingerprint)
 
     @classmethod
-    def first(cls, items: Any, encoder: Encoder | None, metric: str) -> tuple[Space, Any]:
+    def first(cls, items: Any, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, Any]:
         """The space of a new index, and its first items: as they are where an encoder is given, else vectors.
 
         Raises:
-            ConfigError: texts without an encoder, no encoder, or an unknown metric. ShapeError: no vectors (b, e).
+            ConfigError: texts without an encoder, no encoder, or an unknown metric.
+            ShapeError: no vectors (b, e).
         """
         check_choice("metric", metric, METRICS)
         if encoder is not None:
@@ -64,14 +75,14 @@ class Space:
         vectors = as_vectors("vectors", items)
         return cls(vectors.shape[1], metric), vectors
 
-    def joined(self, encoder: Encoder) -> Space:
+    def joined(self, encoder: Encoder) -> EmbeddingSpace:
         """The same space with its encoder at hand.
 
         Raises:
             IndexMismatchError: it is another encoder.
         """
         self.check(encoder)
-        return Space(self.dim, self.metric, encoder, encoder.fingerprint)
+        return EmbeddingSpace(self.dim, self.metric, encoder, encoder.fingerprint)
 
     def check(self, encoder: Encoder) -> None:
         """Refuse an encoder whose vectors are of another space.
@@ -141,4 +152,73 @@ def _check_encoder(encoder: Encoder) -> None:
         raise ConfigError(
             f"an encoder has encode(texts) -> Memory, dim and fingerprint; {type(encoder).__name__} lacks "
             f"{', '.join(lacks)}"
+        )
+
+
+def as_vectors(what: str, given: Any, *, dim: int | None = None, single: bool = False) -> Tensor:
+    """Vectors (b, e) in float32 of a tensor, an array, lists of numbers, or a memory with one slot per row.
+
+    Args:
+        what: their name in messages.
+        given: what was given.
+        dim: the width e they must have; None takes any.
+        single: whether one vector (e,) stands for a batch of one.
+
+    Raises:
+        ShapeError: no numbers, or not (b, e).
+        IndexMismatchError: another width.
+    """
+    if isinstance(given, Memory):
+        if given.length != 1 or not all(given.lengths):
+            raise ShapeError(
+                f"{what} must have one real slot per row to be compared, got {given!r}: use an encoder that pools, and "
+                "give memories of several slots as tokens=, beside the vectors"
+            )
+        given = given.tokens[:, 0]
+    try:
+        vectors = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShapeError(f"{what} must be numbers (b, e), got {type(given).__name__}: {error}") from error
+    if vectors.dtype == torch.bool or vectors.is_complex():
+        raise ShapeError(f"{what} must be real numbers, got {vectors.dtype}")
+    if single and vectors.dim() == 1:
+        vectors = vectors[None]
+    if vectors.dim() != 2:
+        hint = "; for one vector give vector[None], for none torch.empty(0, e)" if vectors.dim() == 1 else ""
+        raise ShapeError(f"{what} must be (b, e), got {tuple(vectors.shape)}{hint}")
+    if dim is not None and vectors.shape[1] != dim:
+        raise IndexMismatchError(
+            f"{what} have width {vectors.shape[1]} and the index has width {dim}: they come from another encoder, or "
+            "were cut; encode them as the entries of the index were encoded"
+        )
+    return vectors.float()
+
+
+def check_vectors(what: str, vectors: Tensor, metric: str) -> None:
+    """Refuse vectors that cannot be compared.
+
+    Args:
+        what: their name in messages.
+        vectors: (b, e).
+        metric: how they are to be compared.
+
+    Raises:
+        NonFiniteError: NaN or infinity, or too large for products in float32, naming the first such row.
+        ShapeError: a vector of zeros, which has no direction, under the cosine.
+    """
+    lengths = lengths_of(vectors.detach())
+    wrong = ~(lengths <= LARGEST)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        fault = (
+            f"is {float(lengths[row]):.1e} long, and its products do not fit into float32"
+            if vectors[row].isfinite().all()
+            else "has NaN or infinite values (in float32)"
+        )
+        raise NonFiniteError(f"{what}: row {row} {fault}; repair it or leave it out. Nothing was changed")
+    if metric == "cosine" and (lengths == 0).any():
+        row = int((lengths == 0).nonzero()[0])
+        raise ShapeError(
+            f"{what}: row {row} is all zeros, which has no direction for metric 'cosine'; leave it out, or use 'ip' or "
+            "'l2'. Nothing was changed"
         )

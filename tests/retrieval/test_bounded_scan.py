@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmattn import Index
-from mmattn.retrieval.exact import Exact, scan_dtype
-from mmattn.retrieval.vectors import best
+from mmattn.retrieval.scoring import best_rows
+from mmattn.retrieval.stores.bounded_scan import BoundedScan, scan_dtype
 from tests.retrieval.searching import METRICS
 
 
@@ -60,13 +60,13 @@ CORPORA = {
 @pytest.mark.parametrize("corpus", CORPORA)
 def test_equals_comparing_everything(corpus: str, metric: str, dtype: torch.dtype) -> None:
     vectors = CORPORA[corpus](1511, 67)
-    engine = Exact(vectors, metric, dtype)
+    scan = BoundedScan(vectors, metric, dtype)
     near = vectors[:7] * 1.01 + 0.003 * vectors[:7].norm(dim=1, keepdim=True) / 8 * torch.randn(7, 67)
     for queries in (near, near[:1], 3000 * near, torch.ones(2, 67)):
         expected, _ = truth(queries, vectors, metric, 11)
-        assert torch.equal(best(queries, vectors, engine.candidates(queries, 11), metric, 11), expected)
+        assert torch.equal(best_rows(queries, vectors, scan.candidates(queries, 11), metric, 11), expected)
         allowed = torch.rand(1511) < 0.1
-        rows = best(queries, vectors, engine.candidates(queries, 11, allowed), metric, 11)
+        rows = best_rows(queries, vectors, scan.candidates(queries, 11, allowed), metric, 11)
         expected, _ = truth(queries, vectors[allowed], metric, 11)
         assert torch.equal(rows, allowed.nonzero()[:, 0][expected])
 
@@ -91,33 +91,33 @@ def test_the_bound_holds_where_all_roundings_agree(metric: str) -> None:
     worst = (places.bfloat16() / places - 1).abs().argsort(descending=True)[:40] + 2
     for e in worst.tolist():
         ones = torch.ones(1, e)
-        engine = Exact(ones, metric, torch.bfloat16)
-        scaled, stretch = engine._scaled(ones)
+        scan = BoundedScan(ones, metric, torch.bfloat16)
+        scaled, stretch = scan._scaled(ones)
         rounded = scaled.bfloat16()
-        slack = engine._slack((scaled - rounded).norm(dim=1).float(), stretch, engine.norms, engine.errors)
-        value = engine._scores(rounded, stretch)
+        slack = scan._slack((scaled - rounded).norm(dim=1).float(), stretch, scan.norms, scan.errors)
+        value = scan._scores(rounded, stretch)
         true = 0.5 if metric == "l2" else 1.0
-        assert engine._bound(value, slack, -1) <= true <= engine._bound(value, slack, 1), e
+        assert scan._bound(value, slack, -1) <= true <= scan._bound(value, slack, 1), e
 
 
 def test_few_candidates_where_few_are_near() -> None:
     """The scan decides nearly everything; that it never errs does not come from looking at all."""
     vectors = torch.randn(5003, 211)
-    found = Exact(vectors, "cosine", torch.bfloat16).candidates(torch.randn(7, 211), 5)
+    found = BoundedScan(vectors, "cosine", torch.bfloat16).candidates(torch.randn(7, 211), 5)
     assert 5 <= found.shape[1] < 200
 
 
 def test_coarse_products_of_float32_change_nothing() -> None:
     """Under "medium" a product of float32 matrices may round its factors to bfloat16."""
     vectors = near_ties(1511, 67)
-    engine = Exact(vectors, "ip", torch.float32)
+    scan = BoundedScan(vectors, "ip", torch.float32)
     queries = vectors[:7] + 1e-4 * torch.randn(7, 67)
-    fine = engine.candidates(queries, 11)
+    fine = scan.candidates(queries, 11)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        coarse = engine.candidates(queries, 11)
+        coarse = scan.candidates(queries, 11)
     finally:
         torch.set_float32_matmul_precision(before)
     assert coarse.shape[1] > fine.shape[1]
-    assert torch.equal(best(queries, vectors, coarse, "ip", 11), truth(queries, vectors, "ip", 11)[0])
+    assert torch.equal(best_rows(queries, vectors, coarse, "ip", 11), truth(queries, vectors, "ip", 11)[0])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.retrieval.vectors import lengths_of, wide
+from mmattn.retrieval.scoring import lengths_of, wide
 
 # Below, the true scores of the many candidates that few bits leave cost more than the scan saves.
 _WORTHWHILE = 1 << 24
@@ -40,8 +40,16 @@ def _coarse_float32() -> bool:
         return True
 
 
-class Exact:
-    """The exact engine over vectors (n, e). Immutable, so that threads may search while another builds the next one."""
+class BoundedScan:
+    """A search structure over vectors (n, e) that misses none of the best.
+
+    Immutable, so that threads may search while another builds the next one.
+
+    Args:
+        vectors: (n, e) float32.
+        metric: how they are compared.
+        dtype: of the scan; by default what is fastest here.
+    """
 
     exact = True
 

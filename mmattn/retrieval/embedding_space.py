@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexMismatchError, NonFiniteError, ShapeError, TextError, check_choice
 from mmattn.memory import Memory
-from mmattn.retrieval.entry_checks import check_texts
+from mmattn.retrieval.entries import Id
+from mmattn.retrieval.entry_checks import check_ids, check_metadata, check_texts, check_tokens
 from mmattn.retrieval.scoring import METRICS, lengths_of
 
 #: Products of two such vectors still fit into float32.
@@ -112,6 +113,25 @@ class EmbeddingSpace:
         vectors = as_vectors("vectors", items, dim=self.dim).detach()
         check_vectors("vectors", vectors, self.metric)
         return vectors, texts
+
+    def columns(
+        self,
+        items: Any,
+        ids: Iterable[Id] | None,
+        texts: Iterable[str | None] | None,
+        metadata: Iterable[Any] | None,
+        tokens: Memory | None,
+    ) -> dict[str, Any]:
+        """The columns of new entries, checked and copied to the CPU; ids are None where they are to be numbered."""
+        vectors, texts = self.entries(items, texts)
+        count = len(vectors)
+        return {
+            "ids": None if ids is None else check_ids(ids, count),
+            "texts": (None,) * count if texts is None else check_texts(texts, count, optional=True),
+            "metadata": (None,) * count if metadata is None else check_metadata(metadata, count),
+            "vectors": vectors.to("cpu", copy=True),
+            "tokens": None if tokens is None else check_tokens(tokens, count),
+        }
 
     def queries(self, given: Any, encoder: Encoder | None, device: torch.device) -> Tensor:
         """The vectors (b, e) of queries, checked; they keep their gradient."""

@@ -116,7 +116,7 @@ class Entries:
         """Which entries (n,) a filter allows, True = may be found; None means all.
 
         A dict allows the entries whose metadata is a dict that has all of its keys with values that are equal, as
-        Python compares them. A function is given the metadata of an entry.
+        Python compares them; {} allows all entries. A function is given the metadata of an entry.
 
         Args:
             chosen: the filter.
@@ -139,4 +139,8 @@ class Entries:
 
 
 def _has(metadata: Any, wanted: Mapping[str, Any]) -> bool:
-    return isinstance(metadata, dict) and all(key in metadata and metadata[key] == wanted[key] for key in wanted)
+    return (
+        not wanted
+        or isinstance(metadata, dict)
+        and all(key in metadata and metadata[key] == wanted[key] for key in wanted)
+    )

@@ -16,7 +16,6 @@ from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
 from mmattn.retrieval.entries import Entries, Entry, Filter, Id
 from mmattn.retrieval.entry_checks import (
     as_id_list,
-    check_ids,
     check_known,
     check_lines,
     check_metadata,
@@ -112,7 +111,7 @@ class Index:
         """
         space, items = EmbeddingSpace.first(items, encoder, metric)
         # Before there is a store, so that what is refused leaves none behind.
-        columns = _columns(space, items, ids, texts, metadata, tokens)
+        columns = space.columns(items, ids, texts, metadata, tokens)
         index = cls(make_store(store or cls.default_store, space.dim, metric, settings), encoder)
         try:
             index._add(columns)
@@ -171,7 +170,7 @@ class Index:
         tokens: Memory | None = None,
     ) -> tuple[Id, ...]:
         """Add entries, all or none, and return their ids. Arguments and errors as for `build`."""
-        return self._add(_columns(self.space, items, ids, texts, metadata, tokens))
+        return self._add(self.space.columns(items, ids, texts, metadata, tokens))
 
     def _add(self, columns: dict[str, Any]) -> tuple[Id, ...]:
         """Add checked columns; ids are numbered where they are None."""
@@ -401,23 +400,3 @@ class Index:
         widths = {part.shape[1] for part in (*([] if held is None else [held]), *(tokens or ()))}
         if len(widths) > 1:
             raise ShapeError(f"encoded tokens of one index have one width, got {sorted(widths)}")
-
-
-def _columns(
-    space: EmbeddingSpace,
-    items: Any,
-    ids: Iterable[Id] | None,
-    texts: Iterable[str | None] | None,
-    metadata: Iterable[Any] | None,
-    tokens: Memory | None,
-) -> dict[str, Any]:
-    """The columns of new entries, checked and copied; ids are None where they are to be numbered."""
-    vectors, texts = space.entries(items, texts)
-    count = len(vectors)
-    return {
-        "ids": None if ids is None else check_ids(ids, count),
-        "texts": (None,) * count if texts is None else check_texts(texts, count, optional=True),
-        "metadata": (None,) * count if metadata is None else check_metadata(metadata, count),
-        "vectors": vectors.to("cpu", copy=True),
-        "tokens": None if tokens is None else check_tokens(tokens, count),
-    }

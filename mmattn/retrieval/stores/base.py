@@ -52,7 +52,8 @@ class VectorStore(Protocol):
         dim: as given.
         metric: as given.
         about: a small JSON object that the index sets ("encoder", the fingerprint; "next_id"); {} when the store is
-            new. A store that outlives the process holds it beside its entries; in files the index saves it.
+            new, or the same with None and 0. A store that outlives the process holds it beside its entries; what `save`
+            writes need not have it.
 
     Raises:
         ConfigError: settings outside what is allowed.

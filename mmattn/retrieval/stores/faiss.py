@@ -219,7 +219,7 @@ class IVFPQStore(FaissStore):
         ConfigError: a number below 1, or bytes that do not divide the width.
     """
 
-    recall = 0.5
+    recall = 0.2
     index_class = "IndexIVFPQ"
 
     def __init__(

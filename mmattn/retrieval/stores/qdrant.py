@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +24,7 @@ from mmattn.retrieval.stores.qdrant_points import (
     condition,
     connect,
     create,
+    is_local,
     point_id,
     qdrant,
     read_about,
@@ -116,6 +119,9 @@ class QdrantStore:
         self.client = connect(location) if client is None else client
         self.collection = collection
         self._owned = client is None
+        # A server serves many at once; in this process Qdrant must not be read while it is written to.
+        local = is_local(self.client)
+        self._alone: contextlib.AbstractContextManager[Any] = threading.RLock() if local else contextlib.nullcontext()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -125,27 +131,31 @@ class QdrantStore:
     @property
     def about(self) -> dict[str, Any]:
         """The encoder and the next id, as the collection says now."""
-        about = read_about(self.client, self.collection)
+        about = self._about()
         return {"encoder": about["encoder"], "next_id": about["next_id"]}
 
     @about.setter
     def about(self, about: dict[str, Any]) -> None:
-        self._write([about_point({**read_about(self.client, self.collection), **about})])
+        self._write([about_point({**self._about(), **about})])
 
     @property
     def ids(self) -> tuple[Id, ...]:
         """All ids, in the order in which the entries were added; every one is fetched."""
-        places, offset = {}, None
-        while True:
-            points, offset = self.client.scroll(
-                self.collection, limit=1000, offset=offset, with_payload=["id", "place"], with_vectors=False
-            )
-            places.update({point.payload["id"]: point.payload["place"] for point in points if point.id != ABOUT})
-            if offset is None:
-                return tuple(sorted(places, key=places.__getitem__))
+        places: dict[Id, int] = {}
+        offset: Any = None
+        with self._alone:
+            while True:
+                points, offset = self.client.scroll(
+                    self.collection, limit=1000, offset=offset, with_payload=["id", "place"], with_vectors=False
+                )
+                places |= {point.payload["id"]: point.payload["place"] for point in points if point.id != ABOUT}
+                if offset is None:
+                    break
+        return tuple(sorted(places, key=places.__getitem__))
 
     def __len__(self) -> int:
-        return int(self.client.count(self.collection, exact=True).count) - 1
+        with self._alone:
+            return int(self.client.count(self.collection, exact=True).count) - 1
 
     def get(self, ids: Sequence[Id]) -> Entries:
         """The entries of those of these ids that are here."""
@@ -153,7 +163,7 @@ class QdrantStore:
 
     def add(self, entries: Entries) -> None:
         """Add entries after those that are here."""
-        about = read_about(self.client, self.collection)
+        about = self._about()
         first, behind = about["next_place"], about["next_place"] + len(entries)
         points = as_points(entries, range(first, behind), self.metric)
         self._write([about_point({**about, "next_place": behind}), *points])
@@ -166,12 +176,15 @@ class QdrantStore:
 
     def delete(self, ids: Sequence[Id]) -> None:
         """Delete entries."""
-        for part in _batches([point_id(name) for name in ids], 1000):
-            self.client.delete(self.collection, qdrant().models.PointIdsList(points=part), wait=True)
+        with self._alone:
+            for part in _batches([point_id(name) for name in ids], 1000):
+                self.client.delete(self.collection, qdrant().models.PointIdsList(points=part), wait=True)
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
         """What Qdrant finds, somewhat more than was asked for, since it compares in float32."""
-        found = self._query(queries, 2 * top_k + 32, condition(filter))
+        only = condition(filter)
+        with self._alone:
+            found = self._query(queries, 2 * top_k + 32, only)
         entries, _ = as_entries([point for points in found for point in points], self.dim)
         rows = torch.full((len(queries), max(map(len, found), default=0)), -1)
         for row, points in zip(rows, found, strict=True):
@@ -198,6 +211,10 @@ class QdrantStore:
         if self._owned:
             self.client.close()
 
+    def _about(self) -> dict[str, Any]:
+        with self._alone:
+            return read_about(self.client, self.collection)
+
     def _query(self, queries: Tensor, count: int, only: Any) -> list[list[Any]]:
         """For each query (b, e) at most `count` points that probably fit best, of those a filter allows."""
         models, cosine = qdrant().models, self.metric == "cosine"
@@ -219,13 +236,15 @@ class QdrantStore:
 
     def _fetch(self, names: Sequence[Id]) -> tuple[Entries, list[int]]:
         points: list[Any] = []
-        for part in _batches([point_id(name) for name in names], _NUMBERS // self.dim):
-            points += self.client.retrieve(self.collection, part, with_payload=True, with_vectors=["vector"])
+        with self._alone:
+            for part in _batches([point_id(name) for name in names], _NUMBERS // self.dim):
+                points += self.client.retrieve(self.collection, part, with_payload=True, with_vectors=["vector"])
         return as_entries(points, self.dim)
 
     def _write(self, points: list[Any]) -> None:
-        for part in _batches(points, _NUMBERS // self.dim):
-            self.client.upsert(self.collection, part, wait=True)
+        with self._alone:
+            for part in _batches(points, _NUMBERS // self.dim):
+                self.client.upsert(self.collection, part, wait=True)
 
 
 def _batches(values: list[Any], size: int) -> Iterator[list[Any]]:

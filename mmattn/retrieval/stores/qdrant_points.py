@@ -54,6 +54,12 @@ def connect(location: str | os.PathLike[str]) -> QdrantClient:
     return qdrant().QdrantClient(**({"url": place} if "://" in place else {"path": place}))
 
 
+def is_local(client: QdrantClient) -> bool:
+    """Whether Qdrant runs in this process, in memory or over a folder."""
+    options = client.init_options
+    return options["path"] is not None or options["location"] == ":memory:"
+
+
 def create(client: QdrantClient, collection: str, dim: int, metric: str) -> None:
     """Make a collection for vectors of a width and metric; on a server, with an index of the facts."""
     models = qdrant().models
@@ -65,7 +71,7 @@ def create(client: QdrantClient, collection: str, dim: int, metric: str) -> None
         )
         vectors = {"vector": given, "direction": searched}
     client.create_collection(collection, vectors_config=vectors)
-    if client.init_options["path"] is None and client.init_options["location"] != ":memory:":
+    if not is_local(client):
         client.create_payload_index(collection, "facts", models.PayloadSchemaType.KEYWORD, wait=True)
 
 

@@ -14,7 +14,7 @@ Store = TypeVar("Store", bound=type[VectorStore])
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _NEEDED = (
-    *("recall", "holds_tokens", "settings", "ids", "__len__", "get"),
+    *("recall", "holds_tokens", "ids", "__len__", "get"),
     *("add", "update", "delete", "search", "save", "open", "close"),
 )
 _stores: dict[str, type[VectorStore]] = {}

@@ -84,6 +84,71 @@ def test_through_the_front_door_where_bfloat16_scans(metric: str) -> None:
     assert torch.equal(hits.scores, scores)
 
 
+def opposed(n: int, near: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query (1, e) and vectors (n, e) of length 1, `near` of which fit it equally well but for 1e-6.
+
+    bfloat16 rounds all places of such a vector in one direction and nearly as far as it can, each vector in another:
+    the scan finds them as far apart as its error allows, in any order. The last places bring each to length 1, in
+    numbers that bfloat16 holds.
+    """
+    query = torch.cat([torch.full((64,), 2.0**-3), torch.zeros(8)])
+    grid, total = 2.0**-10, 60 * 132 + 7
+    steps = total + torch.randint(-29, 30, (n,))
+    places = steps[:, None] // 60 + (torch.rand(n, 60).argsort(1) < steps[:, None] % 60)
+    vectors = grid * (places + (total - steps)[:, None].double() / 60) + 1e-7 * torch.rand(n, 1)
+    vectors[torch.rand(n).argsort() >= near] *= 0.5
+    rest = 1 - vectors.float().double().square().sum(1)
+    parts = [vectors.float(), torch.zeros(n, 4)]
+    for _ in range(8):
+        parts.append((rest.clamp(min=0).sqrt() * (1 - 2**-8)).bfloat16().float()[:, None])
+        rest = rest - parts[-1][:, 0].double().square()
+    return query[None], torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["all", "filtered"])
+@pytest.mark.parametrize("near", [20, 31, 400], ids=lambda near: f"{near} near")
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_best_among_entries_closer_than_the_rounding(metric: str, near: int, filtered: bool) -> None:
+    """Each side of every bound counts: with half a bound some of these are missed."""
+    for _ in range(40):
+        query, vectors = opposed(503, near)
+        allowed = torch.rand(503) < 0.7 if filtered else torch.ones(503, dtype=torch.bool)
+        scan = BoundedScan(vectors, metric, torch.bfloat16)
+        for count in (1, 3):
+            rows = best_rows(
+                query, vectors, scan.candidates(query, count, allowed if filtered else None), metric, count
+            )
+            expected, _ = truth(query, vectors[allowed], metric, count)
+            assert torch.equal(rows, allowed.nonzero()[:, 0][expected])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_best_among_entries_closer_than_the_rounding_through_the_front_door(metric: str) -> None:
+    query, vectors = opposed(234_007, 150_001)
+    if scan_dtype(vectors) != torch.bfloat16:
+        pytest.skip("bfloat16 is no faster than float32 on this processor, so it is not used")
+    index = Index.build(vectors, metric=metric, metadata=[row % 2 for row in range(234_007)])
+    for count in (1, 7):
+        assert index.search(query, count).ids == truth(query, vectors, metric, count)[0].tolist()
+        odd, _ = truth(query, vectors[1::2], metric, count)
+        assert index.search(query, count, filter=lambda value: value == 1).ids == (2 * odd + 1).tolist()
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [1.0, 1e18, 1e-30])
+def test_what_is_not_allowed_is_no_candidate(metric: str, dtype: torch.dtype, length: float) -> None:
+    """Among zeros, underflows and equal vectors the bounds exclude nothing; the filter does."""
+    zeros = torch.zeros(13, 5) if metric != "cosine" else torch.full((13, 5), 1e-40)
+    for vectors in (zeros, torch.full((13, 5), 1e-20), torch.ones(13, 5)):
+        allowed = torch.arange(13) % 3 == 1
+        for count in (1, 3, 20):
+            found = BoundedScan(vectors, metric, dtype).candidates(length * torch.ones(2, 5), count, allowed)
+            for line in found.tolist():
+                assert min(count, 4) <= len([row for row in line if row >= 0]) <= 4
+                assert {row for row in line if row >= 0} <= {1, 4, 7, 10}
+
+
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_bound_holds_where_all_roundings_agree(metric: str) -> None:
     """Every place of both vectors is 1/√e, which some widths round by nearly 2**-8, all in one direction."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mmattn.retrieval.chunking import Chunk, chunk
-from mmattn.retrieval.corpus import CorpusShards, embed_corpus
+from mmattn.retrieval.corpus import embed_corpus
+from mmattn.retrieval.corpus_shards import CorpusShards
 from mmattn.retrieval.entries import Entries, Entry, Filter, Id
 from mmattn.retrieval.hits import Hits
 from mmattn.retrieval.index import Index

@@ -62,9 +62,9 @@ def embed_corpus(
 
     Args:
         files: JSON lines (.jsonl, .ndjson) or plain text files, one text per line; blank lines are passed over.
-        out: the folder, made where there is none.
+        out: the folder, created where there is none.
         encoder: has `encode(texts, batch_size=)` that gives a Memory of one slot per text, `dim` and `fingerprint`.
-        field: of a JSON line, what holds the text; what else it holds is kept as metadata.
+        field: of a JSON line, what holds the text; what else it holds becomes metadata.
         id_field: of a JSON line, what names it; by default a line is named "file name:number".
         lines_per_shard: lines of each shard.
         batch_size: texts the encoder reads at once.
@@ -134,7 +134,7 @@ def embed_corpus(
 
 @dataclass(frozen=True)
 class _Job:
-    """What makes a shard, anywhere."""
+    """What computes and writes a shard, in any process."""
 
     lines: LineFiles
     folder: Path

@@ -52,7 +52,11 @@ class EmbeddingSpace:
 
     @classmethod
     def of(cls, encoder: Encoder, metric: str) -> EmbeddingSpace:
-        """The space an encoder encodes into.
+        """The space of the vectors of an encoder.
+
+        Args:
+            encoder: the encoder.
+            metric: how its vectors are compared.
 
         Raises:
             ConfigError: it is no encoder.
@@ -63,6 +67,11 @@ class EmbeddingSpace:
     @classmethod
     def first(cls, items: Any, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, Any]:
         """The space of a new index, and its first items: as they are where an encoder is given, else vectors.
+
+        Args:
+            items: texts or vectors.
+            encoder: what encodes texts.
+            metric: how vectors are compared.
 
         Raises:
             ConfigError: texts without an encoder, no encoder, or an unknown metric.
@@ -77,7 +86,10 @@ class EmbeddingSpace:
         return cls(vectors.shape[1], metric), vectors
 
     def joined(self, encoder: Encoder) -> EmbeddingSpace:
-        """The same space with its encoder at hand.
+        """The same space with its encoder.
+
+        Args:
+            encoder: the encoder that the vectors came from.
 
         Raises:
             IndexMismatchError: it is another encoder.
@@ -102,7 +114,15 @@ class EmbeddingSpace:
             )
 
     def entries(self, items: Any, texts: Iterable[str | None] | None) -> tuple[Tensor, Iterable[str | None] | None]:
-        """The vectors (n, e) of new entries, checked, and their texts where there are any."""
+        """The vectors of new entries, checked, and their texts where there are any.
+
+        Args:
+            items: texts or vectors.
+            texts: the texts, where items are vectors.
+
+        Returns:
+            Vectors (n, e) float32, and the texts.
+        """
         if are_texts(items):
             if texts is not None:
                 raise ConfigError("texts= is for items that are vectors; these items are texts themselves")
@@ -122,7 +142,15 @@ class EmbeddingSpace:
         metadata: Iterable[Any] | None,
         tokens: Memory | None,
     ) -> dict[str, Any]:
-        """The columns of new entries, checked and copied to the CPU; ids are None where they are to be numbered."""
+        """The columns of new entries, checked and copied to the CPU; ids are None where they are to be numbered.
+
+        Args:
+            items: texts or vectors.
+            ids: one for each, no two the same.
+            texts: one for each, where items are vectors.
+            metadata: a JSON value for each.
+            tokens: one row for each.
+        """
         vectors, texts = self.entries(items, texts)
         count = len(vectors)
         return {
@@ -134,7 +162,13 @@ class EmbeddingSpace:
         }
 
     def queries(self, given: Any, encoder: Encoder | None, device: torch.device) -> Tensor:
-        """The vectors (b, e) of queries, checked; they keep their gradient."""
+        """The vectors (b, e) of queries, checked; gradients reach the ones that were given.
+
+        Args:
+            given: texts or vectors.
+            encoder: what encodes texts; by default the one of this space.
+            device: where the vectors are wanted.
+        """
         if encoder is not None:
             self.check(encoder)
         if are_texts(given):

@@ -19,6 +19,9 @@ MAX_METADATA = 4 << 30
 def as_id_list(ids: Iterable[Id]) -> list[Id]:
     """Ids of entries that are there, as a list.
 
+    Args:
+        ids: what was given.
+
     Raises:
         ConfigError: one id, and no list of them.
     """
@@ -72,6 +75,10 @@ def is_id(name: object) -> bool:
 def check_ids(ids: Iterable[Any], count: int) -> tuple[Id, ...]:
     """Ids as a tuple: text or ints, one per entry, no two the same.
 
+    Args:
+        ids: what was given.
+        count: how many entries there are.
+
     Raises:
         IndexMismatchError: anything else.
     """
@@ -108,6 +115,10 @@ def check_texts(texts: Iterable[Any], count: int | None = None, *, optional: boo
 def check_metadata(metadata: Iterable[Any], count: int) -> tuple[Any, ...]:
     """Metadata as a tuple of plain JSON values, copied, so that later changes by the caller do not reach the index.
 
+    Args:
+        metadata: what was given.
+        count: how many entries there are.
+
     Raises:
         ConfigError: a value JSON cannot hold, or another number of them.
     """
@@ -125,6 +136,10 @@ def check_metadata(metadata: Iterable[Any], count: int) -> tuple[Any, ...]:
 def check_tokens(tokens: Any, count: int) -> tuple[Tensor, ...]:
     """The real slots (m, e') of each row of a memory, copied to the CPU.
 
+    Args:
+        tokens: the memory.
+        count: how many rows it must have.
+
     Raises:
         ShapeError: no memory, or another number of rows.
     """
@@ -140,6 +155,9 @@ def check_tokens(tokens: Any, count: int) -> tuple[Tensor, ...]:
 
 def check_lines(entries: Entries) -> None:
     """Refuse ids and texts that no JSON line can hold (half a surrogate pair, say).
+
+    Args:
+        entries: the entries.
 
     Raises:
         TextError: naming the entry.

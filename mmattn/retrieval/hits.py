@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Hits:
-    """The k entries that fit each of b queries, best first; where fewer were found, the rest is masked.
+    """The k entries that fit each of b queries, best first; where there are fewer, the rest is masked.
 
     Args:
         scores: (b, k) float, higher is better. Masked ones become -inf.
@@ -79,6 +79,9 @@ class Hits:
     def above(self, score_threshold: float) -> Hits:
         """The same hits with those below a score masked.
 
+        Args:
+            score_threshold: the lowest score that stays.
+
         Raises:
             ConfigError: the threshold is not a finite number.
         """
@@ -87,6 +90,9 @@ class Hits:
 
     def first(self, count: int) -> Hits:
         """The best `count` of each query, or all where there are fewer.
+
+        Args:
+            count: how many.
 
         Raises:
             ConfigError: the count is no int of at least 1.
@@ -135,7 +141,7 @@ class Hits:
         )
 
     def memory(self, *, tokens: bool = False) -> Memory:
-        """What was found as memory: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
+        """The hits as a memory: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
 
         Masked hits become masked slots. The slots' scores are the hits' (0 where masked), their segments the rank of
         the entry, and their sources name it: {"id": …, "text": …}, and with tokens also {"slot": …} within the entry.
@@ -149,9 +155,7 @@ class Hits:
         if tokens:
             return self._token_memory()
         if self.vectors is None:
-            raise ConfigError(
-                "these hits have no vectors, so they make no memory; give vectors (b, k, e) when making them"
-            )
+            raise ConfigError("these hits have no vectors, so they make no memory; give vectors (b, k, e) to Hits")
         ranks = torch.arange(self.scores.shape[1], device=self.scores.device).expand_as(self.scores)
         sources = [
             [self._source(i, j) if real else None for j, real in enumerate(row)]

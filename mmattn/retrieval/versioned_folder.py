@@ -45,7 +45,7 @@ def write_version(folder: Path, about: dict[str, Any], write: Callable[[str], No
     """Save a version; a process killed in the middle leaves the old one.
 
     Args:
-        folder: made where there is none.
+        folder: created where there is none.
         about: what the version is, as JSON.
         write: writes the files of the version into the folder it is given.
         expected: the save this one follows, which must still be the one that counts; None replaces any.

@@ -1,4 +1,4 @@
-"""Exact search: a fast scan in few bits whose error is bounded, then the true scores of all that may be among the best.
+"""Exact search: a fast scan in few bits, and by a bound on its error all that may be among the best.
 
 The scan gives every entry a score s' with |s' - s| <= slack. The k-th best lower bound s' - slack is a floor that every
 one of the true k best reaches with s' + slack; all entries that do are candidates, and their true scores decide. So the

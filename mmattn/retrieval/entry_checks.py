@@ -153,6 +153,27 @@ def check_tokens(tokens: Any, count: int) -> tuple[Tensor, ...]:
     return tuple(row.detach().to("cpu", copy=True) for row in rows)
 
 
+def check_tokens_agree(held: Tensor | None, tokens: Sequence[Tensor] | None) -> None:
+    """Refuse encoded tokens where the other entries have none, the other way round, or of another width.
+
+    Args:
+        held: the tokens (m, e') of an entry that is there; None where it has none.
+        tokens: those of the entries to come; None where none were given.
+
+    Raises:
+        ShapeError: they do not agree.
+    """
+    if (held is None) != (tokens is None):
+        raise ShapeError(
+            "the index has encoded tokens for its entries: give tokens= with these, too"
+            if tokens is None
+            else "the index has no encoded tokens for its entries: leave tokens= out, or build it again with all"
+        )
+    widths = {part.shape[1] for part in (*(() if held is None else (held,)), *(tokens or ()))}
+    if len(widths) > 1:
+        raise ShapeError(f"encoded tokens of one index have one width, got {sorted(widths)}")
+
+
 def check_lines(entries: Entries) -> None:
     """Refuse ids and texts that no JSON line can hold (half a surrogate pair, say).
 

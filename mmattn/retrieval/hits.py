@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,21 @@ from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_boo
 from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import as_vectors
 from mmattn.retrieval.entries import Entries
+from mmattn.retrieval.scoring import gather
+from mmattn.retrieval.stores.base import VectorStore
 
 if TYPE_CHECKING:
     from mmattn.retrieval.rerank import Reranker
+
+
+class Held(Protocol):
+    """An index, as far as hits are concerned: its store, and the device of the vectors that this gives."""
+
+    @property
+    def store(self) -> VectorStore: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Hits:
@@ -190,6 +202,35 @@ class Hits:
     def _source(self, row: int, rank: int) -> dict[str, Any]:
         source = {} if self.ids is None else {"id": self.ids[row][rank]}
         return source if self.texts is None else {**source, "text": self.texts[row][rank]}
+
+    @classmethod
+    def from_faiss(cls, distances: Any, rows: Any, index: Held) -> Hits:
+        """Hits of a faiss index of your own over the entries of `index`, in the same order.
+
+        Args:
+            distances: (b, k) as faiss gives them: inner products, or squared distances under "l2", which turn negative.
+            rows: (b, k) as faiss gives them: numbers counted in the order of `index.ids`; -1, "none", becomes masked.
+            index: an `Index` of the entries.
+
+        Raises:
+            ShapeError: sizes that do not fit.
+            IndexMismatchError: a number beyond the entries.
+        """
+        place = torch.as_tensor(rows, device=index.device)
+        scores = torch.as_tensor(distances, device=place.device).float()
+        if place.dim() != 2 or place.shape != scores.shape:
+            raise ShapeError(f"D and I must both be (b, k), got {tuple(scores.shape)} and {tuple(place.shape)}")
+        place, names = place.long(), index.store.ids
+        if place.numel() and int(place.max()) >= len(names):
+            raise IndexMismatchError(
+                f"faiss found entry {int(place.max())}, and this index has {len(names)} entries: they were not made of "
+                "the same vectors"
+            )
+        numbers, found = place.clamp(min=-1).unique(return_inverse=True)
+        entries = index.store.get([names[row] for row in numbers.tolist() if row >= 0])
+        near = found - int((numbers < 0).any())  # where a row is -1, it is the first of the unique ones
+        scores = -scores if index.store.metric == "l2" else scores
+        return hits_of_rows(entries, near, gather(entries.vectors, near), scores)
 
     @classmethod
     def from_retriever(cls, retriever: Any, queries: Tensor, top_k: int) -> Hits:

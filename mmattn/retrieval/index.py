@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_float, check_int
+from mmattn.errors import ConfigError, IndexMismatchError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
 from mmattn.retrieval.entries import Entries, Entry, Filter, Id
@@ -22,6 +22,7 @@ from mmattn.retrieval.entry_checks import (
     check_new,
     check_texts,
     check_tokens,
+    check_tokens_agree,
     is_id,
 )
 from mmattn.retrieval.hits import Hits, hits_of_rows
@@ -290,33 +291,6 @@ class Index:
             hits = hits_of_rows(found.entries, rows, near, score(values, near, self.metric))
         return hits if score_threshold is None else hits.above(score_threshold)
 
-    def hits_from_faiss(self, distances: Any, rows: Any) -> Hits:
-        """The hits of a faiss index of your own, built over the same vectors in the same order.
-
-        Args:
-            distances: (b, k) as faiss gives them: inner products, or squared distances under "l2", which turn negative.
-            rows: (b, k) as faiss gives them: numbers counted in the order of `ids`; -1, "none", becomes masked.
-
-        Raises:
-            ShapeError: sizes that do not fit.
-            IndexMismatchError: a number beyond the entries.
-        """
-        place = torch.as_tensor(rows, device=self.device)
-        scores = torch.as_tensor(distances, device=place.device).float()
-        if place.dim() != 2 or place.shape != scores.shape:
-            raise ShapeError(f"D and I must both be (b, k), got {tuple(scores.shape)} and {tuple(place.shape)}")
-        place, names = place.long(), self.ids
-        if place.numel() and int(place.max()) >= len(names):
-            raise IndexMismatchError(
-                f"faiss found entry {int(place.max())}, and this index has {len(names)} entries: they were not made of "
-                "the same vectors"
-            )
-        numbers, found = place.clamp(min=-1).unique(return_inverse=True)
-        entries = self.store.get([names[row] for row in numbers.tolist() if row >= 0])
-        near = found - int((numbers < 0).any())  # where a row is -1, it is the first of the unique ones
-        vectors = gather(entries.vectors, near)
-        return hits_of_rows(entries, near, vectors, -scores if self.metric == "l2" else scores)
-
     def to(self, device: str | torch.device) -> Index:
         """Move the vectors to a device, where searches then happen; returns this index.
 
@@ -387,16 +361,12 @@ class Index:
         return tokens[0] if tokens else None
 
     def _check_tokens(self, tokens: tuple[Tensor, ...] | None) -> None:
-        """Refuse tokens of entries to come where those that are here have none, and the other way round."""
         if tokens is not None and not self.store.holds_tokens:
-            raise ConfigError(f"the store {self.store.kind!r} holds no encoded tokens: leave tokens= out, or use Index")
-        held = self._some_tokens()
-        if len(self) and (held is None) != (tokens is None):
-            raise ShapeError(
-                "the index has encoded tokens for its entries: give tokens= with these, too"
-                if tokens is None
-                else "the index has no encoded tokens for its entries: leave tokens= out, or build it again with all"
+            raise ConfigError(
+                f"the store {self.store.kind!r} holds no encoded tokens: leave tokens= out, or use one that does, such "
+                "as 'exact'"
             )
-        widths = {part.shape[1] for part in (*([] if held is None else [held]), *(tokens or ()))}
-        if len(widths) > 1:
-            raise ShapeError(f"encoded tokens of one index have one width, got {sorted(widths)}")
+        if len(self):
+            check_tokens_agree(self._some_tokens(), tokens)
+        else:
+            check_tokens_agree(None if tokens is None else tokens[0], tokens)

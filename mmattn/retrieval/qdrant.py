@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from mmattn.errors import IndexMismatchError
+from mmattn.errors import ConfigError, IndexMismatchError
 from mmattn.retrieval.embedding_space import Encoder
 from mmattn.retrieval.index import Index
-from mmattn.retrieval.stores.qdrant import QdrantStore
+from mmattn.retrieval.stores import QdrantStore, VectorStore
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient
@@ -36,6 +36,11 @@ class QdrantIndex(Index):
 
     default_store = "qdrant"
     store: QdrantStore
+
+    def __init__(self, store: VectorStore, encoder: Encoder | None = None) -> None:
+        if not isinstance(store, QdrantStore):
+            raise ConfigError(f"QdrantIndex is over a QdrantStore, got the store {store.kind!r}: use Index")
+        super().__init__(store, encoder)
 
     @classmethod
     def open(

@@ -114,7 +114,7 @@ class TestFaiss:
             queries, vectors = torch.nn.functional.normalize(queries), torch.nn.functional.normalize(vectors)
         theirs = faiss.IndexFlat(WIDTH, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
         theirs.add(vectors.numpy())
-        hits = index.hits_from_faiss(*theirs.search(queries.numpy(), 23))
+        hits = Hits.from_faiss(*theirs.search(queries.numpy(), 23), index)
         expected = index.search(queries, 23)
         assert hits.ids == expected.ids
         assert hits.ids is not None and hits.ids[0][17:] == [None] * 6  # faiss gave -1, and ids[-1] is an entry
@@ -123,9 +123,9 @@ class TestFaiss:
 
     def test_numbers_beyond_the_entries(self) -> None:
         with pytest.raises(IndexMismatchError, match="entry 5, and this index has 3"):
-            small(3).hits_from_faiss(np.zeros((1, 2)), np.array([[0, 5]]))
+            Hits.from_faiss(np.zeros((1, 2)), np.array([[0, 5]]), small(3))
         with pytest.raises(ShapeError, match=r"\(b, k\)"):
-            small(3).hits_from_faiss(np.zeros((1, 3)), np.zeros((1, 2), dtype=int))
+            Hits.from_faiss(np.zeros((1, 3)), np.zeros((1, 2), dtype=int), small(3))
 
 
 class Retriever:

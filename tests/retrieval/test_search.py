@@ -51,6 +51,23 @@ class TestEveryEngine:
         few = {name: vector for name, vector in held(index).items() if name % 191 == 5}
         agree(index.search(queries, 7, filter=lambda number: number % 191 == 5), queries, few, metric)
 
+    def test_filters_hold_among_zeros_and_equals(self, store: str, metric: str) -> None:
+        """Also where so many are allowed that an approximate store searches what it built."""
+        count = 99 if store == "qdrant" else 2503
+        zeros = torch.ones(count, WIDTH) if metric == "cosine" else torch.zeros(count, WIDTH)
+        for vectors in (zeros, torch.ones(count, WIDTH), (1e-6 * torch.randn(count, WIDTH)).half()):
+            index = built(
+                vectors.float() + (1e-20 if metric == "cosine" else 0), store, metric=metric, metadata=range(count)
+            )
+            if store == "qdrant":
+                index.update(index.ids, metadata=[{"odd": row % 2} for row in range(count)])
+            allowed = {"odd": 1} if store == "qdrant" else (lambda row: row % 2 == 1)
+            index.delete([1, 5])
+            hits = index.search(torch.randn(3, WIDTH), 23, filter=allowed)
+            assert hits.ids is not None and hits.mask.any()
+            found = {name for row in hits.ids for name in row if name is not None}
+            assert all(name % 2 for name in found) and not found & {1, 5}
+
     def test_more_than_there_is_is_masked(self, store: str, metric: str) -> None:
         index = small(5, store=store, metric=metric)
         queries = torch.randn(2, WIDTH)

@@ -1,9 +1,7 @@
 """An index on the disk: a folder of versions, of which one small file names the one that counts.
 
-    index.json              which version counts, what it is, and size and sha256 of each of its files
-    v7/vectors.safetensors  vectors (n, e), and encoded tokens where there are any
-    v7/entries.jsonl        id, text and metadata of each entry, one JSON object per line
-    v7/engine.faiss         what a faiss engine has built, if it is one
+    index.json  which version counts, what it is, and size and sha256 of each of its files
+    v7/…        the files of a version, which the store of the index writes and reads
 
 A save writes a new version beside the old one and then replaces `index.json` in one step: a process killed at any
 moment leaves the old version or the new one. One writer at a time: a second one is refused, and so is one whose index
@@ -23,20 +21,24 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
-from mmattn.errors import AdapterFileError, IndexFileError
+from mmattn.errors import AdapterFileError, ConfigError, IndexFileError
 from mmattn.storage.atomic import Path, fcntl, sync_folder
 from mmattn.storage.file_kinds import describe
 from mmattn.storage.json_files import read_json, write_json
 
 FORMAT = "mmattn-index"
-FORMAT_VERSION = 1
+#: 1 described "engine" where 2 describes "store": see `index_files`.
+FORMAT_VERSION = 2
 MANIFEST = "index.json"
 
 _FIELDS = {"format", "format_version", "version", "save", "files", "about", "sha256"}
-_FILES = ("vectors.safetensors", "entries.jsonl", "engine.faiss")
 _VERSION = re.compile(r"v[0-9]{1,18}")
+_SAVE = re.compile(r"[0-9a-f]{16}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 8 << 20
 
+Described = TypeVar("Described")
 Result = TypeVar("Result")
 
 
@@ -44,7 +46,7 @@ def write_version(folder: Path, about: dict[str, Any], write: Callable[[str], No
     """Save a version; a process killed in the middle leaves the old one.
 
     Args:
-        folder: made where there is none.
+        folder: created where there is none.
         about: what the version is, as JSON.
         write: writes the files of the version into the folder it is given.
         expected: the save this one follows, which must still be the one that counts; None replaces any.
@@ -55,6 +57,7 @@ def write_version(folder: Path, about: dict[str, Any], write: Callable[[str], No
     Raises:
         BlockingIOError: another writer is saving here.
         IndexFileError: another writer has saved here since `expected`, or the folder holds something else.
+        ConfigError: `write` made a file of another name than a version may hold.
         OSError: the disk is full, or the folder is a file or not writable. What was saved before is kept.
     """
     folder = os.path.realpath(folder)
@@ -88,6 +91,9 @@ def _write_version(folder: str, about: dict[str, Any], write: Callable[[str], No
         os.mkdir(place)
         write(place)
         files = {name: _described(os.path.join(place, name)) for name in sorted(os.listdir(place))}
+        strange = [name for name in files if not _FILE.fullmatch(name)]
+        if strange:
+            raise ConfigError(f"files of an index begin with a letter or a digit, and the store wrote {strange[:5]}")
         sync_folder(place)
         sync_folder(folder)
         body = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": number, "save": save}
@@ -102,8 +108,17 @@ def _write_version(folder: str, about: dict[str, Any], write: Callable[[str], No
     return save
 
 
-def read_version(folder: Path, read: Callable[[dict[str, Any], str], Result]) -> tuple[str, Result]:
-    """The name of the save that counts, and what `read` makes of it, given what it is and the folder of its files.
+def read_version(
+    folder: Path,
+    check: Callable[[dict[str, Any], int], Described],
+    read: Callable[[Described, str], Result],
+) -> tuple[str, Result]:
+    """The name of the save that counts, and what is read from its files.
+
+    Args:
+        folder: where `write_version` wrote.
+        check: given what the version is and the number of the format, checks it before any other file is opened.
+        read: given what `check` gave and the folder of the files, whose bytes are those that were written.
 
     Raises:
         IndexFileError: the folder or a file is missing, torn, changed, newer or something else.
@@ -111,12 +126,12 @@ def read_version(folder: Path, read: Callable[[dict[str, Any], str], Result]) ->
     folder = os.fspath(folder)
     while True:
         manifest = _read_manifest(folder)
+        described = check(manifest["about"], manifest["format_version"])
         place = os.path.join(folder, f"v{manifest['version']}")
         try:
             with _locked(place, exclusive=False):
-                for name, described in manifest["files"].items():
-                    _check_file(os.path.join(place, name), described)
-                return manifest["save"], read(manifest["about"], place)
+                _check_files(place, manifest["files"])
+                return manifest["save"], read(described, place)
         except (AdapterFileError, IndexFileError, OSError) as error:
             # Perhaps it was removed between the two looks, by a save: then there is a newer one.
             if _read_manifest(folder)["save"] != manifest["save"]:
@@ -140,17 +155,36 @@ def _read_manifest(folder: str) -> dict[str, Any]:
         raise IndexFileError(f"cannot load an index from {folder!r}: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise IndexFileError(f"{path!r} does not describe an index of mmattn")
-    if manifest.get("format_version") != FORMAT_VERSION:
+    number = manifest.get("format_version")
+    if type(number) is not int or not 1 <= number <= FORMAT_VERSION:
         raise IndexFileError(
-            f"{path!r} has format version {manifest.get('format_version')!r}, and this mmattn reads {FORMAT_VERSION}; "
-            "a newer mmattn wrote it, or it was changed"
+            f"{path!r} has format version {number!r:.80}, and this mmattn reads 1 to {FORMAT_VERSION}; a newer mmattn "
+            "wrote it, or it was changed"
         )
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     if set(manifest) != _FIELDS or manifest["sha256"] != _checksum(body):
         raise IndexFileError(f"{path!r} was changed after it was written (wrong checksum). Fetch or save it again")
-    if type(manifest["version"]) is not int or not set(manifest["files"]) <= set(_FILES):
-        raise IndexFileError(f"{path!r} names a version or files that no index has")
+    number, save, files, about = (manifest[name] for name in ("version", "save", "files", "about"))
+    if type(number) is not int or not _VERSION.fullmatch(f"v{number}") or not _is(save, _SAVE):
+        raise IndexFileError(f"{path!r} names a version that no index has: {number!r:.80}, {save!r:.80}")
+    if not isinstance(files, dict) or not all(_FILE.fullmatch(name) and _is_file(one) for name, one in files.items()):
+        raise IndexFileError(f"{path!r} names files that no index has, or not the size and sha256 of each")
+    if not isinstance(about, dict):
+        raise IndexFileError(f"{path!r} does not say what the index is, but {about!r:.80}")
     return manifest
+
+
+def _is(value: object, pattern: re.Pattern[str]) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_file(described: object) -> bool:
+    return (
+        isinstance(described, dict)
+        and set(described) == {"bytes", "sha256"}
+        and type(described["bytes"]) is int
+        and _is(described["sha256"], _SHA256)
+    )
 
 
 def _current(folder: str) -> dict[str, Any] | None:
@@ -172,6 +206,17 @@ def _checksum(body: dict[str, Any]) -> str:
 def _described(path: str) -> dict[str, Any]:
     with open(path, "rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _digest(file)}
+
+
+def _check_files(place: str, files: dict[str, dict[str, Any]]) -> None:
+    # Hidden files are those of the system: .DS_Store, .nfs…
+    strange = [name for name in sorted(os.listdir(place)) if name not in files and not name.startswith(".")]
+    if strange:
+        raise IndexFileError(
+            f"cannot load an index from {place!r}: it has files that do not belong to it: {strange[:5]}"
+        )
+    for name, described in files.items():
+        _check_file(os.path.join(place, name), described)
 
 
 def _check_file(path: str, described: dict[str, Any]) -> None:

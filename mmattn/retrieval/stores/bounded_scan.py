@@ -1,4 +1,4 @@
-"""Exact search: a fast scan in few bits whose error is bounded, then the true scores of all that may be among the best.
+"""Exact search: a fast scan in few bits, and by a bound on its error all that may be among the best.
 
 The scan gives every entry a score s' with |s' - s| <= slack. The k-th best lower bound s' - slack is a floor that every
 one of the true k best reaches with s' + slack; all entries that do are candidates, and their true scores decide. So the
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.retrieval.vectors import lengths_of, wide
+from mmattn.retrieval.scoring import lengths_of, wide
 
 # Below, the true scores of the many candidates that few bits leave cost more than the scan saves.
 _WORTHWHILE = 1 << 24
 _SCORES = 1 << 25
 _ROWS = 1 << 13
-_NEVER = -1e30
 
 
 def scan_dtype(vectors: Tensor) -> torch.dtype:
@@ -40,8 +39,16 @@ def _coarse_float32() -> bool:
         return True
 
 
-class Exact:
-    """The exact engine over vectors (n, e). Immutable, so that threads may search while another builds the next one."""
+class BoundedScan:
+    """A search structure over vectors (n, e) that misses none of the best.
+
+    Immutable, so that threads may search while another builds the next one.
+
+    Args:
+        vectors: (n, e) float32.
+        metric: how they are compared.
+        dtype: of the scan; by default what is fastest here.
+    """
 
     exact = True
 
@@ -87,11 +94,11 @@ class Exact:
         loss = lengths_of(scaled - rounded).float() * 1.001
         values = self._scores(rounded, stretch)
         if allowed is not None:
-            values.masked_fill_(~allowed, _NEVER)
+            values.masked_fill_(~allowed, -torch.inf)
         top = values.topk(min(len(self), count + 8 if self.scan.dtype == torch.float32 else 4 * count + 32))
         slack = self._slack(loss, stretch, *self.worst)[:, None]
         floor = self._bound(top.values[:, count - 1 : count], slack, -1)
-        near = self._bound(top.values, slack, 1) >= floor
+        near = (self._bound(top.values, slack, 1) >= floor) & (top.values > -torch.inf)
         rows = top.indices.masked_fill(~near, -1)[:, near.any(0)]
         uncertain = near[:, -1].nonzero()[:, 0].tolist() if top.values.shape[1] < len(self) else []
         if not uncertain:
@@ -99,9 +106,10 @@ class Exact:
         found = list(rows)
         for i in uncertain:
             # Too many are near: bound each of them by its own length and error, and take all that reach the floor.
-            slack = self._slack(loss[i], stretch[i], self.norms, self.errors)
-            lowest = self._bound(values[i], slack, -1).topk(count).values[-1]
-            found[i] = (self._bound(values[i], slack, 1) >= lowest).nonzero()[:, 0]
+            own = (values[i] > -torch.inf).nonzero()[:, 0]
+            slack = self._slack(loss[i], stretch[i], self.norms[own], self.errors[own])
+            lowest = self._bound(values[i, own], slack, -1).topk(count).values[-1]
+            found[i] = own[self._bound(values[i, own], slack, 1) >= lowest]
         return _padded(found)
 
     def _scaled(self, queries: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mmattn.errors import AdapterFileError, ConfigError, IndexMismatchError, TextError
 from mmattn.storage.json_files import parse_json
@@ -65,38 +64,45 @@ class LineFiles:
             raise AdapterFileError(f"the corpus has no file {str(missing)!r}: there is no such file")
 
     def survey(self, size: int) -> tuple[list[Stretch], dict[str, str], list[str]]:
-        """Stretches of `size` lines, the sha256 of each file by name, and what is wrong with which lines."""
+        """Stretches of lines, the sha256 of each file by name, and what is wrong with which lines.
+
+        Args:
+            size: lines of a stretch.
+        """
         stretches: list[Stretch] = []
         hashes, faults = {}, []
         for number, path in enumerate(self.files):
             whole = hashlib.sha256()
-            first, offset = 1, 0
+            line = 1
             with open(path, "rb") as file:
-                while raws := list(itertools.islice(file, size)):
-                    joined = b"".join(raws)
-                    whole.update(joined)
-                    digest = hashlib.sha256(joined).hexdigest()
-                    stretches.append(Stretch(number, first, offset, len(raws), digest))
-                    for line, raw in enumerate(raws, first):
+                while True:
+                    first, offset, digest = line, file.tell(), hashlib.sha256()
+                    for raw in _lines(file, size, digest, whole):
                         try:
                             self._row(path, line, raw)
                         except TextError as error:
                             faults.append(str(error))
-                    first, offset = first + len(raws), offset + len(joined)
+                        line += 1
+                    if line == first:
+                        break
+                    stretches.append(Stretch(number, first, offset, line - first, digest.hexdigest()))
             hashes[path.name] = whole.hexdigest()
         return stretches, hashes, faults
 
     def rows(self, stretch: Stretch) -> Iterator[Row]:
         """The rows of a stretch; broken lines are left out.
 
+        Args:
+            stretch: one of those of the survey.
+
         Raises:
             IndexMismatchError: the lines are not those of the survey.
         """
-        path = self.files[stretch.file]
+        path, digest = self.files[stretch.file], hashlib.sha256()
         with open(path, "rb") as file:
             file.seek(stretch.offset)
-            raws = list(itertools.islice(file, stretch.count))
-        if hashlib.sha256(b"".join(raws)).hexdigest() != stretch.sha256:
+            raws = list(_lines(file, stretch.count, digest))
+        if digest.hexdigest() != stretch.sha256:
             raise IndexMismatchError(f"{str(path)!r} was changed while it was embedded; begin anew in another folder")
         for line, raw in enumerate(raws, stretch.first):
             with contextlib.suppress(TextError):
@@ -107,14 +113,24 @@ class LineFiles:
     def _row(self, path: Path, line: int, raw: bytes) -> Row | None:
         """The row in a line, None of a blank one; TextError says what is wrong and where."""
         place = f"{path.name}:{line}"
-        raw = raw.removeprefix(_BOM) if line == 1 else raw
+        raw = raw.removeprefix(_BOM)  # in any line: files are joined, each with its own
+        if len(raw) > MAX_LINE:
+            raise TextError(f"{place} has more than {MAX_LINE:,} bytes; cut it into lines, or into chunks")
         if not raw.strip():
             return None
+        if b"\0" in raw:
+            raise TextError(
+                f"{place} has NUL characters, which text in UTF-8 has not; if it is UTF-16, convert the file"
+            )
         try:
             decoded = raw.decode().strip()
         except UnicodeDecodeError as error:
-            raise TextError(f"{place} is not UTF-8 ({error.reason} at byte {error.start})") from error
+            raise TextError(f"{place} is not UTF-8 ({error.reason} at byte {error.start}); convert the file") from error
         if path.suffix.lower() not in _JSON_LINES:
+            if "\r" in decoded:
+                raise TextError(
+                    f"{place} has a carriage return within it; lines end with a line feed, with or without one"
+                )
             return Row(place, decoded, {})
         try:
             value = parse_json(place, raw, MAX_LINE)
@@ -129,3 +145,16 @@ class LineFiles:
         if not isinstance(text, str) or not text.strip():
             raise TextError(f"{place} has no text in its field {self.field!r}, got {text!r:.40}")
         return Row(str(named), text, value)
+
+
+def _lines(file: IO[bytes], count: int, *digests: Any) -> Iterator[bytes]:
+    """The next lines of a file, of those that are too long the first bytes; all bytes go into the digests."""
+    for _ in range(count):
+        raw = piece = file.readline(MAX_LINE + 1)
+        if not raw:
+            return
+        while piece:
+            for digest in digests:
+                digest.update(piece)
+            piece = b"" if piece.endswith(b"\n") or len(piece) <= MAX_LINE else file.readline(MAX_LINE + 1)
+        yield raw

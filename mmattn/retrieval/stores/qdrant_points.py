@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmattn.errors import ConfigError, IndexFileError, import_extra
-from mmattn.retrieval.entries import MAX_METADATA, Entries, check_lines
-from mmattn.retrieval.space import Space
-from mmattn.retrieval.vectors import directions
+from mmattn.retrieval.entries import Entries, Filter
+from mmattn.retrieval.entry_checks import MAX_METADATA
+from mmattn.retrieval.scoring import METRICS, directions
 from mmattn.storage.json_files import dump_json
 
 if TYPE_CHECKING:
@@ -54,41 +54,55 @@ def connect(location: str | os.PathLike[str]) -> QdrantClient:
     return qdrant().QdrantClient(**({"url": place} if "://" in place else {"path": place}))
 
 
-def create(client: QdrantClient, collection: str, space: Space) -> None:
-    """Make a collection for a space; on a server, with an index of the facts."""
+def is_local(client: QdrantClient) -> bool:
+    """Whether Qdrant runs in this process, in memory or over a folder."""
+    options = client.init_options
+    return options["path"] is not None or options["location"] == ":memory:"
+
+
+def create(client: QdrantClient, collection: str, dim: int, metric: str) -> None:
+    """Make a collection for vectors of a width and metric; on a server, with an index of the facts."""
     models = qdrant().models
-    searched = models.VectorParams(size=space.dim, distance=models.Distance[_DISTANCES[space.metric]])
+    searched = models.VectorParams(size=dim, distance=models.Distance[_DISTANCES[metric]])
     vectors = {"vector": searched}
-    if space.metric == "cosine":
-        kept = models.VectorParams(
-            size=space.dim, distance=models.Distance.DOT, on_disk=True, hnsw_config=models.HnswConfigDiff(m=0)
+    if metric == "cosine":
+        given = models.VectorParams(
+            size=dim, distance=models.Distance.DOT, on_disk=True, hnsw_config=models.HnswConfigDiff(m=0)
         )
-        vectors = {"vector": kept, "direction": searched}
+        vectors = {"vector": given, "direction": searched}
     client.create_collection(collection, vectors_config=vectors)
-    if client.init_options["path"] is None and client.init_options["location"] != ":memory:":
+    if not is_local(client):
         client.create_payload_index(collection, "facts", models.PayloadSchemaType.KEYWORD, wait=True)
 
 
-def about_point(space: Space, next_id: int, next_place: int) -> Any:
+def about_point(about: dict[str, Any]) -> Any:
     """The point that `read_about` reads."""
-    about = {"format": FORMAT, "format_version": FORMAT_VERSION, "dim": space.dim, "metric": space.metric}
-    about |= {"encoder": space.fingerprint, "next_id": next_id, "next_place": next_place}
-    return qdrant().models.PointStruct(id=ABOUT, vector={}, payload=about)
+    payload = {"format": FORMAT, "format_version": FORMAT_VERSION, **about}
+    return qdrant().models.PointStruct(id=ABOUT, vector={}, payload=payload)
 
 
 def read_about(client: QdrantClient, collection: str) -> dict[str, Any]:
-    """What a collection is: its space, and the next id and place.
+    """What a collection is: "dim", "metric", "encoder", "next_id" and "next_place".
 
     Raises:
-        IndexFileError: it was not made here, or by another version.
+        IndexFileError: it was not made here, or by another version, or changed since.
     """
     points = client.retrieve(collection, [ABOUT])
-    about: dict[str, Any] = (points[0].payload or {}) if points else {}
-    if about.get("format") != FORMAT or about.get("format_version") != FORMAT_VERSION:
+    about: dict[str, Any] = dict(points[0].payload or {}) if points else {}
+    found = (about.pop("format", None), about.pop("format_version", None))
+    if found != (FORMAT, FORMAT_VERSION):
         raise IndexFileError(
-            f"QdrantIndex of this version has not made collection {collection!r}: it says format "
-            f"{about.get('format')!r}, version {about.get('format_version')!r}. Build one under another name"
+            f"QdrantIndex of this version has not made collection {collection!r}: it says format {found[0]!r}, version "
+            f"{found[1]!r}. Build one under another name"
         )
+    counts = ("dim", "next_id", "next_place")
+    sound = set(about) == {*counts, "metric", "encoder"} and about["metric"] in METRICS
+    if (
+        not sound
+        or not all(type(about[name]) is int and about[name] >= 0 for name in counts)
+        or not isinstance(about["encoder"], (str, type(None)))
+    ):
+        raise IndexFileError(f"collection {collection!r} was changed since it was made: it is described by {about!r}")
     return about
 
 
@@ -98,12 +112,16 @@ def point_id(name: object) -> str:
 
 
 def as_points(entries: Entries, places: Sequence[int], metric: str) -> list[Any]:
-    """Entries as points, after the last check of what they hold.
+    """Entries as points.
+
+    Args:
+        entries: n entries.
+        places: n numbers, which grow in the order of adding.
+        metric: how the vectors are compared.
 
     Raises:
-        TextError: half a surrogate pair. ConfigError: an int of more than 64 bits.
+        ConfigError: an int of more than 64 bits.
     """
-    check_lines(entries)
     point = qdrant().models.PointStruct
     vectors = {"vector": entries.vectors.tolist()}
     if metric == "cosine":
@@ -118,13 +136,13 @@ def as_points(entries: Entries, places: Sequence[int], metric: str) -> list[Any]
 
 def as_entries(points: Sequence[Any], dim: int) -> tuple[Entries, list[int]]:
     """Points as entries, each once, in the order of their places, and these."""
-    kept = sorted({point.id: point for point in points}.values(), key=lambda point: point.payload["place"])
-    ids, texts, metadata = (tuple(point.payload.get(key) for point in kept) for key in ("id", "text", "metadata"))
-    vectors = torch.tensor([point.vector["vector"] for point in kept], dtype=torch.float32).view(len(kept), dim)
-    return Entries(ids, texts, metadata, vectors), [point.payload["place"] for point in kept]
+    points = sorted({point.id: point for point in points}.values(), key=lambda point: point.payload["place"])
+    ids, texts, metadata = (tuple(point.payload.get(key) for point in points) for key in ("id", "text", "metadata"))
+    vectors = torch.tensor([point.vector["vector"] for point in points], dtype=torch.float32).view(len(points), dim)
+    return Entries(ids, texts, metadata, vectors), [point.payload["place"] for point in points]
 
 
-def condition(wanted: Mapping[str, Any] | None) -> Any:
+def condition(wanted: Filter | None) -> Any:
     """The Qdrant filter that finds entries whose metadata is equal in some keys.
 
     Raises:

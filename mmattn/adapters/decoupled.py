@@ -194,11 +194,7 @@ class DecoupledView(ProjectedView):
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
         """What the host's queries x (b, h, l, k) find in the memory, times the scale: (b, h, l, k)."""
-        projected = self.projected[layer]
-        if projected is None:
-            heads: Tensor = block(x, self.tokens, mask=self.mask)
-        else:
-            heads = block(x, projected)
+        heads: Tensor = block(x, self.projected[layer])
         return heads * adapter_scale
 
 

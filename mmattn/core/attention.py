@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.core.masks import Mask, causal as causal_mask
-from mmattn.core.tracing import autocast, may_read, transformed
+from mmattn.core.tracing import autocast, may_read, transform_under_way
 from mmattn.errors import MaskError, ShapeError, check_bool_mask, check_choice, check_float
 
 BACKENDS = ("sdpa", "eager")
@@ -268,6 +268,7 @@ def attend_checked(
     dropout: float = 0.0,
     backend: str | None = None,
     return_weights: bool = False,
+    seen: Tensor | bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attend` without its checks.
 
@@ -283,6 +284,8 @@ def attend_checked(
         dropout: probability of dropping a weight.
         backend: as in `attend`.
         return_weights: also return the weights (b, h, l, m) before dropout.
+        seen: (b, 1, 1, 1) bool, which rows may look at anything, or True where all may, where that is known and the
+            same for all queries of a row.
     """
     rows, h, l, _ = q.shape
     b, g, m, _ = k.shape
@@ -291,8 +294,8 @@ def attend_checked(
         nothing = q.new_zeros(rows, h, l, v.shape[3]) + sum(tensor.reshape(-1)[:0].sum() for tensor in (q, k, v))
         return (nothing, q.new_zeros(rows, h, l, m)) if return_weights else nothing
     if contain and not (may_read(k) and all_finite(k, v)):
-        return _attend_contained(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights)
-    return _attend_finite(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights)
+        return _attend_contained(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights, seen)
+    return _attend_finite(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights, seen)
 
 
 def _attend_contained(
@@ -326,11 +329,12 @@ def _attend_finite(
     dropout: float,
     backend: str | None,
     return_weights: bool,
+    seen: Tensor | bool | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention where what a weight of 0 is multiplied with is finite."""
     rows, h, _, _ = q.shape
     b, g, m, _ = k.shape
-    if backend is None and transformed():
+    if backend is None and not torch.compiler.is_compiling() and transform_under_way() is not None:
         # torch's kernels have no rule for batches of batches, and no forward derivative.
         backend = "eager"
     if q.element_size() == 2 and q.device.type == "cpu" and not (backend or return_weights):
@@ -339,7 +343,7 @@ def _attend_finite(
         if needed and torch.is_grad_enabled() and m <= _WIDEN_UP_TO:
             with torch.autocast("cpu", enabled=False):
                 out = _attend_finite(
-                    q.float(), k.float(), v.float(), allowed, bias, causal, scale, dropout, None, False
+                    q.float(), k.float(), v.float(), allowed, bias, causal, scale, dropout, None, False, seen
                 )
             assert isinstance(out, Tensor)
             return out.to(v.dtype)
@@ -357,14 +361,16 @@ def _attend_finite(
             bias = torch.where(allowed, bias, float("-inf"))
         if allowed is not None or not (may_read(bias) and all_finite(bias)):
             # A slot with a bias of -inf is hidden, too.
-            allowed = bias != float("-inf")
+            allowed, seen = bias != float("-inf"), None
     q = _fold(q, b, g)
 
-    seen = None
-    if allowed is not None:
-        seen = allowed.any(-1, keepdim=True)
+    if seen is True:
+        seen = None
+    elif allowed is not None:
         # A row without any True would divide 0 by 0: it attends to everything, and its output is set to 0.
-        if may_read(seen) and bool(seen.all()):
+        known = seen is not None
+        seen = allowed.any(-1, keepdim=True) if seen is None else seen
+        if not known and may_read(seen) and bool(seen.all()):
             seen = None
         elif bias is None:
             allowed = allowed | ~seen

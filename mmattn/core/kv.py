@@ -32,6 +32,8 @@ class KeyValue:
         absorbed: keys and values are the memory itself.
         null: a learned first slot has been put in front of every row.
         finite: known to hold neither NaN nor infinity, so that masks over queries need not look for them.
+        seen: (b, 1, 1, 1) bool, which rows have a slot that may be seen, or True where all are known to; None where it
+            is not known.
     """
 
     keys: Tensor
@@ -42,6 +44,7 @@ class KeyValue:
     absorbed: bool = False
     null: bool = False
     finite: bool = False
+    seen: Tensor | bool | None = None
     #: Number of rows b.
     batch: int = field(init=False)
     #: Number of slots m of the memory, padding included and a null slot not.

@@ -165,6 +165,7 @@ class CrossAttention(FromWeights, nn.Module):
         scores: Tensor | None = None,
         memory_positions: Tensor | None = None,
         absorb: bool = False,
+        queries: int | None = None,
     ) -> KeyValue:
         """Keys and values of a memory, computed once, to be given to `forward` in its place.
 
@@ -175,6 +176,7 @@ class CrossAttention(FromWeights, nn.Module):
             scores: (b, m), with `score_bias`.
             memory_positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
             absorb: hold the memory itself instead, shared between layers, and project queries and results.
+            queries: how many will attend to each row, where it is for one call only.
 
         Raises:
             ConfigError: `absorb` where keys are normalised, rotated, joined by a null slot, or values are given.
@@ -183,7 +185,13 @@ class CrossAttention(FromWeights, nn.Module):
             ShapeError: sizes that do not fit.
         """
         return self.kv_proj.project(
-            memory, values=values, mask=mask, scores=scores, memory_positions=memory_positions, absorb=absorb
+            memory,
+            values=values,
+            mask=mask,
+            scores=scores,
+            memory_positions=memory_positions,
+            absorb=absorb,
+            queries=queries,
         )
 
     def forward(
@@ -242,8 +250,10 @@ class CrossAttention(FromWeights, nn.Module):
 
     def _queries(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """The queries (b, h, l, k) of x (b, l, d)."""
-        kv_proj = self.kv_proj
-        q = kv_proj.heads(self.q_proj(kv_proj.cast(x)))
+        kv_proj, (rows, length, _) = self.kv_proj, x.shape
+        if x.dtype is not self.q_proj.weight.dtype:
+            x = kv_proj.cast(x)
+        q = self.q_proj(x).view(rows, length, self.num_heads, kv_proj.head_dim).transpose(1, 2)
         if self.q_norm is not None:
             q = norm_heads(self.q_norm, q)
         if kv_proj.rotary is not None:

@@ -122,6 +122,7 @@ class KeyValueProjection(nn.Module):
         scores: Tensor | None = None,
         memory_positions: Tensor | None = None,
         absorb: bool = False,
+        queries: int | None = None,
     ) -> KeyValue:
         """Keys and values of a memory, computed once, to be given to `forward` in its place.
 
@@ -133,6 +134,8 @@ class KeyValueProjection(nn.Module):
             memory_positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
             absorb: hold the memory itself instead, shared between layers, and project queries and results; less to
                 read once K and V of all layers are larger than the memory.
+            queries: how many will attend to each row, where it is for one call only: the layout is that which is the
+                cheapest for so many. By default there are many, in many calls.
 
         Raises:
             ConfigError: `absorb` where keys are normalised, rotated, joined by a null slot, or values are given.
@@ -143,12 +146,14 @@ class KeyValueProjection(nn.Module):
         mask = self._check(memory, values, mask, scores, None)
         if absorb and not (self.absorbable and values is None):
             raise ConfigError("keys normalised, rotated, or with a null slot or values of their own cannot be absorbed")
-        queries = 0 if absorb else None
-        kv = self._prepare(memory, values, mask, scores, memory_positions, queries, packable=True)
+        kv = self._prepare(memory, values, mask, scores, memory_positions, 0 if absorb else queries, packable=True)
+        seen = _rows_that_see(kv)
+        if queries is not None:
+            return replace(kv, seen=seen)
         finite = readable(kv.keys) and all_finite(kv.keys, kv.values)
         if kv.absorbed:
-            return replace(kv, finite=finite)
-        return replace(kv, keys=kv.keys.contiguous(), values=kv.values.contiguous(), finite=finite)
+            return replace(kv, finite=finite, seen=seen)
+        return replace(kv, keys=kv.keys.contiguous(), values=kv.values.contiguous(), finite=finite, seen=seen)
 
     def projecting_parameters(self) -> list[Tensor]:
         """The weights that `project` uses."""
@@ -220,7 +225,9 @@ class KeyValueProjection(nn.Module):
             rule = causal_mask(l, m, offset=m - l, device=q.device)
             attention_mask = rule if attention_mask is None else rule & attention_mask
         allowed = None if m else torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=q.device)
-        if not (mask is attention_mask is None):
+        if attention_mask is None:
+            allowed = allowed if mask is None else mask[:, None, None]
+        else:
             allowed = combine_masks(mask, attention_mask, (rows, memory_rows, self.num_heads, l, m))
         if isinstance(memory, KeyValue):
             kv = memory
@@ -418,7 +425,10 @@ class KeyValueProjection(nn.Module):
             if kv.null:
                 bias = self._with_length_norm(bias, allowed, kv)
                 allowed = None if allowed is None else F.pad(allowed, (1, 0), value=True)
-            out = self._softmax(q, kv.keys, kv.values, allowed, bias, contain, return_weights)
+                known = None
+            else:
+                known = None if per_query else kv.seen
+            out = self._softmax(q, kv.keys, kv.values, allowed, bias, contain, return_weights, known)
         else:
             out = self._softmax_by_row(q, kv, allowed if per_query else None, contain, return_weights)
         out, weights = out if isinstance(out, tuple) else (out, None)
@@ -442,6 +452,7 @@ class KeyValueProjection(nn.Module):
         bias: Tensor | None,
         contain: bool = False,
         return_weights: bool = False,
+        seen: Tensor | bool | None = None,
     ) -> Any:
         return attend_checked(
             q,
@@ -454,6 +465,7 @@ class KeyValueProjection(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
             return_weights=return_weights,
+            seen=seen,
         )
 
     def _softmax_by_row(
@@ -489,6 +501,14 @@ class KeyValueProjection(nn.Module):
         if bias is None:
             return size
         return size + (bias if size.shape[0] == 1 else bias.repeat_interleave(size.shape[0] // bias.shape[0], 0))
+
+
+def _rows_that_see(kv: KeyValue) -> Tensor | bool | None:
+    """Which rows have a slot that may be seen, (b, 1, 1, 1); True where all have, None where it cannot be read."""
+    if kv.mask is None:
+        return True
+    seen = kv.mask.any(1)[:, None, None, None]
+    return True if may_read(seen) and bool(seen.all()) else seen
 
 
 def norm_heads(norm: nn.RMSNorm, heads: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# The innermost transform of `torch.func` (vmap, grad, jvp, …) that is under way, or None; a compiler cannot trace it.
+transform_under_way = torch._C._functorch.peek_interpreter_stack
+
 
 def readable(tensor: Tensor) -> bool:
     """Whether a tensor has values that Python may branch on.
@@ -16,13 +19,8 @@ def readable(tensor: Tensor) -> bool:
         # Fake tensors and those of other tracers are subclasses.
         and type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type != "meta"
-        and not transformed()
+        and transform_under_way() is None
     )
-
-
-def transformed() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp, …) is under way."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def may_read(tensor: Tensor) -> bool:

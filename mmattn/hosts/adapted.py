@@ -367,7 +367,7 @@ class AdaptedModel(AttachedModel):
         call, disabled = self.current_call()
         if call is None:
             return ()
-        text = TextState(x.shape[0], x.shape[1], images=call.images, expansions=call.expansions)
+        text = TextState(x.shape[0], x.shape[1], images=call.images, expansions=call.expansions, layer=site[0])
         return self.actions(call, disabled, text, site).get(site, ())
 
     def refresh_hooks(self) -> None:

@@ -61,22 +61,22 @@ def traces(
     seed: int,
     memory: mmattn.Memory | None = None,
     example: Tensor | None = None,
-) -> list[mmattn.Trace]:
+) -> list[mmattn.inspect.Trace]:
     """Where the picture looked at each word while it was drawn without guidance: the mean over steps.
 
     Args:
         memory: of an `example` (c, size, size) to follow; a second trace is then of its patches.
     """
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         made = draw(model, models, [sentence], steps, 0.0, seed=seed, memory=memory)
     words, side = models.words.tokens(sentence), model.host.config.sample_size
     given: dict[str, Any] = {"looking": "sources", "grid": (side, side), "picture": enlarged(made[0])}
-    found = [mmattn.Trace(words, patches(side), *maps(weights, "text", len(words), side), sentence, **given)]
+    found = [mmattn.inspect.Trace(words, patches(side), *maps(weights, "text", len(words), side), sentence, **given)]
     if memory is not None and example is not None:
         edge = round(memory.length**0.5)
         given |= {"word_grid": (edge, edge), "word_picture": enlarged(example)}
         seen = maps(weights, "default", memory.length, side)
-        found.append(mmattn.Trace(patches(edge), patches(side), *seen, f"{sentence}, in this hand", **given))
+        found.append(mmattn.inspect.Trace(patches(edge), patches(side), *seen, f"{sentence}, in this hand", **given))
     return found
 
 
@@ -119,7 +119,7 @@ def looked(
     Returns:
         The words, the time steps, the maps (steps, words, h, w) as the mean over layers and heads, and the picture.
     """
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         made = draw(model, models, [sentence], steps, 0.0, seed=seed)
     words = models.words.tokens(sentence)
     side, maps = model.host.config.sample_size, []

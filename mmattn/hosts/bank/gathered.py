@@ -43,8 +43,8 @@ class GatheredMemory(PreparedMemory):
         slots: Memory = self.cache_of(adapter).get(("slots", projected.keys.device), [], lambda: self._slots(projected))
         return slots
 
-    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue | None:
-        """Keys and values from the pages of these entries, or else cached ones as of any prepared memory.
+    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue:
+        """Keys and values from the pages of these entries, or else as of any prepared memory.
 
         Args:
             adapter: the trainable part that reads.
@@ -53,17 +53,14 @@ class GatheredMemory(PreparedMemory):
             queries: how many attend to each row of the memory.
         """
         pages = self._from_pages(adapter, layer)
-        if pages is not None or memory.dim:
-            return super().project(adapter, layer, memory, queries) if pages is None else pages
-        # An entry was written after `read` had read the pages of the first layer.
-        memory = super().read(adapter)
-        scores = memory.scores if adapter.score_bias else None
-        projected: KeyValue = adapter.attention(layer).project(memory.tokens, mask=memory.mask, scores=scores)
-        return projected
+        if pages is not None:
+            return pages
+        # An entry may have been written after `read` had read the pages of the first layer.
+        return super().project(adapter, layer, memory if memory.dim else super().read(adapter), queries)
 
     def _from_pages(self, adapter: Any, layer: int) -> KeyValue | None:
         """Keys and values of these entries from their pages; None where these are out of date."""
-        if not self.may_cache(adapter):
+        if self.is_uncached(adapter):
             return None
         attention = adapter.attention(layer)
         sources = [*self.memory.tensors(), *adapter.reading_parameters(), *attention.projecting_parameters()]

@@ -1,4 +1,4 @@
-"""Looking on: weights, attribution, figures of heads, plots, the page of `mmattn explore`, the doctor.
+"""Inspection: attention weights, attribution, figures of heads, plots, the page of `mmattn explore`, the doctor.
 
 Names are loaded when first used, so that the command line asks for the environment without torch.
 """
@@ -9,16 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "HeadFigures": "statistics",
+    "HeadFigures": "attention_figures",
     "Trace": "trace",
     "attribute": "attribution",
-    "head_figures": "statistics",
+    "doctor": "diagnosis",
+    "head_figures": "attention_figures",
     "load_traces": "trace",
     "plot_heat_maps": "plots",
     "plot_map": "plots",
     "plot_mask": "plots",
     "plot_positions": "plots",
     "plot_surface": "plots",
+    "record": "recording",
     "roll_out": "rollout",
     "save_traces": "trace",
     "write_page": "explorer",
@@ -27,11 +29,13 @@ _HOME = {
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
+    from mmattn.inspect.attention_figures import HeadFigures, head_figures
     from mmattn.inspect.attribution import attribute
+    from mmattn.inspect.diagnosis import doctor
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.plots import plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
+    from mmattn.inspect.recording import record
     from mmattn.inspect.rollout import roll_out
-    from mmattn.inspect.statistics import HeadFigures, head_figures
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 

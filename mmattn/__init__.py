@@ -42,7 +42,7 @@ _HOME = {
     "Hits": "mmattn.retrieval.hits",
     "knn_log_probs": "mmattn.retrieval.knn_lm",
     "next_token_states": "mmattn.retrieval.knn_lm",
-    "record": "mmattn.inspect.record",
+    "record": "mmattn.inspect.recording",
     "attribute": "mmattn.inspect.attribution",
     "Trace": "mmattn.inspect.trace",
     "doctor": "mmattn.inspect.doctor",
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from mmattn.hosts import attach, load, load_published
     from mmattn.hosts.unet.guidance import Guidance
     from mmattn.inspect.attribution import attribute
-    from mmattn.inspect.record import record
+    from mmattn.inspect.recording import record
     from mmattn.inspect.trace import Trace
     from mmattn.memory import Memory
     from mmattn.retrieval.hits import Hits

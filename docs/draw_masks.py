@@ -29,6 +29,7 @@ DRAWN = {
     "chunk": masks.chunk(12, chunk_size=3, neighbour_length=4),
     "block": masks.block(_IDS, _IDS),
     "media_latest": masks.media(_IMAGES, _SEGMENTS),
+    "media_previous": masks.media(_IMAGES, _SEGMENTS, visible_segments="previous"),
     "media_all": masks.media(_IMAGES, _SEGMENTS, visible_segments="all"),
     "block_and_causal": masks.block(_IDS, _IDS) & masks.causal(10),
 }

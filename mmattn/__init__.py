@@ -18,9 +18,9 @@ _HOME = {
     "TransformerBlock": "mmattn.core.transformer",
     "EncoderDecoder": "mmattn.seq2seq",
     "KeyValue": "mmattn.core.kv",
-    "GrowingCache": "mmattn.core.growing",
-    "PagePool": "mmattn.core.paged",
-    "PagedCache": "mmattn.core.paged",
+    "GrowingCache": "mmattn.core.text_cache",
+    "PagePool": "mmattn.core.paged_cache",
+    "PagedCache": "mmattn.core.paged_cache",
     "Memory": "mmattn.memory",
     "GatedAdapter": "mmattn.adapters.gated",
     "ChunkedAdapter": "mmattn.adapters.chunked",
@@ -73,10 +73,10 @@ if TYPE_CHECKING:
     from mmattn.adapters.resampler import Resampler
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
-    from mmattn.core.growing import GrowingCache
     from mmattn.core.kv import KeyValue
     from mmattn.core.layers import CrossAttention, SelfAttention
-    from mmattn.core.paged import PagedCache, PagePool
+    from mmattn.core.paged_cache import PagedCache, PagePool
+    from mmattn.core.text_cache import GrowingCache
     from mmattn.core.transformer import TransformerBlock
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder

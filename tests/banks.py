@@ -66,7 +66,7 @@ def by_hand(memory, rows, mask, scores):
 def projections(model):
     """Counts how often keys and values are projected inside the block."""
     seen = []
-    layers = [attention.k_proj for attention in model.attentions().values()]
+    layers = [attention.kv_proj.k_proj for attention in model.attentions().values()]
     hooks = [layer.register_forward_hook(lambda *_: seen.append(1)) for layer in layers]
     try:
         yield seen

@@ -83,7 +83,8 @@ def slow(
     Args:
         real: (b, l) bool. how: of `cross_attention_reference`.
     """
-    state = {name: value.double() for name, value in block.attention.state_dict(keep_vars=True).items()}
+    weights = block.attention.state_dict(keep_vars=True)
+    state = {name.removeprefix("kv_proj."): value.double() for name, value in weights.items()}
     scored, how = how.pop("scored", False), {"num_heads": 2} | how
     out = []
     for row in range(x.shape[0]):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import mmattn.core.projection
+import mmattn.core.layouts
 from mmattn import CrossAttention, KeyValue, attend
 from tests.reference import assert_close, attend_reference, cross_attention_reference, gradients
 
@@ -93,11 +93,16 @@ def make_layer(dtype: torch.dtype = torch.float32, **settings_) -> CrossAttentio
     return layer.to(dtype)
 
 
+def named_weights(layer: CrossAttention) -> dict[str, Tensor]:
+    """The parameters of a layer by the names that `cross_attention_reference` reads."""
+    return {name.removeprefix("kv_proj."): parameter for name, parameter in layer.named_parameters()}
+
+
 def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(mmattn.core.projection, "_PACK_SAVES", -1 if "packed" in layout else float("inf"))
-    for margin in ("_ABSORB_MARGIN", "_ABSORB_MARGIN_HALF"):
-        monkeypatch.setattr(mmattn.core.projection, margin, float("inf") if "absorbed" in layout else 0)
-    monkeypatch.setattr(mmattn.core.projection, "_ABSORB_LEAST_HALF", 0)
+    monkeypatch.setattr(mmattn.core.layouts, "PACK_SAVES", -1 if "packed" in layout else float("inf"))
+    for margin in ("ABSORB_MARGIN", "ABSORB_MARGIN_HALF"):
+        monkeypatch.setattr(mmattn.core.layouts, margin, float("inf") if "absorbed" in layout else 0)
+    monkeypatch.setattr(mmattn.core.layouts, "ABSORB_LEAST_HALF", 0)
 
 
 def kind(kept: KeyValue) -> str:
@@ -116,7 +121,7 @@ def compare_layer(
 ) -> Tensor:
     """`layer` against the definition: output, gradients of the inputs and of every parameter; returns the output."""
     dtype = layer.q_proj.weight.dtype
-    slow = {name: parameter.detach().double().requires_grad_() for name, parameter in layer.named_parameters()}
+    slow = {name: weight.detach().double().requires_grad_() for name, weight in named_weights(layer).items()}
     inputs = {"x": x, "memory": memory} | ({"values": given_.pop("values")} if "values" in given_ else {})
     fast_inputs = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
     slow_inputs = {name: tensor.detach().double().requires_grad_() for name, tensor in fast_inputs.items()}
@@ -127,7 +132,7 @@ def compare_layer(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         scale=scale,
-        length_norm=layer.length_norm,
+        length_norm=layer.kv_proj.length_norm,
         **rotary,
         **given_,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import mmattn
 from tests import architecture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -13,23 +14,26 @@ PACKAGE = ROOT / "mmattn"
 GOOD = {
     "__init__.py": "from mmattn.memory import Memory\n",
     "errors.py": "import math\n",
-    "memory.py": "from mmattn.errors import ShapeError\n",
-    "attention.py": '"""softmax in words does not count."""\ndef attend(x):\n    return x.softmax(-1)\n',
+    "storage/__init__.py": "",
+    "storage/atomic.py": "from mmattn.errors import ConfigError\n",
+    "memory.py": "from mmattn.storage.atomic import replacing\n",
+    "core/__init__.py": "",
+    "core/attention.py": '"""softmax in words does not count."""\ndef attend(x):\n    return x.softmax(-1)\n',
+    "core/layers.py": "from ..errors import ShapeError\nfrom .attention import attend\n",
     "adapters/__init__.py": "",
-    "adapters/gated.py": "from .. import memory\nfrom . import resampler\nfrom ..attention import attend\n",
+    "adapters/gated.py": "from .. import memory\nfrom . import resampler\nfrom ..core.attention import attend\n",
     "adapters/resampler.py": "from mmattn.core.attention import attend\n",
     "hosts/__init__.py": "",
-    "hosts/language.py": "from mmattn import __version__\ndef find():\n    import transformers\n",
-    "hosts/handle.py": "def doctor():\n    from mmattn.inspect.doctor import examine\n",
+    "hosts/model.py": "from mmattn import __version__\ndef find():\n    import transformers\n",
     "encoders/openclip.py": "def load():\n    from mmattn import errors\n    errors.import_extra('open_clip', 'x')\n",
     "encoders/images.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from PIL.Image import Image\n",
-    "inspect/doctor.py": "from mmattn.hosts import language\n",
+    "inspect/doctor.py": "from mmattn.hosts import model\n",
     "cli.py": "import mmattn\ndef doctor():\n    from mmattn.inspect.doctor import diagnose\n",
 }
 
 
 def house(folder: Path, **planted: str) -> Path:
-    """A small package that keeps every rule, with the planted lines added (`hosts__language="import faiss"`)."""
+    """A small package that keeps every rule, with the planted lines added (`hosts__model="import faiss"`)."""
     package = folder / "mmattn"
     for name, text in GOOD.items():
         path = package / name
@@ -47,6 +51,16 @@ class TestTheHouse:
         assert architecture.imports(PACKAGE)
         assert architecture.wrong_arrows(PACKAGE) == []
 
+    def test_no_two_modules_depend_on_each_other(self) -> None:
+        """Every kind of import counted: at the top, in functions, for type checkers; between folders and inside them."""
+        assert architecture.circles(PACKAGE) == []
+
+    def test_no_branch_on_a_kind_outside_its_room(self) -> None:
+        assert architecture.branches_on_kinds(PACKAGE) == []
+
+    def test_the_front_door_is_narrow(self) -> None:
+        assert len(mmattn.__all__) <= 30
+
     def test_heavy_dependencies_live_in_one_place(self) -> None:
         assert architecture.heavy_imports(PACKAGE) == []
 
@@ -55,11 +69,11 @@ class TestTheHouse:
 
     def test_one_softmax(self) -> None:
         lines = architecture.attention_lines(PACKAGE, {"softmax", "Softmax", "_softmax"})
-        assert [line.split(":")[0] for line in lines] == ["attention"], lines
+        assert [line.split(":")[0] for line in lines] == ["core.attention"], lines
 
     def test_every_fused_attention_is_called_in_the_core(self) -> None:
         lines = architecture.attention_lines(PACKAGE, architecture.ATTENTION_CALLS)
-        assert {line.split(":")[0] for line in lines} == {"attention"}, lines
+        assert {line.split(":")[0] for line in lines} == {"core.attention"}, lines
 
     def test_recipes_use_the_front_door(self) -> None:
         assert architecture.back_doors(ROOT / "recipes") == []
@@ -69,30 +83,36 @@ class TestTheseChecksCanFail:
     def test_a_good_house_passes(self, tmp_path: Path) -> None:
         package = house(tmp_path)
         assert architecture.wrong_arrows(package) == []
+        assert architecture.circles(package) == []
+        assert architecture.branches_on_kinds(package) == []
         assert architecture.heavy_imports(package) == []
         assert architecture.drawers(package) == []
-        assert architecture.attention_lines(package, architecture.ATTENTION_CALLS) == ["attention:3"]
+        assert architecture.attention_lines(package, architecture.ATTENTION_CALLS) == ["core.attention:3"]
 
     @pytest.mark.parametrize(
         ("place", "line", "match"),
         [
             ("errors", "from mmattn.memory import Memory", "errors stands below"),
-            ("memory", "from . import attention", "memory stands below"),
-            ("memory", "import mmattn.hosts.causal_lm.model", "memory stands below"),
-            ("attention", "def late():\n    from mmattn import adapters", "attention stands below"),
-            ("attention", "import importlib\nimportlib.import_module('mmattn.hosts')", "attention stands below"),
-            ("adapters__gated", "from ..hosts.language import find", "adapters stands below"),
-            ("encoders__openclip", "from mmattn.core.attention import attend", "encoders must not know attention"),
-            ("retrieval__index", "from mmattn.hosts import language", "retrieval must not know hosts"),
-            ("hosts__language", "from mmattn.inspect.doctor import diagnose", "hosts must not know inspect"),
-            ("hosts__handle", "from mmattn.inspect.doctor import examine", "hosts must not know inspect"),
-            ("hosts__handle", "def late():\n    from mmattn.inspect import record", "hosts must not know inspect"),
-            ("training__loop", "from mmattn.inspect import doctor", "training must not know inspect"),
-            ("hosts__language", "from mmattn.encoders import openclip", "hosts must not know encoders"),
-            ("inspect__doctor", "from mmattn import cli", "inspect must not know cli"),
-            ("hosts__language", "from mmattn import Memory", "front door is for users"),
-            ("hosts__language", "import mmattn", "front door is for users"),
-            ("novel", "from mmattn.errors import ShapeError", "novel has no place"),
+            ("memory", "from . import core", "memory stands below"),
+            ("memory", "import mmattn.hosts.model", "memory stands below"),
+            (
+                "memory",
+                "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mmattn.core",
+                "memory stands below",
+            ),
+            ("core__attention", "def late():\n    from mmattn import adapters", "core stands below"),
+            ("core__attention", "import importlib\nimportlib.import_module('mmattn.hosts')", "core stands below"),
+            ("adapters__gated", "from ..hosts.model import find", "adapters stands below"),
+            ("encoders__openclip", "from mmattn.core.attention import attend", "encoders must not know core"),
+            ("retrieval__index", "from mmattn.hosts import model", "retrieval must not know hosts"),
+            ("hosts__model", "from mmattn.inspect.doctor import diagnose", "hosts stands below"),
+            ("hosts__model", "def late():\n    from mmattn.inspect import record", "hosts stands below"),
+            ("training__loop", "from mmattn.inspect import doctor", "training stands below or beside"),
+            ("hosts__model", "from mmattn.encoders import openclip", "hosts must not know encoders"),
+            ("inspect__doctor", "from mmattn import cli", "inspect stands below"),
+            ("hosts__model", "from mmattn import Memory", "front door is for users"),
+            ("hosts__model", "import mmattn", "front door is for users"),
+            ("novel", "from mmattn.errors import ShapeError", "novel has no room"),
         ],
     )
     def test_a_wrong_arrow_is_seen(self, tmp_path: Path, place: str, line: str, match: str) -> None:
@@ -100,19 +120,48 @@ class TestTheseChecksCanFail:
         assert match in complaint and complaint.startswith(f"{place.replace('__', '.')}:")
 
     @pytest.mark.parametrize(
+        ("place", "line", "circle"),
+        [
+            ("core__attention", "from mmattn.core import layers", ["core.attention", "core.layers"]),
+            ("core__attention", "def late():\n    from .layers import project", ["core.attention", "core.layers"]),
+            (
+                "core__attention",
+                "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mmattn.core.layers",
+                ["core.attention", "core.layers"],
+            ),
+            ("errors", "def late():\n    import mmattn.memory", ["errors", "memory", "storage.atomic"]),
+        ],
+    )
+    def test_a_circle_is_seen(self, tmp_path: Path, place: str, line: str, circle: list[str]) -> None:
+        assert architecture.circles(house(tmp_path, **{place: line})) == [circle]
+
+    @pytest.mark.parametrize(
+        ("place", "line"),
+        [
+            ("hosts__model", "def f(one):\n    return isinstance(one, (int, GatedAdapter))"),
+            ("hosts__model", "def f(one):\n    return isinstance(one, chunked.ChunkedLayers)"),
+            ("inspect__doctor", "def f(one):\n    return isinstance(one, AdaptedUNet)"),
+            ("inspect__doctor", "def f(one):\n    return one.config.kind == 'chunked'"),
+        ],
+    )
+    def test_a_branch_on_a_kind_is_seen(self, tmp_path: Path, place: str, line: str) -> None:
+        (found,) = architecture.branches_on_kinds(house(tmp_path, **{place: line}))
+        assert found.startswith(f"{place.replace('__', '.')}:")
+
+    @pytest.mark.parametrize(
         ("place", "line", "match"),
         [
-            ("hosts__language", "import transformers.models", "at its top"),
+            ("hosts__model", "import transformers.models", "at its top"),
             (
-                "hosts__language",
+                "hosts__model",
                 "try:\n    from transformers import AutoModel\nexcept ImportError:\n    pass",
                 "at its top",
             ),
-            ("hosts__language", "class Late:\n    import transformers", "at its top"),
+            ("hosts__model", "class Late:\n    import transformers", "at its top"),
             ("encoders__openclip", "import_extra('open_clip', 'vision')", "at its top"),
             ("memory", "def load():\n    import transformers", "whose home is"),
-            ("hosts__language", "def load():\n    import_extra('open_clip', 'vision')", "whose home is"),
-            ("hosts__language", "def load():\n    from PIL import Image", "whose home is"),
+            ("hosts__model", "def load():\n    import_extra('open_clip', 'vision')", "whose home is"),
+            ("hosts__model", "def load():\n    from PIL import Image", "whose home is"),
         ],
     )
     def test_a_heavy_import_is_seen(self, tmp_path: Path, place: str, line: str, match: str) -> None:
@@ -133,8 +182,8 @@ class TestTheseChecksCanFail:
         ],
     )
     def test_a_second_softmax_is_seen(self, tmp_path: Path, line: str) -> None:
-        lines = architecture.attention_lines(house(tmp_path, hosts__language=line), architecture.ATTENTION_CALLS)
-        assert [found.split(":")[0] for found in lines] == ["attention", "hosts.language"]
+        lines = architecture.attention_lines(house(tmp_path, hosts__model=line), architecture.ATTENTION_CALLS)
+        assert [found.split(":")[0] for found in lines] == ["core.attention", "hosts.model"]
 
     def test_a_back_door_is_seen(self, tmp_path: Path) -> None:
         recipe = tmp_path / "vision"

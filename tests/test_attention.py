@@ -252,7 +252,11 @@ def test_other_bad_input():
         ((q, k, v[:, :, :-1]), "must agree"),
         ((q[..., :-1], k, v), "must agree"),
         ((q[:, :3], k[:, :2], v[:, :2]), "divide heads, got 2 and 3"),
-        ((q, k[:, :0], v[:, :0]), "divide heads, got 0 and 5"),
+        ((q, k[:, :0], v[:, :0]), "divide heads, got 0 and 5; each needs one at least"),
+        ((q[:, :0], k, v), "divide heads, got 5 and 0"),
+        ((q[:, :0], k[:, :0], v[:, :0]), "divide heads, got 0 and 0"),
+        ((q[..., :0], k[..., :0], v), "at least 1 wide, got queries and keys of width 0"),
+        ((q, k, v[..., :0]), "values of 0"),
         ((torch.cat([q, q[:1]]), k, v), "multiple of them .beams., got 3 and 2"),
         ((q, k.float(), v), "one dtype, got torch.float64, torch.float32, torch.float64"),
         ((q, k.to("meta"), v.to("meta")), "one device, got cpu, meta, meta"),
@@ -261,6 +265,9 @@ def test_other_bad_input():
             attend(*wrong)
     with pytest.raises(ConfigError, match="'sdpa', 'eager'; got 'flash'"):
         attend(q, k, v, backend="flash")
+    for dropout in (-1, 1.0, 2, math.nan, True):
+        with pytest.raises(ConfigError, match="dropout must be"):
+            attend(q, k, v, dropout=dropout)
     with pytest.raises(MaskError, match="a mask is attention_mask"):
         attend(q, k, v, bias=MASK[:, None, None])
     for shape in ((L, M + 1), (3, L, M), (3, 1, L, M), (1, 1, 1, L, M)):

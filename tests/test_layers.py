@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmattn import CrossAttention, KeyValue, SelfAttention, masks
 from mmattn.core.positions import Rotary
+from mmattn.core.projection import KeyValueProjection
 from tests.core import (
     DTYPES,
     LAYOUTS,
@@ -25,6 +26,7 @@ from tests.core import (
     force,
     kind,
     make_layer as make,
+    named_weights,
 )
 from tests.reference import assert_close, cross_attention_reference, gradients
 
@@ -33,19 +35,22 @@ from tests.reference import assert_close, cross_attention_reference, gradients
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every way that a call has taken, in turn: a layout, or the short way for what nothing special is asked of."""
     made: list[str] = []
-    prepare, short = CrossAttention._prepare, CrossAttention._look_plainly
+    prepare, attend = KeyValueProjection._prepare, KeyValueProjection.attend
 
-    def spy(self: CrossAttention, *arguments) -> KeyValue:
-        kept = prepare(self, *arguments)
+    def spy(self: KeyValueProjection, *arguments, **more) -> KeyValue:
+        kept = prepare(self, *arguments, **more)
         made.append(kind(kept))
         return kept
 
-    def short_spy(self: CrossAttention, *arguments) -> Tensor:
-        made.append("short")
-        return short(self, *arguments)
+    def attend_spy(self: KeyValueProjection, q: Tensor, memory: Tensor, **given_) -> tuple:
+        before = len(made)
+        out = attend(self, q, memory, **given_)
+        if len(made) == before:
+            made.append("short")
+        return out
 
-    monkeypatch.setattr(CrossAttention, "_prepare", spy)
-    monkeypatch.setattr(CrossAttention, "_look_plainly", short_spy)
+    monkeypatch.setattr(KeyValueProjection, "_prepare", spy)
+    monkeypatch.setattr(KeyValueProjection, "attend", attend_spy)
     return made
 
 
@@ -160,7 +165,7 @@ def test_variants(variant, layout, rules, monkeypatch):
     x, memory = data(beams=3)
     memory = memory[..., : layer.memory_dim]
     given_: dict = {}
-    if layer.score_scale is not None:
+    if layer.kv_proj.score_scale is not None:
         given_["scores"] = torch.randn(B, M, dtype=torch.float64)
     if layer.rotary is not None:
         places = (2,) if layer.rotary.axes == 2 else ()
@@ -199,7 +204,7 @@ def test_values_of_another_width(layout, monkeypatch):
 def test_self_attention(h, g, causal):
     layer = SelfAttention(D, h, causal=causal, num_kv_heads=g, head_dim=8, rotary=Rotary(8)).double()
     x = torch.randn(B, M, D, dtype=torch.float64, requires_grad=True)
-    state = {name: value.double() for name, value in layer.named_parameters()}
+    state = {name: value.double() for name, value in named_weights(layer).items()}
     for mask in (None, MASK):
         slow = {"num_heads": h, "num_kv_heads": g, "causal": causal, "rotary_base": 10000.0, "mask": mask}
         expected, weights = cross_attention_reference(state, x, x, **slow)
@@ -239,11 +244,12 @@ def test_any_shape(data_):
     if draw(st.booleans()):
         shape = draw(st.sampled_from([(l, m), (b * beams, l, m), (b * beams, g * n, l, m)]))
         given_["attention_mask"] = torch.rand(shape) < 0.6
-    if layer.score_scale is not None:
+    if layer.kv_proj.score_scale is not None:
         given_["scores"] = torch.randn(b, m, dtype=dtype)
     if layer.rotary is not None and layer.rotary.axes == 2:
         given_["query_positions"], given_["memory_positions"] = torch.randint(9, (l, 2)), torch.randint(9, (m, 2))
     given_["scale"] = options.get("scale")
     with pytest.MonkeyPatch.context() as monkeypatch:
         force(monkeypatch, draw(st.sampled_from(LAYOUTS)))
-        compare(layer, torch.randn(b * beams, l, D), torch.randn(b, m, layer.memory_dim), small=1e-2, **given_)
+        # One query over one slot: gradients that all but cancel are as exact as the largest is, no more.
+        compare(layer, torch.randn(b * beams, l, D), torch.randn(b, m, layer.memory_dim), small=1e-1, **given_)

@@ -107,7 +107,7 @@ def test_mask_of_another_shape(shape):
         ({"length_norm": 0.5}, "length_norm must be in"),
         ({"scale": float("inf")}, "scale must be a finite number"),
         ({"backend": "flash"}, "backend must be one of 'sdpa', 'eager'; got 'flash'"),
-        ({"rotary": Rotary(4)}, "rotary must be made for head_dim 8, got one for 4"),
+        ({"rotary": Rotary(4)}, "rotary must be built for head_dim 8, got one for 4"),
     ],
 )
 def test_bad_settings(settings_, match):
@@ -136,7 +136,7 @@ def test_bad_calls():
         make(value_dim=29)(x, memory)
     with pytest.raises(ShapeError, match="give them to project"):
         layer(x, kept, mask=MASK)
-    with pytest.raises(ConfigError, match="without score_bias"):
+    with pytest.raises(ConfigError, match="has no score_bias"):
         layer(x, memory, scores=torch.zeros(B, M))
     with pytest.raises(ConfigError, match="give it scores"):
         make(score_bias=True)(x, memory)

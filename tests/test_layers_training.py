@@ -56,7 +56,7 @@ def test_autocast(x_dtype, layout, monkeypatch):
         for name, parameter in layer.named_parameters():
             if parameter.grad is not None:
                 assert torch.isfinite(parameter.grad).all() and parameter.grad.dtype == torch.float32, name
-        assert layer.v_proj.weight.grad.any() and layer.score_scale.grad.any()
+        assert layer.kv_proj.v_proj.weight.grad.any() and layer.kv_proj.score_scale.grad.any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -66,7 +66,7 @@ def test_large_values(dtype, layout, monkeypatch):
     force(monkeypatch, layout)
     layer = CrossAttention(8, 8, 1).to(dtype)
     with torch.no_grad():
-        for part in (layer.q_proj, layer.k_proj):
+        for part in (layer.q_proj, layer.kv_proj.k_proj):
             part.weight.copy_(torch.eye(8))
     x, memory = torch.full((B, L, 8), 300.0, dtype=dtype), torch.full((B, M, 8), 300.0, dtype=dtype)
     memory[:, ::2] *= -1
@@ -142,7 +142,7 @@ def test_a_wrapped_projection_is_used_as_it_is(monkeypatch):
     force(monkeypatch, "padded")
     expected = 2 * layer(x, memory)
     doubled = Doubled(E, 16, bias=False)
-    doubled.weight = layer.v_proj.weight
-    layer.v_proj = doubled
+    doubled.weight = layer.kv_proj.v_proj.weight
+    layer.kv_proj.v_proj = doubled
     force(monkeypatch, "absorbed")
     torch.testing.assert_close(layer(x, memory), expected, rtol=0, atol=1e-5)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
+import mmattn.core.mask_converters
 import mmattn.core.masks
 from mmattn import masks
 from mmattn.core.masks import Mask
@@ -22,7 +23,7 @@ def rule(l: int, m: int, sees: Callable[[int, int], bool]) -> Tensor:
 
 
 def test_docstring_examples_run() -> None:
-    for module, least in ((mmattn.core.masks, 15),):
+    for module, least in ((mmattn.core.masks, 12), (mmattn.core.mask_converters, 3)):
         result = doctest.testmod(module, extraglobs={"torch": torch})
         assert result.attempted >= least
         assert result.failed == 0
@@ -95,22 +96,26 @@ class TestRules:
             [[0, 0, 1, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 1]],
         ]
 
-    @pytest.mark.parametrize("look", ["latest", "all"])
-    def test_media(self, look: str) -> None:
+    @pytest.mark.parametrize("visible", masks.VISIBLE_SEGMENTS)
+    def test_media(self, visible: str) -> None:
         images = torch.tensor([[0, 0, 1, 1, 2, 3, 3], [1, 1, 1, 1, 1, 1, 1]])
         segments = torch.tensor([[0, 0, 1, 1, -1], [0, -1, -1, 1, 0]])
-        mask = masks.media(images, segments, look)
+        mask = masks.media(images, segments, visible_segments=visible)
         assert mask.shape == (2, 1, 7, 5)
         for row in range(2):
 
             def sees(i: int, j: int, row: int = row) -> bool:
                 begun, image = int(images[row, i]), int(segments[row, j])
-                return image >= 0 and (image == begun - 1 if look == "latest" else image < begun)
+                rules = {"latest": image == begun - 1, "previous": image < begun, "all": True}
+                return image >= 0 and rules[visible]
 
             assert torch.equal(mask.tensor[row, 0], rule(7, 5, sees))
 
     def test_a_token_before_the_first_image_does_not_see_padding_slots(self) -> None:
-        assert not masks.media(torch.tensor([[0]]), torch.tensor([[-1, 0]])).tensor.any()
+        images, segments = torch.tensor([[0]]), torch.tensor([[-1, 0]])
+        for visible in ("latest", "previous"):
+            assert not masks.media(images, segments, visible).tensor.any()
+        assert masks.media(images, segments, "all").tensor.tolist() == [[[[False, True]]]], "whatever came before"
 
     @pytest.mark.parametrize(
         "make",
@@ -231,7 +236,7 @@ class TestMask:
         (
             lambda: masks.media(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 5, dtype=torch.long), "last"),
             ConfigError,
-            "look must be one of 'latest', 'all'; got 'last'",
+            "visible_segments must be one of 'all', 'previous', 'latest'; got 'last'",
         ),
     ],
 )

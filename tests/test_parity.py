@@ -97,7 +97,7 @@ def test_multihead_copies_its_weights():
     """The copy shares nothing with the original, keeps dropout and dtype, and trains."""
     theirs = nn.MultiheadAttention(D, H, dropout=0.25, dtype=torch.float64)
     ours = CrossAttention.from_multihead(theirs)
-    assert ours.dropout == 0.25 and {weight.dtype for weight in ours.parameters()} == {torch.float64}
+    assert ours.kv_proj.dropout == 0.25 and {weight.dtype for weight in ours.parameters()} == {torch.float64}
     assert all(weight.requires_grad for weight in ours.parameters())
     before = ours.q_proj.weight.clone()
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_one_missing_bias_is_zeros():
     """Whisper's keys have no bias beside queries and values that have."""
     q, k, v, out = (sharp(nn.Linear(D, D, bias=name != "k")) for name in "qkvo")
     ours = CrossAttention.from_separate(q, k, v, out, H)
-    assert not ours.k_proj.bias.any() and torch.equal(ours.v_proj.bias, v.bias)
+    assert not ours.kv_proj.k_proj.bias.any() and torch.equal(ours.kv_proj.v_proj.bias, v.bias)
 
 
 def test_sizes_that_do_not_fit():

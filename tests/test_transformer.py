@@ -22,8 +22,9 @@ def copied(theirs: nn.TransformerDecoderLayer, **settings) -> TransformerBlock:
         for attention, source in pairs:
             source.in_proj_bias.zero_()
             source.out_proj.bias.zero_()
-            for part, weight in zip("qkv", source.in_proj_weight.chunk(3), strict=True):
-                getattr(attention, f"{part}_proj").weight.copy_(weight)
+            parts = (attention.q_proj, attention.kv_proj.k_proj, attention.kv_proj.v_proj)
+            for part, weight in zip(parts, source.in_proj_weight.chunk(3), strict=True):
+                part.weight.copy_(weight)
             attention.out_proj.weight.copy_(source.out_proj.weight)
     for part, name in ((0, "linear1"), (2, "linear2")):
         ours.feed_forward[part].load_state_dict(getattr(theirs, name).state_dict())

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.text_state import TextState
-from mmattn.core.attention import combine_masks, may_read, visible_rows
+from mmattn.core.attention import combine_masks, visible_rows
 from mmattn.core.kv import KeyValue
 from mmattn.core.masks import causal
+from mmattn.core.tracing import may_read
 from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
 from mmattn.memory import Memory
 
@@ -263,38 +264,38 @@ class AugmentedStates:
         mask = None if may_read(real) and bool(real.all()) else real
         rule = causal(length, total, total - length, device=x.device).tensor if length > 1 else None
         allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
-        memory = self._memory(layer, mask, x.device)
-        projected = isinstance(memory, KeyValue)
         out: Tensor = block(
             x,
-            memory,
-            mask=None if projected else mask,
+            self._memory(layer, mask, x.device),
             attention_mask=rule,
             query_positions=token_places(real)[:, total - length :],
-            memory_positions=None if projected else token_places(real),
             seen=visible_rows(allowed, rows, total, device=x.device),
             adapter_scale=adapter_scale,
         )
         return out
 
-    def _memory(self, layer: int, mask: Tensor | None, device: torch.device) -> Tensor | KeyValue:
-        """The states that a host layer attends to, as the adapter reads them; projected where nothing is trained."""
+    def _memory(self, layer: int, mask: Tensor | None, device: torch.device) -> KeyValue:
+        """Keys and values of the states that a host layer attends to; cached where nothing is trained."""
         text, adapter = self.text, self.adapter
         states = text.states[adapter.augmenting_layers[layer]]
         cached = text.projected.get(layer)
         past = 0 if cached is None else cached.slots
-        new = Memory(states[:, past:], text.real[:, past:], check_finite=False)
+        positions = token_places(text.real.to(device))[:, past:]
+
+        def project() -> KeyValue:
+            new = Memory(states[:, past:], text.real[:, past:], check_finite=False)
+            tokens = adapter.read(new).tokens.to(device)
+            projected: KeyValue = adapter.attention(layer).project(tokens, memory_positions=positions)
+            return projected
+
         if text.cache is None:
-            tokens: Tensor = adapter.read(new).tokens.to(device)
-            return tokens
+            return replace(project(), mask=mask, seen=None)
         if past < text.length:
             with torch.inference_mode(False), torch.no_grad():
-                more = adapter.attention(layer).project(
-                    adapter.read(new).tokens.to(device), memory_positions=token_places(text.real.to(device))[:, past:]
-                )
+                more = project()
                 cached = text.projected[layer] = more if cached is None else cached.append(more)
         assert cached is not None
-        return replace(cached, mask=mask)
+        return replace(cached, mask=mask, seen=None)
 
 
 def common_beginning(before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.gated_block import GATES, BlockLayout, GatedBlock, check_bool
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.resampler import Resampler

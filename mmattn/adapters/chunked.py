@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import random_memory
+from mmattn.adapters.adapter_layers import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter
 from mmattn.adapters.chunk_rows import by_chunk
 from mmattn.adapters.gated import first_reaching

@@ -170,6 +170,6 @@ def _begin_at_own_place(attention: CrossAttention) -> None:
     here, there = rotary(bias.expand(1, 1, 2, k), torch.arange(2))[0, 0]
     bias *= (3 / (attention.scale * (here @ here - here @ there))).sqrt()
     with torch.no_grad():
-        attention.v_proj.bias.zero_()
-        for projection in (attention.q_proj, attention.k_proj):
+        attention.kv_proj.v_proj.bias.zero_()
+        for projection in (attention.q_proj, attention.kv_proj.k_proj):
             projection.bias.copy_(bias.repeat(projection.out_features // k))

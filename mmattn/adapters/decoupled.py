@@ -14,18 +14,18 @@ of the host's; padding of the memory is never attended to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.projected import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
-from mmattn.core.layers import PlainHeads
+from mmattn.core.projection import KeyValueProjection
 from mmattn.errors import AttachError, ConfigError, check_choice, check_int
 from mmattn.memory import Memory
 
@@ -100,7 +100,7 @@ class DecoupledAdapter:
         return random_memory(generator, rows, self.memory_dim)
 
 
-class DecoupledBlock(PlainHeads):
+class DecoupledBlock(KeyValueProjection):
     """Keys and values of the memory for the queries of one attention layer of the host.
 
     Args:
@@ -109,10 +109,9 @@ class DecoupledBlock(PlainHeads):
     """
 
     def __init__(self, memory_dim: int, size: HeadSizes) -> None:
-        super().__init__(size.num_heads, size.num_kv_heads, size.head_dim, memory_dim)
         width = size.num_kv_heads * size.head_dim
-        self.k_proj = nn.Linear(memory_dim, width, bias=False)
-        self.v_proj = nn.Linear(memory_dim, width, bias=False)
+        k_proj, v_proj = (nn.Linear(memory_dim, width, bias=False) for _ in range(2))
+        super().__init__(k_proj, v_proj, **asdict(size), memory_dim=memory_dim)
 
 
 class DecoupledLayers(AdapterLayers):
@@ -195,11 +194,7 @@ class DecoupledView(ProjectedView):
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
         """What the host's queries x (b, h, l, k) find in the memory, times the scale: (b, h, l, k)."""
-        projected = self.projected[layer]
-        if projected is None:
-            heads: Tensor = block(x, self.tokens, mask=self.mask)
-        else:
-            heads = block(x, projected)
+        heads: Tensor = block(x, self.projected[layer])
         return heads * adapter_scale
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import random_memory
+from mmattn.adapters.adapter_layers import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter, as_settings
 from mmattn.adapters.gated_block import BlockLayout, check_bool
 from mmattn.adapters.projected import ProjectedMemory
@@ -119,7 +119,7 @@ class GatedLayers(BlockLayers):
         images = text.images_begun(self.config.media_token).to(memory.device)
         assert memory.segments is not None
         segments = memory.segments.repeat_interleave(text.rows // max(memory.batch, 1), 0)
-        return media(images, segments, "latest" if self.config.visible_segments == "latest" else "all").tensor
+        return media(images, segments, self.config.visible_segments).tensor
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
         """The first token that may see each slot (b, m), the text's length where none may."""

@@ -118,13 +118,10 @@ class GatedBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor | KeyValue,
+        memory: KeyValue,
         *,
-        mask: Tensor | None = None,
-        scores: Tensor | None = None,
         attention_mask: Tensor | None = None,
         query_positions: Tensor | None = None,
-        memory_positions: Tensor | None = None,
         seen: Tensor | None = None,
         adapter_scale: float = 1.0,
     ) -> Tensor:
@@ -132,12 +129,9 @@ class GatedBlock(nn.Module):
 
         Args:
             x: hidden states (b, l, d) of the host.
-            memory: M (b, m, e), or its keys and values.
-            mask: (b, m) bool, where M is given.
-            scores: (b, m), where M is given and the attention reads scores.
-            attention_mask: (b, 1, l, m) bool.
+            memory: keys and values of M, as `self.attention.project` computes them.
+            attention_mask: (b, 1, l, m) bool, which slots each token sees; None for all that are real.
             query_positions: of x, for rotary positions.
-            memory_positions: of M, for rotary positions.
             seen: (b, l or 1, 1) bool, which tokens change; the others pass through bit for bit. None for all.
             adapter_scale: multiplies what is added.
         """
@@ -146,11 +140,8 @@ class GatedBlock(nn.Module):
         found = self.attention(
             self.norm(wide),
             memory,
-            mask=mask,
-            scores=scores,
             attention_mask=attention_mask,
             query_positions=query_positions,
-            memory_positions=memory_positions,
             head_scale=gate if self.per_head else None,
         )
         out = wide + found if self.per_head else torch.addcmul(wide, gate, found)

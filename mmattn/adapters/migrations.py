@@ -1,7 +1,8 @@
 """Adapter files of earlier formats, brought to the newest one step by step; nothing on the disk is changed.
 
 Format 1 to 2: settings have the words of the field (`place` is `position`, `look` is `visible_segments`), what only
-published models need is in `layout`, settings that an adapter had only to refuse are gone, the host has a kind.
+published models need is in `layout`, settings that an adapter had only to refuse are gone, the host has a kind, and the
+tensors of keys and values are named after `kv_proj`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mmattn.adapters.file_format import FORMAT_VERSION
+from mmattn.core.projection import upgrade_state_names
 
 Value = TypeVar("Value")
 
@@ -29,7 +31,7 @@ def migrate_names(named: Mapping[str, Value], version: int) -> dict[str, Value]:
     """What is named after an adapter's tensors in a file of this format, named as in the newest."""
     migrated = dict(named)
     if version < 2:
-        migrated = {_name_2(name): value for name, value in migrated.items()}
+        migrated = upgrade_state_names(migrated)
     return migrated
 
 
@@ -51,10 +53,6 @@ def _to_2(config: dict[str, Any]) -> dict[str, Any]:
                 settings.pop(name, None)
     host = {**config["host"], "kind": "unet" if kind == "decoupled" else "causal_lm"}
     return {**config, "format_version": 2, "package": "mmattn", "adapter": settings, "host": host}
-
-
-def _name_2(name: str) -> str:
-    return name
 
 
 _STEPS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2}

@@ -133,42 +133,39 @@ class NeighbourView:
         """What a block gives for hidden states x (b, l, d); tokens in no block stay bit for bit."""
         if not self.blocks.places:
             return x
-        memory, mask, scores = self._memory(layer)
+        memory = self._memory(layer)
         tokens = self.blocks.tokens.to(x.device)
         there = tokens >= 0
         flat = x.flatten(0, 1)
         # What fills up a shorter block is dropped again; a token of its own row is as finite as the row.
         own = flat[torch.where(there, tokens, tokens[:, :1])]
-        slots = memory.slots if isinstance(memory, KeyValue) else memory.shape[1]
-        allowed = None if mask is None else mask[:, None, None]
-        out = block(
-            own,
-            memory,
-            mask=None if isinstance(memory, KeyValue) else mask,
-            scores=scores,
-            seen=visible_rows(allowed, len(own), slots, device=x.device),
-            adapter_scale=adapter_scale,
-        )
+        allowed = None if memory.mask is None else memory.mask[:, None, None]
+        seen = visible_rows(allowed, len(own), memory.slots, device=x.device)
+        out = block(own, memory, seen=seen, adapter_scale=adapter_scale)
         return flat.index_copy(0, tokens[there], out[there]).view_as(x)
 
-    def _memory(self, layer: int) -> tuple[Tensor | KeyValue, Tensor | None, Tensor | None]:
-        """What the blocks attend to at a host layer, a row for each: memory or its keys and values, mask and scores."""
-        adapter, places = self.adapter, self.blocks.places
+    def _memory(self, layer: int) -> KeyValue:
+        """Keys and values that the blocks attend to at a host layer, a row for each."""
+        adapter, places, queries = self.adapter, self.blocks.places, self.blocks.tokens.shape[1]
         batches = list({id(batch): batch for batch, _ in places}.values())
         read = [batch.read(adapter) for batch in batches]
-        queries = self.blocks.tokens.shape[1]
-        cached = [batch.project(adapter, layer, memory, queries) for batch, memory in zip(batches, read, strict=True)]
-        if all(one is not None for one in cached) and len({one.absorbed for one in cached if one is not None}) == 1:
-            by_batch = {id(batch): one for batch, one in zip(batches, cached, strict=True) if one is not None}
-            gathered = self.neighbours.gather(
-                (adapter.name, layer), [(by_batch[id(batch)], row) for batch, row in places]
-            )
-            return gathered, gathered.mask, None
+        if not any(batch.is_uncached(adapter) for batch in batches):
+            projected = {
+                id(batch): batch.project(adapter, layer, memory, queries)
+                for batch, memory in zip(batches, read, strict=True)
+            }
+            if len({one.absorbed for one in projected.values()}) == 1:
+                return self.neighbours.gather(
+                    (adapter.name, layer), [(projected[id(batch)], row) for batch, row in places]
+                )
         begins = accumulate((memory.batch for memory in read), initial=0)
         begin = {id(batch): start for batch, start in zip(batches, begins, strict=False)}
-        rows = [begin[id(batch)] + row for batch, row in places]
-        memory = Memory.stack(read)[rows]
-        return memory.tokens, memory.mask, memory.scores if adapter.score_bias else None
+        memory = Memory.stack(read)[[begin[id(batch)] + row for batch, row in places]]
+        scores = memory.scores if adapter.score_bias else None
+        found: KeyValue = adapter.attention(layer).project(
+            memory.tokens, mask=memory.mask, scores=scores, queries=queries
+        )
+        return found
 
 
 class GivenNeighbours(Neighbours):
@@ -200,7 +197,7 @@ class GivenNeighbours(Neighbours):
     def places(self, chunks: list[tuple[int, int]], text: TextState, adapter: Any) -> list[Place | None]:
         """Where the neighbours of each (row of the text, chunk) are, None where the memory has none."""
         memory = self.prepared.memory
-        rows: dict[tuple[int, int], int] = self._rows.once(
+        rows: dict[tuple[int, int], int] = self._rows.get(
             None, memory.tensors()[1:], lambda: {chunk: row for row, chunk in enumerate(chunk_slots(memory)[0])}
         )
         beams = text.rows // max(memory.batch, 1)

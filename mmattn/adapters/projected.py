@@ -74,44 +74,46 @@ class PreparedMemory:
         """Number of rows b."""
         return self.memory.batch
 
-    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> KeyValue | None:
-        """Cached keys and values of the memory, as `read` gave it, for the block at a host layer.
+    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> KeyValue:
+        """Keys and values of the memory, as `read` gave it, for the block at a host layer.
 
         Args:
             adapter: the trainable part that reads.
             layer: number of the host's layer.
             memory: what `read` returned.
-            queries: how many look at each row of the memory.
-
-        Returns:
-            None where nothing is cached: the block projects for itself.
+            queries: how many attend to each row of the memory.
         """
-        if self._is_uncached(adapter):
-            return None
         attention = adapter.attention(layer)
+        scores = memory.scores if adapter.score_bias else None
+
+        def project(absorb: bool = False, queries: int | None = None) -> KeyValue:
+            tokens = memory.tokens.to(attention.projecting_parameters()[0].device)
+            projected: KeyValue = attention.project(
+                tokens, mask=memory.mask, scores=scores, absorb=absorb, queries=queries
+            )
+            return projected
+
+        if self.is_uncached(adapter):
+            return project(queries=queries)
         size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
         absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
         if absorb and queries > ABSORB_BELOW:
-            return None
-        scores = memory.scores if adapter.score_bias else None
+            return project(queries=queries)
         # Absorbed, every layer reads the same tensor: computed once.
         shared = absorb and scores is None
-        projected: KeyValue = self._cache_of(adapter).once(
-            -1 if shared else layer,
-            [memory.tokens, *(() if shared else attention.projecting_parameters())],
-            lambda: attention.project(memory.tokens, mask=memory.mask, scores=scores, absorb=absorb),
-        )
-        return projected
+        sources = [memory.tokens, *(() if shared else attention.projecting_parameters())]
+        cached: KeyValue = self._cache_of(adapter).get(-1 if shared else layer, sources, lambda: project(absorb))
+        return cached
 
     def read(self, adapter: Reader) -> Memory:
         """The memory as an adapter reads it."""
-        if self._is_uncached(adapter):
+        if self.is_uncached(adapter):
             return adapter.read(self.memory)
         sources = [*self.memory.tensors(), *adapter.reading_parameters()]
-        memory: Memory = self._cache_of(adapter).once(None, sources, lambda: adapter.read(self.memory))
+        memory: Memory = self._cache_of(adapter).get(None, sources, lambda: adapter.read(self.memory))
         return memory
 
-    def _is_uncached(self, adapter: Reader) -> bool:
+    def is_uncached(self, adapter: Reader) -> bool:
         """Nothing is cached while gradients are needed, nor inside a graph being traced."""
         if torch.compiler.is_compiling():
             return True
@@ -134,41 +136,27 @@ class PreparedMemory:
 
 
 class ProjectedView:
-    """A memory in one forward: cached keys and values, or else its slots with mask and scores.
+    """A memory in one forward: its keys and values, and who sees what.
 
     Args:
-        memory: as the adapter reads it.
-        projected: by host layer, keys and values where they are cached.
+        projected: keys and values by host layer.
         attention_mask: (b, 1, l, m) bool, which slots each token sees; None for all that are real.
         seen: (b, l or 1, 1) bool, which tokens see anything; None where all do.
-        scored: whether the adapter reads scores.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        projected: dict[int, KeyValue | None],
-        attention_mask: Tensor | None,
-        seen: Tensor | None,
-        scored: bool,
-    ) -> None:
+    def __init__(self, projected: dict[int, KeyValue], attention_mask: Tensor | None, seen: Tensor | None) -> None:
         self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
-        self.tokens, self.mask = memory.tokens, memory.mask
-        self.scores = memory.scores if scored else None
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
         """What a block gives for x, in a host layer."""
-        projected = self.projected[layer]
-        slots = {} if projected is not None else {"mask": self.mask, "scores": self.scores}
-        found: Tensor = block(
+        out: Tensor = block(
             x,
-            self.tokens if projected is None else projected,
+            self.projected[layer],
             attention_mask=self.attention_mask,
             seen=self.seen,
             adapter_scale=adapter_scale,
-            **slots,
         )
-        return found
+        return out
 
 
 Visibility = Callable[[TextState, Memory], Tensor]
@@ -203,10 +191,9 @@ class ProjectedMemory:
         allowed = combine_masks(memory.mask, rule, sizes)
         seen = visible_rows(allowed, text.rows, memory.length, device=memory.device)
         queries = text.rows // max(memory.batch, 1) * text.length
-        projected = {
-            layer: self.prepared.project(self.adapter, layer, memory, queries) for layer in self.adapter.layers
-        }
-        return self.view(memory, projected, rule, seen, self.adapter.score_bias)
+        layers = self.adapter.layers if text.layer is None else (text.layer,)
+        projected = {layer: self.prepared.project(self.adapter, layer, memory, queries) for layer in layers}
+        return self.view(projected, rule, seen)
 
     def as_memory(self, text: TextState) -> Memory:
         """The memory itself."""

@@ -72,8 +72,8 @@ class Family:
 _LLAMA = {
     "input_layernorm.weight": ("norm.weight",),
     "cross_attn.q_proj.weight": ("attention.q_proj.weight",),
-    "cross_attn.k_proj.weight": ("attention.k_proj.weight",),
-    "cross_attn.v_proj.weight": ("attention.v_proj.weight",),
+    "cross_attn.k_proj.weight": ("attention.kv_proj.k_proj.weight",),
+    "cross_attn.v_proj.weight": ("attention.kv_proj.v_proj.weight",),
     "cross_attn.o_proj.weight": ("attention.out_proj.weight",),
     "post_attention_layernorm.weight": ("feed_forward.norm.weight",),
     "mlp.gate_proj.weight": ("feed_forward.swish.weight",),
@@ -88,7 +88,7 @@ FAMILIES = {
         {"norm": "rms", "activation": "swiglu", "feed_forward_all": True},
         {
             "cross_attn.q_layer_norm.weight": ("attention.q_norm.weight",),
-            "cross_attn.k_layer_norm.weight": ("attention.k_norm.weight",),
+            "cross_attn.k_layer_norm.weight": ("attention.kv_proj.k_norm.weight",),
         },
     ),
     "mllama": Family(
@@ -98,7 +98,7 @@ FAMILIES = {
         {"norm": "rms", "activation": "swiglu"},
         {
             "cross_attn.q_norm.weight": ("attention.q_norm.weight",),
-            "cross_attn.k_norm.weight": ("attention.k_norm.weight",),
+            "cross_attn.k_norm.weight": ("attention.kv_proj.k_norm.weight",),
         },
     ),
     "openflamingo": Family(
@@ -108,7 +108,7 @@ FAMILIES = {
             "attn.norm.weight": ("norm.weight",),
             "attn.norm.bias": ("norm.bias",),
             "attn.to_q.weight": ("attention.q_proj.weight",),
-            "attn.to_kv.weight": ("attention.k_proj.weight", "attention.v_proj.weight"),
+            "attn.to_kv.weight": ("attention.kv_proj.k_proj.weight", "attention.kv_proj.v_proj.weight"),
             "attn.to_out.weight": ("attention.out_proj.weight",),
             "attn_gate": ("gate.gate",),
             "ff.0.weight": ("feed_forward.norm.weight",),
@@ -243,7 +243,7 @@ def _sizes(
     known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads: int | None, source: str
 ) -> dict[str, Any]:
     """The settings that the tensors of a block and the host decide."""
-    q, k = first["attention.q_proj.weight"], first["attention.k_proj.weight"]
+    q, k = first["attention.q_proj.weight"], first["attention.kv_proj.k_proj.weight"]
     up = first["feed_forward.up.weight"]
     if not all(matrix.dim() == 2 and matrix.numel() for matrix in (q, k, up)):
         raise AdapterFileError(f"{source}: the projections must be matrices, got {[list(m.shape) for m in (q, k, up)]}")

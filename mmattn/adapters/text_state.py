@@ -40,6 +40,7 @@ class TextState:
         prompt: what `generate` was called with, ids (b, l) or embeddings (b, l, d).
         expansions: inside `generate`, how many rows of text a row of the prompt may have become (beams); else empty.
         generation: what `generate` last prepared for the host.
+        layer: the only layer that asks, where only a part of the host was called.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class TextState:
     prompt: Tensor | None = None
     expansions: frozenset[int] = frozenset()
     generation: GenerationInput | None = None
+    layer: int | None = None
 
     def check_rows(self, memory_rows: int | None, name: str) -> None:
         """Rows of text must be rows of memory, or inside `generate` the beams of them.

@@ -1,21 +1,24 @@
-"""The core. `attend` holds the only attention softmax of the package; everything that attends ends here.
+"""Scaled dot-product attention over a masked memory: the only attention softmax of the package.
 
-Scaled dot-product attention, softmax(q kᵀ / √k + bias) v (arXiv 1706.03762, equation 1; the scale is inside the
-softmax), with three departures: a query that may look at nothing gets exactly 0 and finite gradients; what lies in
-masked slots has no influence, forward or backward; heads and beams that share keys and values are folded into the
-query length instead of copying keys and values.
+softmax(q kᵀ / √k + bias) v (arXiv 1706.03762, equation 1; the scale is inside the softmax), with three departures: a
+query that may look at nothing gets exactly 0 and finite gradients; what lies in slots that a query may not look at has
+no influence on it, forward or backward; heads and beams that share keys and values are folded into the query length
+instead of copying keys and values.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.core.masks import Mask, causal as causal_mask
-from mmattn.errors import MaskError, ShapeError, check_bool_mask, check_choice
+from mmattn.core.tracing import autocast, may_read, transform_under_way
+from mmattn.errors import MaskError, ShapeError, check_bool_mask, check_choice, check_float
 
 BACKENDS = ("sdpa", "eager")
 # Slots up to which half precision with gradients goes through float32 on the CPU: its backward is twice as fast there.
@@ -36,22 +39,30 @@ def attend(
     backend: str | None = None,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Let queries look at keys and take the values.
+    """Scaled dot-product attention of queries over masked keys and values: (b, h, l, v).
 
     Args:
-        q: (b, h, l, k). k: (b, g, m, k) and v: (b, g, m, v), where g divides h. The rows of q may be a multiple of
-            those of k and v: row i of q then reads row i // multiple (beams), and nothing is copied.
+        q: (b, h, l, k). Its rows may be a multiple of those of k and v: row i of q then reads row i // multiple
+            (beams), and nothing is copied.
+        k: (b, g, m, k), where g divides h.
+        v: (b, g, m, v).
         mask: (b, m) bool, True = may look; the padding of k and v.
         attention_mask: (l, m), (b, l, m) or (b, h, l, m) bool or a `Mask`, True = may look.
-        bias: float, broadcastable to (b, h, l, m), added to the scaled scores; not a mask.
-        causal: query i sees keys up to i + m - l.
+        bias: float, broadcastable to (b, h, l, m), added to the scaled scores; a query with -inf on every slot it may
+            look at gives 0.
+        causal: query i may look at keys up to i + m - l.
         scale: of the scores; 1/√k by default.
-        dropout: probability of dropping a weight.
+        dropout: probability of dropping a weight, from 0 to below 1.
         backend: "sdpa" (fused) or "eager" (scores in float32 at least, gives weights); chosen by default.
         return_weights: also return the weights (b, h, l, m) before dropout.
 
+    NaN and infinity in a slot reach the queries that may look at it, as NaN, and no others. Where only some may, no
+    gradient flows back from those it reaches.
+
     Raises:
-        MaskError: a mask that is not bool, a bias that is. ShapeError: sizes, dtypes or devices that do not fit.
+        ConfigError: a backend that does not exist, a dropout that is no probability.
+        MaskError: a mask that is not bool, a bias that is.
+        ShapeError: sizes, dtypes or devices that do not fit.
 
     >>> q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
     >>> attend(q, k, k, mask=torch.tensor([[True] * 5, [False] * 5]))[1].abs().sum()
@@ -61,17 +72,33 @@ def attend(
     b, m = k.shape[0], k.shape[2]
     if backend is not None:
         check_choice("backend", backend, BACKENDS)
+    if dropout:
+        check_float("dropout", dropout, at_least=0, below=1)
     allowed = combine_masks(mask, attention_mask, (q.shape[0], b, q.shape[1], q.shape[2], m))
     # The kernel's own causal rule counts queries, so it holds only where none are folded and there is no other rule.
     if causal and not (allowed is None and bias is None and q.shape[:3] == (b, k.shape[1], m) and not return_weights):
         rule = causal_mask(q.shape[2], m, offset=m - q.shape[2]).tensor.to(q.device)
         allowed = rule[None, None] if allowed is None else allowed & rule
         causal = False
+    contain = causal
     if allowed is not None:
         # Zeros where no query may look: 0 · NaN would reach the sums, forward or backward.
         hidden = ~visible_slots(allowed, b, m)[:, None, :, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    return attend_checked(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights)
+        contain = allowed.shape[1:3] != (1, 1) or allowed.shape[0] not in (1, b)
+    return attend_checked(
+        q,
+        k,
+        v,
+        allowed,
+        bias,
+        causal=causal,
+        contain=contain,
+        scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
+        dropout=dropout,
+        backend=backend,
+        return_weights=return_weights,
+    )
 
 
 def combine_masks(
@@ -80,11 +107,13 @@ def combine_masks(
     """One bool tensor broadcastable to (b, h, l, m) from a padding mask and an attention mask, or None.
 
     Args:
-        mask: (memory rows, m). attention_mask: (l, m), (rows, l, m) or (rows, h, l, m).
+        mask: (memory rows, m).
+        attention_mask: (l, m), (rows, l, m) or (rows, h, l, m).
         sizes: text rows, memory rows, h, l, m.
 
     Raises:
-        MaskError: not bool. ShapeError: another shape; a (b, m) mask is never taken for (l, m) or the other way round.
+        MaskError: not bool.
+        ShapeError: another shape; a (b, m) mask is never taken for (l, m) or the other way round.
     """
     rows, memory_rows, h, l, m = sizes
     allowed = None
@@ -127,15 +156,21 @@ def _check_attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
             f"k and v must agree in (b, g, m) and q and k in k; got q {tuple(q.shape)}, k {tuple(k.shape)}, "
             f"v {tuple(v.shape)}"
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ShapeError(f"key/value heads must divide heads, got {k.shape[1]} and {q.shape[1]}")
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"key/value heads must divide heads, got {k.shape[1]} and {q.shape[1]}; each needs one at least"
+        )
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ShapeError(
+            f"heads must be at least 1 wide, got queries and keys of width {q.shape[3]} and values of {v.shape[3]}"
+        )
     if q.shape[0] != k.shape[0] and (k.shape[0] == 0 or q.shape[0] % k.shape[0]):
         raise ShapeError(
             f"rows of q must be those of k or a multiple of them (beams), got {q.shape[0]} and {k.shape[0]}"
         )
     if not q.device == k.device == v.device:
         raise ShapeError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
+    if not q.dtype == k.dtype == v.dtype and not autocast(q):
         raise ShapeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: convert with .to()")
     if bias is None:
         return
@@ -145,11 +180,6 @@ def _check_attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if len(shape) != 4 or any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
         raise ShapeError(f"bias must be broadcastable to (b, h, l, m) = {wanted}, got {tuple(bias.shape)}")
-
-
-def may_read(tensor: Tensor) -> bool:
-    """Whether looking at values costs nothing: on the CPU, and outside a graph being traced."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def visible_slots(allowed: Tensor, memory_rows: int, m: int) -> Tensor:
@@ -171,7 +201,11 @@ def visible_rows(
     """Which queries (b, l or 1, 1) may look at anything, or None where all of them may.
 
     Args:
-        per_head: (b, h or 1, l or 1, 1) instead. device: of the answer where there is no `allowed` to tell.
+        allowed: all rules together, broadcastable to (b, h, l, m); None where everything may be seen.
+        rows: b, a multiple of the rows of `allowed`.
+        m: number of slots.
+        per_head: the answer is (b, h or 1, l or 1, 1) instead.
+        device: of the answer where there is no `allowed` to tell.
     """
     if m == 0:
         allowed = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device if allowed is None else allowed.device)
@@ -211,63 +245,144 @@ def _fold_mask(allowed: Tensor, rows: int, h: int, l: int, b: int, g: int) -> Te
     return _fold(allowed.expand(rows, h, l, allowed.shape[3]), b, g)
 
 
+def all_finite(first: Tensor, second: Tensor | None = None) -> bool:
+    """Whether no value of one or two tensors is NaN or infinite; values whose sum overflows count as infinite, too."""
+    # A sum is finite only if every term is, and reads the tensor once without an intermediate.
+    wide = torch.float64 if first.dtype is torch.float64 else torch.float32
+    total = first.detach().sum(dtype=wide)
+    if second is not None and second is not first:
+        total += second.detach().sum(dtype=wide)
+    return math.isfinite(total)
+
+
 def attend_checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     allowed: Tensor | None,
     bias: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    dropout: float,
-    backend: str | None,
-    return_weights: bool,
+    *,
+    scale: float,
+    causal: bool = False,
+    contain: bool = False,
+    dropout: float = 0.0,
+    backend: str | None = None,
+    return_weights: bool = False,
+    seen: Tensor | bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attend` without its checks: hidden slots hold finite values, `allowed` broadcasts to (b, h, l, m)."""
+    """`attend` without its checks.
+
+    Args:
+        q: (b, h, l, k).
+        k: (b, g, m, k); slots that no query of a row may look at hold finite values, unless `contain`.
+        v: (b, g, m, v); likewise.
+        allowed: all rules together, broadcastable to (b, h, l, m); None where everything may be seen.
+        bias: as in `attend`.
+        scale: of the scores.
+        causal: query i may look at keys up to i, where l is m, no rows or heads are folded and there is no other rule.
+        contain: slots that some query may not look at may hold NaN or infinity.
+        dropout: probability of dropping a weight.
+        backend: as in `attend`.
+        return_weights: also return the weights (b, h, l, m) before dropout.
+        seen: (b, 1, 1, 1) bool, which rows may look at anything, or True where all may, where that is known and the
+            same for all queries of a row.
+    """
     rows, h, l, _ = q.shape
     b, g, m, _ = k.shape
     if not (m and rows and l):
         # Sums of nothing: exactly 0 whatever the tensors hold, and the graph stays whole.
         nothing = q.new_zeros(rows, h, l, v.shape[3]) + sum(tensor.reshape(-1)[:0].sum() for tensor in (q, k, v))
         return (nothing, q.new_zeros(rows, h, l, m)) if return_weights else nothing
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if contain and not (may_read(k) and all_finite(k, v)):
+        return _attend_contained(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights, seen)
+    return _attend_finite(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights, seen)
+
+
+def _attend_contained(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None, causal: bool, *rest: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over finite slots, and NaN for queries that may look at another: a weight of 0 does not hide NaN."""
+    rows, b = q.shape[0], k.shape[0]
+    broken = ~(torch.isfinite(k).all(-1).all(1) & torch.isfinite(v).all(-1).all(1))
+    k, v = (tensor.masked_fill(broken[:, None, :, None], 0) for tensor in (k, v))
+    if allowed is None:
+        reached = (broken.cumsum(-1) > 0)[:, None, :, None] if causal else broken.any(-1)[:, None, None, None]
+    else:
+        of_row = broken if allowed.shape[0] in (1, b) else broken.repeat_interleave(rows // b, 0)
+        reached = (allowed & of_row[:, None, None]).any(-1, keepdim=True)
+    if reached.shape[0] != rows:
+        reached = reached.repeat_interleave(rows // reached.shape[0], 0)
+    out = _attend_finite(q, k, v, allowed, bias, causal, *rest)
+    if isinstance(out, tuple):
+        return out[0].masked_fill(reached, math.nan), out[1].masked_fill(reached, math.nan)
+    return out.masked_fill(reached, math.nan)
+
+
+def _attend_finite(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    backend: str | None,
+    return_weights: bool,
+    seen: Tensor | bool | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention where what a weight of 0 is multiplied with is finite."""
+    rows, h, _, _ = q.shape
+    b, g, m, _ = k.shape
+    if backend is None and not torch.compiler.is_compiling() and transform_under_way() is not None:
+        # torch's kernels have no rule for batches of batches, and no forward derivative.
+        backend = "eager"
     if q.element_size() == 2 and q.device.type == "cpu" and not (backend or return_weights):
         needed = q.requires_grad or k.requires_grad or v.requires_grad
         # The length is asked last: a traced graph would hold only for lengths of the same answer.
         if needed and torch.is_grad_enabled() and m <= _WIDEN_UP_TO:
             with torch.autocast("cpu", enabled=False):
-                wide = q.float(), k.float(), v.float()
-                out = attend_checked(*wide, allowed, bias, causal, scale, dropout, None, False)
+                out = _attend_finite(
+                    q.float(), k.float(), v.float(), allowed, bias, causal, scale, dropout, None, False, seen
+                )
             assert isinstance(out, Tensor)
             return out.to(v.dtype)
     if allowed is None and bias is None and h == g and rows == b and not return_weights and backend != "eager":
         return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale)
+    eager = return_weights or backend == "eager"
+    # Scores in float32 at least: float16 overflows, and bfloat16 scores lose accuracy the fused path keeps.
+    dtype = torch.promote_types(q.dtype, torch.float32) if eager else q.dtype
     if allowed is not None:
-        allowed = _fold_mask(allowed, rows, h, l, b, g)
+        allowed = _fold_mask(allowed, rows, h, q.shape[2], b, g)
     if bias is not None:
-        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-        bias = _fold_mask(bias.expand(*bias.shape[:3], m), rows, h, l, b, g)
+        bias = bias.to(dtype).reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+        bias = _fold_mask(bias.expand(*bias.shape[:3], m), rows, h, q.shape[2], b, g)
+        if allowed is not None:
+            bias = torch.where(allowed, bias, float("-inf"))
+        if allowed is not None or not (may_read(bias) and all_finite(bias)):
+            # A slot with a bias of -inf is hidden, too.
+            allowed, seen = bias != float("-inf"), None
     q = _fold(q, b, g)
 
-    seen = None
-    if allowed is not None:
-        seen = allowed.any(-1, keepdim=True)
-        # A row without any True would divide 0 by 0 in some kernels: let it look everywhere, then erase what it saw.
-        if may_read(seen) and bool(seen.all()):
+    if seen is True:
+        seen = None
+    elif allowed is not None:
+        # A row without any True would divide 0 by 0: it attends to everything, and its output is set to 0.
+        known = seen is not None
+        seen = allowed.any(-1, keepdim=True) if seen is None else seen
+        if not known and may_read(seen) and bool(seen.all()):
             seen = None
-        else:
+        elif bias is None:
             allowed = allowed | ~seen
+        else:
+            bias = bias.masked_fill(~seen, 0)
 
+    rule = allowed if bias is None else bias
     weights = None
-    if return_weights or backend == "eager":
-        out, weights = _eager(q, k, v, allowed, bias, causal, scale, dropout)
+    if eager:
+        out, weights = _eager(q, k, v, rule, causal, scale, dropout)
     else:
-        if bias is not None:
-            bias = bias.to(q.dtype)
-            if allowed is not None:
-                bias = torch.where(allowed, bias, float("-inf"))
-        rule = allowed if bias is None else bias
-        if rule is not None and rule.dim() == 4:
+        if rule is not None:
             rule = rule.expand(-1, -1, q.shape[2], m)
         out = F.scaled_dot_product_attention(q, k, v, rule, dropout, causal, scale=scale)
     if seen is not None:
@@ -278,26 +393,16 @@ def attend_checked(
 
 
 def _eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, rule: Tensor | None, causal: bool, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    # Scores in float32 at least: float16 overflows, and bfloat16 scores lose accuracy the fused path keeps.
+    """Attention step by step, and its weights; `rule` is bool, True = may look, or float, added to the scores."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False) if autocast(q) else nullcontext():
         scores = (q.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
-        if bias is not None:
-            scores = scores + bias.to(wide)
         if causal:
             rule = causal_mask(q.shape[2], k.shape[2]).tensor.to(q.device)
-            allowed = rule if allowed is None else allowed & rule
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, float("-inf"))
+        if rule is not None:
+            scores = scores.masked_fill(~rule, float("-inf")) if rule.dtype is torch.bool else scores + rule
         weights = scores.softmax(-1)
         out = F.dropout(weights, dropout, dropout > 0) @ v.to(wide)
     return out.to(v.dtype), weights.to(v.dtype)

@@ -1,4 +1,4 @@
-"""Weights of other people's attention layers, read into the names and sizes of `CrossAttention`."""
+"""Weights of the attention layers of other libraries, in the names and sizes of `CrossAttention`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Projection(Protocol):
-    """What is read of a layer: `weight` (out, in) and `bias` (out,) or None."""
+    """A linear layer: `weight` (out, in) and `bias` (out,) or None."""
 
     weight: Any
     bias: Any
@@ -23,21 +23,29 @@ class Projection(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Settings for the constructor of `CrossAttention`, and the weights to load into what it makes."""
+    """Settings for the constructor of `CrossAttention`, and the weights to load into it.
+
+    Args:
+        settings: by name.
+        state: weights by the names of its state dict.
+    """
 
     settings: dict[str, Any]
     state: dict[str, Tensor]
 
 
 class FromWeights:
-    """Ways to make an attention layer from another library's."""
+    """Constructors of an attention layer from the weights of another library's."""
 
     @classmethod
     def from_multihead(cls, attention: nn.MultiheadAttention, **settings: Any) -> Self:
         """The same attention as an `nn.MultiheadAttention`, on copies of its weights; batches always come first here.
 
-        Its `key_padding_mask` goes through `mmattn.masks.from_key_padding`. Here and below, `settings` are those of the
-        class, such as `rotary`, `backend` or `causal`.
+        Its `key_padding_mask` goes through `mmattn.masks.from_key_padding`.
+
+        Args:
+            attention: whose weights are copied.
+            settings: of the class, by name, such as `rotary`, `backend` or `causal`.
 
         Raises:
             ConfigError: it adds keys of its own (`add_bias_kv`, `add_zero_attn`).
@@ -64,7 +72,13 @@ class FromWeights:
         """From one matrix ((h + 2g)·k, d) that holds the rows of all queries, then all keys, then all values.
 
         Args:
-            bias: ((h + 2g)·k,). out_weight: (d, h·k). out_bias: (d,).
+            weight: ((h + 2g)·k, d).
+            bias: ((h + 2g)·k,), or None.
+            out_weight: (d, h·k), of the output projection.
+            out_bias: (d,), or None.
+            num_heads: h.
+            num_kv_heads: g, h by default.
+            settings: of the class, by name.
 
         Raises:
             ShapeError: sizes that do not fit.
@@ -85,7 +99,14 @@ class FromWeights:
     ) -> Self:
         """From four layers with a `weight` (out, in) and a `bias` or None; T5's have `scale=1.0`.
 
-        A transformers `Conv1D`, whose weight is (in, out), is read as it is.
+        Args:
+            q: projection of the queries; here and below, a transformers `Conv1D`, whose weight is (in, out), too.
+            k: of the keys.
+            v: of the values.
+            out: of the output.
+            num_heads: h.
+            num_kv_heads: g, h by default.
+            settings: of the class, by name.
 
         Raises:
             ShapeError: sizes that do not fit.
@@ -94,7 +115,7 @@ class FromWeights:
 
     @classmethod
     def _filled(cls, source: Source, settings: dict[str, Any]) -> Self:
-        layer = cls._made(**{**source.settings, **settings})
+        layer = cls._from_settings(**{**source.settings, **settings})
         own = layer.state_dict()
         for name, weight in source.state.items():
             if name not in own or own[name].shape != weight.shape:
@@ -103,7 +124,7 @@ class FromWeights:
         return layer
 
     @classmethod
-    def _made(cls, **settings: Any) -> Any:
+    def _from_settings(cls, **settings: Any) -> Any:
         return cls(**settings)
 
 
@@ -178,11 +199,12 @@ def _source(
         )
     some = any(bias is not None for bias in biases)
     state = {"out_proj.weight": out_weight.detach()}
-    for name, weight, bias in zip("qkv", (q, k, v), biases, strict=True):
-        state[f"{name}_proj.weight"] = weight
+    names = ("q_proj", "kv_proj.k_proj", "kv_proj.v_proj")
+    for name, weight, bias in zip(names, (q, k, v), biases, strict=True):
+        state[f"{name}.weight"] = weight
         if some:
             # Whisper's keys and others have no bias where their neighbours have one: the same as zeros.
-            state[f"{name}_proj.bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias.detach()
+            state[f"{name}.bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias.detach()
     if out_bias is not None:
         state["out_proj.bias"] = out_bias.detach()
     settings = {

@@ -1,12 +1,9 @@
-"""What is computed once and read many times, owned by whoever holds the object.
-
-Keys and values of a memory, made once (`KeyValue`), and of a text that grows (`GrowingCache`).
-"""
+"""`KeyValue`: keys and values of a memory for one layer, computed once and attended to many times."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """Keys and values of a memory for one layer, made by `CrossAttention.project`.
+    """Keys and values of a memory for one layer, as `CrossAttention.project` computes them.
 
-    Three layouts, told apart by `lengths` and `absorbed`:
+    It has one of three layouts, by `lengths` and `absorbed`:
 
     * padded: keys (b, g, m, k), values (b, g, m, k), with `mask` (b, m) or None;
     * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n in all;
@@ -27,8 +24,16 @@ class KeyValue:
       of each row are read.
 
     Args:
+        keys: in one of the layouts.
+        values: likewise.
+        mask: (b, m) bool, which slots are real; None where all are.
         bias: (b, m) or packed (1, n) float, added to the scores of each slot.
+        lengths: number of real slots of each row, where only those are there.
+        absorbed: keys and values are the memory itself.
         null: a learned first slot has been put in front of every row.
+        finite: known to hold neither NaN nor infinity, so that masks over queries need not look for them.
+        seen: (b, 1, 1, 1) bool, which rows have a slot that may be seen, or True where all are known to; None where it
+            is not known.
     """
 
     keys: Tensor
@@ -38,19 +43,21 @@ class KeyValue:
     lengths: tuple[int, ...] | None = None
     absorbed: bool = False
     null: bool = False
+    finite: bool = False
+    seen: Tensor | bool | None = None
+    #: Number of rows b.
+    batch: int = field(init=False)
+    #: Number of slots m of the memory, padding included and a null slot not.
+    slots: int = field(init=False)
 
-    @property
-    def batch(self) -> int:
-        """Number of rows b."""
-        return self.keys.shape[0] if self.lengths is None else len(self.lengths)
-
-    @property
-    def slots(self) -> int:
-        """Number of slots m of the memory, padding included and a null slot not."""
-        if self.lengths is not None:
+    def __post_init__(self) -> None:
+        if self.lengths is None:
+            batch, slots = self.keys.shape[0], self.keys.shape[2] - self.null
+        else:
             assert self.mask is not None
-            return self.mask.shape[1]
-        return self.keys.shape[2] - self.null
+            batch, slots = len(self.lengths), self.mask.shape[1]
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "slots", slots)
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Keys (1, g, m_i, k), values and bias (m_i,) of each row whose length is known, as views."""
@@ -81,7 +88,11 @@ class KeyValue:
 
     @staticmethod
     def gather(rows: Sequence[tuple[KeyValue, int]]) -> KeyValue:
-        """Rows of one or several, alike in `absorbed` and `null`, under each other; padded to the longest."""
+        """Rows of one or several `KeyValue`, alike in `absorbed` and `null`, as one batch padded to the longest.
+
+        Args:
+            rows: for each row of the result the `KeyValue` that holds it, and its number there.
+        """
         first = rows[0][0]
         if [number for _, number in rows] == list(range(first.batch)) and all(holder is first for holder, _ in rows):
             return first
@@ -99,23 +110,29 @@ class KeyValue:
             mask = torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
         if first.bias is not None:
             bias = torch.nn.utils.rnn.pad_sequence(list(biases), batch_first=True)
-        made = stack(keys)
+        stacked = stack(keys)
         return KeyValue(
-            made, made if first.absorbed else stack(values), mask, bias, absorbed=first.absorbed, null=first.null
+            stacked,
+            stacked if first.absorbed else stack(values),
+            mask,
+            bias,
+            absorbed=first.absorbed,
+            null=first.null,
+            finite=all(holder.finite for holder, _ in rows),
         )
 
     def pick(self, rows: Tensor, slots: int) -> KeyValue:
         """The first `slots` slots of some rows, in the padded layout without a mask."""
         assert not self.absorbed and self.mask is None and self.bias is None
-        keys, values = (made[rows, :, : self.null + slots] for made in (self.keys, self.values))
-        return KeyValue(keys, values, null=self.null)
+        keys, values = (whole[rows, :, : self.null + slots] for whole in (self.keys, self.values))
+        return KeyValue(keys, values, null=self.null, finite=self.finite)
 
     def append(self, more: KeyValue) -> KeyValue:
-        """These slots and others of the same rows behind them, in the padded layout without a mask."""
+        """These slots and `more` of the same rows after them, in the padded layout without a mask."""
         assert not (self.absorbed or more.absorbed) and self.mask is None and more.mask is None
         keys = torch.cat([self.keys, more.keys[:, :, more.null :]], 2)
         values = torch.cat([self.values, more.values[:, :, more.null :]], 2)
-        return KeyValue(keys, values, null=self.null)
+        return KeyValue(keys, values, null=self.null, finite=self.finite and more.finite)
 
     def nbytes(self) -> int:
         """Bytes held, counting storage shared by keys and values once."""
@@ -130,7 +147,14 @@ def real_slots_first(mask: Tensor, lengths: tuple[int, ...]) -> bool:
 
 
 def pack(tensor: Tensor, mask: Tensor, lengths: tuple[int, ...], first: bool) -> Tensor:
-    """The real slots of all rows of a tensor (b, m, …), one behind the other (1, n, …); `first` as told above."""
+    """The real slots of all rows of a tensor (b, m, …), one behind the other (1, n, …).
+
+    Args:
+        tensor: (b, m, …).
+        mask: (b, m) bool, which slots are real.
+        lengths: number of real slots of each row.
+        first: whether the real slots come before the padding in every row.
+    """
     if first:
         return torch.cat([row[:length] for row, length in zip(tensor.unbind(), lengths, strict=True)])[None]
     return tensor.flatten(0, 1).index_select(0, mask.flatten().nonzero()[:, 0])[None]

@@ -1,6 +1,6 @@
-"""Who may see what: small boolean rules that combine with `&`, `|`, `~` and draw themselves.
+"""Boolean masks of attention, True = may look: small rules that combine with `&`, `|`, `~` and draw themselves.
 
-True means may look, everywhere. A rule is a `Mask` around a tensor that broadcasts to (b, h, l, m): rules over tokens
+A rule is a `Mask` around a tensor that broadcasts to (b, h, l, m): rules over tokens
 and slots are (l, m), rules that differ from row to row are (b, 1, l, m) or (b, 1, 1, m), so any two of them combine.
 The `from_…` functions turn the masks of other libraries into boolean tensors.
 
@@ -27,17 +27,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, MaskError, ShapeError, check_bool_mask, check_choice, check_int
+from mmattn.core.mask_converters import from_additive, from_huggingface, from_key_padding
+from mmattn.core.tracing import readable
+from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_choice, check_int
+
+__all__ = [
+    "VISIBLE_SEGMENTS",
+    "Mask",
+    "block",
+    "causal",
+    "chunk",
+    "from_additive",
+    "from_huggingface",
+    "from_key_padding",
+    "media",
+    "memory_mask",
+    "padding",
+    "padding_mask",
+    "window",
+]
 
 Device = torch.device | str | None
+
+#: Which segments of a memory a token sees: all, those begun at or before it, or the last of these.
+VISIBLE_SEGMENTS = ("all", "previous", "latest")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
     """A boolean rule, True = may look, that broadcasts to (b, h, l, m).
 
-    A tensor (l, m) holds for every row and head, (b, l, m) for every head (kept as (b, 1, l, m)), (b, h, l, m) as it
-    is; a size of 1 stands for all. The tensor is not copied.
+    Args:
+        tensor: (l, m), for every row and head; (b, l, m), for every head, which becomes (b, 1, l, m); or (b, h, l, m).
+            A size of 1 stands for all. It is not copied.
 
     Raises:
         MaskError: `tensor` is not boolean.
@@ -134,11 +156,12 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = None) -> Mask:
-    """Row i may look at its first `lengths[i]` slots; (b, 1, 1, m).
+    """A mask of padding by lengths, (b, 1, 1, m): row i may look at its first `lengths[i]` slots.
 
     Args:
         lengths: (b,) ints.
         length: m.
+        device: of the mask.
 
     Raises:
         ConfigError: lengths that are not ints.
@@ -158,13 +181,16 @@ def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = No
     _check_ints("lengths", counts)
     if counts.dim() != 1:
         raise ShapeError(f"lengths must be (b,), one per row, got {tuple(counts.shape)}")
-    if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
+    if counts.numel() and readable(counts) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
         raise ShapeError(f"lengths must lie in 0…{length} (length), got {counts.tolist()}")
     return padding_mask(torch.arange(length, device=counts.device) < counts[:, None])
 
 
 def padding_mask(mask: Tensor) -> Mask:
-    """Row i may look where `mask[i]` (b, m) is True; (b, 1, 1, m).
+    """A mask of padding, (b, 1, 1, m): row i may look where `mask[i]` is True.
+
+    Args:
+        mask: (b, m) bool.
 
     Raises:
         MaskError: not boolean.
@@ -180,7 +206,10 @@ def padding_mask(mask: Tensor) -> Mask:
 
 
 def memory_mask(matrix: Tensor) -> Mask:
-    """Query i may look at slot j where `matrix[i, j]` (l, m) is True.
+    """A mask over queries and slots, (l, m): query i may look at slot j where `matrix[i, j]` is True.
+
+    Args:
+        matrix: (l, m) bool.
 
     Raises:
         MaskError: not boolean.
@@ -198,10 +227,13 @@ def memory_mask(matrix: Tensor) -> Mask:
 
 
 def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = None) -> Mask:
-    """Query i may look at slots up to i + offset; (l, m).
+    """A causal mask, (l, m): query i may look at slots up to i + offset.
 
-    `offset` counts the slots before the first query (a cache), -1 hides a query's own slot; m is l + offset unless
-    given.
+    Args:
+        l: number of queries.
+        m: number of slots; l + offset unless given.
+        offset: slots before the first query (a cache); -1 hides a query's own slot.
+        device: of the mask.
 
     Raises:
         ConfigError: sizes that are not ints of at least 0.
@@ -212,11 +244,19 @@ def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = No
     ████·
     █████
     """
-    return Mask(_distance(l, m, offset, device) >= 0)
+    slots, ends = _places(l, m, offset, device)
+    return Mask(slots <= ends)
 
 
 def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device = None) -> Mask:
-    """Query i may look at the last `size` slots up to i + offset; (l, m).
+    """A causal mask over a window, (l, m): query i may look at the last `size` slots up to i + offset.
+
+    Args:
+        l: number of queries.
+        m: number of slots; l + offset where None.
+        size: of the window, in slots.
+        offset: slots before the first query (a cache).
+        device: of the mask.
 
     Raises:
         ConfigError: sizes that are not ints of at least 0, a window below 1.
@@ -229,22 +269,24 @@ def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device 
     ··██
     """
     check_int("size", size)
-    distance = _distance(l, m, offset, device)
-    return Mask((distance >= 0) & (distance < size))
+    slots, ends = _places(l, m, offset, device)
+    return Mask((slots <= ends) & (slots > ends - size))
 
 
-def _distance(l: int, m: int | None, offset: int, device: Device) -> Tensor:
-    """How far slot j lies behind query i, (l, m); negative for slots ahead."""
+def _places(l: int, m: int | None, offset: int, device: Device) -> tuple[Tensor, Tensor]:
+    """The slots (m,), and for each query the slot of its own place (l, 1)."""
     check_int("l", l, at_least=0)
     check_int("offset", offset, at_least=-sys.maxsize)
     m = l + max(offset, 0) if m is None else check_int("m", m, at_least=0)
-    return torch.arange(l, device=device)[:, None] + offset - torch.arange(m, device=device)
+    return torch.arange(m, device=device), torch.arange(offset, offset + l, device=device)[:, None]
 
 
 def chunk(
     l: int, chunk_size: int, neighbour_length: int, chunks: int | None = None, *, offset: int = 0, device: Device = None
 ) -> Mask:
-    """RETRO's shifted chunks (arXiv 2112.04426, section 2.4): a token sees what the last finished chunk retrieved.
+    """The mask of RETRO's shifted chunks (arXiv 2112.04426, section 2.4), (l, m).
+
+    A token sees what the last finished chunk retrieved.
 
     The memory is (chunks × neighbour_length) slots in order. The last token of chunk c, up to the second to last of
     chunk c + 1, may look at the neighbours of chunk c; the tokens before the end of chunk 0 see nothing.
@@ -255,6 +297,7 @@ def chunk(
         neighbour_length: slots per chunk, all its neighbours together (n × r).
         chunks: chunks in memory; the finished ones unless given. Tokens of a chunk beyond them see nothing.
         offset: tokens before the first one (a cache).
+        device: of the mask.
 
     Raises:
         ConfigError: sizes that are not ints, or too small.
@@ -279,7 +322,7 @@ def chunk(
 
 
 def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
-    """Queries look at slots of the same document; (b, 1, l, m).
+    """A mask of documents that share a row, (b, 1, l, m): queries may look at slots of their own document.
 
     Args:
         query_ids: (b, l) ints; a negative one belongs to no document.
@@ -304,16 +347,17 @@ def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
     return Mask((same & (memory_ids >= 0)[:, None])[:, None])
 
 
-def media(images: Tensor, segments: Tensor, look: str = "latest") -> Mask:
-    """Tokens look at the images placed before them (Flamingo, arXiv 2204.14198, section 2.3); (b, 1, l, m).
+def media(images: Tensor, segments: Tensor, visible_segments: str = "latest") -> Mask:
+    """A mask of the images that each token sees, (b, 1, l, m) (Flamingo, arXiv 2204.14198, section 2.3).
 
     Args:
-        images: (b, l) ints, the number of images begun at or before each token; a token with 0 sees nothing.
+        images: (b, l) ints, the number of images begun at or before each token.
         segments: (b, m) ints, the image each slot belongs to, from 0; a negative one belongs to none.
-        look: "latest", only the last image begun, or "all", every image begun.
+        visible_segments: "latest", only the last image begun at or before the token; "previous", every image begun at
+            or before it; "all", every image, whatever came before.
 
     Raises:
-        ConfigError: another `look`, or counts that are not ints.
+        ConfigError: other `visible_segments`, or counts that are not ints.
         ShapeError: not (b, l) and (b, m).
 
     >>> images, segments = torch.tensor([[0, 1, 1, 2, 2]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
@@ -325,10 +369,13 @@ def media(images: Tensor, segments: Tensor, look: str = "latest") -> Mask:
     ···███
     ···███
     """
-    check_choice("look", look, ("latest", "all"))
+    check_choice("visible_segments", visible_segments, VISIBLE_SEGMENTS)
     _check_pair("images", images, "segments", segments)
     begun, owner = images[:, :, None] - 1, segments[:, None]
-    seen = owner == begun if look == "latest" else owner <= begun
+    if visible_segments == "all":
+        seen = torch.ones_like(begun, dtype=torch.bool)
+    else:
+        seen = owner == begun if visible_segments == "latest" else owner <= begun
     return Mask((seen & (owner >= 0))[:, None])
 
 
@@ -347,78 +394,3 @@ def _check_pair(query_name: str, queries: Tensor, memory_name: str, slots: Tenso
             f"{query_name} must be (b, l) and {memory_name} (b, m) with the same b, "
             f"got {tuple(queries.shape)} and {tuple(slots.shape)}"
         )
-
-
-_DROPPED = -9000.0
-
-
-def from_huggingface(mask: Tensor) -> Tensor:
-    """A transformers `attention_mask` (1 = keep, 0 = drop; int, float or bool) as bool, True = may look.
-
-    Raises:
-        MaskError: values other than 0 and 1, or not a tensor.
-
-    >>> from_huggingface(torch.tensor([[0, 1, 1]]))
-    tensor([[False,  True,  True]])
-    """
-    _check_tensor("from_huggingface", mask)
-    if mask.dtype == torch.bool:
-        return mask
-    keep = mask == 1
-    if not bool((keep | (mask == 0)).all()):
-        raise MaskError(
-            "from_huggingface reads 1 = keep and 0 = drop, got other values; "
-            "a mask that is added to the scores (0 = keep, -inf = drop) goes through from_additive"
-        )
-    return keep
-
-
-def from_additive(mask: Tensor) -> Tensor:
-    """A mask that is added to the scores (0 = keep, -10000 or less = drop) as bool, True = may look.
-
-    Raises:
-        MaskError: not a float tensor, or values that are neither: those are a bias, not a mask.
-
-    >>> from_additive(torch.tensor([[0.0, float("-inf"), -10000.0]]))
-    tensor([[ True, False, False]])
-    """
-    _check_tensor("from_additive", mask)
-    if not mask.is_floating_point():
-        raise MaskError(
-            f"from_additive reads floats, 0 = keep and -inf = drop; got {_dtype(mask)}. "
-            "For 1 = keep use from_huggingface, for a bool with True = drop from_key_padding"
-        )
-    keep = mask == 0
-    if not bool((keep | (mask <= _DROPPED)).all()):
-        raise MaskError(
-            "from_additive reads 0 = keep and -10000 or less = drop, got other values; "
-            "for 1 = keep use from_huggingface, and pass a bias on the scores as bias="
-        )
-    return keep
-
-
-def from_key_padding(mask: Tensor) -> Tensor:
-    """A `key_padding_mask` or bool `attn_mask` of nn.MultiheadAttention (True = drop) as bool, True = may look.
-
-    Raises:
-        MaskError: not boolean.
-
-    >>> from_key_padding(torch.tensor([[True, False, False]]))
-    tensor([[False,  True,  True]])
-    """
-    _check_tensor("from_key_padding", mask)
-    if mask.dtype != torch.bool:
-        raise MaskError(
-            f"from_key_padding reads a bool tensor, True = drop; got {_dtype(mask)}. "
-            "For floats added to the scores use from_additive, for 1 = keep from_huggingface"
-        )
-    return ~mask
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _check_tensor(name: str, mask: object) -> None:
-    if not isinstance(mask, Tensor):
-        raise MaskError(f"{name} takes a tensor, got {type(mask).__name__}")

@@ -1,4 +1,4 @@
-"""Where a query or a slot stands: sinusoidal and learned vectors, rotation of heads, ALiBi.
+"""Positions of queries and slots: sinusoidal and learned vectors, rotation of heads, ALiBi.
 
 Positions are always given, never guessed from the shape: a memory has no natural order, and a cached text does not
 start at 0.
@@ -12,6 +12,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from mmattn.core.tracing import readable
 from mmattn.errors import ConfigError, ShapeError, check_float, check_int
 
 
@@ -63,7 +64,7 @@ class Learned(nn.Module):
             raise ConfigError(f"learned positions must be ints, got {positions.dtype}")
         num = self.weight.shape[0]
         # A raise that depends on data would break a compiled graph.
-        if not torch.compiler.is_compiling() and positions.numel():
+        if readable(positions) and positions.numel():
             low, high = (int(end) for end in positions.aminmax())
             if low < 0 or high >= num:
                 raise ShapeError(

@@ -1,4 +1,4 @@
-"""What is computed from tensors once and read many times; computed again when one of them has changed."""
+"""What is computed from tensors once and used many times; computed again when one of them has changed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from torch import Tensor
 
 
 class TensorVersion:
-    """Remembers tensors as they are, to tell later whether one was edited in place or given other storage.
+    """The state of some tensors, to tell later whether one was edited in place or given other storage.
 
     The storage is held, so that its address cannot come back with other contents. An edit through `tensor.data` goes
     unseen: torch does not count it.
+
+    Args:
+        tensors: whose state it is.
+
+    >>> weight = torch.zeros(3)
+    >>> version = TensorVersion([weight])
+    >>> version.holds([weight]), version.holds([weight.add_(1)])
+    (True, False)
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -33,20 +41,34 @@ class TensorVersion:
 
 
 class TensorCache:
-    """What was made of tensors, by key; made again once one of them has changed."""
+    """Values computed from tensors, by key; computed again once one of the tensors has changed.
+
+    >>> cache, weight = TensorCache(), torch.ones(3)
+    >>> cache.get("sum", [weight], lambda: int(weight.sum())), cache.get("sum", [weight], lambda: "not computed again")
+    (3, 3)
+    >>> _ = weight.add_(1)
+    >>> cache.get("sum", [weight], lambda: int(weight.sum()))
+    6
+    """
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[TensorVersion, Any]] = {}
+        self._entries: dict[Hashable, tuple[TensorVersion, Any]] = {}
 
-    def once(self, key: Hashable, sources: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        """What `make` gave for these sources under this key; made without gradients."""
-        found = self._made.get(key)
-        if found is None or not found[0].holds(sources):
-            # What is kept must serve calls outside inference mode, too.
+    def get(self, key: Hashable, sources: Sequence[Tensor], compute: Callable[[], Any]) -> Any:
+        """The value of a key for these sources, cached or computed now, without gradients.
+
+        Args:
+            key: of the value.
+            sources: all tensors that the value depends on.
+            compute: gives the value.
+        """
+        entry = self._entries.get(key)
+        if entry is None or not entry[0].holds(sources):
+            # A cached value must serve calls outside inference mode, too.
             with torch.inference_mode(False), torch.no_grad():
-                found = self._made[key] = (TensorVersion(sources), make())
-        return found[1]
+                entry = self._entries[key] = (TensorVersion(sources), compute())
+        return entry[1]
 
     def nbytes(self) -> int:
-        """Bytes of what tells its own size: keys and values."""
-        return sum(value.nbytes() for _, value in self._made.values() if callable(getattr(value, "nbytes", None)))
+        """Bytes of the values that tell their own size: keys and values."""
+        return sum(value.nbytes() for _, value in self._entries.values() if callable(getattr(value, "nbytes", None)))

@@ -1,4 +1,4 @@
-"""`TransformerBlock`: self-attention, attention to a memory where asked, feed-forward (arXiv 1706.03762, section 3.1).
+"""Transformer layers: self-attention, cross-attention to a memory, feed-forward (arXiv 1706.03762, section 3.1).
 
 With the norm before each part (arXiv 2002.04745), x = x + part(norm(x)); after it, as published, x = norm(x + part(x)).
 """
@@ -23,7 +23,8 @@ class TransformerBlock(nn.Module):
     """A layer of an encoder or a decoder over x (b, l, d).
 
     Args:
-        dim: d. num_heads: h, dividing d.
+        dim: d.
+        num_heads: h, dividing d.
         memory_dim: e; the block also attends to a memory of this width, between the two other parts.
         causal: a token sees earlier ones only.
         feed_forward: hidden width of the feed-forward part, as a multiple of d.
@@ -77,18 +78,23 @@ class TransformerBlock(nn.Module):
         """The block's output, (b, l, d).
 
         Args:
-            memory: (b, m, e), or what `cross_attention.project` made of it; its rows may be a divisor of b (beams).
-            mask, attention_mask, positions, bias, cache: for the self-attention, as there.
+            x: (b, l, d).
+            memory: (b, m, e), or what `cross_attention.project` gives for it; its rows may be a divisor of b (beams).
+            mask: of the self-attention, as there.
+            attention_mask: of the self-attention, as there.
             memory_mask: (b, m) bool, the padding of `memory`.
+            positions: of the self-attention, as there.
+            bias: of the self-attention, as there.
+            cache: of the self-attention, as there.
 
         Raises:
             ShapeError: sizes that do not fit, or a memory where the block has no use for one or lacks it.
         """
         if (memory is None) != (self.cross_attention is None):
             raise ShapeError(
-                "this block was made with memory_dim, so it needs a memory"
+                "this block has a memory_dim, so it needs a memory"
                 if memory is None
-                else "this block was made without memory_dim, so it cannot read a memory"
+                else "this block has no memory_dim, so it cannot read a memory"
             )
         seen = {"mask": mask, "attention_mask": attention_mask, "positions": positions, "bias": bias, "cache": cache}
         x = self._added(x, self.self_norm, self.self_attention, **seen)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.file_format import check_name
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import is_adapter, kinds_at
@@ -367,7 +367,7 @@ class AdaptedModel(AttachedModel):
         call, disabled = self.current_call()
         if call is None:
             return ()
-        text = TextState(x.shape[0], x.shape[1], images=call.images, expansions=call.expansions)
+        text = TextState(x.shape[0], x.shape[1], images=call.images, expansions=call.expansions, layer=site[0])
         return self.actions(call, disabled, text, site).get(site, ())
 
     def refresh_hooks(self) -> None:

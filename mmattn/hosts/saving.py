@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from mmattn import __version__
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.file_format import FORMAT, FORMAT_VERSION, adapter_settings
 from mmattn.adapters.folder import save_folder
 from mmattn.adapters.language_models import text_config

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.core.growing import Cache, GrowingCache
 from mmattn.core.kv import KeyValue
 from mmattn.core.layers import CrossAttention
-from mmattn.core.paged import PagePool
+from mmattn.core.paged_cache import PagePool
 from mmattn.core.positions import Learned, Rotary, alibi, sinusoidal, token_positions
+from mmattn.core.projection import upgrade_state_names
+from mmattn.core.text_cache import Cache, GrowingCache
 from mmattn.core.transformer import TransformerBlock
 from mmattn.errors import (
     AdapterFileError,
@@ -33,6 +34,8 @@ from mmattn.storage.tensor_files import read_tensors, write_tensors
 
 POSITIONS = ("sinusoidal", "learned", "rotary", "alibi")
 FORMAT = "mmattn-seq2seq"
+#: 2: keys and values of an attention have a module of their own (`kv_proj`).
+FORMAT_VERSION = 2
 
 
 class EncoderDecoder(nn.Module):
@@ -310,7 +313,8 @@ class EncoderDecoder(nn.Module):
         Raises:
             OSError: the folder is missing or full; what was at `path` is unchanged.
         """
-        write_tensors(path, self.state_dict(), {"format": FORMAT, "settings": self.settings})
+        metadata = {"format": FORMAT, "format_version": FORMAT_VERSION, "settings": self.settings}
+        write_tensors(path, self.state_dict(), metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EncoderDecoder:
@@ -324,6 +328,14 @@ class EncoderDecoder(nn.Module):
             NonFiniteError: NaN or infinity in the weights.
         """
         weights, metadata = read_tensors(path, FORMAT)
+        version = metadata.get("format_version", 1)
+        if version > FORMAT_VERSION:
+            raise AdapterFileError(
+                f"{path} was written in format_version {version}, and this mmattn reads 1 to {FORMAT_VERSION}: "
+                "upgrade mmattn, or save the model again with this one"
+            )
+        if version < 2:
+            weights = upgrade_state_names(weights)
         try:
             settings = metadata["settings"]
             layers = len({name.split(".")[1] for name in weights if name.startswith("decoder.")})

@@ -47,5 +47,5 @@ def begin_as_lookup(adapter: Any, sharpness: float = 6.0) -> None:
         attention = block.attention
         width = attention.q_proj.in_features
         attention.q_proj.weight.mul_(sharpness**0.5)
-        attention.k_proj.weight.zero_()[:, :width] = attention.q_proj.weight
-        attention.v_proj.weight.zero_()[:, width:] = attention.out_proj.weight.T
+        attention.kv_proj.k_proj.weight.zero_()[:, :width] = attention.q_proj.weight
+        attention.kv_proj.v_proj.weight.zero_()[:, width:] = attention.out_proj.weight.T

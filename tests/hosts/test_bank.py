@@ -33,8 +33,8 @@ def test_gathering_is_projecting_the_hits(setting):
     bank, found = model.bank(memory), hits()
     with torch.no_grad():
         for attention in model.attentions().values():
-            if attention.score_scale is not None:
-                attention.score_scale.fill_(0.3)
+            if attention.kv_proj.score_scale is not None:
+                attention.kv_proj.score_scale.fill_(0.3)
         bank.refresh()
     got, own = check(bank, memory, found), tiny.own(tiny.text(ROWS, LENGTH))
     assert torch.equal(got[1], own[1])

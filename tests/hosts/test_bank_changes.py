@@ -169,7 +169,7 @@ def test_what_cannot_be_a_bank(model):
     with pytest.raises(ConfigError, match="floating point dtype"):
         model.bank(entries(), torch.int8)
     for attention in model.attentions().values():
-        attention.rotary = Rotary(attention.head_dim)
+        attention.kv_proj.rotary = Rotary(attention.head_dim)
     with pytest.raises(ConfigError, match="rotates keys by their place"):
         model.bank(entries())
     model.set_adapter([])

@@ -112,7 +112,7 @@ def test_keys_and_values_are_made_once_per_chunk(family):
     hooks = [
         s.model.adapters["default"]
         .attention(layer)
-        .k_proj.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[0]))
+        .kv_proj.k_proj.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[0]))
         for layer in (0, 2)
     ]
     library = Library()

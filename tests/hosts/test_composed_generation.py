@@ -77,7 +77,7 @@ def test_each_token_is_read_and_projected_once():
     hook = (
         s.model.adapters["default"]
         .attention(2)
-        .k_proj.register_forward_hook(lambda _, args, out: projected.append(args[0].shape[:2].numel()))
+        .kv_proj.k_proj.register_forward_hook(lambda _, args, out: projected.append(args[0].shape[:2].numel()))
     )
     generate(s.model, s.ids, memory=memory)
     hook.remove()

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.projected import PreparedMemory
 from mmattn.core.kv import KeyValue
-from mmattn.core.pages import gather_pages
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_bool_mask
 from mmattn.hosts.bank.files import read_bank, write_bank
+from mmattn.hosts.bank.pages import gather_pages, projection_of
 from mmattn.hosts.bank.tables import blank_tables, check_entries, grown, is_int, keeping, makers_of, page_rows, weights
 from mmattn.memory import Memory
 
@@ -183,11 +183,11 @@ class Bank:
                 return None
             if not torch.equal(self._tables["edition"][found], editions):
                 return None
-            attention = adapter.attention(layer)
-            mask = self._tables[f"{name}.mask"][found].flatten(1).to(attention.k_proj.weight.device)
+            projection = projection_of(adapter.attention(layer))
+            mask = self._tables[f"{name}.mask"][found].flatten(1).to(projection.k_proj.weight.device)
             keys, values = self._tables[f"{name}.{layer}.keys"], self._tables[f"{name}.{layer}.values"]
             scores = None if scores is None else scores.to(mask.device)
-            return gather_pages(attention, keys, values, found, mask, scores)
+            return gather_pages(projection, keys, values, found, mask, scores)
 
     # Changing ----------------------------------------------------------------------------------------------------
 
@@ -343,23 +343,20 @@ class GatheredMemory(PreparedMemory):
         pages = self._pages(adapter, adapter.layers[0])
         if pages is None:
             return super().read(adapter)
-        slots: Memory = self._cache_of(adapter).once(("slots", pages.keys.device), [], lambda: self._slots(pages))
+        slots: Memory = self._cache_of(adapter).get(("slots", pages.keys.device), [], lambda: self._slots(pages))
         return slots
 
-    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue | None:
-        """The pages of these entries, or cached keys and values as of any prepared memory."""
+    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue:
+        """The pages of these entries, or keys and values as of any prepared memory."""
         pages = self._pages(adapter, layer)
-        if pages is not None or memory.dim:
-            return super().project(adapter, layer, memory, queries) if pages is None else pages
-        # An entry was written after `read` had found the pages of the first layer.
-        memory = super().read(adapter)
-        scores = memory.scores if adapter.score_bias else None
-        projected: KeyValue = adapter.attention(layer).project(memory.tokens, mask=memory.mask, scores=scores)
-        return projected
+        if pages is not None:
+            return pages
+        # An entry may have been written after `read` had found the pages of the first layer.
+        return super().project(adapter, layer, memory if memory.dim else super().read(adapter), queries)
 
     def _pages(self, adapter: Any, layer: int) -> KeyValue | None:
         """Keys and values of these entries from their pages; None where they are no longer what was found."""
-        if self._is_uncached(adapter):
+        if self.is_uncached(adapter):
             return None
         attention = adapter.attention(layer)
         sources = [*self.memory.tensors(), *adapter.reading_parameters(), *attention.projecting_parameters()]
@@ -370,7 +367,7 @@ class GatheredMemory(PreparedMemory):
             scores = self.memory.scores if adapter.score_bias else None
             return self._bank._pages(self._found, self._editions, adapter.name, adapter, layer, scores)
 
-        pages: KeyValue | None = self._cache_of(adapter).once(("pages", layer), sources, gather)
+        pages: KeyValue | None = self._cache_of(adapter).get(("pages", layer), sources, gather)
         return pages
 
     def _slots(self, made: KeyValue) -> Memory:

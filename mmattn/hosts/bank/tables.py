@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.base import AdapterLayers
-from mmattn.core.pages import make_pages
+from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.bank.pages import make_pages, projection_of
 from mmattn.memory import Memory
 
 
@@ -86,7 +86,7 @@ def page_rows(model: Any, names: Iterable[str], memory: Memory) -> dict[str, Ten
             read = adapter.read(memory)
             made[f"{name}.mask"] = read._filled("mask")
             for layer in adapter.layers:
-                pages = make_pages(adapter.attention(layer), read.tokens)
+                pages = make_pages(projection_of(adapter.attention(layer)), read.tokens)
                 made[f"{name}.{layer}.keys"], made[f"{name}.{layer}.values"] = pages
     return made
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState

@@ -280,7 +280,7 @@ class AdaptedUNet(AdaptedModel):
         only: int | None = None,
     ) -> None:
         adapter = self.adapter(name)
-        view = source.step(TextState(source.rows, size[0] * size[1]))
+        view = source.step(TextState(source.rows, size[0] * size[1], layer=only))
         for index in adapter.layers if only is None else (only,):
             own = at_layer(scale, self.layer_names[index])
             entries = actions.setdefault((index, "inside"), [])

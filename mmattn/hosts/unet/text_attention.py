@@ -9,33 +9,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmattn.core.kv import KeyValue
-from mmattn.core.layers import PlainHeads
+from mmattn.core.projection import KeyValueProjection
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.unet.attention_layers import query_heads
 from mmattn.hosts.unet.denoising import DenoisingCall, added_heads
 
 
-class TextHeads(PlainHeads):
+class TextHeads(KeyValueProjection):
     """The host's own key and value projections, looked up at every use: LoRA may have replaced them."""
 
     def __init__(self, attn: Any) -> None:
         head_dim = attn.inner_dim // attn.heads
-        super().__init__(attn.heads, attn.inner_kv_dim // head_dim, head_dim, attn.cross_attention_dim)
+        super().__init__(
+            attn.to_k,
+            attn.to_v,
+            num_heads=attn.heads,
+            num_kv_heads=attn.inner_kv_dim // head_dim,
+            head_dim=head_dim,
+            memory_dim=attn.cross_attention_dim,
+        )
         # Not a module of ours: it stays where it is in the host.
         self.__dict__["attn"] = attn
 
-    @property
-    def k_proj(self) -> nn.Linear:  # type: ignore[override]
-        """The host's `to_k`."""
-        return self.__dict__["attn"].to_k
-
-    @property
-    def v_proj(self) -> nn.Linear:  # type: ignore[override]
-        """The host's `to_v`."""
-        return self.__dict__["attn"].to_v
+    def look_up(self) -> None:
+        """Take the projections that the host has now."""
+        attn = self.__dict__["attn"]
+        self.k_proj, self.v_proj = attn.to_k, attn.to_v
 
 
 class TextAttention:
@@ -94,6 +96,7 @@ class TextAttention:
             raise ConditionError("the host was given image embeddings of an IP-Adapter: call use_core(False) first")
         if text is None:
             raise ConditionError(f"{self.model.layer_names[self.index]} was given no text (encoder_hidden_states)")
+        self.heads.look_up()
         call = self.model.denoising_call()
         mask = self.padding_mask(call, text, bias)
         seen = None if mask is None else mask.any(1)[:, None, None]
@@ -106,7 +109,7 @@ class TextAttention:
             norm = attn.norm_cross.parameters() if attn.norm_cross else ()
             sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, torch.is_autocast_enabled(text.device.type))
-            made = call.text.once(key, sources, lambda: self.heads.project(normed(), mask=mask))
+            made = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
         else:
             made = normed()
         out = self.heads(q, made, mask=None if isinstance(made, KeyValue) else mask)

@@ -1,4 +1,4 @@
-"""Keys and values of growing texts in pages of fixed size, shared between texts that begin alike (arXiv 2309.06180).
+"""Keys and values of growing texts in pages of fixed size, shared by texts with a common beginning (arXiv 2309.06180).
 
 A page holds a few tokens in all layers. Texts take pages as they grow; beams and requests with a common beginning hold
 the same pages, and a page that several hold is copied before one of them writes into it. For a step, the pages of one
@@ -13,15 +13,22 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mmattn.core.pages import side_by_side
 from mmattn.errors import ConfigError, ShapeError, check_int
 
 
 class PagePool:
-    """Where pages come from and go back to; one for all texts of a model, used by one thread at a time.
+    """The pages of all texts of a model, and which of them are free; for one thread at a time.
 
     Args:
-        layers: of the model. num_kv_heads: g. head_dim: k. page_size: tokens of a page.
+        layers: number of layers of the model.
+        num_kv_heads: g.
+        head_dim: k.
+        page_size: tokens of a page.
+        device: of the pages.
+        dtype: of the pages.
+
+    Raises:
+        ConfigError: a size below 1.
 
     >>> pool = PagePool(layers=1, num_kv_heads=2, head_dim=3, page_size=4)
     >>> cache = pool.cache(rows=1)
@@ -56,7 +63,7 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages that a text holds; `peak` is the largest number there ever was."""
+        """Number of pages that a text holds; `peak` is the largest there ever was."""
         return len(self._holders) - len(self._free)
 
     @property
@@ -70,7 +77,7 @@ class PagePool:
         return self.used * self.page_bytes
 
     def cache(self, rows: int) -> PagedCache:
-        """An empty cache for so many texts, which grow together."""
+        """An empty cache for `rows` texts, which grow together."""
         return PagedCache(self, [[] for _ in range(check_int("rows", rows))], 0)
 
     def take(self) -> int:
@@ -108,10 +115,17 @@ class PagePool:
         return copy
 
     def check(self, layer: int, rows: int, keys: Tensor, values: Tensor) -> None:
-        """Refuse keys and values (b, g, l, k) that these pages cannot hold.
+        """Refuse keys and values that these pages cannot hold.
+
+        Args:
+            layer: which they are of.
+            rows: b, as the cache has them.
+            keys: (b, g, l, k).
+            values: (b, g, l, k).
 
         Raises:
-            ShapeError: other rows, heads, layers, dtype or device. ConfigError: gradients would be lost.
+            ConfigError: gradients would be lost.
+            ShapeError: other rows, heads, layers, dtype or device.
         """
         layers, _, g, _, k = self._keys.shape
         if not (keys.shape == values.shape and keys.dim() == 4 and layer < layers) or (
@@ -130,13 +144,27 @@ class PagePool:
             raise ConfigError("pages keep no gradients: run under torch.no_grad(), or train without a cache")
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values (b, g, l, k) into the `pages` (b, l) at their `slots` (l,)."""
+        """Write keys and values into pages.
+
+        Args:
+            layer: which they are of.
+            pages: (b, l), of each token.
+            slots: (l,), the place of each token in its page.
+            keys: (b, g, l, k).
+            values: (b, g, l, k).
+        """
         with torch.no_grad():
             for table, given in ((self._keys, keys), (self._values, values)):
                 table[layer][pages.flatten(), :, slots.repeat(len(pages))] = given.transpose(1, 2).flatten(0, 1)
 
     def read(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (b, g, length, k) of the texts whose pages are (b, n)."""
+        """Keys and values (b, g, length, k) of texts.
+
+        Args:
+            layer: which they are of.
+            pages: (b, n), of each text.
+            length: tokens of a text.
+        """
         keys, values = (side_by_side(table[layer], pages, None) for table in (self._keys, self._values))
         return keys[:, :, :length], values[:, :, :length]
 
@@ -153,7 +181,7 @@ class PagePool:
 
 
 class PagedCache:
-    """Keys and values of texts that grow together, in pages of a `PagePool`; made by `pool.cache(rows)`.
+    """Keys and values of texts that grow together, in pages of a `PagePool`: what `pool.cache(rows)` gives.
 
     Its pages go back to the pool with `free()`, or when nothing refers to it any more.
     """
@@ -172,7 +200,8 @@ class PagedCache:
         """Take the new tokens (b, g, l, k) of a layer, and give those of all tokens so far (b, g, m, k).
 
         Raises:
-            ShapeError: other rows, heads, layers, dtype or device than those of the pool. ConfigError: gradients.
+            ConfigError: gradients would be lost.
+            ShapeError: other rows, heads, layers, dtype or device than those of the pool.
         """
         self.pool.check(layer, len(self._tables), keys, values)
         size, begin = self.pool.page_size, self._lengths[layer]
@@ -190,10 +219,10 @@ class PagedCache:
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Go on with these rows, some of them several times (beams), some not at all; nothing is copied."""
-        picked = [list(self._tables[row]) for row in rows]
-        self.pool.hold(picked)
+        selected = [list(self._tables[row]) for row in rows]
+        self.pool.hold(selected)
         self.pool.give_back(self._tables)
-        self._tables += picked
+        self._tables += selected
 
     def fork(self, length: int | None = None) -> PagedCache:
         """Another cache that begins with the first `length` tokens of this one, all by default, on the same pages.
@@ -209,3 +238,22 @@ class PagedCache:
     def nbytes(self) -> int:
         """Bytes of its pages, each counted once."""
         return len({page for table in self._tables for page in table}) * self.pool.page_bytes
+
+
+def side_by_side(table: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
+    """Pages of a table put side by side: (b, g, n·m, k), or packed (1, g, r, k) with the r real slots only.
+
+    Args:
+        table: (·, g, m, k), a page per row.
+        rows: (b, n), which pages.
+        real: (b, n·m) bool, which slots; None for all.
+    """
+    (b, n), (_, g, m, k) = rows.shape, table.shape
+    heads = torch.arange(g, device=table.device)[:, None]
+    # One copy, straight into the layout that is read: pages lie in the table head by head.
+    if real is None:
+        pieces = rows[:, None] * g + heads
+        return table.view(-1, m * k).index_select(0, pieces.flatten()).view(b, g, n * m, k)
+    row, slot = real.to(table.device).nonzero().unbind(1)
+    pieces = (rows[row, slot // m] * g + heads) * m + slot % m
+    return table.view(-1, k).index_select(0, pieces.flatten()).view(1, g, len(row), k)

@@ -1,4 +1,4 @@
-"""Keys and values of a text that grows, token by token."""
+"""Keys and values of a text that grows token by token: what a cache is, and one that holds each row in one piece."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmattn.errors import ShapeError
 
 
 class Cache(Protocol):
-    """What attention and generation ask of the keys and values of a text that grows."""
+    """The keys and values of a text that grows, as attention and generation use them."""
 
     @property
     def length(self) -> int:
@@ -63,13 +63,13 @@ class GrowingCache:
     def reorder(self, rows: Sequence[int]) -> None:
         """Go on with these rows, some of them several times (beams), some not at all; each is a copy."""
         if self._layers:
-            picked = torch.tensor(list(rows), dtype=torch.long, device=self._layers[0][0].device)
+            selected = torch.tensor(list(rows), dtype=torch.long, device=self._layers[0][0].device)
             self._layers = [
-                (keys.index_select(0, picked), values.index_select(0, picked)) for keys, values in self._layers
+                (keys.index_select(0, selected), values.index_select(0, selected)) for keys, values in self._layers
             ]
 
     def fork(self, length: int | None = None) -> GrowingCache:
-        """Another cache that begins with the first `length` tokens of this one, all by default."""
+        """Another cache that begins with the first `length` tokens of this one, all by default; nothing is copied."""
         other = GrowingCache()
         other._layers = [(keys[:, :, :length], values[:, :, :length]) for keys, values in self._layers]
         return other

@@ -1,0 +1,65 @@
+"""Keys and values of the entries of a bank, a page for each, and those of the entries that a request looks at."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmattn.core.kv import KeyValue, pack
+from mmattn.core.layers import CrossAttention
+from mmattn.core.paged_cache import side_by_side
+from mmattn.core.projection import KeyValueProjection
+from mmattn.core.tracing import may_read
+from mmattn.errors import ConfigError
+
+
+def projection_of(attention: CrossAttention | KeyValueProjection) -> KeyValueProjection:
+    """What computes the keys and values of a block."""
+    return attention.kv_proj if isinstance(attention, CrossAttention) else attention
+
+
+def make_pages(projection: KeyValueProjection, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (n, g, m, k) of n entries (n, m, e), a null slot apart.
+
+    Raises:
+        ConfigError: keys are rotated by their place in the memory, which is another in every request.
+    """
+    if projection.rotary is not None:
+        raise ConfigError(
+            "keys and values were to be kept by entry, and this layer rotates keys by their place in the memory, which "
+            "is another in every request: give the memory of each request instead"
+        )
+    keys, values = projection.keys_and_values(projection.cast(memory))
+    return keys.contiguous(), values.contiguous()
+
+
+def gather_pages(
+    projection: KeyValueProjection,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    mask: Tensor,
+    scores: Tensor | None = None,
+) -> KeyValue:
+    """What `projection.project` gives for a memory (b, n·m, e) of n entries a row, from the pages of these entries.
+
+    Args:
+        projection: that made the pages.
+        keys: (·, g, m, k), the pages.
+        values: likewise.
+        rows: (b, n), which of them.
+        mask: (b, n·m) bool.
+        scores: (b, n·m).
+    """
+    weight = projection.k_proj.weight
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(weight.device.type) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(weight.device.type)
+    shown = None if may_read(mask) and bool(mask.all()) else mask
+    bias = projection.score_bias(scores, shown)
+    lengths = projection.packed_lengths(shown)
+    if lengths is not None and bias is not None:
+        bias = pack(bias, mask, lengths, first=False)
+    real = None if lengths is None else mask
+    keys, values = (side_by_side(table, rows, real).to(weight.device, dtype) for table in (keys, values))
+    return projection.join(keys, values, shown, bias, lengths)

@@ -1,4 +1,4 @@
-"""Looking on: weights, attribution, figures of heads, plots, the page of `mmattn explore`, the doctor.
+"""Inspection: attention weights, attribution, figures of heads, plots, the page of `mmattn explore`, the doctor.
 
 Names are loaded when first used, so that the command line asks for the environment without torch.
 """
@@ -19,6 +19,7 @@ _HOME = {
     "plot_mask": "plots",
     "plot_positions": "plots",
     "plot_surface": "plots",
+    "record": "recording",
     "roll_out": "rollout",
     "save_traces": "trace",
     "write_page": "explorer",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mmattn.inspect.attribution import attribute
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.plots import plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
+    from mmattn.inspect.recording import record
     from mmattn.inspect.rollout import roll_out
     from mmattn.inspect.statistics import HeadFigures, head_figures
     from mmattn.inspect.trace import Trace, load_traces, save_traces

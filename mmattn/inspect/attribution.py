@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.adapted import AdaptedModel
-from mmattn.inspect.record import record
+from mmattn.inspect.recording import record
 from mmattn.inspect.rollout import own_weights, roll_out
 from mmattn.inspect.trace import Trace
 from mmattn.inspect.trial import real_slots, resting

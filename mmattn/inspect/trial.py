@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.projected import PreparedMemory
 from mmattn.hosts.adapted import AdaptedModel
-from mmattn.inspect.attention_figures import Look, watch
+from mmattn.inspect.attention_figures import AttentionFigures, figures_by_layer
 from mmattn.memory import Memory
 
 # Masked slots put behind a memory, so that there is padding to look at.
@@ -121,9 +121,9 @@ class Trial:
         return {index: (outs[0][index], outs[1][index], outs[2][index]) for index in out}
 
     @cached_property
-    def looks(self) -> dict[int, Look]:
+    def looks(self) -> dict[int, AttentionFigures]:
         """How the adapter looks at the memory, with some padding behind it, by layer."""
-        with watch(self.model, self.name) as looks:
+        with figures_by_layer(self.model, self.name) as looks:
             self.ask(padded(self.memory, 0.0))
         return looks
 

@@ -31,6 +31,8 @@ class AdapterLayers(nn.Module, ABC):
     score_bias = False
     # Whether its memory depends on the whole text, which `generate` must then note.
     reads_whole_text = False
+    # Whether slots in another order, or each of them twice, are the same memory to it.
+    reads_a_set = True
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()

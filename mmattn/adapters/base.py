@@ -31,8 +31,9 @@ class AdapterLayers(nn.Module, ABC):
     score_bias = False
     # Whether its memory depends on the whole text, which `generate` must then note.
     reads_whole_text = False
-    # Whether slots in another order, or each of them twice, are the same memory to it.
-    reads_a_set = True
+    # Whether the order of the slots, and whether each is there once or twice, means something to it.
+    orders_slots = False
+    counts_slots = False
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()
@@ -45,6 +46,8 @@ class AdapterLayers(nn.Module, ABC):
     def _add_resampler(self, settings: Resampler | None) -> None:
         if settings is not None:
             self.resampler = PerceiverResampler(settings, self.config.memory_dim)
+            # Its latents attend to each other beside the slots.
+            self.counts_slots = True
 
     @property
     def position(self) -> str:

@@ -173,7 +173,7 @@ class BlockLayers(AdapterLayers):
         super().__init__(config, sites)
         self.score_bias = getattr(config, "score_bias", False)
         # A null slot weighs as much as one of them, a length norm counts them.
-        self.reads_a_set = not config.null_slot and config.length_norm is None
+        self.counts_slots = config.null_slot or config.length_norm is not None
         self.memory_norm = nn.LayerNorm(config.memory_dim) if config.layout.memory_norm else None
         self._add_resampler(getattr(config, "resampler", None))
         self.blocks = nn.ModuleDict(

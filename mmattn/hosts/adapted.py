@@ -39,6 +39,8 @@ class AdaptedModel(AttachedModel):
     positions: ClassVar[tuple[str, ...]] = ("after", "before")
     # Whether it may be attached without an adapter.
     attaches_bare: ClassVar[bool] = False
+    # Keywords of a call that belong to the memory given beside them.
+    memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale",)
     # Whether its output has `logits` of the next token.
     predicts_tokens: ClassVar[bool] = False
 

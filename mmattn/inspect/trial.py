@@ -46,8 +46,9 @@ class Trial:
         """The answer given this memory, or none."""
         with torch.random.fork_rng(cuda_devices(self.model)):
             if memory is None:
+                alone = {key: value for key, value in self.batch.items() if key not in self.model.memory_keywords}
                 with self.model.disable_adapter():
-                    out = self.model(**self.batch)
+                    out = self.model(**alone)
             else:
                 out = self.model(**self.batch, memory={self.name: memory})
         found = out if isinstance(out, Tensor) else out[0]

@@ -6,11 +6,12 @@ from typing import Any
 from unittest import SkipTest
 
 import torch
+from torch import Tensor
 
 from mmattn.errors import MmattnError, NonFiniteError, ShapeError
 from mmattn.inspect.trial import cut, emptied, padded, real_slots
 from mmattn.memory import Memory
-from mmattn.testing.case import Case, close, differ, refuses, rows_of, same
+from mmattn.testing.case import Case, close, differ, each_tensor, refuses, rows_of, same
 from mmattn.testing.running import Check
 
 
@@ -22,10 +23,10 @@ def check_starts_as_nothing(case: Case) -> None:
 
 
 def check_absent_is_the_host(case: Case) -> None:
-    """Without a memory, disabled, switched off, at adapter_scale 0 and unloaded, a trained adapter is the host bit for bit."""
+    """Without a memory, disabled, not active, at adapter_scale 0 and unloaded it is the host bit for bit, though trained."""
     model, memory = case.trained(), case.memory()
     same(case.ask(model), case.host, "no memory")
-    with model.condition(None):
+    with case.condition(model, None):
         same(case.ask(model.host), case.host, "condition(None)")
     same(case.ask(model, memory, adapter_scale=0), case.host, "adapter_scale=0")
     with model.disable_adapter():
@@ -79,18 +80,25 @@ def check_rows_keep_to_themselves(case: Case) -> None:
         case.same_rows(case.ask(model, memory.replace(moved))[:1], answer[:1], "other memories of the other rows")
 
 
-def check_slots_are_a_set(case: Case) -> None:
-    """Slots in another order, and every slot twice, are the same memory; where the adapter says that it reads a set."""
-    model, memory = case.trained(), case.slots()
-    if not model.adapter(case.name).reads_a_set:
-        raise SkipTest("it says that the order or the number of slots means something to it")
-    answer = case.ask(model, memory)
-    order = torch.arange(memory.length - 1, -1, -1)
-    for index, what in ((order, "backwards"), (torch.arange(memory.length).repeat(2), "every slot twice")):
-        mask, segments, scores = (
-            None if one is None else one[:, index] for one in (memory.mask, memory.segments, memory.scores)
-        )
-        close(case.ask(model, Memory(memory.tokens[:, index], mask, segments, scores)), answer, what)
+def check_order_of_slots(case: Case) -> None:
+    """Slots in another order are the same memory, unless the adapter says that it reads them in order."""
+    if case.fresh().adapter(case.name).orders_slots:
+        raise SkipTest("it says that it reads slots in order")
+    memory = case.slots()
+    _same_with_slots(case, memory, torch.arange(memory.length - 1, -1, -1), "slots backwards")
+
+
+def check_slots_twice(case: Case) -> None:
+    """Every slot twice is the same memory, unless the adapter says that it counts them, as beside a null slot."""
+    if case.fresh().adapter(case.name).counts_slots:
+        raise SkipTest("it says that it counts slots")
+    memory = case.slots()
+    _same_with_slots(case, memory, torch.arange(memory.length).repeat(2), "every slot twice")
+
+
+def _same_with_slots(case: Case, memory: Memory, index: Tensor, what: str) -> None:
+    model = case.trained()
+    close(case.ask(model, each_tensor(memory, lambda one: one[:, index])), case.ask(model, memory), what)
 
 
 def check_batch_sizes_match(case: Case) -> None:
@@ -113,7 +121,7 @@ def check_bad_memories_are_refused(case: Case) -> None:
     broken = memory.tokens.masked_fill(real_slots(memory)[..., None], torch.nan)
 
     def enter(given: Any) -> None:
-        with model.condition(given):
+        with case.condition(model, given):
             pass
 
     refuses(NonFiniteError, lambda: enter(Memory(broken, memory.mask, memory.segments, memory.scores)), "NaN")
@@ -129,7 +137,8 @@ CHECKS: list[Check] = [
     check_rows_that_see_nothing,
     check_masked_slots_are_nothing,
     check_rows_keep_to_themselves,
-    check_slots_are_a_set,
+    check_order_of_slots,
+    check_slots_twice,
     check_batch_sizes_match,
     check_bad_memories_are_refused,
 ]

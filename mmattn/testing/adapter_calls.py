@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 from unittest import SkipTest
 
@@ -12,26 +12,26 @@ from torch import Tensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.memory import Memory
-from mmattn.testing.case import Case, close, refuses, rows_of, same
+from mmattn.testing.case import Case, close, each_tensor, refuses, rows_of, same
 from mmattn.testing.running import Check
 
 
 def check_blocks_nest(case: Case) -> None:
-    """A block's memory holds for calls of model and host inside it, an inner block's inside that, and ends with an error."""
+    """A block's memory holds for calls of model and host inside it, an inner block's inside that; an error ends it."""
     model, one, other = case.trained(), case.memory(), case.memory(1)
     answers = case.ask(model, one), case.ask(model, other)
-    with model.condition(one):
+    with case.condition(model, one):
         same(case.ask(model.host), answers[0], "the host in a block")
-        with model.condition(other):
+        with case.condition(model, other):
             same(case.ask(model), answers[1], "an inner block")
             same(case.ask(model, one), answers[0], "a call's own memory in a block")
-            with model.condition(None):
+            with case.condition(model, None):
                 same(case.ask(model), case.host, "no memory in a block")
             with model.disable_adapter():
                 same(case.ask(model, one), case.host, "disabled in a block")
         same(case.ask(model), answers[0], "after the inner block")
     try:
-        with model.condition(one):
+        with case.condition(model, one):
             raise KeyError("in a block")
     except KeyError:
         pass
@@ -39,10 +39,10 @@ def check_blocks_nest(case: Case) -> None:
 
 
 def check_exits_are_their_own(case: Case) -> None:
-    """Blocks may end in any order, and suspended generators hold theirs: each exit removes its own entry and no other."""
+    """Blocks may end in any order, and suspended generators hold theirs: each exit removes its own entry only."""
     model, one, other = case.trained(), case.memory(), case.memory(1)
     answers = case.ask(model, one), case.ask(model, other)
-    first, second = model.condition(one), model.condition(other)
+    first, second = case.condition(model, one), case.condition(model, other)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -50,8 +50,8 @@ def check_exits_are_their_own(case: Case) -> None:
     second.__exit__(None, None, None)
     same(case.ask(model), case.host, "both blocks left")
 
-    def stream(memory: Any) -> Iterator[Tensor]:
-        with model.condition(memory):
+    def stream(memory: Any) -> Generator[Tensor, None, None]:
+        with case.condition(model, memory):
             while True:
                 yield case.ask(model)
 
@@ -75,7 +75,7 @@ def check_threads(case: Case) -> None:
         begin.wait()
         try:
             for _ in range(3):
-                with model.condition(memories[number]):
+                with case.condition(model, memories[number]):
                     found.setdefault(number, []).append(case.ask(model))
                 found[number].append(case.ask(model, memories[number]))
         except Exception as error:
@@ -127,12 +127,11 @@ def check_edits_of_memory(case: Case) -> None:
         if getattr(memory, name) is None:
             continue
         prepared = model.prepare(memory)
-        with model.condition(memory):
+        with case.condition(model, memory):
             case.ask(model)
             case.ask(model, prepared)
             edit(name, memory)
-            copies = [None if one is None else one.clone() for one in (memory.mask, memory.segments, memory.scores)]
-            answer = case.ask(model, Memory(memory.tokens.clone(), *copies))
+            answer = case.ask(model, each_tensor(memory, Tensor.clone))
             close(case.ask(model), answer, f"{name} edited in a block")
             close(case.ask(model, prepared), answer, f"{name} edited after prepare")
 
@@ -141,7 +140,7 @@ def check_edits_of_weights(case: Case) -> None:
     """After any weight of the adapter has changed, no key or value of before is used."""
     model = case.trained()
     memory = case.memory()
-    with model.condition(memory):
+    with case.condition(model, memory):
         case.ask(model)
         for name, parameter in model.adapter(case.name).named_parameters():
             with torch.no_grad():
@@ -169,11 +168,13 @@ def check_words_are_not_dropped(case: Case) -> None:
     model, memory = case.trained(), case.memory()
     refuses((TypeError, MmattnError), lambda: model(**case.batch, memori=memory), "memori=")
     refuses(TypeError, lambda: model.condition(memory, adapter_scal=0.5).__enter__(), "condition(adapter_scal=)")
-    refuses(ConditionError, lambda: model(**case.batch, adapter_scale=0.5), "adapter_scale= without memory=")
+    refuses(ConditionError, lambda: case.ask(model, adapter_scale=0.5), "adapter_scale= without memory=")
     refuses(MmattnError, lambda: case.ask(model, memory, adapter_scale=float("nan")), "a scale of NaN")
     refuses(AttachError, lambda: case.ask(model, {"nobody": memory}), "a memory for an adapter that is not there")
     refuses(AttachError, lambda: model.set_adapter("nobody"), "set_adapter of one that is not there")
-    refuses(AttachError, lambda: model.disable_adapter("nobody").__enter__(), "disable_adapter of one that is not there")
+    refuses(
+        AttachError, lambda: model.disable_adapter("nobody").__enter__(), "disable_adapter of one that is not there"
+    )
     same(case.ask(model, memory), case.ask(model, {case.name: memory}), "afterwards")
 
 
@@ -191,7 +192,7 @@ def check_generation(case: Case) -> None:
         for end in range(ids.shape[1], greedy.shape[1]):
             expected = case.ask(model, memory, {"input_ids": greedy[:, :end]})[:, -1].argmax(-1)
             assert torch.equal(greedy[:, end], expected), f"token {end} is not that of a forward of the whole text"
-        with model.condition(memory):
+        with case.condition(model, memory):
             assert torch.equal(model.host.generate(ids, **given), greedy), "generate of the host itself, in a block"
         beams = model.generate(ids, memory=memory, num_beams=3, **given)
         for row in range(case.rows):

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -75,12 +76,14 @@ def check_merging(case: Case) -> None:
         close(value, 0.25 * first[key] + 0.75 * second[key], key)
     model.set_adapter("sum")
     differ(case.ask(model, memory), case.host, "the sum")
-    refuses(ConfigError, lambda: model.add_weighted_adapter([case.name, "second"], [1.0], "short"), "one weight for two")
+    refuses(
+        ConfigError, lambda: model.add_weighted_adapter([case.name, "second"], [1.0], "short"), "one weight for two"
+    )
     assert "short" not in model.adapters, "a merge that was refused left an adapter"
 
 
 def check_saved_is_loaded(case: Case) -> None:
-    """What `save_adapter` wrote is loaded by `mmattn.load` onto a new host: settings, weights and answers are the same."""
+    """What `save_adapter` wrote is loaded by `mmattn.load` onto a new host: the same settings, weights and answers."""
     model, memory = case.trained(), case.memory()
     answer = case.ask(model, memory)
     with tempfile.TemporaryDirectory() as folder:
@@ -113,8 +116,7 @@ def check_damaged_files_are_refused(case: Case) -> None:
             folder = os.path.join(parent, damage.__name__)
             shutil.copytree(good, folder)
             damage(folder)
-            ask: Callable[[], object] = lambda folder=folder: load(host, folder, **case.options)  # type: ignore[misc]
-            refuses(MmattnError, ask, f"a file after {damage.__name__[1:]}")
+            refuses(MmattnError, partial(load, host, folder, **case.options), f"a file after {damage.__name__[1:]}")
             no_trace(host, before, f"after {damage.__name__[1:]}")
         same(case.ask(host), case.host, "the host after files that were refused")
         model = case.fresh()

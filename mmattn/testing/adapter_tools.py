@@ -51,7 +51,7 @@ def check_record(case: Case) -> None:
 
 
 def check_attribution(case: Case) -> None:
-    """Where the host predicts tokens, `attribute` explains a text by the slots, and its trace is drawn, saved and shown."""
+    """Where the host predicts tokens, `attribute` explains a text by the slots; its trace is drawn, saved and shown."""
     model, memory = case.trained(), case.slots()[:1]
     if not model.predicts_tokens:
         raise SkipTest("this kind of host predicts no tokens")

@@ -78,6 +78,16 @@ class Case:
             raise SkipTest(f"its memory is a {type(memory).__name__} and has no slots")
         return memory
 
+    @cached_property
+    def beside_memory(self) -> dict[str, Any]:
+        """What of the batch belongs to the memory, and is given with it."""
+        words = type(self.fresh()).memory_keywords
+        return {name: value for name, value in self.batch.items() if name in words}
+
+    def condition(self, model: Any, memory: Any) -> Any:
+        """A block of this memory, with what belongs to it."""
+        return model.condition(memory, **({} if memory is None else self.beside_memory))
+
     def ask(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
         """The answer of a model without gradients."""
         with torch.no_grad():
@@ -85,7 +95,9 @@ class Case:
 
     def call(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
         """The answer of a model: the first thing it returns."""
-        given = self.batch if batch is None else batch
+        given = dict(self.batch if batch is None else batch)
+        if memory is None:
+            given = {name: value for name, value in given.items() if name not in self.beside_memory}
         return answer_of(model(**given, **more) if memory is None else model(**given, **more, memory=memory))
 
     @cached_property
@@ -156,6 +168,14 @@ def cast(given: Any, dtype: torch.dtype) -> Any:
     return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
 
 
+def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
+    """The memory with its tokens, mask, segments and scores changed alike."""
+    mask, segments, scores = (
+        None if one is None else change(one) for one in (memory.mask, memory.segments, memory.scores)
+    )
+    return Memory(change(memory.tokens), mask, segments, scores)
+
+
 # What may be said of two answers ----------------------------------------------------------------------------------
 
 
@@ -217,7 +237,7 @@ def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], ask: Ca
 
 
 def traces(host: nn.Module) -> dict[str, Any]:
-    """What of a model shows that someone was here: classes, attributes, hooks, modes, what is trained, weights' names."""
+    """What of a model shows that someone was here: classes, attributes, hooks, modes, names of weights, which train."""
     found: dict[str, Any] = {"state_dict": sorted(host.state_dict())}
     for name, module in host.named_modules():
         hooks = {key: len(value) for key, value in vars(module).items() if "hooks" in key and value}

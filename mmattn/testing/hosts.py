@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
-import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.protocols import POSITIONS, Site
@@ -142,7 +141,7 @@ def check_checkpoint_is_untouched(case: HostCase) -> None:
         found = []
         for number, one in enumerate((untouched, host)):
             path = os.path.join(folder, str(number))
-            one.save_pretrained(path)  # type: ignore[operator]
+            one.save_pretrained(path)
             found.append({file.name: file.read_bytes() for file in sorted(Path(path).iterdir())})
     changed = [file for file in {**found[0], **found[1]} if found[0].get(file) != found[1].get(file)]
     assert not changed, f"save_pretrained writes other files: {changed}"
@@ -194,7 +193,7 @@ def check_require_memory(case: HostCase) -> None:
     refuses(ConditionError, lambda: case.ask(model), "no memory")
     refuses(ConditionError, lambda: case.ask(model.host), "no memory, by a call of the host itself")
     same(case.ask(model, case.memory()), answer, "a memory")
-    with model.condition(case.memory()):
+    with case.condition(model, case.memory()):
         same(case.ask(model.host), answer, "a memory in a block")
     refuses(ConditionError, lambda: case.ask(model), "no memory, after the block")
 

@@ -38,5 +38,5 @@ def run_checks(checks: Iterable[Check], case: Any) -> dict[str, str]:
             failed.append((check, error))
     if failed:
         lines = [f"{check.__name__}: {promise(check)}\n  {type(error).__name__}: {error}" for check, error in failed]
-        raise AssertionError(f"{len(failed)} promises are not held\n" + "\n".join(lines)) from failed[0][1]
+        raise AssertionError(f"promises that are not held: {len(failed)}\n" + "\n".join(lines)) from failed[0][1]
     return skipped

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.protocols import Site
-from mmattn.adapters.text_state import TextState
 from mmattn.hosts import AdaptedModel, register_host
-from mmattn.hosts.calls import Call
 
 
 class Prediction(NamedTuple):
@@ -72,11 +69,6 @@ class AdaptedMeanDecoder(AdaptedModel):
             Site(index, position, f"stack.{index}", table.shape[1], table.device)
             for index in range(len(self.host.stack))
         ]
-
-    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
-        """The ids of this forward, which is always of the whole text."""
-        ids = args[0] if args else kwargs["input_ids"]
-        return TextState(*ids.shape, ids, past=0, images=call.images)
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
         """Random ids."""

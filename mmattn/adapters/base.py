@@ -63,9 +63,9 @@ class AdapterLayers(nn.Module, ABC):
         """The block at host layer `layer`."""
         return self.blocks[str(layer)]
 
-    @abstractmethod
     def attention(self, layer: int) -> Any:
-        """The attention over the memory at host layer `layer`: a `CrossAttention` or `KeyValueProjection`."""
+        """The attention over the memory at host layer `layer`: a `CrossAttention` or `MemoryHeads`; None is none."""
+        return None
 
     @abstractmethod
     def read(self, memory: Memory) -> Memory:

@@ -420,7 +420,8 @@ class AdaptedModel(AttachedModel):
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
         """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
         named = ((name, self.adapter(name)) for name in self.adapters)
-        return {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+        found = {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+        return {site: attention for site, attention in found.items() if attention is not None}
 
     def layer(self, index: int) -> nn.Module:
         """The host's layer of this number, at which adapters act."""

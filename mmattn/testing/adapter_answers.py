@@ -23,7 +23,7 @@ def check_starts_as_nothing(case: Case) -> None:
 
 
 def check_absent_is_the_host(case: Case) -> None:
-    """Without a memory, disabled, not active, at adapter_scale 0 and unloaded it is the host bit for bit, though trained."""
+    """Without a memory, disabled, not active, at adapter_scale 0 and unloaded it is the host bit for bit."""
     model, memory = case.trained(), case.memory()
     same(case.ask(model), case.host, "no memory")
     with case.condition(model, None):

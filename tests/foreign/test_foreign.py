@@ -24,6 +24,7 @@ from mmattn.testing.running import Check
 from tests import tiny
 from tests.foreign.adapter import FilmAdapter
 from tests.foreign.host import AdaptedMeanDecoder, MeanDecoder
+from tests.foreign.pooled import PooledAdapter
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILM = FilmAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2))
@@ -41,6 +42,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "film on llama": lambda: Case(FILM, functools.partial(tiny.make, "llama")),
     "film on bloom": lambda: Case(FILM, functools.partial(tiny.make, "bloom")),
     "film on the decoder": lambda: Case(FILM, decoder),
+    "pooled on llama": lambda: Case(PooledAdapter(tiny.MEMORY_DIM), functools.partial(tiny.make, "llama")),
     "gated on the decoder": lambda: Case(GATED, decoder),
     "chunked on the decoder": lambda: Case(
         mmattn.ChunkedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6, chunk_size=3), decoder

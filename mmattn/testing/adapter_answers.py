@@ -118,13 +118,15 @@ def check_bad_memories_are_refused(case: Case) -> None:
     wide = memory.replace(memory.tokens.repeat(1, 1, 2))
     refuses(ShapeError, lambda: case.ask(model, wide), "twice the width")
     refuses(MmattnError, lambda: case.ask(model, "a memory"), "a string as memory")
-    broken = memory.tokens.masked_fill(real_slots(memory)[..., None], torch.nan)
+    broken = case.slots()
+    broken.tokens.masked_fill_(real_slots(broken)[..., None], torch.nan)
 
     def enter(given: Any) -> None:
         with case.condition(model, given):
             pass
 
-    refuses(NonFiniteError, lambda: enter(Memory(broken, memory.mask, memory.segments, memory.scores)), "NaN")
+    refuses(NonFiniteError, lambda: case.ask(model, broken), "a memory edited to NaN")
+    refuses(NonFiniteError, lambda: enter(broken), "a memory edited to NaN, in a block")
     refuses(ShapeError, lambda: enter(wide), "twice the width, in a block")
     same(case.ask(model), case.host, "without a memory afterwards")
     same(case.ask(model, memory), answer, "with a good one afterwards")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Generator
 from typing import Any
 from unittest import SkipTest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
+from mmattn.hosts.calls import FORWARD
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, close, each_tensor, refuses, rows_of, same
 from mmattn.testing.running import Check
@@ -59,6 +61,10 @@ def check_exits_are_their_own(case: Case) -> None:
     for _ in range(2):
         for number, (running, answer) in enumerate(zip(streams, answers, strict=True)):
             same(next(running), answer, f"generator {number} of two that take turns")
+    with warnings.catch_warnings():
+        # That a memory is open elsewhere is worth a warning, and is meant here.
+        warnings.simplefilter("ignore")
+        same(case.ask(model), case.host, "outside of two generators that are suspended")
     streams[0].close()
     same(next(streams[1]), answers[1], "the second generator after the first was closed")
     streams[1].close()
@@ -69,28 +75,31 @@ def check_threads(case: Case) -> None:
     """Threads that ask one model at once each see their own memory."""
     model, memories = case.trained(), [case.memory(seed) for seed in range(3)]
     answers = [case.ask(model, memory) for memory in memories]
-    begin, found = threading.Barrier(len(memories)), dict[int, list[Any]]()
+    # All blocks are open when the first thread asks.
+    together, found = threading.Barrier(len(memories), timeout=60), dict[int, list[Any]]()
 
     def work(number: int) -> None:
-        begin.wait()
         try:
-            for _ in range(3):
+            for _ in range(2):
                 with case.condition(model, memories[number]):
+                    together.wait()
                     found.setdefault(number, []).append(case.ask(model))
-                found[number].append(case.ask(model, memories[number]))
+                    found[number].append(case.ask(model, memories[number - 1]))
+                    together.wait()
         except Exception as error:
             found[number] = [error]
+            together.abort()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(memories))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for number, answer in enumerate(answers):
-        for one in found[number]:
+    for number in range(len(memories)):
+        for turn, one in enumerate(found[number]):
             if isinstance(one, Exception):
                 raise one
-            close(one, answer, f"thread {number}")
+            close(one, answers[number - turn % 2], f"thread {number}, {'a call' if turn % 2 else 'a block'} of its own")
 
 
 def check_prepared_is_the_same(case: Case) -> None:
@@ -159,6 +168,7 @@ def check_errors_inside_change_nothing(case: Case) -> None:
     hook = model.layer(model.adapter(case.name).layers[-1]).register_forward_hook(fail)
     refuses(KeyError, lambda: case.ask(model, memory), "a layer that fails")
     hook.remove()
+    assert FORWARD.get() is None, "the forward that failed is still under way"
     same(case.ask(model), case.host, "without a memory afterwards")
     same(case.ask(model, memory), answer, "with a memory afterwards")
 
@@ -195,6 +205,8 @@ def check_generation(case: Case) -> None:
         with case.condition(model, memory):
             assert torch.equal(model.host.generate(ids, **given), greedy), "generate of the host itself, in a block"
         beams = model.generate(ids, memory=memory, num_beams=3, **given)
+        with case.condition(model, memory):
+            assert torch.equal(model.host.generate(ids, num_beams=3, **given), beams), "beams of the host, in a block"
         for row in range(case.rows):
             own = slice(row, row + 1)
             alone = memory[own] if isinstance(memory, Memory) else memory

@@ -20,7 +20,7 @@ from mmattn.hosts.calls import Call
 from mmattn.hosts.registry import host_kind, host_kinds
 from mmattn.inspect.batches import random_batch
 from mmattn.inspect.doctor import doctor
-from mmattn.testing.case import Case, MakeHost, differ, no_trace, refuses, same, stir, traces
+from mmattn.testing.case import Case, MakeHost, answer_of, differ, no_trace, refuses, same, stir, traces
 from mmattn.testing.running import Check, run_checks
 
 
@@ -59,41 +59,46 @@ def check_it_is_recognised(case: HostCase) -> None:
 
 
 def check_sites(case: HostCase) -> None:
-    """Its sites of each position are in order, name modules of the host, and tell width and device of what is there."""
+    """Its sites of each position name modules in the order of its forward, with width and device of what is there."""
     model = case.bare()
     for position in type(model).positions:
         sites = model.sites(position)
         assert sites, f"no sites {position!r}"
         assert [site.layer for site in sites] == list(range(len(sites))), f"layers {[site.layer for site in sites]}"
+        assert all(site.position == position for site in sites), f"sites of other positions among those {position!r}"
+        seen = _passed_at(case, model.host, sites)
+        assert set(seen) == {site.layer for site in sites}, f"the forward passes {list(seen)} of sites {position!r}"
         for site in sites:
-            assert site.position == position, f"a site {site.position!r} among those {position!r}"
             if position == "inside":
                 assert site.heads is not None and site.width >= 1, f"{site} does not tell the sizes of its attention"
                 continue
-            seen = _states_at(case, model.host, site)
-            assert seen.shape[-1] == site.width and seen.dim() == 3, f"{site}: hidden states are {tuple(seen.shape)}"
-            assert seen.device == site.device, f"{site}: hidden states are on {seen.device}"
+            assert list(seen) == sorted(seen), f"the forward passes sites {position!r} in the order {list(seen)}"
+            states = seen[site.layer]
+            assert states.shape[-1] == site.width and states.dim() == 3, f"{site}: states are {tuple(states.shape)}"
+            assert states.device == site.device, f"{site}: states are on {states.device}"
 
 
-def _states_at(case: HostCase, host: nn.Module, site: Site) -> Tensor:
-    """The hidden states that pass at a site of the host."""
-    seen: list[Tensor] = []
+def _passed_at(case: HostCase, host: nn.Module, sites: Sequence[Site]) -> dict[int, Tensor]:
+    """The hidden states at each site, by its layer, in the order in which one forward of the host passes them."""
+    seen: dict[int, Tensor] = {}
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
+    def listen(site: Site) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[site.layer] = args[0] if args else kwargs["hidden_states"]
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        seen.append(output if isinstance(output, Tensor) else output[0])
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            seen[site.layer] = answer_of(output)
 
-    module = host.get_submodule(site.module)
-    before_it = site.position == "before"
-    hook: Any = (
-        module.register_forward_pre_hook(before, with_kwargs=True) if before_it else module.register_forward_hook(after)
-    )
+        module = host.get_submodule(site.module)
+        if site.position == "before":
+            return module.register_forward_pre_hook(before, with_kwargs=True)
+        return module.register_forward_hook(after)
+
+    hooks = [listen(site) for site in sites]
     case.ask(host)
-    hook.remove()
-    assert len(seen) == 1, f"{site} was passed {len(seen)} times in one call of the host"
-    return seen[0]
+    for hook in hooks:
+        hook.remove()
+    return seen
 
 
 def check_every_site_reaches_the_answer(case: HostCase) -> None:
@@ -155,7 +160,7 @@ def check_text_state(case: HostCase) -> None:
     assert text.rows == case.rows, f"it tells {text.rows} rows of a batch of {case.rows}"
     site = model.adapter(case.name).sites[0]
     if site.position != "inside":
-        seen = _states_at(case, case.make_host(), site)
+        seen = _passed_at(case, case.make_host(), [site])[site.layer]
         assert text.length == seen.shape[1], f"it tells {text.length} tokens where hidden states have {seen.shape[1]}"
 
 

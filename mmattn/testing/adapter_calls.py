@@ -193,24 +193,24 @@ def check_generation(case: Case) -> None:
     model, memory = case.trained(), case.memory()
     if not hasattr(type(model), "generate"):
         raise SkipTest("this kind of host does not generate")
-    ids = case.batch["input_ids"]
+    if set(case.batch) - {"input_ids"} != set(case.beside_memory):
+        raise SkipTest("it is called with more than ids")
+    ids, beside = case.batch["input_ids"], case.beside_memory
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    if set(case.batch) != {"input_ids"}:
-        raise SkipTest("what it is called with follows the length of the text")
     with torch.no_grad():
-        greedy = model.generate(ids, memory=memory, **given)
-        for end in range(ids.shape[1], greedy.shape[1]):
-            expected = case.ask(model, memory, {"input_ids": greedy[:, :end]})[:, -1].argmax(-1)
+        greedy = model.generate(ids, memory=memory, **beside, **given)
+        # What belongs to the memory may follow the length of the text.
+        for end in range(ids.shape[1], ids.shape[1] + 1 if beside else greedy.shape[1]):
+            expected = case.ask(model, memory, {"input_ids": greedy[:, :end], **beside})[:, -1].argmax(-1)
             assert torch.equal(greedy[:, end], expected), f"token {end} is not that of a forward of the whole text"
+        beams = model.generate(ids, memory=memory, num_beams=3, **beside, **given)
         with case.condition(model, memory):
             assert torch.equal(model.host.generate(ids, **given), greedy), "generate of the host itself, in a block"
-        beams = model.generate(ids, memory=memory, num_beams=3, **given)
-        with case.condition(model, memory):
             assert torch.equal(model.host.generate(ids, num_beams=3, **given), beams), "beams of the host, in a block"
         for row in range(case.rows):
             own = slice(row, row + 1)
             alone = memory[own] if isinstance(memory, Memory) else memory
-            one = rows_of({**given, "ids": ids}, own, case.rows)
+            one = rows_of({**given, **beside, "ids": ids}, own, case.rows)
             found = model.generate(one.pop("ids"), memory=alone, num_beams=3, **one)
             assert torch.equal(found, beams[own]), f"beams of row {row} alone: {found} is not {beams[own]}"
 

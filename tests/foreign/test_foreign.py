@@ -84,6 +84,12 @@ def test_what_fails_is_named_with_its_promise() -> None:
         check_host(decoder, GATED)
 
 
+def test_the_suites_do_without_pytest() -> None:
+    code = "import sys, mmattn.testing; mmattn.testing.adapter_checks(); print('pytest' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
 def loaded_elsewhere(folder: Path, imports: str) -> subprocess.CompletedProcess[str]:
     """A fresh process that loads an adapter onto a tiny llama."""
     code = f"""

@@ -26,8 +26,6 @@ _ROUNDING = {
     torch.bfloat16: (5e-2, 5e-2),
 }
 _NOT_ASKED = ("memory", "labels", "logits_to_keep")
-# What a call may say of its memory only.
-_WITH_MEMORY = ("images", "adapter_scale")
 
 
 class Trial:
@@ -48,9 +46,9 @@ class Trial:
         """The answer given this memory, or none."""
         with torch.random.fork_rng(cuda_devices(self.model)):
             if memory is None:
-                bare = {key: value for key, value in self.batch.items() if key not in _WITH_MEMORY}
+                alone = {key: value for key, value in self.batch.items() if key not in self.model.memory_keywords}
                 with self.model.disable_adapter():
-                    out = self.model(**bare)
+                    out = self.model(**alone)
             else:
                 out = self.model(**self.batch, memory={self.name: memory})
         found = out if isinstance(out, Tensor) else out[0]

@@ -2,8 +2,8 @@
 
     python docs/build.py
 
-What is public: the names of the front door, those that a sub-package lists in `__all__`, and in `MORE` what the front
-door returns or takes from further inside.
+What is public: the names that `mmattn` exports, those that a sub-package lists in `__all__`, and in `MORE` what those
+return or take from other modules.
 """
 
 from __future__ import annotations
@@ -17,15 +17,33 @@ from typing import Any
 
 API = Path(__file__).resolve().parent / "api"
 PARTS = ("core", "adapters", "hosts", "encoders", "retrieval", "inspect", "training")
-MODULES = ("mmattn", "mmattn.errors", "mmattn.encoders", "mmattn.retrieval", "mmattn.inspect", "mmattn.training")
-#: Modules all of whose own functions and classes are public, and where users find those of another.
+MODULES = (
+    "mmattn",
+    "mmattn.errors",
+    "mmattn.seq2seq",
+    "mmattn.encoders",
+    "mmattn.retrieval",
+    "mmattn.inspect",
+    "mmattn.training",
+)
+#: Modules all of whose own functions and classes are public, and the name by which users import them.
 WHOLE = {
-    "mmattn.masks": "mmattn.masks",
-    "mmattn.core.conventions": "mmattn.masks",
-    "mmattn.positions": "mmattn.positions",
+    "mmattn.core.masks": "mmattn.masks",
+    "mmattn.core.mask_converters": "mmattn.masks",
+    "mmattn.core.positions": "mmattn.positions",
 }
 MORE = (
-    "mmattn.adapters.gated.BlockSettings",
+    "mmattn.adapters.block_adapter.BlockAdapter",
+    "mmattn.adapters.block_adapter.SlotAdapter",
+    "mmattn.adapters.gated_block.BlockLayout",
+    "mmattn.adapters.gated.GatedLayout",
+    "mmattn.adapters.adapter_layers.AdapterLayers",
+    "mmattn.adapters.projected.PreparedMemory",
+    "mmattn.adapters.protocols.AdapterConfig",
+    "mmattn.adapters.protocols.MemorySource",
+    "mmattn.adapters.protocols.View",
+    "mmattn.adapters.protocols.Site",
+    "mmattn.hosts.adapted.AdaptedModel",
     "mmattn.hosts.causal_lm.model.AdaptedCausalLM",
     "mmattn.hosts.unet.model.AdaptedUNet",
     "mmattn.hosts.bank.bank.Bank",
@@ -64,7 +82,7 @@ def anchor(heading: str) -> str:
 
 
 def signature(value: Any) -> str:
-    """Names and defaults of the arguments; what they are stands in the docstring."""
+    """Names and defaults of the arguments; the docstring says what they are."""
     given = inspect.signature(value)
     named = [one.replace(annotation=one.empty) for name, one in given.parameters.items() if name not in ("self", "cls")]
     returned = given.return_annotation
@@ -80,7 +98,7 @@ def markdown(doc: str) -> str:
         first, _, rest = block.partition("\n")
         if first.startswith(">>>"):
             blocks.append(f"```pycon\n{block}\n```")
-        elif re.fullmatch(r"(Args|Raises|Returns|Attributes):", first):
+        elif re.fullmatch(r"(Args|Raises|Returns|Yields|Attributes):", first):
             blocks.append(f"*{first[:-1]}*\n\n{listed(inspect.cleandoc(rest))}")
         elif all(line.startswith("    ") for line in block.split("\n")):
             blocks.append(f"```text\n{inspect.cleandoc(block)}\n```")
@@ -101,7 +119,7 @@ def listed(lines: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text whose signs mean themselves in Markdown; code between backticks stays."""
+    """Text with the signs of Markdown escaped; code between backticks stays."""
     pieces = re.split(r"(`[^`]*`)", text)
     return "".join(piece if piece.startswith("`") else re.sub(r"([*<$|])", r"\\\1", piece) for piece in pieces)
 

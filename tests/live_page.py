@@ -56,9 +56,9 @@ def use(client: Any, live: Live, folder: Path) -> None:
     )
     assert "words.png' cannot be read as a picture" in (said := refused(client, "/caption", words)), said
     assert "the question is empty" in (said := refused(client, "/ask", " ")), said
-    assert "1000" in (said := refused(client, "/draw", "a seven", None, 1.0, 1000, 1.0, 0)), said
-    assert "seed must be at least 0" in (said := refused(client, "/draw", "a seven", None, 1.0, 3, 1.0, -1)), said
-    assert "&lt;b&gt;" in (said := refused(client, "/draw", "a <b>bold</b> seven", None, 1.0, 3, 1.0, 0)), said
+    assert "1000" in (said := refused(client, "/draw", "a seven", None, 1.0, 1000, 2.0, 0)), said
+    assert "seed must be at least 0" in (said := refused(client, "/draw", "a seven", None, 1.0, 3, 2.0, -1)), said
+    assert "&lt;b&gt;" in (said := refused(client, "/draw", "a <b>bold</b> seven", None, 1.0, 3, 2.0, 0)), said
     captions = [client.submit(flower, api_name="/caption") for _ in range(2)]
     answers = [client.submit(question, api_name="/ask") for question in live.questions]
     text, maps = live.caption(ASSETS / "flora" / "daffodil.png")
@@ -70,7 +70,7 @@ def use(client: Any, live: Live, folder: Path) -> None:
         (said, shares), answer = job.result(300), live.ask(question)
         assert said.startswith(answer.text) and ("nothing in the index" in said) == answer.refused
         assert {one["label"] for one in shares["confidences"]} >= {source for source, _ in answer.sources[:2]}
-    with Image.open(client.predict("a seven", None, 1.0, 3, 1.0, 0, api_name="/draw")) as drawn:
+    with Image.open(client.predict("a seven", None, 1.0, 3, 2.0, 0, api_name="/draw")) as drawn:
         assert drawn.size == (256, 256)
 
 

@@ -21,10 +21,10 @@ from mmattn.storage.pretrained import without_progress_bars
 
 #: Characters of a question or a sentence, at most: a model would read more for minutes.
 LONGEST = 200
-STEPS, ADAPTER_SCALE, GUIDANCE = 100, 2.0, 5.0
+STEPS, ADAPTER_SCALE, GUIDANCE_SCALE = 100, 2.0, 6.0
 ABOUT = """# mmattn
-Small frozen models that were never built to see, with adapters that look at a memory. They know little: drawn flowers,
-the names of countries, digits."""
+Small frozen models with adapters that attend to a memory. They know little: drawn flowers, the names of countries,
+digits."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Live:
         example: Any = None,
         adapter_scale: float = 1.0,
         steps: int = 20,
-        w: float = 1.0,
+        guidance_scale: float = 2.0,
         seed: int = 0,
     ) -> Any:
         """A drawing of a digit as an image of Pillow, conditioned on a sentence and the style of an example.
@@ -108,7 +108,7 @@ class Live:
             example: a picture whose style is followed, of any kind that `mmattn.load_image` reads; None for none.
             adapter_scale: how closely the style is followed; 0 is not at all.
             steps: denoising steps.
-            w: guidance; 0 is none.
+            guidance_scale: how closely the sentence is followed; 1 is no guidance.
             seed: of the noise that the drawing starts from.
 
         Raises:
@@ -119,7 +119,7 @@ class Live:
         options = {
             "adapter_scale": check_float("adapter_scale", adapter_scale, at_least=0, below=ADAPTER_SCALE + 1e-6),
             "steps": check_int("steps", steps, at_most=STEPS),
-            "w": check_float("w", w, at_least=0, below=GUIDANCE + 1e-6),
+            "guidance_scale": check_float("guidance_scale", guidance_scale, at_least=1, below=GUIDANCE_SCALE + 1e-6),
             "seed": check_int("seed", seed, at_least=0, at_most=2**31 - 1),
         }
         like = None if example is None else load_image(example)
@@ -161,26 +161,26 @@ def page(live: Live) -> Any:
         with gradio.Tab("See"):
             picture = gradio.File(label="Picture")
             said = gradio.Textbox(label="Caption")
-            looked = gradio.Image(label="Where each word looked")
+            attention = gradio.Image(label="Attention of each word")
             flowers = sorted((assets_folder() / "flora").glob("*.png"))
             gradio.Examples([[str(path)] for path in flowers], picture)
-            picture.change(shown(live.caption), picture, [said, looked], api_name="caption")
+            picture.change(shown(live.caption), picture, [said, attention], api_name="caption")
         with gradio.Tab("Ask"):
             question = gradio.Textbox(label="Question", max_length=LONGEST, submit_btn="Ask")
             answer = gradio.Textbox(label="Answer")
-            sources = gradio.Label(label="Where its first word looked")
+            sources = gradio.Label(label="Attention of its first word")
             gradio.Examples([[one] for one in live.questions], question)
             question.submit(shown(ask), question, [answer, sources], api_name="ask")
         with gradio.Tab("Draw"):
             sentence = gradio.Textbox("a thick seven", label="Sentence", max_length=LONGEST, submit_btn="Draw")
-            example = gradio.File(label="In the hand of this picture (may be left out)")
+            example = gradio.File(label="In the style of this picture (may be left out)")
             gradio.Examples([[str(path)] for path in sorted((assets_folder() / "digits").glob("*.png"))], example)
             given = [
                 sentence,
                 example,
-                gradio.Slider(0, ADAPTER_SCALE, 1.0, label="Strength of the example"),
+                gradio.Slider(0, ADAPTER_SCALE, 1.0, label="Adapter scale: how closely to follow the example"),
                 gradio.Slider(1, STEPS, 20, step=1, label="Steps"),
-                gradio.Slider(0, GUIDANCE, 1.0, label="Guidance w"),
+                gradio.Slider(1, GUIDANCE_SCALE, 2.0, label="Guidance scale: how closely to follow the sentence"),
                 gradio.Number(0, precision=0, label="Seed"),
             ]
             drawn = gradio.Image(label="Drawing")

@@ -35,7 +35,7 @@ def draw(
     sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help='What to write: "a thick seven".')],
     like: Annotated[Path | None, typer.Option(help="A picture of a character whose style to follow.")] = None,
     adapter_scale: Annotated[float, typer.Option(help="How closely to follow it; 0 is not at all.")] = 1.0,
-    w: Annotated[float, typer.Option(help="Guidance; diffusers' guidance_scale is 1 + w.")] = 1.0,
+    guidance_scale: Annotated[float, typer.Option(help="How closely to follow the sentence; 1 is no guidance.")] = 2.0,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 30,
     seed: Annotated[int, typer.Option(help="Of the noise it starts from.")] = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="The PNG file to write.")] = Path("drawing.png"),
@@ -50,13 +50,13 @@ def draw(
 
     check_int("steps", steps)
     check_float("adapter_scale", adapter_scale)
+    check_float("guidance_scale", guidance_scale)
     if like is not None and not like.is_file():
         raise ImageError(f"cannot follow {like}: there is no such file")
     recipe = load_recipe(find_recipe("diffusion").folder, "drawing")
     with without_progress_bars(), replacing(out) as file, tempfile.TemporaryDirectory() as folder:
-        drawn = recipe.draw(
-            sentence, Path(folder) / out.name, like=like, adapter_scale=adapter_scale, w=w, steps=steps, seed=seed
-        )
+        options = {"adapter_scale": adapter_scale, "guidance_scale": guidance_scale, "steps": steps, "seed": seed}
+        drawn = recipe.draw(sentence, Path(folder) / out.name, like=like, **options)
         file.write(drawn.read_bytes())
     typer.echo(str(out))
 
@@ -66,10 +66,10 @@ def ask(
     index: Annotated[Path, typer.Option(help="The folder of an index.")],
     adapter: Annotated[Path | None, typer.Option(help="The folder of an adapter; the shipped one by default.")] = None,
     lm: Annotated[str, typer.Option(help="The language model that the adapter was trained on.")] = "assets/rag",
-    show_sources: Annotated[bool, typer.Option(help="Print the entries looked at.")] = True,
+    show_sources: Annotated[bool, typer.Option(help="Print the entries that were attended to.")] = True,
     sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,
 ) -> None:
-    """Answer a question from what an index holds, and say what was looked at.
+    """Answer a question from what an index holds, and print what was attended to.
 
     The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
     with the text instead, and the number is the share over all of it.

@@ -24,8 +24,6 @@ _ROUNDING = {
     torch.bfloat16: (5e-2, 5e-2),
 }
 _LEFT_OUT = ("memory", "labels", "logits_to_keep")
-# Arguments that a call may have only with a memory.
-_WITH_MEMORY = ("images", "adapter_scale")
 
 
 class Trial:
@@ -53,7 +51,7 @@ class Trial:
         """
         with torch.random.fork_rng(cuda_devices(self.model)):
             if memory is None:
-                bare = {key: value for key, value in self.batch.items() if key not in _WITH_MEMORY}
+                bare = {key: value for key, value in self.batch.items() if key not in self.model.memory_keywords}
                 with self.model.disable_adapter():
                     out = self.model(**bare)
             else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmattn.errors import IndexFileError, MmattnError
 from mmattn.retrieval.scoring import METRICS
-from mmattn.retrieval.stores.base import VectorStore
+from mmattn.retrieval.stores.protocol import VectorStore
 from mmattn.retrieval.stores.registry import find_store
 from mmattn.retrieval.versioned_folder import read_version, write_version
 from mmattn.storage.atomic import Path

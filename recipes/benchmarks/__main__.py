@@ -72,7 +72,7 @@ def print_core(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, fl
 
 
 def print_decoding(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
-    """Milliseconds per token for each unit of the host alone."""
+    """Time per token for each unit of the host alone."""
     results = {}
     print("## Decoding: time per token for each unit of the host alone (GPT-2 small, three gated adapters)\n")
     for dtype in dtypes:
@@ -97,7 +97,7 @@ def print_beams(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, f
 
 
 def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
-    """Answering from retrieved passages whose keys and values are kept, and gathering from larger and larger banks."""
+    """Answers from retrieved passages with cached keys and values, and gathering from larger and larger banks."""
     results = {}
     print("## Bank: time of answering from retrieved passages for each unit of encoding them\n")
     for dtype in dtypes:
@@ -119,7 +119,7 @@ def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, fl
 
 
 def print_denoising(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
-    """A denoising step with kept keys and values, for each unit of diffusers' as it ships."""
+    """A denoising step with cached keys and values, for each unit of diffusers' as it ships."""
     results = {}
     print("## Denoising: time of a step for each unit of diffusers as it ships\n")
     for dtype in dtypes:

@@ -1,10 +1,10 @@
-"""Answering from retrieved passages: pages of a bank, against making keys and values of the hits at every request.
+"""Answering from retrieved passages: pages of a bank, against projecting keys and values of the hits at every request.
 
     python -m recipes.benchmarks bank [--dtype float32 bfloat16] [--quick]
 
 The GPT-2-small-shaped host with three gated adapters reads passages of 64 tokens as a MiniLM-shaped encoder (6 layers,
-width 384) leaves them: "encoded" runs the encoder over the hits, "projected" has their hidden states and makes keys and
-values of them, "bank" has those. Answering reads a prompt of 32 tokens and writes 8.
+width 384) encodes them: "encoded" runs the encoder over the hits, "projected" has their hidden states and projects keys
+and values from them, "bank" has those. Answering reads a prompt of 32 tokens and generates 8.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ def make_reader(dtype: torch.dtype) -> mmattn.hosts.AdaptedCausalLM:
     return model
 
 
-def make_keys(model: mmattn.hosts.AdaptedCausalLM, prepared: mmattn.adapters.projected.PreparedMemory) -> None:
-    """Have every layer's keys and values made."""
-    for name, adapter in model.adapters.items():
+def project_keys(model: mmattn.hosts.AdaptedCausalLM, prepared: mmattn.adapters.projected.PreparedMemory) -> None:
+    """Have the keys and values of every layer projected and cached."""
+    for adapter in map(model.adapter, model.adapters):
+        memory = prepared.read(adapter)
         for layer in adapter.layers:
-            prepared.look(name, adapter, layer, 1)
+            prepared.project(adapter, layer, memory, 1)
 
 
 @torch.no_grad()
 def measure(hits: int, dtype: torch.dtype, answer: bool, seconds: float = 10.0) -> dict[str, float]:
-    """Time of an answer, or of making keys and values alone, for each unit of encoding the hits."""
+    """Time of an answer, or of projecting keys and values alone, for each unit of encoding the hits."""
     model, encode = make_reader(dtype), make_encoder(dtype)
     passages = torch.randint(1, 30_000, (max(hits, 64), PASSAGE))
     bank = model.bank(torch.cat([encode(piece) for piece in passages.split(64)]))
@@ -65,7 +66,7 @@ def measure(hits: int, dtype: torch.dtype, answer: bool, seconds: float = 10.0) 
 
     def run(prepare: Callable[[], mmattn.adapters.projected.PreparedMemory]) -> Callable[[], object]:
         if not answer:
-            return lambda: make_keys(model, prepare())
+            return lambda: project_keys(model, prepare())
         settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         return lambda: model.generate(prompt, memory=prepare(), **settings)
 
@@ -86,8 +87,8 @@ def measure_growth(banks: tuple[int, ...], dtype: torch.dtype, seconds: float = 
     model = make_reader(dtype)
 
     def gather(bank: mmattn.hosts.bank.bank.Bank) -> Callable[[], None]:
-        # Other entries every time: those just read would still lie in the processor's cache.
-        return lambda: make_keys(model, bank.gather(torch.randint(0, len(bank), (1, FOUND))))
+        # Other entries every time: those just read would still be in the processor's cache.
+        return lambda: project_keys(model, bank.gather(torch.randint(0, len(bank), (1, FOUND))))
 
     candidates = {
         f"{n:,} entries": gather(model.bank(torch.randn(1, 1, WIDTH, dtype=dtype).expand(n, -1, -1))) for n in banks

@@ -1,4 +1,4 @@
-"""Writing text with a memory: milliseconds per token against the same host alone.
+"""Generating text with a memory: time per token against the same host alone.
 
     python -m recipes.benchmarks decoding [--dtype float32 bfloat16] [--slots 64 1024] [--rows 1 8]
 
@@ -61,8 +61,8 @@ def measure(slots: int, rows: int, dtype: torch.dtype, seconds: float = 6.0) -> 
     times = interleaved(
         {
             "host alone": lambda: step(model),
-            "kept once": lambda: step(model, memory=prepared),
-            "made at every step": lambda: step(model, memory=memory),
+            "cached": lambda: step(model, memory=prepared),
+            "projected at every step": lambda: step(model, memory=memory),
         },
         seconds=seconds,
     )

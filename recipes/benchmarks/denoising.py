@@ -1,4 +1,4 @@
-"""A denoising step with keys and values kept, against diffusers as it ships.
+"""A denoising step with keys and values cached, against diffusers as it ships.
 
     python -m recipes.benchmarks denoising [--dtype float32 bfloat16]
 
@@ -62,26 +62,30 @@ def make_unet(dtype: torch.dtype) -> torch.nn.Module:
 def measure(
     slots: int, rows: int, fill: float, dtype: torch.dtype, guided: bool = False, seconds: float = 4.0
 ) -> dict[str, float]:
-    """Time of a step and of a picture for each unit of diffusers', and of a step that makes keys and values anew."""
+    """Time of a step and of a picture for each unit of diffusers', and of a step that projects keys and values anew."""
     theirs = make_unet(dtype)
     model = mmattn.attach(copy.deepcopy(theirs)).use_core()
     x, text, mask = given(slots, 2 * rows if guided else rows, fill, dtype)
 
-    def made_anew() -> None:
+    def projected_anew() -> None:
         with model.condition(None, text_mask=mask):
             model.host(x, 10, text)
 
-    with mmattn.Guidance(0).run(model, text, text_mask=mask) as predict:
+    with mmattn.Guidance(1.0).run(model, text, text_mask=mask) as predict:
         times = interleaved(
             {
                 "diffusers": lambda: theirs(x, 10, text, encoder_attention_mask=mask),
-                "kept once": lambda: predict(x, 10),
-                "made at every step": made_anew,
+                "cached": lambda: predict(x, 10),
+                "projected at every step": projected_anew,
             },
             seconds=seconds,
         )
-    kept, anew = (ratio(times, name, "diffusers") for name in ("kept once", "made at every step"))
-    return {"kept once": kept, f"picture of {STEPS} steps": kept + (anew - kept) / STEPS, "made at every step": anew}
+    cached, anew = (ratio(times, name, "diffusers") for name in ("cached", "projected at every step"))
+    return {
+        "cached": cached,
+        f"picture of {STEPS} steps": cached + (anew - cached) / STEPS,
+        "projected at every step": anew,
+    }
 
 
 def given(
@@ -116,15 +120,15 @@ def measure_adapter(
     x, text, _ = given(77, rows, 1.0, dtype)
     memory = mmattn.Memory(torch.randn(rows, images, WIDTH, dtype=dtype))
     added = {"image_embeds": [memory.tokens]}
-    with mmattn.Guidance(0).run(model, text, memory=memory) as predict:
+    with mmattn.Guidance(1.0).run(model, text, memory=memory) as predict:
         times = interleaved(
             {
                 "diffusers": lambda: theirs(x, 10, text, added_cond_kwargs=added),
-                "kept once": lambda: predict(x, 10),
+                "cached": lambda: predict(x, 10),
             },
             seconds=seconds,
         )
-    return {"kept once": ratio(times, "kept once", "diffusers")}
+    return {"cached": ratio(times, "cached", "diffusers")}
 
 
 def ip_adapter(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -143,9 +147,9 @@ def ip_adapter(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def peak(slots: int, rows: int, fill: float, dtype: torch.dtype) -> dict[str, float]:
-    """Megabytes that three steps need above the loaded model, with diffusers and with keys and values kept."""
+    """Megabytes that three steps need above the loaded model, with diffusers and with keys and values cached."""
     made = {}
-    for way in ("diffusers", "kept"):
+    for way in ("diffusers", "cached"):
         name = str(dtype).removeprefix("torch.")
         order = [sys.executable, "-m", "recipes.benchmarks.denoising", way, str(slots), str(rows), str(fill), name]
         made[f"peak MB, {way}"] = float(
@@ -159,7 +163,7 @@ def one_peak(way: str, slots: int, rows: int, fill: float, dtype: torch.dtype) -
     """Megabytes above the loaded model in this process."""
     unet = make_unet(dtype)
     x, text, mask = given(slots, rows, fill, dtype)
-    model = mmattn.attach(unet).use_core() if way == "kept" else None
+    model = mmattn.attach(unet).use_core() if way == "cached" else None
     loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def steps(step: Callable[[], object]) -> float:
@@ -169,7 +173,7 @@ def one_peak(way: str, slots: int, rows: int, fill: float, dtype: torch.dtype) -
 
     if model is None:
         return steps(lambda: unet(x, 10, text, encoder_attention_mask=mask))
-    with mmattn.Guidance(0).run(model, text, text_mask=mask) as predict:
+    with mmattn.Guidance(1.0).run(model, text, text_mask=mask) as predict:
         return steps(lambda: predict(x, 10))
 
 

@@ -52,7 +52,10 @@ class Subject:
     """What the pictures show and what can be said of them.
 
     Args:
-        classes: words for each class. mean, deviation: of each measure within each class, (classes, 3).
+        classes: words for each class.
+        attributes: the measures and their words.
+        mean: of each measure within each class, (classes, 3).
+        deviation: standard deviation of each measure within each class, (classes, 3).
     """
 
     classes: tuple[tuple[str, ...], ...]

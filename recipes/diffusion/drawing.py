@@ -28,19 +28,32 @@ def draw(
     like: Any = None,
     adapter_scale: float = 1.0,
     steps: int = 30,
-    w: float = 1.0,
+    guidance_scale: float = 2.0,
     seed: int = 0,
     folder: Path | None = None,
     progress: bool = True,
 ) -> Path:
-    """Write a digit as the sentence asks, in the hand of an example where there is one, to a PNG file.
+    """Write a digit as the sentence asks, in the style of an example where there is one, to a PNG file.
+
+    Args:
+        sentence: such as "a thick seven".
+        out: the file.
+        like: a picture of one character whose style to follow, of any kind that `mmattn.load_image` reads.
+        adapter_scale: how closely to follow it; 0 is not at all.
+        steps: of DDIM.
+        guidance_scale: as in diffusers; 1 is no guidance.
+        seed: of the noise.
+        folder: of the models; the shipped ones by default.
+        progress: show a bar.
 
     Raises:
-        TextError: words the model never saw. ImageError: an example that cannot be read or shows nothing.
+        TextError: words that the model was not trained on.
+        ImageError: an example that cannot be read or shows nothing.
         ConfigError: no steps.
     """
     pen = Pen(folder)
-    pen(sentence, like=like, adapter_scale=adapter_scale, steps=steps, w=w, seed=seed, progress=progress).save(out)
+    options = {"adapter_scale": adapter_scale, "steps": steps, "guidance_scale": guidance_scale, "seed": seed}
+    pen(sentence, like=like, progress=progress, **options).save(out)
     return Path(out)
 
 
@@ -60,38 +73,38 @@ class Pen:
         like: Any = None,
         adapter_scale: float = 1.0,
         steps: int = 30,
-        w: float = 1.0,
+        guidance_scale: float = 2.0,
         seed: int = 0,
         progress: bool = False,
     ) -> Any:
         """A digit as an image of Pillow; arguments and errors are those of `draw`."""
         memory = None if like is None else self.encoder.encode(example(like, self.models.size))
         given = {"memory": memory, "adapter_scale": adapter_scale, "progress": progress}
-        (made,) = sample(self.model, self.models, [sentence], steps, w, seed=seed, **given)
+        (made,) = sample(self.model, self.models, [sentence], steps, guidance_scale, seed=seed, **given)
         drawn = as_image(made)
         return drawn.resize((SCALE * drawn.width, SCALE * drawn.height))
 
 
 def demo(out: Path, steps: int = 20) -> Path:
-    """A grid of the ten digits: without an example, in the hand of each shipped one; what two pictures looked at."""
+    """A grid of the ten digits: without an example, in the style of each shipped one; the attention of two drawings."""
     from pictures import grid
 
     pen = Pen()
     models, model, encoder = pen.models, pen.model, pen.encoder
     sentences, labels, rows = [f"a {digit}" for digit in range(10)], ["no example"], []
     size = models.size
-    rows.append(torch.cat([-torch.ones(1, 1, size, size), sample(model, models, sentences, steps, 1.0, seed=0)]))
+    rows.append(torch.cat([-torch.ones(1, 1, size, size), sample(model, models, sentences, steps, 2.0, seed=0)]))
     for path in sorted((assets_folder() / "digits").glob("*.png")):
         shown = example(str(path), size)
         memory = encoder.encode(shown).expand(len(sentences))
-        rows.append(torch.cat([shown, sample(model, models, sentences, steps, 1.0, seed=0, memory=memory)]))
+        rows.append(torch.cat([shown, sample(model, models, sentences, steps, 2.0, seed=0, memory=memory)]))
         labels.append(f"like {path.stem}.png")
     grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels)
     (out / "digits").mkdir(exist_ok=True)
     # The last example stays in use.
-    looked = traces(model, models, "a thick seven", steps, seed=0)
-    looked += traces(model, models, "a 3", steps, seed=0, memory=encoder.encode(shown), example=shown[0])
-    inspect.save_traces(looked, out / "digits")
+    found = traces(model, models, "a thick seven", steps, seed=0)
+    found += traces(model, models, "a 3", steps, seed=0, memory=encoder.encode(shown), example=shown[0])
+    inspect.save_traces(found, out / "digits")
     return out / "digits.png"
 
 

@@ -75,7 +75,10 @@ class Models:
     """All that turns sentences into pictures.
 
     Args:
-        schedule: of the noise, as the UNet was trained. vae: between pictures and what the UNet sees, if not the same.
+        unet: of text alone.
+        words: the text encoder with its tokenizer.
+        schedule: of the noise, as the UNet was trained.
+        vae: between pictures and what the UNet sees, if not the same.
     """
 
     unet: UNet2DConditionModel

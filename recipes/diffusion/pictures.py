@@ -31,9 +31,14 @@ def grid(pictures: Tensor, columns: int, path: Path, labels: Sequence[str] = ())
 
 
 def word_maps(words: Sequence[str], times: Sequence[int], maps: Tensor, drawn: Tensor, path: Path) -> None:
-    """A row for each word, a column for each of some steps: where the picture looked at it; the picture above them.
+    """A row for each word, a column for each of some steps: the attention to the word; the picture above them.
 
-    maps: (steps, words, h, w), each word's from none to the most that any place gave it at that step.
+    Args:
+        words: of the sentence.
+        times: the time steps.
+        maps: (steps, words, h, w), each word's from none to the most that any place gave it at that step.
+        drawn: the picture.
+        path: the file.
     """
     chosen = sorted({round(i * (len(times) - 1) / 5) for i in range(6)})
     figure, axes = plt.subplots(len(words) + 1, len(chosen), figsize=(1.1 * len(chosen) + 1, 1.0 * len(words) + 1.2))

@@ -1,4 +1,4 @@
-"""From sentences, and a memory to look at, to pictures."""
+"""Sampling: pictures from sentences, and from a memory where there is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models import Models
 from torch import Tensor
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def draw(
     models: Models,
     sentences: Sequence[str],
     steps: int,
-    w: float,
+    guidance_scale: float,
     *,
     seed: int,
     memory: mmattn.Memory | None = None,
@@ -31,8 +31,16 @@ def draw(
     """Pictures (b, c, size, size) from -1 to 1, one for each sentence; equal seeds start from equal noise.
 
     Args:
-        w: guidance; diffusers' guidance_scale is 1 + w. memory, adapter_scale: an example for each sentence.
-        concatenated: put the memory behind the text with this module instead.
+        model: the UNet, attached.
+        models: the text encoder, the noise schedule and what decodes.
+        sentences: b of them.
+        steps: of DDIM.
+        guidance_scale: as in diffusers; 1 is no guidance.
+        seed: of the noise.
+        memory: an example for each sentence.
+        adapter_scale: of the memory.
+        concatenated: a module that appends the memory to the text instead.
+        progress: show a bar.
     """
     scheduler = models.sampler(steps)
     (text, mask), null = models.words(list(sentences)), models.words.null()
@@ -41,7 +49,7 @@ def draw(
     settings = model.host.config
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(len(text), settings.in_channels, settings.sample_size, settings.sample_size, generator=generator)
-    guidance = mmattn.Guidance(w)
+    guidance = mmattn.Guidance(guidance_scale)
     given = {"text_mask": mask, "null_text": null, "memory": memory, "adapter_scale": adapter_scale}
     with guidance.run(model, text, **given) as predict:
         for index in training.tracked(len(scheduler.timesteps), "drawing", progress):
@@ -61,22 +69,28 @@ def traces(
     seed: int,
     memory: mmattn.Memory | None = None,
     example: Tensor | None = None,
-) -> list[mmattn.inspect.Trace]:
-    """Where the picture looked at each word while it was drawn without guidance: the mean over steps.
+) -> list[inspect.Trace]:
+    """The attention of each place of the picture to each word, without guidance, as the mean over the steps.
 
     Args:
-        memory: of an `example` (c, size, size) to follow; a second trace is then of its patches.
+        model: the UNet, attached.
+        models: as in `draw`.
+        sentence: what is drawn.
+        steps: of DDIM.
+        seed: of the noise.
+        memory: of an example; a second trace is then of its patches.
+        example: the picture (c, size, size) that the memory is of.
     """
-    with mmattn.inspect.record(model) as weights:
-        made = draw(model, models, [sentence], steps, 0.0, seed=seed, memory=memory)
+    with inspect.record(model) as weights:
+        made = draw(model, models, [sentence], steps, 1.0, seed=seed, memory=memory)
     words, side = models.words.tokens(sentence), model.host.config.sample_size
     given: dict[str, Any] = {"looking": "sources", "grid": (side, side), "picture": enlarged(made[0])}
-    found = [mmattn.inspect.Trace(words, patches(side), *maps(weights, "text", len(words), side), sentence, **given)]
+    found = [inspect.Trace(words, patches(side), *maps(weights, "text", len(words), side), sentence, **given)]
     if memory is not None and example is not None:
         edge = round(memory.length**0.5)
         given |= {"word_grid": (edge, edge), "word_picture": enlarged(example)}
         seen = maps(weights, "default", memory.length, side)
-        found.append(mmattn.inspect.Trace(patches(edge), patches(side), *seen, f"{sentence}, in this hand", **given))
+        found.append(inspect.Trace(patches(edge), patches(side), *seen, f"{sentence}, in this hand", **given))
     return found
 
 
@@ -111,16 +125,16 @@ def as_image(picture: Tensor) -> Any:
 
 
 @torch.no_grad()
-def looked(
+def word_attention(
     model: mmattn.hosts.AdaptedUNet, models: Models, sentence: str, steps: int, *, seed: int
 ) -> tuple[list[str], list[int], Tensor, Tensor]:
-    """Where the picture looked at each word while it was drawn without guidance.
+    """The attention to each word at each step of drawing without guidance.
 
     Returns:
         The words, the time steps, the maps (steps, words, h, w) as the mean over layers and heads, and the picture.
     """
-    with mmattn.inspect.record(model) as weights:
-        made = draw(model, models, [sentence], steps, 0.0, seed=seed)
+    with inspect.record(model) as weights:
+        made = draw(model, models, [sentence], steps, 1.0, seed=seed)
     words = models.words.tokens(sentence)
     side, maps = model.host.config.sample_size, []
     for calls in (calls for (name, _), calls in weights.items() if name == "text"):

@@ -40,7 +40,7 @@ class OptimSettings(Strict):
 
 class SampleSettings(Strict):
     steps: int = Field(20, ge=1)
-    w: float = 1.0  # diffusers' guidance_scale is 1 + w
+    guidance_scale: float = 2.0  # as in diffusers: 1 is no guidance
     each: int = Field(6, ge=1)  # pictures per question of the table
     examples: int = Field(359, ge=1)  # held-out examples of the table, at most
     every: int = Field(1000, ge=1)  # a grid of samples every so many training steps

@@ -14,11 +14,11 @@ import mmattn
 from mmattn import training
 
 WIDTH = 64
-SEEN = 32  # larger pictures are made as small first
+SEEN = 32  # larger pictures are scaled down to it
 
 
 class StyleEncoder(nn.Module):
-    """Pictures (b, c, size, size) to 4 × 4 patches that know their measures."""
+    """Pictures (b, c, size, size) to 4 × 4 patches, trained on the measures of the pictures."""
 
     def __init__(self, channels: int = 1, measures: int = 3) -> None:
         super().__init__()
@@ -35,17 +35,17 @@ class StyleEncoder(nn.Module):
         return mmattn.Memory(self.body(small(pictures)).flatten(2).transpose(1, 2))
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """The measures (b, 3) that the patches tell of together."""
+        """The measures (b, 3), predicted from the mean of the patches."""
         return self.head(self.body(small(pictures)).mean((2, 3)))
 
 
 def small(pictures: Tensor) -> Tensor:
-    """Pictures no larger than the encoder looks at."""
+    """Pictures no larger than the encoder reads."""
     return F.adaptive_avg_pool2d(pictures, SEEN) if pictures.shape[-1] > SEEN else pictures
 
 
 def train_encoder(data: Pictures, steps: int, seed: int, progress: bool) -> StyleEncoder:
-    """Teach it the measures of the training pictures, moved by up to a pixel."""
+    """Train it on the measures of the training pictures, moved by up to a pixel."""
     torch.manual_seed(seed)
     encoder = StyleEncoder(data.pictures.shape[1], data.measures.shape[1]).train()
 

@@ -15,18 +15,18 @@ from train_style import Concatenated
 import mmattn
 from mmattn import training
 
-GUIDANCE = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
+GUIDANCE_SCALES = (1.0, 1.1, 1.3, 2.0, 3.0, 5.0)
 ADAPTER_SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 def text_rows(
     model: mmattn.hosts.AdaptedUNet, models: Models, judge: Judge, steps: int, seed: int, each: int
 ) -> list[dict[str, Any]]:
-    """For each guidance: classes and attributes as asked, diversity, and the distance to real pictures."""
+    """For each guidance scale: classes and attributes as asked, diversity, and the distance to real pictures."""
     asked, rows = questions(judge.subject, each, seed), []
-    for w in GUIDANCE:
-        made = draw(model, models, asked.sentences, steps, w, seed=seed)
-        rows.append({"name": f"{w:g}", **judge.obedience(asked, made)})
+    for guidance_scale in GUIDANCE_SCALES:
+        made = draw(model, models, asked.sentences, steps, guidance_scale, seed=seed)
+        rows.append({"name": f"{guidance_scale:g}", **judge.obedience(asked, made)})
     return rows
 
 
@@ -38,7 +38,7 @@ def style_rows(
     held_out: Pictures,
     concatenated: Concatenated | None,
     steps: int,
-    w: float,
+    guidance_scale: float,
     seed: int,
 ) -> list[dict[str, Any]]:
     """For each adapter_scale: likeness to a held-out example of another class, and the class read as the text asked."""
@@ -52,7 +52,7 @@ def style_rows(
     shuffled = memory[[(index + n // 2) % n for index in range(n)]]
 
     def row(name: str, **given: Any) -> dict[str, Any]:
-        made = draw(model, models, sentences, steps, w, seed=seed, **given)
+        made = draw(model, models, sentences, steps, guidance_scale, seed=seed, **given)
         found = similarity(wanted, judge.style(made))
         return {
             "name": name,
@@ -82,7 +82,7 @@ def text_table(tables: list[dict[str, Any]]) -> str:
         "diversity": ("diversity", 1, ".2f", ""),
         "frechet": ("Fréchet", 1, ".2f", ""),
     }
-    return training.spread_table("w", columns, [table["rows"] for table in tables])
+    return training.spread_table("guidance_scale", columns, [table["rows"] for table in tables])
 
 
 def style_table(tables: list[dict[str, Any]]) -> str:

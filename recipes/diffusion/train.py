@@ -11,7 +11,7 @@ from data import Pictures, load_data
 from measure import Judge
 from models import Models, load_models, save_models
 from pictures import grid, plot_losses, word_maps
-from sampling import draw, looked, traces
+from sampling import draw, traces, word_attention
 from settings import Config
 from style import StyleEncoder, save_encoder, train_encoder
 from tables import style_rows, table, text_rows
@@ -43,10 +43,10 @@ def stage_text(config: Config, run: training.RunFolder) -> None:
     judge = Judge(data, subject)
     rows = text_rows(model, models, judge, config.sample.steps, config.seed, config.sample.each)
     sentence = shown(subject)[0]
-    word_maps(*looked(model, models, sentence, config.sample.steps, seed=config.seed), run.path / "words.png")
     given = {"steps": config.sample.steps, "seed": config.seed}
-    looks = [traces(model, models, one, **given) for one in shown(subject)[:EXPLORED]]
-    inspect.save_traces([one for some in looks for one in some], run.path)
+    word_maps(*word_attention(model, models, sentence, **given), run.path / "words.png")
+    found = [traces(model, models, one, **given) for one in shown(subject)[:EXPLORED]]
+    inspect.save_traces([one for some in found for one in some], run.path)
     finish(run, config, rows, judge.credentials(held_out), {"UNet and text encoder": fitted})
 
 
@@ -70,9 +70,8 @@ def stage_style(config: Config, run: training.RunFolder) -> None:
         fitted["concatenated"] = train_style(*given, concatenated, "concatenated")
     plot_losses(fitted["decoupled"].losses, run.path / "loss.png")
     judge, examples = Judge(data, subject), held_out[: config.sample.examples]
-    rows = style_rows(
-        model, models, judge, encoder, examples, concatenated, config.sample.steps, config.sample.w, config.seed
-    )
+    sampling = (config.sample.steps, config.sample.guidance_scale, config.seed)
+    rows = style_rows(model, models, judge, encoder, examples, concatenated, *sampling)
     show(model, models, encoder, subject, held_out, config, run)
     finish(run, config, rows, judge.credentials(held_out), fitted)
 
@@ -86,22 +85,24 @@ def show(
     config: Config,
     run: training.RunFolder,
 ) -> None:
-    """A grid: in each row an example, then up to ten classes in its style; of some, what they looked at."""
+    """A grid: in each row an example, then up to ten classes in its style; of some, their attention as traces."""
     rows = held_out.measures.abs().sum(1).topk(min(8, len(held_out))).indices.tolist()
     sentences = [subject.plain(number) for number in range(min(10, len(subject.classes)))]
     pictures = []
     for row in rows:
         memory = encoder.encode(held_out.pictures[row : row + 1]).expand(len(sentences))
-        made = draw(model, models, sentences, config.sample.steps, config.sample.w, seed=config.seed, memory=memory)
+        made = draw(
+            model, models, sentences, config.sample.steps, config.sample.guidance_scale, seed=config.seed, memory=memory
+        )
         pictures += [held_out.pictures[row], *made]
     grid(torch.stack(pictures), len(sentences) + 1, run.path / "examples.png")
-    looks = []
+    found = []
     for row in rows[:EXPLORED]:
         other = subject.plain((int(held_out.classes[row]) + 1) % len(subject.classes))
         example = held_out.pictures[row]
         given = {"memory": encoder.encode(example[None]), "example": example}
-        looks += traces(model, models, other, config.sample.steps, seed=config.seed, **given)
-    inspect.save_traces(looks, run.path)
+        found += traces(model, models, other, config.sample.steps, seed=config.seed, **given)
+    inspect.save_traces(found, run.path)
 
 
 def finish(

@@ -1,8 +1,8 @@
 """Stage B: the UNet frozen, adapters learn to follow the style of an example.
 
 An example is never the picture to be drawn, nor of the same class: it is one of the pictures of other classes whose
-measures are nearest. What both share is the style, so that is what the adapter can learn from it; what to draw stands
-in the text alone.
+measures are nearest. What both share is the style, so that is what the adapter can learn from it; what to draw is said
+by the text alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def nearest(data: Pictures, rows: list[int]) -> Tensor:
 
 
 class Concatenated(nn.Module):
-    """The other way, as a control: the example as more words behind the text, read by the host's own projections.
+    """The other way, as a control: the example as more words after the text, read by the host's own projections.
 
     Has as many trained parameters as `wanted`, to within one hidden unit.
     """

@@ -1,4 +1,4 @@
-"""Stage A: a small UNet and a text encoder learn to draw as they are told."""
+"""Stage A: a small UNet and a text encoder learn to draw what a sentence says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmattn import training
 def train_text(
     config: Config, data: Pictures, subject: Subject, run: training.RunFolder
 ) -> tuple[Models, training.FitResult]:
-    """Train UNet and text encoder; the averaged weights are kept. Returns them and the loop's record."""
+    """Train UNet and text encoder; returns them with the averaged weights, and the record of the loop."""
     torch.manual_seed(config.seed)
     random, settings = Random(config.seed), config.optim
     words = make_words(subject)
@@ -60,7 +60,7 @@ def train_text(
         both.eval()
         labels = shown(subject)
         sentences = [text for text in labels for _ in range(8)]
-        made = draw(model, models, sentences, config.sample.steps, config.sample.w, seed=0)
+        made = draw(model, models, sentences, config.sample.steps, config.sample.guidance_scale, seed=0)
         grid(made, 8, run.path / f"samples_{step:05d}.png", labels)
         both.train()
         average.restore(both.parameters())

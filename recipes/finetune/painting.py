@@ -19,7 +19,8 @@ class Painting:
     """The frozen UNet of the settings with its text encoder, and the loss of its rows.
 
     Attributes:
-        host: the UNet. schedule: of the noise it was trained with.
+        host: the UNet.
+        schedule: of the noise it was trained with.
     """
 
     def __init__(self, settings: Config, device: torch.device) -> None:

@@ -115,9 +115,10 @@ def test_a_digit_follows_the_sentence_and_the_example(live: Live) -> None:
         ("draw", ("a seven", None, math.nan), ConfigError, "adapter_scale must be"),
         ("draw", ("a seven", None, 1.0, 0), ConfigError, "steps must be at least 1"),
         ("draw", ("a seven", None, 1.0, 101), ConfigError, "steps must be at most 100"),
-        ("draw", ("a seven", None, 1.0, 3, -1.0), ConfigError, "w must be in"),
-        ("draw", ("a seven", None, 1.0, 3, 1.0, -1), ConfigError, "seed must be at least 0"),
-        ("draw", ("a seven", None, 1.0, 3, 1.0, None), ConfigError, "seed must be an int"),
+        ("draw", ("a seven", None, 1.0, 3, 0.9), ConfigError, "guidance_scale must be in"),
+        ("draw", ("a seven", None, 1.0, 3, 6.1), ConfigError, "guidance_scale must be in"),
+        ("draw", ("a seven", None, 1.0, 3, 2.0, -1), ConfigError, "seed must be at least 0"),
+        ("draw", ("a seven", None, 1.0, 3, 2.0, None), ConfigError, "seed must be an int"),
     ],
 )
 def test_what_cannot_be_done_is_said(

@@ -142,9 +142,9 @@ def test_stage_a_leaves_models_that_read_sentences(recipe: SimpleNamespace, base
     assert names <= {path.name for path in base.iterdir()}
     for trace in inspect.load_traces(base):
         assert (trace.words[0], trace.words[-1], trace.looking) == ("[begin]", "[end]", "sources")
-        assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "each place shares its look out"
+        assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "attention sums to 1"
     rows = json.loads((base / "table.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["0", "0.1", "0.3", "1", "2", "4"]
+    assert [row["name"] for row in rows] == ["1", "1.1", "1.3", "2", "3", "5"]
     words = recipe.models.load_models(base).words
     text, mask = words(["a seven", "a thick seven slanted left"])
     assert text.shape[:2] == mask.shape and mask.sum(1).tolist() == [4, 7]
@@ -172,8 +172,8 @@ def test_stage_b_and_drawing(
         assert (words.word_grid, patches.word_grid, len(patches.words)) == (None, (4, 4), 16)
         assert patches.title.startswith(words.title) and patches.word_picture != patches.picture == words.picture
         for trace in (words, patches):
-            assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "each place shares its look out"
-    # Strength 0 is exactly no example.
+            assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "attention sums to 1"
+    # A scale of 0 is exactly no example.
     assert {**rows["decoupled, adapter_scale 0.0"], "name": ""} == {**rows["no example"], "name": ""}
 
     assets = tmp_path / "assets" / "diffusion"
@@ -203,14 +203,14 @@ def test_stage_b_and_drawing(
     assert len(pictures["plain"]) == 256**2
 
 
-def test_maps_of_words_are_what_the_host_looked_at(recipe: SimpleNamespace, base: Path) -> None:
+def test_maps_of_words_are_the_attention_of_the_host(recipe: SimpleNamespace, base: Path) -> None:
     models = recipe.models.load_models(base)
     model = mmattn.attach(models.unet).use_core()
-    words, times, maps, drawn = recipe.train.looked(model, models, "a thick seven", 3, seed=5)
+    words, times, maps, drawn = recipe.train.word_attention(model, models, "a thick seven", 3, seed=5)
     assert words == ["[begin]", "a", "thick", "seven", "[end]"] and len(times) == 3
     assert maps.shape == (3, 5, 16, 16)
-    assert torch.allclose(maps.sum(1), torch.ones(3, 16, 16), atol=1e-5), "each place looks at the words and no more"
-    assert torch.equal(drawn[None], recipe.train.draw(model, models, ["a thick seven"], 3, 0.0, seed=5))
+    assert torch.allclose(maps.sum(1), torch.ones(3, 16, 16), atol=1e-5), "each place attends to the words and no more"
+    assert torch.equal(drawn[None], recipe.train.draw(model, models, ["a thick seven"], 3, 1.0, seed=5))
 
 
 def test_a_folder_in_colour_at_another_size(recipe: SimpleNamespace, tmp_path: Path) -> None:
@@ -276,12 +276,12 @@ def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_
     models = recipe.models.load_models(tmp_path / "sd")
     assert (models.size, models.channels) == (32, 3)
     model = mmattn.load(models.unet, out / "adapter").use_core()
-    plain = recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3)
+    plain = recipe.train.draw(model, models, ["a seven"], 2, 2.0, seed=3)
     memory = mmattn.Memory(torch.randn(1, 16, 64))
     assert torch.equal(
-        plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory, adapter_scale=0)
+        plain, recipe.train.draw(model, models, ["a seven"], 2, 2.0, seed=3, memory=memory, adapter_scale=0)
     )
-    assert not torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 1.0, seed=3, memory=memory))
+    assert not torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 2.0, seed=3, memory=memory))
 
 
 def test_bad_data_and_hosts(recipe: SimpleNamespace, tmp_path: Path) -> None:
@@ -340,7 +340,8 @@ def test_bad_orders_to_draw(tmp_path: Path, capsys: Any) -> None:
     for arguments, words in {
         ("draw", "a seven", "--steps", "0"): "steps must",
         ("draw", "a seven", "--like", str(tmp_path / "none.png")): "there is no such file",
-        ("draw", "a seven", "--adapter-scale", "nan"): "adapter_scale must",
+        ("draw", "a seven", "--adapter-scale", "nan"): "--adapter-scale must",
+        ("draw", "a seven", "--guidance-scale", "inf"): "--guidance-scale must",
     }.items():
         with pytest.raises(SystemExit) as ended:
             main([*arguments, "-o", str(tmp_path / "out.png")])

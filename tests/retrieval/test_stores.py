@@ -26,7 +26,7 @@ from mmattn.retrieval import (
     register_store,
 )
 from mmattn.retrieval.stores import registry
-from mmattn.retrieval.stores.base import Candidates
+from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.testing import check_store, store_checks
 
 ROOT = Path(__file__).resolve().parent.parent.parent

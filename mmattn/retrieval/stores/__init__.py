@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mmattn.retrieval.stores.base import Candidates, VectorStore
 from mmattn.retrieval.stores.faiss import FlatStore, HNSWStore, IVFPQStore
 from mmattn.retrieval.stores.in_memory import InMemoryStore
+from mmattn.retrieval.stores.protocol import Candidates, VectorStore
 from mmattn.retrieval.stores.qdrant import QdrantStore
 from mmattn.retrieval.stores.registry import register_store
 

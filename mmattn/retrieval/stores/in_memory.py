@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mmattn.errors import IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
-from mmattn.retrieval.stores.base import Candidates
 from mmattn.retrieval.stores.bounded_scan import BoundedScan
 from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.registry import register_store
 
 _FEW = 1024

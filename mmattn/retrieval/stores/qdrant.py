@@ -14,8 +14,8 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import directions
-from mmattn.retrieval.stores.base import Candidates
 from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.qdrant_points import (
     ABOUT,
     about_point,

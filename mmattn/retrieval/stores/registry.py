@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mmattn.errors import ConfigError
-from mmattn.retrieval.stores.base import VectorStore
+from mmattn.retrieval.stores.protocol import VectorStore
 
 Store = TypeVar("Store", bound=type[VectorStore])
 

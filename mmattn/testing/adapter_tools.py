@@ -12,7 +12,7 @@ from mmattn.errors import ConditionError
 from mmattn.inspect.attribution import attribute
 from mmattn.inspect.doctor import doctor
 from mmattn.inspect.explorer import write_page
-from mmattn.inspect.record import record
+from mmattn.inspect.recording import record
 from mmattn.inspect.trace import load_traces, save_traces
 from mmattn.inspect.trial import real_slots
 from mmattn.testing.case import Case, close, same

@@ -1,4 +1,4 @@
-"""`model.doctor`: a healthy model passes, each sickness is found by its own line, and the patient does not notice."""
+"""`mmattn.doctor`: a healthy model passes, each sickness is found by its own line, and the patient does not notice."""
 
 from __future__ import annotations
 
@@ -216,7 +216,12 @@ class TestSickness:
     def test_padding_that_is_attended_to(self, unet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make("llama"))
         given = pictures() if unet else batch()
-        monkeypatch.setattr(projection, "combine_masks", lambda *args: None)
+        attend = projection.attend_checked
+
+        def without_mask(q, k, v, allowed, bias, **rest):
+            return attend(q, k, v, None, bias, **rest | {"seen": True})
+
+        monkeypatch.setattr(projection, "attend_checked", without_mask)
         report = mmattn.doctor(model, given)
         assert report.failed == ["padding", "attention on padding"]
         assert "being there" in answer(report, "padding")
@@ -322,5 +327,5 @@ def test_what_cannot_be_asked() -> None:
     model.set_adapter([])
     with pytest.raises(mmattn.errors.ConditionError, match="no active adapter"):
         mmattn.doctor(model, batch())
-    one = tiny.attach(tiny.make("llama")).doctor({"input_ids": tiny.text(1), "memory": tiny.memory(1)})
+    one = mmattn.doctor(tiny.attach(tiny.make("llama")), {"input_ids": tiny.text(1), "memory": tiny.memory(1)})
     assert one.ok and answer(one, "rows").startswith("not asked")

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mmattn import register_host
 from mmattn.adapters.protocols import Site
-from mmattn.hosts import AdaptedModel, register_host
+from mmattn.hosts import AdaptedModel
 
 
 class Prediction(NamedTuple):

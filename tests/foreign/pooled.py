@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from mmattn.adapters.base import AdapterLayers, random_memory
 from torch import Tensor, nn
 
 import mmattn
+from mmattn import register_adapter
+from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.projected import PreparedMemory
 from mmattn.adapters.protocols import Host, Site
-from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState
 
 

@@ -14,10 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 import mmattn
-from mmattn.adapters.registry import register_adapter
+from mmattn import register_adapter, register_host
 from mmattn.cli.app import app
 from mmattn.errors import AdapterFileError, AttachError, ConfigError
-from mmattn.hosts import register_host
 from mmattn.inspect import save_traces
 from mmattn.testing import Case, HostCase, adapter_checks, check_adapter, check_host, host_checks, stir
 from mmattn.testing.running import Check

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmattn
 from mmattn.adapters import gated
-from mmattn.core.projection import KeyValueProjection
+from mmattn.core import projection
 from mmattn.hosts.hooks import CrossAttentionHook
 from tests import chunks, tiny, tiny_unets
 
@@ -223,9 +223,12 @@ class TestSickness:
     def test_padding_that_is_attended_to(self, unet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make("llama"))
         given = pictures() if unet else batch()
-        attend = KeyValueProjection._attend
-        unmasked = lambda self, q, kv, allowed, *rest: attend(self, q, kv, None, *rest)  # noqa: E731
-        monkeypatch.setattr(KeyValueProjection, "_attend", unmasked)
+        attend = projection.attend_checked
+
+        def without_mask(q, k, v, allowed, bias, **rest):
+            return attend(q, k, v, None, bias, **rest | {"seen": True})
+
+        monkeypatch.setattr(projection, "attend_checked", without_mask)
         report = mmattn.doctor(model, given)
         assert report.failed == ["padding", "attention on padding"]
         assert "presence" in answer(report, "padding")

@@ -1,7 +1,7 @@
 """The format of `adapter_config.json`: its fields, the values that they may have, and bounds on sizes.
 
 A file names things; it never decides what is imported or opened. The kind of an adapter is one of those that are
-registered, sizes are bounded before a tensor is created, and no text may look like a path, an address or a module.
+registered, sizes are bounded before a tensor is created, and no text may have the form of a path, an address or a module.
 
 Format 2 has the names of DESIGN's second edition; files of format 1 are read by `migrations.py`.
 """
@@ -117,16 +117,16 @@ def _short(value: object) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def _check_fields(what: str, found: Mapping[str, Any], rules: _Rules) -> None:
-    unknown = [name for name in found if name not in rules]
-    missing = [name for name, (needed, _, _) in rules.items() if needed and name not in found]
+def _check_fields(what: str, fields: Mapping[str, Any], rules: _Rules) -> None:
+    unknown = [name for name in fields if name not in rules]
+    missing = [name for name, (needed, _, _) in rules.items() if needed and name not in fields]
     if unknown or missing:
         raise AdapterFileError(
             f"{what} has fields unknown here: {_short(unknown[:5])}, and lacks: {missing}; known are {', '.join(rules)}"
         )
     for name, (_, rule, words) in rules.items():
-        if name in found and not rule(found[name]):
-            raise AdapterFileError(f"{what}: {name!r} must be {words}, got {_short(found[name])}")
+        if name in fields and not rule(fields[name]):
+            raise AdapterFileError(f"{what}: {name!r} must be {words}, got {_short(fields[name])}")
 
 
 def check_config(config: object, what: str = "adapter_config.json") -> dict[str, Any]:
@@ -259,18 +259,18 @@ def _words(hint: Any) -> str:
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def check_tensors(expected: Shapes, found: Shapes | Mapping[str, Tensor]) -> None:
+def check_tensors(expected: Shapes, given: Shapes | Mapping[str, Tensor]) -> None:
     """Compare the names, shapes and dtypes of tensors with those that an adapter needs.
 
     Args:
         expected: shape and dtype by name.
-        found: the same of a file, or its tensors by name.
+        given: the same of a file, or its tensors by name.
 
     Raises:
         AdapterFileError: they differ; up to five missing, unexpected and ill-fitting tensors are listed.
     """
     has = {
-        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (tuple(x[0]), x[1]) for name, x in found.items()
+        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (tuple(x[0]), x[1]) for name, x in given.items()
     }
     problems = {
         "missing": [name for name in expected if name not in has],

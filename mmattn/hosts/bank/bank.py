@@ -81,7 +81,7 @@ class Bank:
         self._writing, self._copying = threading.Lock(), threading.Lock()
 
     @classmethod
-    def make(cls, model: Any, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
+    def from_memory(cls, model: Any, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
         """A bank of every row of a memory, for the active adapters; what `model.bank` calls.
 
         Args:

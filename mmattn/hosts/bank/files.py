@@ -33,7 +33,7 @@ def write_bank(
         model: the adapted model.
         names: of the adapters that have pages.
         tables: by name.
-        dtype: as given to `Bank.make`.
+        dtype: as given to `Bank.from_memory`.
     """
     prints = {name: fingerprint(weights(model.adapter(name))) for name in names}
     named = None if dtype is None else NAMES[dtype]

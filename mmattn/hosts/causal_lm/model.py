@@ -153,7 +153,7 @@ class AdaptedCausalLM(AdaptedModel):
             ConditionError: no adapter is active.
             ConfigError: keys depend on their place in the memory.
         """
-        return Bank.make(self, memory, dtype)
+        return Bank.from_memory(self, memory, dtype)
 
     def load_bank(self, path: str | PathLike[str], *, mapped: bool = False) -> Bank:
         """Read what `Bank.save` wrote.

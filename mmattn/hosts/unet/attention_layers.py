@@ -16,13 +16,13 @@ def find_layer_names(host: nn.Module) -> tuple[str, ...]:
     Raises:
         AttachError: it has none.
     """
-    found = tuple(name for name in attention_names(host) if reads_text(host.get_submodule(name)))
-    if not found:
+    names = tuple(name for name in attention_names(host) if reads_text(host.get_submodule(name)))
+    if not names:
         raise AttachError(
             f"{type(host).__name__} has no cross-attention layers at which an adapter could attend to a memory; a "
             "UNet2DConditionModel with cross-attention blocks has"
         )
-    return found
+    return names
 
 
 def attention_names(host: nn.Module) -> list[str]:

@@ -120,16 +120,17 @@ def write_ip_adapter(model: Any, path: str | PathLike[str], name: str) -> None:
     from safetensors.torch import save
 
     adapter = model.adapter(name)
-    if adapter.config.tokens is None or adapter.resampler is not None or len(adapter.layers) != len(model.layer_names):
+    names = dict(PROJECTION)
+    for index in range(len(model.layer_names)):
+        for letter in "kv":
+            names[f"ip_adapter.{2 * index + 1}.to_{letter}_ip.weight"] = f"blocks.{index}.{letter}_proj.weight"
+    state = {key: value.detach().contiguous().cpu() for key, value in adapter.state_dict().items()}
+    if set(state) != set(names.values()):
         raise ConditionError(
             f"adapter {name!r} cannot be written as an IP-Adapter, which has tokens=, blocks at all layers and no "
             "resampler: use save_adapter"
         )
-    state = {key: value.detach().contiguous().cpu() for key, value in adapter.state_dict().items()}
-    tensors = {theirs: state[own] for theirs, own in PROJECTION.items()}
-    for index in adapter.layers:
-        for letter in "kv":
-            tensors[f"ip_adapter.{2 * index + 1}.to_{letter}_ip.weight"] = state[f"blocks.{index}.{letter}_proj.weight"]
+    tensors = {theirs: state[own] for theirs, own in names.items()}
     for key, value in tensors.items():
         check_values(key, value)
     with replacing(path) as file:

@@ -1,7 +1,7 @@
 """The format of `adapter_config.json`: its fields, the values that they may have, and bounds on sizes.
 
 A file names things; it never decides what is imported or opened. The kind of an adapter is one of those that are
-registered, sizes are bounded before a tensor is created, and no text may have the form of a path, an address or a module.
+registered, sizes are bounded before a tensor is created, and no text may be a path, an address or the name of a module.
 
 Format 2 has the names of DESIGN's second edition; files of format 1 are read by `migrations.py`.
 """

@@ -291,3 +291,10 @@ def test_rows_are_left_out_altogether_with_the_chance_given() -> None:
     assert torch.equal(memory.drop_rows(0.0).mask, mask) and not memory.drop_rows(1.0).mask.any()
     with pytest.raises(ConfigError, match="probability from 0 to 1, got 1.5"):
         memory.drop_rows(1.5)
+
+
+def test_real_slots_are_the_mask_or_all():
+    mask = torch.tensor([[True, False, True]])
+    assert Memory(torch.zeros(1, 3, 2), mask).real_slots() is mask
+    real = Memory(torch.zeros(2, 3, 5)).real_slots()
+    assert real.dtype is torch.bool and real.shape == (2, 3) and real.all()

@@ -138,8 +138,8 @@ def head_figures(weights: Tensor) -> HeadFigures:
 
     >>> print(head_figures(torch.stack([torch.eye(3), torch.full((3, 3), 0.25)])[None]))
     head  entropy  distance  diagonal    null
-       0     0.00      0.00   100.0%    0.0%
-       1     1.58      0.44    33.3%   25.0%
+       0     0.00      0.00    100.0%    0.0%
+       1     1.58      0.44     33.3%   25.0%
     """
     if weights.dim() != 4:
         raise ShapeError(f"weights must be (b, h, l, m), got {tuple(weights.shape)}")

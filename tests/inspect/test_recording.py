@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import torch
 
 import mmattn
+from mmattn.inspect import diagnosis, recording
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close
+
+
+def test_names_of_the_room_are_no_modules() -> None:
+    """A module of the same name would hide `record` or `doctor` as soon as it is imported."""
+    assert mmattn.inspect.record is recording.record and mmattn.inspect.doctor is diagnosis.doctor is mmattn.doctor
+    assert [name for name in mmattn.inspect.__all__ if isinstance(getattr(mmattn.inspect, name), ModuleType)] == []
 
 
 def test_weights_of_every_block_and_the_same_logits() -> None:

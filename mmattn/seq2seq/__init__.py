@@ -1,7 +1,7 @@
 """Encoder–decoder transformers trained from scratch on the attention core."""
 
-from mmattn.core.text_cache import GrowingCache
 from mmattn.core.paged_cache import PagedCache, PagePool
+from mmattn.core.text_cache import GrowingCache
 from mmattn.core.transformer import TransformerBlock
 from mmattn.seq2seq.encoder_decoder import EncoderDecoder
 

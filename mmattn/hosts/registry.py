@@ -13,13 +13,13 @@ Kind = TypeVar("Kind", bound=type)
 _KINDS: dict[str, Any] = {}
 
 
-def register_host(cls: Kind) -> Kind:
+def register_host(host: Kind) -> Kind:
     """Make a kind of host known, so that `attach` and `load` put adapters on it.
 
     Kinds registered later are asked first whether a model is theirs.
 
     Args:
-        cls: a subclass of `AdaptedModel` with `kind`, `positions`, `matches` and `sites`.
+        host: a subclass of `AdaptedModel` with `kind`, `positions`, `matches` and `sites`.
 
     Returns:
         the class, so that this is a decorator.
@@ -27,17 +27,17 @@ def register_host(cls: Kind) -> Kind:
     Raises:
         ConfigError: something is missing, or another class has this kind.
     """
-    lacks = [name for name in ("kind", "positions", "matches", "sites") if not getattr(cls, name, None)]
+    lacks = [name for name in ("kind", "positions", "matches", "sites") if not getattr(host, name, None)]
     if lacks:
-        raise ConfigError(f"{cls.__name__} cannot be registered as a host: it lacks {lacks}")
-    known = _KINDS.get(cls.kind)  # type: ignore[attr-defined]
-    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ConfigError(f"{host.__name__} cannot be registered as a host: it lacks {lacks}")
+    known = _KINDS.get(host.kind)  # type: ignore[attr-defined]
+    if known is not None and (known.__module__, known.__qualname__) != (host.__module__, host.__qualname__):
         raise ConfigError(
-            f"{cls.__module__}.{cls.__name__} has the kind {cls.kind!r}, which {known.__module__}.{known.__name__} has "  # type: ignore[attr-defined]
+            f"{host.__module__}.{host.__name__} has the kind {host.kind!r}, which {known.__module__}.{known.__name__} has "  # type: ignore[attr-defined]
             "already: give it another one"
         )
-    _KINDS[cls.kind] = cls  # type: ignore[attr-defined]
-    return cls
+    _KINDS[host.kind] = host  # type: ignore[attr-defined]
+    return host
 
 
 def host_kind(model: nn.Module) -> Any:

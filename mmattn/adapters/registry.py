@@ -10,7 +10,7 @@ from mmattn.errors import ConfigError
 
 Kind = TypeVar("Kind", bound=type)
 
-_KINDS: dict[str, type] = {}
+_KINDS: dict[str, Any] = {}
 
 
 def register_adapter(adapter: Kind) -> Kind:
@@ -25,31 +25,31 @@ def register_adapter(adapter: Kind) -> Kind:
     Raises:
         ConfigError: something is missing, or another class has this kind.
     """
-    lacks = [name for name in ("kind", "positions", "sites", "build", "example_memory") if not hasattr(adapter, name)]
-    if not dataclasses.is_dataclass(adapter) or not adapter.__dataclass_params__.frozen or lacks:  # type: ignore[attr-defined]
+    cls: Any = adapter
+    lacks = [name for name in ("kind", "positions", "sites", "build", "example_memory") if not hasattr(cls, name)]
+    if not dataclasses.is_dataclass(adapter) or not cls.__dataclass_params__.frozen or lacks:
         raise ConfigError(
-            f"{adapter.__name__} cannot be registered as an adapter: it must be a frozen dataclass with kind, positions, "
+            f"{cls.__name__} cannot be registered as an adapter: it must be a frozen dataclass with kind, positions, "
             f"sites, build and example_memory (lacks {lacks or 'none of them'}); put @register_adapter above "
             "@dataclass(frozen=True)"
         )
-    kind = adapter.kind  # type: ignore[attr-defined]
+    kind = cls.kind
     if not isinstance(kind, str) or not kind.isidentifier():
-        raise ConfigError(f"{adapter.__name__}.kind must be a name such as 'gated', got {kind!r}")
-    strange = set(adapter.positions) - set(POSITIONS)  # type: ignore[attr-defined]
-    if strange or not adapter.positions:  # type: ignore[attr-defined]
-        raise ConfigError(f"{adapter.__name__}.positions must be some of {POSITIONS}, got {adapter.positions!r}")  # type: ignore[attr-defined]
+        raise ConfigError(f"{cls.__name__}.kind must be a name such as 'gated', got {kind!r}")
+    if set(cls.positions) - set(POSITIONS) or not cls.positions:
+        raise ConfigError(f"{cls.__name__}.positions must be some of {POSITIONS}, got {cls.positions!r}")
     known = _KINDS.get(kind)
     # A notebook cell run again defines the same class anew.
-    if known is not None and (known.__module__, known.__qualname__) != (adapter.__module__, adapter.__qualname__):
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ConfigError(
-            f"{adapter.__module__}.{adapter.__name__} has the kind {kind!r}, which {known.__module__}.{known.__name__} has "
+            f"{cls.__module__}.{cls.__name__} has the kind {kind!r}, which {known.__module__}.{known.__name__} has "
             "already: give it another one"
         )
-    _KINDS[kind] = adapter
+    _KINDS[kind] = cls
     return adapter
 
 
-def adapter_kinds() -> dict[str, type]:
+def adapter_kinds() -> dict[str, Any]:
     """Every kind registered so far, by name."""
     return dict(_KINDS)
 
@@ -61,5 +61,5 @@ def is_adapter(value: Any) -> bool:
 
 def kinds_at(positions: tuple[str, ...]) -> str:
     """The names of the classes that act at one of these positions, as messages list them."""
-    fitting = [kind.__name__ for kind in _KINDS.values() if set(kind.positions) & set(positions)]  # type: ignore[attr-defined]
+    fitting = [kind.__name__ for kind in _KINDS.values() if set(kind.positions) & set(positions)]
     return ", ".join(fitting) or "none"

@@ -27,16 +27,17 @@ def register_host(host: Kind) -> Kind:
     Raises:
         ConfigError: something is missing, or another class has this kind.
     """
-    lacks = [name for name in ("kind", "positions", "matches", "sites") if not getattr(host, name, None)]
+    cls: Any = host
+    lacks = [name for name in ("kind", "positions", "matches", "sites") if not getattr(cls, name, None)]
     if lacks:
-        raise ConfigError(f"{host.__name__} cannot be registered as a host: it lacks {lacks}")
-    known = _KINDS.get(host.kind)  # type: ignore[attr-defined]
-    if known is not None and (known.__module__, known.__qualname__) != (host.__module__, host.__qualname__):
+        raise ConfigError(f"{cls.__name__} cannot be registered as a host: it lacks {lacks}")
+    known = _KINDS.get(cls.kind)
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ConfigError(
-            f"{host.__module__}.{host.__name__} has the kind {host.kind!r}, which {known.__module__}.{known.__name__} has "  # type: ignore[attr-defined]
+            f"{cls.__module__}.{cls.__name__} has the kind {cls.kind!r}, which {known.__module__}.{known.__name__} has "
             "already: give it another one"
         )
-    _KINDS[host.kind] = host  # type: ignore[attr-defined]
+    _KINDS[cls.kind] = cls
     return host
 
 

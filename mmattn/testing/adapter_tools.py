@@ -10,7 +10,7 @@ import torch
 
 from mmattn.errors import ConditionError
 from mmattn.inspect.attribution import attribute
-from mmattn.inspect.doctor import doctor
+from mmattn.inspect.diagnosis import doctor
 from mmattn.inspect.explorer import write_page
 from mmattn.inspect.recording import record
 from mmattn.inspect.trace import load_traces, save_traces

@@ -1,10 +1,10 @@
-"""Run notebooks and keep what their cells print and show, so that they can be read without running them.
+"""Run notebooks and save the outputs of their cells, so that they can be read without running them.
 
     python docs/notebooks/run.py             all of them
     python docs/notebooks/run.py 2-*.ipynb   one
 
-Cells run in order in one namespace, in an empty folder. Kept are what a cell prints, and the value of its last line: as
-a picture where it has one (`_repr_png_`), else as text.
+Cells run in order in one namespace, in an empty folder. The outputs are what a cell prints, and the value of its last
+line: as a picture where it has one (`_repr_png_`), else as text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """The outputs of a cell, as notebooks keep them."""
+    """The outputs of a cell, in the format of notebooks."""
     tree, printed, value = ast.parse(source), io.StringIO(), None
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(printed):
@@ -44,7 +44,7 @@ def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def lines(text: str) -> list[str]:
-    """Text as notebooks keep it."""
+    """Text in the format of notebooks: its lines."""
     return text.splitlines(keepends=True)
 
 

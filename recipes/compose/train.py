@@ -42,7 +42,7 @@ def compose(config: Config, run: training.RunFolder) -> dict[str, Any]:
         lm.save_pretrained(run.path / name)
     rows = [
         scores(config, world, "m_A, knows the keys", Alone(knower)),
-        scores(config, world, "m_B, reckons", Alone(reckoner)),
+        scores(config, world, "m_B, does arithmetic", Alone(reckoner)),
         ceiling(config, world, reckoner),
     ]
     seconds, parameters = [], 0

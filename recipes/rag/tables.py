@@ -14,7 +14,7 @@ from mmattn import training
 
 FACTS = {
     "accuracy": ("answers right", 100, ".1f", " %"),
-    "looked": ("looked at the right entry first", 100, ".1f", " %"),
+    "looked": ("right entry attended to most", 100, ".1f", " %"),
     "precision": ("refusals right", 100, ".1f", " %"),
     "recall": ("unanswerable refused", 100, ".1f", " %"),
 }

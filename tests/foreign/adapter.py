@@ -49,7 +49,7 @@ class FilmAdapter:
         if self.layers is None:
             return offered
         if not set(self.layers) <= set(range(len(offered))):
-            raise mmattn.AttachError(f"layers {self.layers} were asked for, and the host has {len(offered)}")
+            raise mmattn.errors.AttachError(f"layers {self.layers} were asked for, and the host has {len(offered)}")
         return [offered[layer] for layer in self.layers]
 
     def build(self, sites: Sequence[Site]) -> FilmLayers:

@@ -118,7 +118,7 @@ def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
     names = [row["name"] for row in content["rows"]]
     assert names == [
         "m_A, knows the keys",
-        "m_B, reckons",
+        "m_B, does arithmetic",
         "ceiling: m_B with the values filled in",
         "composed, trained on substitution",
         "composed, trained on KV-arithmetic",

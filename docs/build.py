@@ -47,15 +47,6 @@ MORE = (
     "mmattn.hosts.causal_lm.model.AdaptedCausalLM",
     "mmattn.hosts.unet.model.AdaptedUNet",
     "mmattn.hosts.bank.bank.Bank",
-    "mmattn.retrieval.chunking.chunk",
-    "mmattn.retrieval.chunking.Chunk",
-    "mmattn.retrieval.corpus.embed_corpus",
-    "mmattn.retrieval.corpus.CorpusShards",
-    "mmattn.retrieval.rerank.Reranker",
-    "mmattn.retrieval.rerank.Reranked",
-    "mmattn.retrieval.approximate.Flat",
-    "mmattn.retrieval.approximate.HNSW",
-    "mmattn.retrieval.approximate.IVFPQ",
 )
 
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    # The layer
     "attend": "mmattn.core.attention",
     "CrossAttention": "mmattn.core.layers",
     "SelfAttention": "mmattn.core.layers",
-    "TransformerBlock": "mmattn.core.transformer",
-    "EncoderDecoder": "mmattn.seq2seq",
     "KeyValue": "mmattn.core.kv",
-    "GrowingCache": "mmattn.core.text_cache",
-    "PagePool": "mmattn.core.paged_cache",
-    "PagedCache": "mmattn.core.paged_cache",
     "Memory": "mmattn.memory",
+    # The adapted host
+    "attach": "mmattn.hosts.attach",
+    "load": "mmattn.hosts.load",
+    "load_published": "mmattn.hosts.load",
     "GatedAdapter": "mmattn.adapters.gated",
     "ChunkedAdapter": "mmattn.adapters.chunked",
     "ComposedAdapter": "mmattn.adapters.composed",
@@ -29,39 +29,25 @@ _HOME = {
     "Resampler": "mmattn.adapters.resampler",
     "AugmentingModel": "mmattn.adapters.augmenting",
     "Guidance": "mmattn.hosts.unet.guidance",
-    "attach": "mmattn.hosts",
-    "load": "mmattn.hosts",
-    "load_published": "mmattn.hosts",
+    "doctor": "mmattn.inspect.doctor",
+    # What memories come from
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "OpenCLIPTextEncoder": "mmattn.encoders.openclip",
     "TorchvisionEncoder": "mmattn.encoders.torchvision",
     "TextEncoder": "mmattn.encoders.text",
     "load_image": "mmattn.encoders.images",
     "Index": "mmattn.retrieval.index",
-    "QdrantIndex": "mmattn.retrieval.qdrant",
     "Hits": "mmattn.retrieval.hits",
-    "knn_log_probs": "mmattn.retrieval.knn_lm",
-    "next_token_states": "mmattn.retrieval.knn_lm",
-    "record": "mmattn.inspect.recording",
-    "attribute": "mmattn.inspect.attribution",
-    "Trace": "mmattn.inspect.trace",
-    "doctor": "mmattn.inspect.doctor",
-    "MmattnError": "mmattn.errors",
-    "MaskError": "mmattn.errors",
-    "ShapeError": "mmattn.errors",
-    "ConfigError": "mmattn.errors",
-    "NonFiniteError": "mmattn.errors",
-    "AttachError": "mmattn.errors",
-    "ConditionError": "mmattn.errors",
-    "AdapterFileError": "mmattn.errors",
-    "IndexMismatchError": "mmattn.errors",
-    "IndexFileError": "mmattn.errors",
-    "ImageError": "mmattn.errors",
-    "TextError": "mmattn.errors",
+    # Kinds of your own
+    "register_adapter": "mmattn.adapters.registry",
+    "register_host": "mmattn.hosts.registry",
+    "register_store": "mmattn.retrieval.stores.registry",
 }
-_PARTS = {"errors": "mmattn.errors", "masks": "mmattn.core.masks", "positions": "mmattn.core.positions"}
+_MODULES = {"errors": "mmattn.errors", "masks": "mmattn.core.masks", "positions": "mmattn.core.positions"}
+# Rooms that `import mmattn` gives by their names, too: mmattn.inspect.record, mmattn.seq2seq.EncoderDecoder, …
+_ROOMS = ("adapters", "core", "encoders", "hosts", "inspect", "retrieval", "seq2seq", "storage", "testing", "training")
 
-__all__ = [*_HOME, *_PARTS]
+__all__ = [*_HOME, *_MODULES]
 
 if TYPE_CHECKING:
     from mmattn import errors
@@ -70,48 +56,32 @@ if TYPE_CHECKING:
     from mmattn.adapters.composed import ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
+    from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.resampler import Resampler
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
     from mmattn.core.kv import KeyValue
     from mmattn.core.layers import CrossAttention, SelfAttention
-    from mmattn.core.paged_cache import PagedCache, PagePool
-    from mmattn.core.text_cache import GrowingCache
-    from mmattn.core.transformer import TransformerBlock
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
-    from mmattn.errors import (
-        AdapterFileError,
-        AttachError,
-        ConditionError,
-        ConfigError,
-        ImageError,
-        IndexFileError,
-        IndexMismatchError,
-        MaskError,
-        MmattnError,
-        NonFiniteError,
-        ShapeError,
-        TextError,
-    )
-    from mmattn.hosts import attach, load, load_published
+    from mmattn.hosts.attach import attach
+    from mmattn.hosts.load import load, load_published
+    from mmattn.hosts.registry import register_host
     from mmattn.hosts.unet.guidance import Guidance
-    from mmattn.inspect.attribution import attribute
-    from mmattn.inspect.recording import record
-    from mmattn.inspect.trace import Trace
+    from mmattn.inspect.doctor import doctor
     from mmattn.memory import Memory
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
-    from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
-    from mmattn.retrieval.qdrant import QdrantIndex
-    from mmattn.seq2seq.encoder_decoder import EncoderDecoder
+    from mmattn.retrieval.stores.registry import register_store
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PARTS:
-        return importlib.import_module(_PARTS[name])
+    if name in _ROOMS:
+        return importlib.import_module(f"mmattn.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'mmattn' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

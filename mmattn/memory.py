@@ -1,4 +1,4 @@
-"""Memory: what is attended to. Vectors, which of them are real, and where each came from."""
+"""`Memory`: the vectors that an adapter attends to, with a padding mask, segments, scores and sources."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ FORMAT = "mmattn-memory"
 
 
 class Memory:
-    """Vectors (b, m, e) with a padding mask and, where known, the origin of each vector.
+    """A batch of vectors (b, m, e) to attend to, with a padding mask and, where known, the source of each vector.
 
-    A memory does not change shape or content: every verb returns a new one that shares storage where it can.
+    A memory does not change shape or content: every method returns a new one, which shares storage where it can.
 
     Args:
         tokens: (b, m, e) floating point vectors. m may be 0.
-        mask: (b, m) bool, True = may be looked at; None means every slot is real.
-        segments: (b, m) int, which thing (image, passage) each slot belongs to, counted from 0 in each row.
-        scores: (b, m) float, how well each slot fits (a retriever's score).
-        sources: for each row one entry per slot: anything JSON can hold that names where the slot came from.
-        check_finite: refuse NaN and infinity in slots that may be looked at.
+        mask: (b, m) bool, True = may be attended to; None: every slot is real.
+        segments: (b, m) int, the segment (image, passage) of each slot, counted from 0 in each row; negative for none.
+        scores: (b, m) float, relevance of each slot (a retriever's score).
+        sources: for each row one entry per slot: any JSON value that names where the slot came from.
+        check_finite: refuse NaN and infinity in slots that may be attended to.
 
     Raises:
-        ShapeError: sizes that do not fit. MaskError: a mask that is not bool. NonFiniteError: NaN or infinity.
+        ShapeError: tensors or sources whose sizes do not fit, or tokens or scores that are not floating point.
+        MaskError: a mask that is not bool, or segments that are not integers.
+        NonFiniteError: NaN or infinity in a slot that may be attended to.
 
     >>> memory = Memory(torch.randn(2, 5, 7), mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2]))
     >>> memory.batch, memory.length, memory.dim, memory.lengths
@@ -101,19 +103,19 @@ class Memory:
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens are."""
+        """Device of the tokens."""
         return self.tokens.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tokens."""
+        """Dtype of the tokens."""
         return self.tokens.dtype
 
     def check_finite(self) -> None:
-        """Refuse NaN and infinity in slots (and their scores) that may be looked at.
+        """Refuse NaN and infinity in slots that may be attended to, and in their scores.
 
         Raises:
-            NonFiniteError: naming the first such row.
+            NonFiniteError: there is one; the message names the first such row and slot.
         """
         for name, value in (("values", self.tokens.detach()), ("scores", self.scores)):
             if value is None or not value.numel():
@@ -133,7 +135,15 @@ class Memory:
 
     @classmethod
     def pad(cls, rows: Sequence[Tensor], check_finite: bool = True) -> Memory:
-        """Make one memory from rows (m_i, e) of different lengths; the rest is padding.
+        """A memory of rows of different lengths, padded with zeros to the longest.
+
+        Args:
+            rows: tensors (m_i, e).
+            check_finite: as in `Memory`.
+
+        Raises:
+            ShapeError: no rows, or rows that are not (m_i, e) of one width e.
+            NonFiniteError: NaN or infinity.
 
         >>> Memory.pad([torch.ones(3, 2), torch.ones(1, 2)]).lengths
         [3, 1]
@@ -151,10 +161,16 @@ class Memory:
 
     @classmethod
     def cat(cls, memories: Sequence[Memory]) -> Memory:
-        """Put memories of the same rows one behind the other, (b, m1 + m2, e).
+        """Concatenate the slots of memories of the same rows, (b, m1 + m2, e).
 
-        Segments of later memories are counted on after those of earlier ones; a memory without segments is one, and a
-        slot of no segment (a negative one) stays so.
+        Segments of later memories are numbered after those of earlier ones; a memory without segments counts as one
+        segment, and a slot of no segment (a negative one) stays so.
+
+        Args:
+            memories: of one width e and as many rows b.
+
+        Raises:
+            ShapeError: no memories, or rows or widths that differ.
         """
         first = _same(memories, "cat")
         if len({memory.batch for memory in memories}) != 1:
@@ -178,7 +194,13 @@ class Memory:
 
     @classmethod
     def stack(cls, memories: Sequence[Memory]) -> Memory:
-        """Put memories under each other as more rows, padding the shorter ones.
+        """Concatenate the rows of memories, (b1 + b2, m, e), the shorter ones padded.
+
+        Args:
+            memories: of one width e.
+
+        Raises:
+            ShapeError: no memories, or widths that differ.
 
         >>> Memory.stack([Memory(torch.ones(1, 3, 2)), Memory(torch.ones(2, 5, 2))]).lengths
         [3, 5, 5]
@@ -196,14 +218,18 @@ class Memory:
         )
 
     def expand(self, rows: int) -> Memory:
-        """Use this one row for `rows` rows of text: the explicit word for sharing, without a copy.
+        """This one row shared by `rows` rows of text, without a copy.
+
+        Args:
+            rows: b of the memory that is returned.
 
         Raises:
             ShapeError: the memory has more than one row.
+            ConfigError: `rows` is no number of rows.
         """
         check_int("rows", rows, at_least=0)
         if self.batch != 1:
-            raise ShapeError(f"expand shares a memory of one row, got {self.batch} rows; pick one with memory[i]")
+            raise ShapeError(f"expand shares a memory of one row, got {self.batch} rows; select one with memory[i]")
         return self._map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), sources=(self._source_rows() * rows))
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> Memory:
@@ -213,8 +239,8 @@ class Memory:
                 raise IndexError(f"row {rows} of a memory with {self.batch} rows")
             rows = slice(rows, rows + 1 or None)
         if isinstance(rows, slice):
-            picked = list(range(self.batch))[rows]
-            return self._map(lambda tensor: tensor[rows], [self._source_rows()[i] for i in picked])
+            selected = list(range(self.batch))[rows]
+            return self._map(lambda tensor: tensor[rows], [self._source_rows()[i] for i in selected])
         index = torch.as_tensor(rows, device=self.device).reshape(-1)
         if index.dtype == torch.bool:
             if len(index) != self.batch:
@@ -225,7 +251,10 @@ class Memory:
         return self._map(lambda tensor: tensor[index], [self._source_rows()[i] for i in index.tolist()])
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
-        """Move or convert as `Tensor.to` does; a dtype reaches tokens and scores only."""
+        """The memory on another device or in another dtype, with the arguments of `Tensor.to`.
+
+        A dtype applies to tokens and scores only.
+        """
         tokens = self.tokens.to(*args, **kwargs)
         if tokens is self.tokens:
             return self
@@ -238,7 +267,14 @@ class Memory:
         return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
 
     def replace(self, tokens: Tensor) -> Memory:
-        """The same slots with other vectors (b, m, any width)."""
+        """The same slots with other vectors.
+
+        Args:
+            tokens: (b, m, any width).
+
+        Raises:
+            ShapeError: another number of rows or slots.
+        """
         if tokens.shape[:2] != self.tokens.shape[:2]:
             raise ShapeError(f"tokens must be (b, m, e) with (b, m) = {(self.batch, self.length)}, got {tokens.shape}")
 
@@ -247,33 +283,46 @@ class Memory:
 
         return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
 
+    def real_slots(self) -> Tensor:
+        """Which slots may be attended to, (b, m) bool: the mask, or all True where there is none."""
+        if self.mask is None:
+            return self.tokens.new_ones(self.tokens.shape[:2], dtype=torch.bool)
+        return self.mask.to(self.device)
+
     def tensors(self) -> list[Tensor]:
-        """Tokens, and mask, segments and scores where there are any."""
+        """The tokens, and the mask, segments and scores that are there."""
         return [value for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None]
 
     def drop_rows(self, p: float, generator: torch.Generator | None = None) -> Memory:
-        """The memory with each row masked out altogether with probability `p`: conditioning dropout for guidance.
+        """Mask every slot of each row with probability `p`: conditioning dropout for guidance (arXiv 2207.12598).
 
         Args:
             p: probability of each row, from 0 to 1.
-            generator: of the random numbers, on the CPU.
+            generator: for the random numbers, on the CPU.
 
         Raises:
             ConfigError: p is no probability.
         """
         if check_float("p", p, at_least=0) > 1:
             raise ConfigError(f"p is a probability from 0 to 1, got {p}")
-        kept = torch.rand(self.batch, 1, generator=generator).to(self.device) >= p
+        remaining = torch.rand(self.batch, 1, generator=generator).to(self.device) >= p
         return Memory(
-            self.tokens, self._filled("mask") & kept, self.segments, self.scores, self.sources, check_finite=False
+            self.tokens, self.real_slots() & remaining, self.segments, self.scores, self.sources, check_finite=False
         )
 
     def detach(self) -> Memory:
-        """The same memory outside the autograd graph."""
+        """The memory without its autograd graph."""
         return self._map(lambda tensor: tensor.detach(), self._source_rows())
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write tokens, mask, segments, scores and sources to one safetensors file, atomically."""
+        """Write tokens, mask, segments, scores and sources to one safetensors file, atomically.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: the folder is missing or not writable; a file that was there is unchanged.
+        """
         tensors = {"tokens": self.tokens.detach()}
         for name in ("mask", "segments", "scores"):
             value = getattr(self, name)
@@ -283,12 +332,17 @@ class Memory:
 
     @classmethod
     def load(cls, path: str | PathLike[str], check_finite: bool = True) -> Memory:
-        """Read what `save` wrote.
+        """The memory that `save` wrote.
+
+        Args:
+            path: the file.
+            check_finite: as in `Memory`.
 
         Raises:
             AdapterFileError: the file is torn, changed or something else.
+            NonFiniteError: NaN or infinity.
         """
-        # The constructor looks for NaN itself: behind the mask there may be some.
+        # The constructor checks for NaN: masked slots may hold some.
         tensors, metadata = read_tensors(path, FORMAT, check_finite=False)
         return cls(
             tensors["tokens"],
@@ -312,8 +366,8 @@ class Memory:
 
     def _map(self, change: Any, sources: list[Any]) -> Memory:
         mask, segments, scores = (None if x is None else change(x) for x in (self.mask, self.segments, self.scores))
-        kept = None if self.sources is None else sources
-        return Memory(change(self.tokens), mask, segments, scores, kept, check_finite=False)
+        named = None if self.sources is None else sources
+        return Memory(change(self.tokens), mask, segments, scores, named, check_finite=False)
 
     def _filled(self, name: str) -> Tensor:
         value: Tensor | None = getattr(self, name)
@@ -321,7 +375,7 @@ class Memory:
             return value
         shape = self.tokens.shape[:2]
         if name == "mask":
-            return self.tokens.new_ones(shape, dtype=torch.bool)
+            return self.real_slots()
         return self.tokens.new_zeros(shape, dtype=torch.long if name == "segments" else self.dtype)
 
     def _source_rows(self) -> list[list[Any]]:
@@ -338,7 +392,7 @@ class Memory:
         }
         return Memory(
             torch.nn.functional.pad(self.tokens, (0, 0, 0, extra)),
-            torch.nn.functional.pad(self._filled("mask"), (0, extra)),
+            torch.nn.functional.pad(self.real_slots(), (0, extra)),
             sources=None if self.sources is None else [row + [None] * extra for row in self.sources],
             check_finite=False,
             **padded,

@@ -44,7 +44,7 @@ HOMES = {
     "timm": (),
     "PIL": ("encoders.images", "encoders.preprocessing"),
     "faiss": ("retrieval.stores",),
-    "qdrant_client": ("retrieval.stores",),
+    "qdrant_client": ("retrieval.stores", "retrieval.qdrant"),
     "pyarrow": ("retrieval",),
     "ray": ("retrieval",),
     "sentence_transformers": (),

@@ -53,7 +53,7 @@ def by_hand(memory, rows, mask, scores):
     """The memory that a request without a bank would be given."""
     (b, n), m = rows.shape, memory.length
     rows = rows.clamp(min=0)
-    real = memory._filled("mask")[rows] & mask[..., None]
+    real = memory.real_slots()[rows] & mask[..., None]
     return mmattn.Memory(
         memory.tokens[rows].flatten(1, 2),
         real.flatten(1),

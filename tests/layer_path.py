@@ -14,7 +14,7 @@ PACKAGE = Path(mmattn.__file__).parent
 
 
 def files_visited(work: Callable[[], object]) -> list[str]:
-    """The package's files in the order in which their frames run while `work` does; one entry for each change of file."""
+    """The files whose frames run while `work` does, in order: one entry for each change of file."""
     stack: list[str | None] = []
     path: list[str] = []
 

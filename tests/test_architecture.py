@@ -52,7 +52,7 @@ class TestTheHouse:
         assert architecture.wrong_arrows(PACKAGE) == []
 
     def test_no_two_modules_depend_on_each_other(self) -> None:
-        """Every kind of import counted: at the top, in functions, for type checkers; between folders and inside them."""
+        """Every kind of import counted: at the top, in functions, for type checkers."""
         assert architecture.circles(PACKAGE) == []
 
     def test_no_branch_on_a_kind_outside_its_room(self) -> None:

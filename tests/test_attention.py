@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmattn import ConfigError, MaskError, ShapeError, attend, masks
+from mmattn import attend, masks
+from mmattn.errors import ConfigError, MaskError, ShapeError
 from tests.core import BACKENDS, DTYPES, MASK, RULE, B, K, L, M, close, compare_attend as compare, make_heads as make
 from tests.reference import assert_close, attend_reference, gradients
 

@@ -32,16 +32,18 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S)
 SKIP = "<!-- skip -->"
+SHOWN = re.compile(r"<!-- (tests/\S+\.py) -->\s*\Z")
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
 @dataclass(frozen=True)
 class Block:
-    """A Python block of a page, with the text it says it prints (None where it says nothing)."""
+    """A Python block of a page, with the text it says it prints (None where it says nothing), or the file it shows."""
 
     line: int
     code: str
     output: str | None
+    file: str | None = None
 
 
 def blocks(page: str) -> list[Block]:
@@ -49,12 +51,18 @@ def blocks(page: str) -> list[Block]:
     found = []
     for match in BLOCK.finditer(page):
         if not page[: match.start()].rstrip().endswith(SKIP):
-            found.append(Block(page[: match.start()].count("\n") + 1, match["code"], match["output"]))
+            shown = SHOWN.search(page[: match.start()])
+            line = page[: match.start()].count("\n") + 1
+            found.append(Block(line, match["code"], match["output"], shown and shown[1]))
     return found
 
 
 def run(block: Block, names: dict[str, object]) -> None:
-    """Run a block in `names` and compare what it prints with what it says."""
+    """Run a block in `names` and compare what it prints with what it says; import the file that a block shows."""
+    if block.file is not None:
+        assert block.code == (ROOT / block.file).read_text(encoding="utf-8"), f"{block.file} reads otherwise now"
+        names.update(vars(importlib.import_module(block.file.removesuffix(".py").replace("/", "."))))
+        return
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(block.code, f"block at line {block.line}", "exec"), names)
@@ -113,6 +121,18 @@ def test_a_wrong_block_is_seen() -> None:
 def test_a_skip_mark_skips_one_block() -> None:
     page = f"{SKIP}\n```python\nfirst\n```\n\n```python\nsecond\n```\n"
     assert [block.code for block in blocks(page)] == ["second\n"]
+
+
+def test_a_block_that_is_not_the_file_it_shows_is_seen() -> None:
+    file = "tests/foreign/host.py"
+    page = f"<!-- {file} -->\n```python\n{(ROOT / file).read_text(encoding='utf-8')}```\n"
+    (block,) = blocks(page)
+    names: dict[str, object] = {}
+    run(block, names)
+    assert "MeanDecoder" in names
+    (block,) = blocks(page.replace("head = ", "tail = "))
+    with pytest.raises(AssertionError, match="host.py reads otherwise now"):
+        run(block, names)
 
 
 def links(page: Path) -> list[str]:

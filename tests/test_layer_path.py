@@ -1,4 +1,4 @@
-"""One memory through one layer changes files a dozen times at most: hook, view, block, cross-attention, projection, attend."""
+"""One memory through one layer: hook, view, block, cross-attention, projection, attention; a dozen changes of file."""
 
 from __future__ import annotations
 

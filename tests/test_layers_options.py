@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 
-from mmattn import ConfigError, CrossAttention, MaskError, ShapeError
+from mmattn import CrossAttention
 from mmattn.core.positions import Rotary, grid
+from mmattn.errors import ConfigError, MaskError, ShapeError
 from tests.core import MASK, RULE, B, D, E, L, M, data, make_layer as make
 from tests.reference import assert_close
 

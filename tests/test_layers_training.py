@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmattn import CrossAttention, ShapeError
+from mmattn import CrossAttention
+from mmattn.errors import ShapeError
 from tests.core import DTYPES, LAYOUTS, MASK, B, D, E, L, M, data, force, make_layer as make
 from tests.reference import TARGETS
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmattn import AdapterFileError, ConfigError, MaskError, Memory, NonFiniteError, ShapeError
+from mmattn import Memory
+from mmattn.errors import AdapterFileError, ConfigError, MaskError, NonFiniteError, ShapeError
 
 B, M, E = 3, 5, 7
 LENGTHS = [5, 2, 0]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from mmattn import ConfigError, EncoderDecoder, GrowingCache, PagePool, ShapeError
+from mmattn.errors import ConfigError, ShapeError
+from mmattn.seq2seq import EncoderDecoder, GrowingCache, PagePool
 
 LAYERS, G, K, SIZE = 2, 3, 5, 4
 

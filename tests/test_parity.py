@@ -14,9 +14,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from mmattn import ConfigError, CrossAttention, SelfAttention, ShapeError, attend
+from mmattn import CrossAttention, SelfAttention, attend
 from mmattn.core.masks import from_additive, from_huggingface, from_key_padding
 from mmattn.core.positions import Rotary
+from mmattn.errors import ConfigError, ShapeError
 
 B, L, M, H, K = 3, 5, 7, 2, 11
 D = H * K

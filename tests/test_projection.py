@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import mmattn.core.projection
-from mmattn import CrossAttention, ShapeError
+from mmattn import CrossAttention
 from mmattn.core.projection import KeyValueProjection, upgrade_state_names
+from mmattn.errors import ShapeError
 from tests.core import MASK, B, E, L, M, make_layer
 from tests.reference import assert_close, attend_reference
 

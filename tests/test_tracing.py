@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmattn import CrossAttention, MaskError, SelfAttention, attend, masks, positions
+from mmattn import CrossAttention, SelfAttention, attend, masks, positions
 from mmattn.core.tracing import may_read, readable
+from mmattn.errors import MaskError
 from tests.core import MASK, RULE, B, D, E, L, M, make_heads, make_layer
 
 OPTIONS: list[dict] = [

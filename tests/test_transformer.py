@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from mmattn import ConfigError, GrowingCache, SelfAttention, ShapeError, TransformerBlock, masks
+from mmattn import SelfAttention, masks
 from mmattn.core.positions import Rotary, alibi
+from mmattn.errors import ConfigError, ShapeError
+from mmattn.seq2seq import GrowingCache, TransformerBlock
 
 B, L, M, D, H = 2, 5, 7, 42, 3
 

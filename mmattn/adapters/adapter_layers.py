@@ -31,6 +31,9 @@ class AdapterLayers(nn.Module, ABC):
     score_bias = False
     # Whether its memory depends on the whole text, which `generate` must then note.
     reads_whole_text = False
+    # Whether the order of the slots, and whether each is there once or twice, means something to it.
+    orders_slots = False
+    counts_slots = False
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()
@@ -43,6 +46,8 @@ class AdapterLayers(nn.Module, ABC):
     def _add_resampler(self, settings: Resampler | None) -> None:
         if settings is not None:
             self.resampler = PerceiverResampler(settings, self.config.memory_dim)
+            # Its latents attend to each other beside the slots.
+            self.counts_slots = True
 
     @property
     def position(self) -> str:
@@ -58,9 +63,9 @@ class AdapterLayers(nn.Module, ABC):
         """The block at host layer `layer`."""
         return self.blocks[str(layer)]
 
-    @abstractmethod
     def attention(self, layer: int) -> Any:
-        """The attention over the memory at host layer `layer`: a `CrossAttention` or `KeyValueProjection`."""
+        """The attention over the memory at host layer `layer`: a `CrossAttention` or `MemoryHeads`; None is none."""
+        return None
 
     @abstractmethod
     def read(self, memory: Memory) -> Memory:

@@ -172,6 +172,8 @@ class BlockLayers(AdapterLayers):
     def __init__(self, config: BlockAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         self.score_bias = getattr(config, "score_bias", False)
+        # A null slot weighs as much as one of them, a length norm counts them.
+        self.counts_slots = config.null_slot or config.length_norm is not None
         self.memory_norm = nn.LayerNorm(config.memory_dim) if config.layout.memory_norm else None
         self._add_resampler(getattr(config, "resampler", None))
         self.blocks = nn.ModuleDict(

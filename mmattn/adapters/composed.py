@@ -92,6 +92,16 @@ class ComposedAdapter(BlockAdapter):
         rotary = Rotary(self.head_dim) if self.rotary else None
         return {"rotary": rotary, "bias": self.own_place, "out_bias": False}
 
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
+        """There is none.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a composed adapter reads another language model, and none can be made up: give mmattn.AugmentingModel(lm)"
+        )
+
     def build(self, sites: Sequence[Site]) -> ComposedLayers:
         """The trainable part for these sites.
 

@@ -1,7 +1,7 @@
-"""What may stand in an `adapter_config.json`: known fields, plain names, sizes within bounds.
+"""The format of `adapter_config.json`: its fields, the values that they may have, and bounds on sizes.
 
-A file names things; it never decides what is imported or opened. The kind of an adapter is looked up among those that
-are registered, sizes are bounded before a tensor is created, and no text may look like a path, an address or a module.
+A file names things; it never decides what is imported or opened. The kind of an adapter is one of those that are
+registered, sizes are bounded before a tensor is created, and no text may look like a path, an address or a module.
 
 Format 2 has the names of DESIGN's second edition; files of format 1 are read by `migrations.py`.
 """
@@ -48,7 +48,10 @@ def is_label(text: object) -> bool:
 
 
 def check_name(name: object) -> str:
-    """Return `name` if an adapter can be attached and saved by it.
+    """Return `name` if an adapter can be attached and saved under it.
+
+    Args:
+        name: as given.
 
     Raises:
         AttachError: it is not a plain name.
@@ -129,8 +132,12 @@ def _check_fields(what: str, found: Mapping[str, Any], rules: _Rules) -> None:
 def check_config(config: object, what: str = "adapter_config.json") -> dict[str, Any]:
     """Return `config` if every field is known, well formed and bounded.
 
+    Args:
+        config: as read.
+        what: its name in messages.
+
     Raises:
-        AdapterFileError: it is not; a newer `format_version` and a PEFT file are named as such.
+        AdapterFileError: it is not; the message names a newer `format_version` or a file of PEFT as such.
     """
     if not isinstance(config, dict):
         raise AdapterFileError(f"{what} must hold one JSON object, got {_short(config)}")
@@ -253,7 +260,11 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def check_tensors(expected: Shapes, found: Shapes | Mapping[str, Tensor]) -> None:
-    """Compare names, shapes and dtypes: those an adapter needs with those a file has.
+    """Compare the names, shapes and dtypes of tensors with those that an adapter needs.
+
+    Args:
+        expected: shape and dtype by name.
+        found: the same of a file, or its tensors by name.
 
     Raises:
         AdapterFileError: they differ; up to five missing, unexpected and ill-fitting tensors are listed.

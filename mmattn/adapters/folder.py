@@ -3,9 +3,9 @@
 The tensor file carries the config in its header and is the truth; the JSON file is a copy for people and tools, and
 must agree. Two files cannot be replaced in one step, so a save first puts the new config aside in a file of its own,
 then replaces the tensor file (the one step that decides between old and new), then the JSON copy, and removes the file
-put aside. A load that finds the copy older than the tensor file looks for the config put aside: if that one agrees, the
-save was killed between the two steps, and what the tensor file says holds. Any other disagreement is an error. Saves
-into one folder wait for each other. All that takes room on the disk is written before the deciding step.
+put aside. A load whose copy is older than the tensor file reads the config put aside: if that one agrees, the save was
+killed between the two steps, and the tensor file is right. Any other disagreement is an error. Saves into one folder
+wait for each other. All that takes room on the disk is written before the deciding step.
 """
 
 from __future__ import annotations
@@ -66,31 +66,37 @@ def _locked(folder: str, shared: bool) -> Iterator[None]:
 
 
 def _make_folder(folder: str) -> list[str]:
-    """Make `folder` and those above it; return the ones that were made, deepest first."""
-    made = []
+    """Create `folder` and those above it; return the ones that are new, deepest first."""
+    created = []
     above = folder
     while not os.path.lexists(above):
-        made.append(above)
+        created.append(above)
         above = os.path.dirname(above)
-    if not os.path.isdir(folder) and not made:
+    if not os.path.isdir(folder) and not created:
         raise NotADirectoryError(
             errno.ENOTDIR, "an adapter was to be saved in this folder, and it is a file; name a folder", folder
         )
     os.makedirs(folder, exist_ok=True)
-    for path in made:
+    for path in created:
         sync_folder(os.path.dirname(path))
-    return made
+    return created
 
 
 def save_folder(folder: Path, *, config: Mapping[str, Any], tensors: Mapping[str, Tensor], card: str) -> None:
-    """Save an adapter; a process killed in the middle leaves the old adapter or the new one.
+    """Write an adapter to a folder; a process killed meanwhile leaves the old adapter or the new one.
 
-    Other files in `folder` stay, and so does a `README.md` that mmattn did not write. Folders above are made as needed.
+    Other files in `folder` stay, and so does a `README.md` that mmattn did not write. Missing folders are created.
+
+    Args:
+        folder: the folder.
+        config: as `check_config` wants it.
+        tensors: the state dict of the adapter.
+        card: the text of `README.md`.
 
     Raises:
         ConfigError: the config or a tensor cannot be saved.
-        NonFiniteError: a tensor holds NaN or infinity; what was saved before is kept.
-        OSError: the disk is full, or the folder is a file or not writable; what was saved before is kept.
+        NonFiniteError: a tensor has NaN or infinity; what was saved before is unchanged.
+        OSError: the disk is full, or the folder is a file or not writable; what was saved before is unchanged.
     """
     try:
         config = check_config(json.loads(json.dumps(config)), "the config to be saved")
@@ -99,12 +105,12 @@ def save_folder(folder: Path, *, config: Mapping[str, Any], tensors: Mapping[str
     for name, tensor in tensors.items():
         check_values(name, tensor.detach())
     folder = os.path.realpath(folder)
-    made = _make_folder(folder)
+    created = _make_folder(folder)
     try:
         with _locked(folder, shared=False):
             _replace(folder, config, tensors, card)
     except BaseException:
-        for path in made:
+        for path in created:
             with contextlib.suppress(OSError):  # not empty: another process saved here meanwhile
                 os.rmdir(path)
         raise
@@ -126,14 +132,14 @@ def _replace(folder: str, config: Mapping[str, Any], tensors: Mapping[str, Tenso
                 os.fsync(file.fileno())
             write_tensors(os.path.join(folder, TENSORS), tensors, config)
     except BaseException:
-        with contextlib.suppress(OSError):  # it still stands aside then, and a load finds it
+        with contextlib.suppress(OSError):  # the config stays aside then, where a load reads it
             _settle(folder)
         raise
     os.unlink(pending)
 
 
 def _settle(folder: str) -> None:
-    """Finish what a killed save left, so that the config put aside can be replaced: the copy first, then remove it."""
+    """Finish a save that was killed: update the copy, then remove the config put aside."""
     pending = os.path.join(folder, PENDING)
     if not os.path.lexists(pending):
         return
@@ -198,12 +204,12 @@ def load_folder(
 
     Args:
         folder: the folder.
-        check: called with the config and the shape and dtype of each tensor before any value is read; it raises to
-            refuse (with `check_tensors`, say).
+        check: called with the config and the shape and dtype of each tensor before any value is read; raises to refuse
+            them, as `check_tensors` does.
 
     Raises:
         AdapterFileError: the folder or a file in it is missing, torn, changed, newer or something else.
-        NonFiniteError: a tensor holds NaN or infinity.
+        NonFiniteError: a tensor has NaN or infinity.
     """
     folder = os.fspath(folder)
     try:
@@ -211,7 +217,7 @@ def load_folder(
         try:
             return _load(folder, check)
         except AdapterFileError:
-            # Perhaps caught in the middle of a save: wait for its end, and look again.
+            # Perhaps a save is under way: wait for its end, and read again.
             with _locked(folder, shared=True):
                 return _load(folder, check)
     except OSError as error:

@@ -102,7 +102,7 @@ class PreparedMemory:
         # Absorbed, every layer reads the same tensor: computed once.
         shared = absorb and scores is None
         sources = [memory.tokens, *(() if shared else attention.projecting_parameters())]
-        cached: KeyValue = self._cache_of(adapter).get(-1 if shared else layer, sources, lambda: project(absorb))
+        cached: KeyValue = self.cache_of(adapter).get(-1 if shared else layer, sources, lambda: project(absorb))
         return cached
 
     def read(self, adapter: Reader) -> Memory:
@@ -110,7 +110,7 @@ class PreparedMemory:
         if self.is_uncached(adapter):
             return adapter.read(self.memory)
         sources = [*self.memory.tensors(), *adapter.reading_parameters()]
-        memory: Memory = self._cache_of(adapter).get(None, sources, lambda: adapter.read(self.memory))
+        memory: Memory = self.cache_of(adapter).get(None, sources, lambda: adapter.read(self.memory))
         return memory
 
     def is_uncached(self, adapter: Reader) -> bool:
@@ -121,7 +121,8 @@ class PreparedMemory:
             self.memory.tokens.requires_grad or any(parameter.requires_grad for parameter in adapter.parameters())
         )
 
-    def _cache_of(self, adapter: Reader) -> TensorCache:
+    def cache_of(self, adapter: Reader) -> TensorCache:
+        """What this adapter has computed of the memory, in the dtype of the autocast that is on."""
         device = adapter.weight.device.type
         key = adapter.name, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         entry = self._entries.get(key)

@@ -126,5 +126,9 @@ class AdapterConfig(Protocol):
     def build(self, sites: Sequence[Site]) -> nn.Module:
         """The trainable part for these sites, an `AdapterLayers`."""
 
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory that this adapter can read, some of its slots masked; for the doctor and the shared tests."""
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
+        """A random memory that this adapter can read, some of its slots masked; for the doctor and the shared tests.
+
+        Raises:
+            ConfigError: none can be made up for this kind.
+        """

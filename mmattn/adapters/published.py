@@ -1,7 +1,7 @@
 """Published gated cross-attention, read into the settings and names of `GatedAdapter`.
 
-Idefics (arXiv 2306.16527; transformers' `IdeficsGatedCrossAttentionLayer`), Mllama, the Llama 3.2 that sees (arXiv
-2407.21783, section 7; `MllamaCrossAttentionDecoderLayer`) and OpenFlamingo (arXiv 2308.01390;
+Idefics (arXiv 2306.16527; transformers' `IdeficsGatedCrossAttentionLayer`), Mllama, which is Llama 3.2 Vision (arXiv
+2407.21783, section 7; `MllamaCrossAttentionDecoderLayer`), and OpenFlamingo (arXiv 2308.01390;
 `GatedCrossAttentionBlock`) all have
 
     y = x + tanh(α) · attend(norm(x), M)
@@ -9,9 +9,10 @@ Idefics (arXiv 2306.16527; transformers' `IdeficsGatedCrossAttentionLayer`), Mll
 
 before decoder layers, on a memory that is not normalised. They differ in norms, feed-forward, heads and names.
 
-Tokens that may look at nothing: the attention of Idefics and OpenFlamingo gives them 0, and their feed-forward acts
-(`feed_forward_all`), so both are met in full. Mllama lets them look at all slots evenly, and so does OpenFlamingo where
-text sees all previous images; here they see nothing, and no word before an image knows of it.
+Tokens for which every slot is masked: the attention of Idefics and OpenFlamingo gives them 0, and their feed-forward
+acts (`feed_forward_all`), which is reproduced exactly. In Mllama they attend to all slots uniformly, and so they do in
+OpenFlamingo where text attends to all previous images; here the adapter adds nothing to them, so that no token before
+an image depends on it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from mmattn.storage.weights import refuse_keys
 
 @dataclass(frozen=True)
 class TextHost:
-    """What the weights of the blocks do not say, and the model around them does.
+    """Settings of the text model that the weights of the blocks do not contain.
 
     Args:
-        depth: number of decoder layers that are left when the blocks are taken out. width: d. num_heads: h.
-        norm_eps: ε of its RMSNorm, None where it has none. activation: of its feed-forward.
+        depth: number of its decoder layers, without the cross-attention blocks.
+        width: d.
+        num_heads: h.
+        norm_eps: ε of its RMSNorm, None where it has none.
+        activation: of its feed-forward.
     """
 
     depth: int
@@ -50,15 +54,15 @@ class TextHost:
 
 @dataclass(frozen=True)
 class Family:
-    """How the blocks of a family are named and made.
+    """Tensor names and layout of the blocks of a family of published models.
 
     Args:
-        block: matches a tensor of a decoder layer or block: what stands before, its number, its name in there.
-        marker: how one name in every block begins, and none in other layers.
-        names: a tensor of a block to what it is here; several are stacked along its rows.
-        norms: the same for the norms of queries and keys, where there are any.
-        layout: of the blocks.
-        head_dim: k where neither weights nor host tell.
+        block: matches the name of a tensor of a decoder layer or block; groups: prefix, number, name within the block.
+        marker: prefix of a name that every block has and no other layer.
+        names: from a tensor of a block to the names it has here; several are stacked along its rows.
+        layout: fields of `GatedLayout` that all blocks of the family share.
+        norms: as `names`, for the norms of queries and keys of models that have them.
+        head_dim: k where neither the weights nor the host determine it.
     """
 
     block: re.Pattern[str]
@@ -138,16 +142,23 @@ def read_published(
 ) -> tuple[GatedAdapter, dict[str, Tensor]]:
     """The settings and weights of the gated blocks among the tensors of a published model.
 
-    Tensors of other parts (text, vision, resampler) are left alone.
+    Tensors of other parts (text, vision, resampler) are ignored.
 
     Args:
-        family: "idefics", "mllama" or "openflamingo". visible_segments, media_token: as in `GatedAdapter`.
-        num_heads: h; by default what the norms of queries say, or the host (Idefics), or heads of width 64.
-        source: what messages call the tensors.
+        family: "idefics", "mllama" or "openflamingo".
+        tensors: the state dict of the published model, or that of its blocks.
+        host: the text model that the adapter will be attached to.
+        visible_segments: as in `GatedAdapter`.
+        media_token: as in `GatedAdapter`.
+        num_heads: h; by default from the width of the query norms, or from the host (Idefics), or heads of width 64.
+        source: the name of the tensors in messages.
+
+    Returns:
+        the settings and the state dict of the adapter.
 
     Raises:
-        AdapterFileError: no blocks, tensors missing, unknown or of another shape, or a host they were not made for.
-            NonFiniteError: NaN or infinity.
+        AdapterFileError: no blocks, tensors missing, unknown or of another shape, or blocks for another host.
+        NonFiniteError: NaN or infinity.
     """
     known = FAMILIES[check_choice("family", family, tuple(FAMILIES))]
     prefix, blocks, others = _find_blocks(family, known, tensors, source)
@@ -195,41 +206,41 @@ def read_published(
 def _find_blocks(
     family: str, known: Family, tensors: Mapping[str, Tensor], source: str
 ) -> tuple[str, dict[int, dict[str, str]], int]:
-    """What stands before the numbers of the blocks; by number their tensors' names, by name in the block; other layers.
+    """The prefix of the names of the blocks; by number the full names of their tensors; the number of other layers.
 
-    Under "" stands how the names of the block begin.
+    The names of a block are listed by their name within it, and under "" is their common prefix.
     """
-    found: dict[tuple[str, int], dict[str, str]] = {}
+    layers: dict[tuple[str, int], dict[str, str]] = {}
     for name in tensors:
         matched = known.block.fullmatch(name)
         if matched is not None and matched[3] != _UNUSED:
-            block = found.setdefault((matched[1], int(matched[2])), {"": name[: matched.start(3)]})
+            block = layers.setdefault((matched[1], int(matched[2])), {"": name[: matched.start(3)]})
             block[matched[3]] = name
-    blocks = {place: block for place, block in found.items() if any(name.startswith(known.marker) for name in block)}
+    blocks = {key: block for key, block in layers.items() if any(name.startswith(known.marker) for name in block)}
     prefixes = sorted({prefix for prefix, _ in blocks})
     if len(prefixes) != 1:
         what = f"several models ({prefixes})" if prefixes else f"no gated cross-attention of {family}"
-        raise AdapterFileError(f"{source} holds {what}, looked for by the names {known.block.pattern!r}")
-    others = sum(prefix == prefixes[0] for prefix, _ in found) - len(blocks)
+        raise AdapterFileError(f"{source} holds {what}, searched for by the names {known.block.pattern!r}")
+    others = sum(prefix == prefixes[0] for prefix, _ in layers) - len(blocks)
     return prefixes[0], {number: block for (_, number), block in blocks.items()}, others
 
 
 def _layers(family: str, numbers: list[int], others: int, depth: int, source: str) -> tuple[int, ...]:
-    """The host layers that the blocks stand before."""
+    """The numbers of the host layers that the blocks come before."""
     if family == "idefics":
-        # Block i stands before layer i · interval.
+        # Block i comes before layer i · interval.
         count = len(numbers)
         if numbers != list(range(count)) or depth % count:
             raise AdapterFileError(f"{source} has blocks {numbers}, which do not divide the {depth} layers of the host")
         return tuple(number * depth // count for number in numbers)
     layers = tuple(numbers)
     if family == "mllama":
-        # Blocks are layers themselves, and the host is what is left: its layers are counted without them.
+        # Blocks are numbered among the layers, and the host has only the others: count its layers without blocks.
         layers = tuple(number - before for before, number in enumerate(numbers))
         if others not in (0, depth) or len(set(layers)) != len(layers):
             raise AdapterFileError(
-                f"{source} has cross-attention layers {numbers} and {others} others: the host must be made of those "
-                f"others, and this one has {depth} layers; no two cross-attention layers may follow each other"
+                f"{source} has cross-attention layers {numbers} and {others} others: the host must have exactly "
+                f"those others, and this one has {depth} layers; no two cross-attention layers may follow each other"
             )
     if layers[-1] >= depth:
         raise AdapterFileError(
@@ -242,7 +253,7 @@ def _layers(family: str, numbers: list[int], others: int, depth: int, source: st
 def _sizes(
     known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads: int | None, source: str
 ) -> dict[str, Any]:
-    """The settings that the tensors of a block and the host decide."""
+    """The settings that follow from the shapes of a block and from the host."""
     q, k = first["attention.q_proj.weight"], first["attention.kv_proj.k_proj.weight"]
     up = first["feed_forward.up.weight"]
     if not all(matrix.dim() == 2 and matrix.numel() for matrix in (q, k, up)):
@@ -259,7 +270,9 @@ def _sizes(
         head_dim = known.head_dim or rows // (host.num_heads or 1)
     kv_rows = k.shape[0] // max(len(stacked) for stacked in known.names.values())
     if not head_dim or rows % head_dim or kv_rows % head_dim:
-        raise AdapterFileError(f"{source}: {rows} rows of queries and {kv_rows} of keys are no heads; give num_heads=")
+        raise AdapterFileError(
+            f"{source}: {rows} rows of queries and {kv_rows} of keys are not a whole number of heads; give num_heads="
+        )
     heads, kv_heads = rows // head_dim, kv_rows // head_dim
     settings = {
         "memory_dim": k.shape[1],
@@ -273,8 +286,8 @@ def _sizes(
     return settings
 
 
-def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, float]:
-    """RMSNorm's epsilon, which the text model decides where the family has it."""
+def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, Any]:
+    """The epsilon of RMSNorm, that of the text model, for families that have the norm."""
     if known.layout.get("norm") != "rms":
         return {}
     if host.norm_eps is None or host.activation not in ("silu", "swish"):
@@ -286,7 +299,7 @@ def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, float]:
 
 
 def _published_shape(ours: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """The shape in which a tensor is published that has `shape` here."""
+    """The published shape of a tensor that has `shape` here."""
     if ours.endswith(".gate"):
         return (1, 1, *shape) if shape else (1,)
     return (shape[0] * parts, *shape[1:])

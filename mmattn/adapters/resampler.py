@@ -1,11 +1,11 @@
-"""The Perceiver resampler: many slots to few (arXiv 2204.14198, section 3.1.1 and figure 5; arXiv 2103.03206).
+"""The Perceiver resampler (arXiv 2204.14198, section 3.1.1 and figure 5; arXiv 2103.03206): many slots to few latents.
 
 With M (b, m, e) and n learned latents Z (n, e), each layer does
 
     Z = Z + attend(norm(Z), [norm(M); norm(Z)])
     Z = Z + feed_forward(norm(Z))
 
-Departure: images that share a row are resampled one by one, each to its own n latents, told apart by `segments`.
+Departure: the segments of a row (its images) are resampled separately, each to n latents of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ class Resampler:
     """Settings of a Perceiver resampler.
 
     Args:
-        num_latents: n, slots that come out for each image. depth: number of layers.
-        num_heads, head_dim: of its attention. feed_forward: hidden width as a multiple of e.
+        num_latents: n, slots of the output for each segment (image).
+        depth: number of layers.
+        num_heads: h of its attention.
+        head_dim: k of its attention.
+        feed_forward: hidden width of its feed-forward as a multiple of e.
+
+    Raises:
+        ConfigError: a setting outside what is allowed.
     """
 
     num_latents: int = 64
@@ -45,7 +51,11 @@ class Resampler:
 
 
 class PerceiverResampler(nn.Module):
-    """A memory of any length to one of `num_latents` slots per image.
+    """Cross-attention of n learned latents over a memory of any length; the output is a memory of n slots per segment.
+
+    Args:
+        config: its settings.
+        memory_dim: e, width of the memory and of the output.
 
     >>> few = PerceiverResampler(Resampler(num_latents=3, num_heads=2, head_dim=4), memory_dim=8)
     >>> few(Memory(torch.randn(2, 11, 8))).length
@@ -59,7 +69,13 @@ class PerceiverResampler(nn.Module):
         self.norm = nn.LayerNorm(memory_dim)
 
     def forward(self, memory: Memory) -> Memory:
-        """Resample each row, or each segment of each row; rows and segments without a real slot stay without."""
+        """The latents (b, n, e) of each row, or of each segment of each row, as a memory.
+
+        The latents of a row or segment without a real slot are masked.
+
+        Args:
+            memory: (b, m, e); segments in it are resampled separately.
+        """
         if memory.segments is None:
             return self._resample(memory, memory.mask, None)
         real = memory.segments.new_ones(memory.segments.shape, dtype=torch.bool) if memory.mask is None else memory.mask
@@ -82,7 +98,12 @@ class PerceiverResampler(nn.Module):
 
 
 class ResamplerLayer(nn.Module):
-    """Latents look at the memory and at themselves, then a feed-forward."""
+    """Cross-attention of latents over the memory and themselves, then a feed-forward, both with residuals.
+
+    Args:
+        config: settings of the resampler.
+        dim: e.
+    """
 
     def __init__(self, config: Resampler, dim: int) -> None:
         super().__init__()
@@ -95,10 +116,16 @@ class ResamplerLayer(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, latents: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Latents (b, n, e) after looking at tokens (b, m, e)."""
+        """The latents after this layer.
+
+        Args:
+            latents: (b, n, e).
+            tokens: (b, m, e), the memory.
+            mask: (b, m) bool, True = may be attended to.
+        """
         own = self.latent_norm(latents)
-        looked_at = torch.cat([self.memory_norm(tokens), own], 1)
+        attended = torch.cat([self.memory_norm(tokens), own], 1)
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(own.shape[:2])], 1)
-        latents = latents + self.attention(own, looked_at, mask=mask)
+        latents = latents + self.attention(own, attended, mask=mask)
         return latents + self.down(F.gelu(self.up(self.norm(latents))))

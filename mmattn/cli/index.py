@@ -14,7 +14,7 @@ def build_index(
     field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
     id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
     encoder: Annotated[str, typer.Option(help="Any encoder of Hugging Face.")] = "all-MiniLM-L6-v2",
-    engine: Annotated[str, typer.Option(help="What searches: exact, flat, hnsw or ivfpq.")] = "exact",
+    store: Annotated[str, typer.Option(help="What searches: exact, flat, hnsw or ivfpq.")] = "exact",
     executor: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
 ) -> None:
@@ -34,8 +34,8 @@ def build_index(
     shards = out.with_name(f"{out.name}.shards")
     with without_progress_bars():
         text_encoder = TextEncoder(encoder)
-    # Before anything is embedded: a misspelt engine is refused at once.
-    index = Index.build([], encoder=text_encoder, engine=engine)
+    # Before anything is embedded: a misspelt store is refused at once.
+    index = Index.build([], encoder=text_encoder, store=store)
     parts = embed_corpus(
         files,
         shards,
@@ -91,6 +91,4 @@ def describe_index(folder: Annotated[Path, typer.Argument(metavar="DIR", help="T
     from mmattn.retrieval.index import Index
 
     index = Index.load(folder)
-    typer.echo(
-        f"{index}\nencoder {index.space.fingerprint or 'unknown'}\nmemory {index.state.entries.vectors.nbytes:,} bytes"
-    )
+    typer.echo(f"{index}\nencoder {index.space.fingerprint or 'unknown'}\nmemory {4 * index.dim * len(index):,} bytes")

@@ -253,7 +253,7 @@ class CrossAttention(FromWeights, nn.Module):
         kv_proj, (rows, length, _) = self.kv_proj, x.shape
         if x.dtype is not self.q_proj.weight.dtype:
             x = kv_proj.cast(x)
-        q = self.q_proj(x).view(rows, length, self.num_heads, -1).transpose(1, 2)
+        q = self.q_proj(x).view(rows, length, self.num_heads, kv_proj.head_dim).transpose(1, 2)
         if self.q_norm is not None:
             q = norm_heads(self.q_norm, q)
         if kv_proj.rotary is not None:

@@ -235,7 +235,7 @@ class KeyValueProjection(nn.Module):
             queries = rows * l // max(memory_rows, 1)
             if self._plain and allowed is values is None and not (return_weights or self._absorbing(queries, memory)):
                 # The common case, nothing special asked for: as few steps as the operations themselves.
-                return self._softmax(q, *self.keys_and_values(self.cast(memory)), None, None), None, None
+                return self._attend_padded(q, *self.keys_and_values(self.cast(memory)), None, None), None, None
             if attention_mask is not None and allowed is not None:
                 mask = visible_slots(allowed, memory_rows, m)
             packable = attention_mask is None and not return_weights
@@ -428,9 +428,9 @@ class KeyValueProjection(nn.Module):
                 known = None
             else:
                 known = None if per_query else kv.seen
-            out = self._softmax(q, kv.keys, kv.values, allowed, bias, contain, return_weights, known)
+            out = self._attend_padded(q, kv.keys, kv.values, allowed, bias, contain, return_weights, known)
         else:
-            out = self._softmax_by_row(q, kv, allowed if per_query else None, contain, return_weights)
+            out = self._attend_by_row(q, kv, allowed if per_query else None, contain, return_weights)
         out, weights = out if isinstance(out, tuple) else (out, None)
         if kv.absorbed:
             out = _per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
@@ -443,7 +443,7 @@ class KeyValueProjection(nn.Module):
             weights = weights[..., 1:]
         return out, weights
 
-    def _softmax(
+    def _attend_padded(
         self,
         q: Tensor,
         keys: Tensor,
@@ -468,7 +468,7 @@ class KeyValueProjection(nn.Module):
             seen=seen,
         )
 
-    def _softmax_by_row(
+    def _attend_by_row(
         self, q: Tensor, kv: KeyValue, allowed: Tensor | None, contain: bool, return_weights: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Each row over its own real slots; nothing is computed on padding."""
@@ -480,7 +480,7 @@ class KeyValueProjection(nn.Module):
         step = rows // kv.batch
         for row, (own, (keys, values, bias)) in enumerate(zip(q.split(step), kv.rows(), strict=True)):
             rule = None if allowed is None else allowed[row * step : (row + 1) * step][..., kv.mask[row]]
-            out = self._softmax(own, keys, values, rule, bias, contain, return_weights)
+            out = self._attend_padded(own, keys, values, rule, bias, contain, return_weights)
             if isinstance(out, tuple):
                 out, real = out
                 full = real.new_zeros(*real.shape[:3], kv.slots)

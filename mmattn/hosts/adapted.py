@@ -39,6 +39,8 @@ class AdaptedModel(AttachedModel):
     positions: ClassVar[tuple[str, ...]] = ("after", "before")
     # Whether it may be attached without an adapter.
     attaches_bare: ClassVar[bool] = False
+    # Keywords of a call that belong to the memory given beside them.
+    memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale",)
     # Whether its output has `logits` of the next token.
     predicts_tokens: ClassVar[bool] = False
 
@@ -418,7 +420,8 @@ class AdaptedModel(AttachedModel):
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
         """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
         named = ((name, self.adapter(name)) for name in self.adapters)
-        return {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+        found = {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+        return {site: attention for site, attention in found.items() if attention is not None}
 
     def layer(self, index: int) -> nn.Module:
         """The host's layer of this number, at which adapters act."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 import threading
 import warnings
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_HOSTS = str(Path(__file__).resolve().parent) + os.sep
 _CONTEXTLIB = contextlib.__file__
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _UNCHANGED = object()
@@ -159,10 +160,10 @@ class OpenBlocks:
 
 
 def _owner(frame: FrameType | None) -> FrameType | None:
-    """The frame whose `with` opened a block: not of this package, and not of a helper made by `contextmanager`."""
+    """The frame whose `with` opened a block: not of the hosts' own verbs, and not of a helper made by `contextmanager`."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == _CONTEXTLIB or file.startswith(_PACKAGE):
+        if file == _CONTEXTLIB or file.startswith(_HOSTS):
             frame = frame.f_back
             continue
         back = frame.f_back

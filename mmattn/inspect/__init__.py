@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "HeadFigures": "statistics",
+    "HeadFigures": "attention_figures",
     "Trace": "trace",
     "attribute": "attribution",
-    "head_figures": "statistics",
+    "doctor": "diagnosis",
+    "head_figures": "attention_figures",
     "load_traces": "trace",
     "plot_heat_maps": "plots",
     "plot_map": "plots",
@@ -28,12 +29,13 @@ _HOME = {
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
+    from mmattn.inspect.attention_figures import HeadFigures, head_figures
     from mmattn.inspect.attribution import attribute
+    from mmattn.inspect.diagnosis import doctor
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.plots import plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
     from mmattn.inspect.recording import record
     from mmattn.inspect.rollout import roll_out
-    from mmattn.inspect.statistics import HeadFigures, head_figures
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 

@@ -1,4 +1,4 @@
-"""How an adapter looks at a memory: how sharply, how much at padding, how much at nothing. In figures by layer."""
+"""Statistics of attention weights: of one layer of an adapter in a call, and of each head."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.core.kv import KeyValue
+from mmattn.errors import ShapeError
 from mmattn.hosts.adapted import AdaptedModel
 
 
 @dataclass(frozen=True)
-class Look:
-    """Figures of one layer in one call, over the queries and heads that may look at something.
+class AttentionFigures:
+    """Statistics of the weights of one layer in one call, over the queries and heads that attend to a slot.
 
     Args:
-        entropy: of the weights of real slots, in bits, over queries with a choice. uniform: what it would be if all
-            slots that may be seen had the same weight; 0 where no query has a choice.
-        padding: the largest share that slots out of sight get from a query.
-        null: the mean share that goes to no slot: what a null slot takes.
+        entropy: mean entropy of the weights of real slots, in bits, over queries that attend to more than one slot.
+        uniform: mean entropy of uniform weights of the same slots, in bits; 0 where no query attends to more than one.
+        padding: the largest share of a query's weights on slots that are masked for it.
+        null: the mean share of the weights on no slot: that of a null slot.
     """
 
     entropy: float
@@ -32,48 +33,59 @@ class Look:
     null: float
 
 
-def measure(weights: Tensor, allowed: Tensor) -> Look:
-    """The figures of weights (b, h, l, m) and a rule that broadcasts to them.
+def attention_figures(weights: Tensor, allowed: Tensor) -> AttentionFigures:
+    """Statistics of attention weights.
 
-    >>> measure(torch.tensor([[[[0.25, 0.25, 0.0], [1.0, 0.0, 0.0]]]]), torch.tensor([[[[True, True, False]]]]))
-    Look(entropy=0.5, uniform=1.0, padding=0.0, null=0.25)
+    Args:
+        weights: (b, h, l, m).
+        allowed: bool, broadcasting to the weights; True = may be attended to.
+
+    >>> attention_figures(torch.tensor([[[[0.25, 0.25, 0.0], [1.0, 0.0, 0.0]]]]), torch.tensor([[[[True, True, False]]]]))
+    AttentionFigures(entropy=0.5, uniform=1.0, padding=0.0, null=0.25)
     """
     allowed = allowed.expand(weights.shape)
     hidden = weights.masked_fill(allowed, 0).sum(-1)
-    seen = allowed.any(-1)
+    attending = allowed.any(-1)
     shares = weights.masked_fill(~allowed, 0)
     total = shares.sum(-1)
-    choice = allowed.sum(-1)
+    slots = allowed.sum(-1)
     shares = shares / total[..., None].clamp_min(1e-12)
     entropy = torch.special.entr(shares).sum(-1) / math.log(2)
-    free = choice > 1
-    return Look(
-        entropy[free].mean().item() if free.any() else 0.0,
-        choice[free].float().log2().mean().item() if free.any() else 0.0,
+    several = slots > 1
+    return AttentionFigures(
+        entropy[several].mean().item() if several.any() else 0.0,
+        slots[several].float().log2().mean().item() if several.any() else 0.0,
         hidden.max().item() if hidden.numel() else 0.0,
-        (1 - total - hidden)[seen].mean().item() if seen.any() else 0.0,
+        (1 - total - hidden)[attending].mean().item() if attending.any() else 0.0,
     )
 
 
 @contextmanager
-def watch(model: AdaptedModel, name: str) -> Iterator[dict[int, Look]]:
-    """Inside the block, the figures of one adapter by host layer, those of the last call; weights are not kept."""
-    looks: dict[int, Look] = {}
+def figures_by_layer(model: AdaptedModel, name: str) -> Iterator[dict[int, AttentionFigures]]:
+    """Inside the block, the figures of one adapter in the last call, by host layer; weights are not stored.
+
+    Args:
+        model: the adapted model.
+        name: of the adapter.
+    """
+    figures: dict[int, AttentionFigures] = {}
     hooks = [
-        attention.register_forward_hook(_Watcher(looks, layer), with_kwargs=True)
+        attention.register_forward_hook(_FiguresHook(figures, layer), with_kwargs=True)
         for (owner, layer), attention in model.attentions().items()
         if owner == name
     ]
     try:
-        yield looks
+        yield figures
     finally:
         for hook in hooks:
             hook.remove()
 
 
-class _Watcher:
-    def __init__(self, looks: dict[int, Look], layer: int) -> None:
-        self.looks, self.layer = looks, layer
+class _FiguresHook:
+    """A forward hook of one attention module."""
+
+    def __init__(self, figures: dict[int, AttentionFigures], layer: int) -> None:
+        self.figures, self.layer = figures, layer
 
     def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         _, weights = attention.forward(*args, **{**kwargs, "return_weights": True})
@@ -84,4 +96,67 @@ class _Watcher:
             allowed = allowed & mask[:, None, None].to(weights.device)
         if kwargs.get("attention_mask") is not None:
             allowed = allowed & kwargs["attention_mask"].to(weights.device)
-        self.looks[self.layer] = measure(weights.float(), allowed)
+        self.figures[self.layer] = attention_figures(weights.float(), allowed)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFigures:
+    """Statistics (h,) of the heads of one layer, over the queries that attend to a slot.
+
+    With l queries and m slots, query i is at position i / (l - 1) and slot j at j / (m - 1), and the distance of a
+    weight from the diagonal is the difference of the two.
+
+    Args:
+        entropy: of the weights, in bits.
+        distance: mean distance of the weights from the diagonal, from 0 to 1.
+        diagonal: share of the weights within half a slot of the diagonal.
+        null: share of the weights on no slot: that of a null slot.
+    """
+
+    entropy: Tensor
+    distance: Tensor
+    diagonal: Tensor
+    null: Tensor
+
+    def __str__(self) -> str:
+        lines = ["head  entropy  distance  diagonal    null"]
+        figures = torch.stack([self.entropy, self.distance, self.diagonal, self.null], 1).tolist()
+        for head, (entropy, distance, diagonal, null) in enumerate(figures):
+            lines.append(f"{head:>4}  {entropy:>7.2f}  {distance:>8.2f}  {diagonal:>8.1%}  {null:>6.1%}")
+        return "\n".join(lines)
+
+
+def head_figures(weights: Tensor) -> HeadFigures:
+    """Statistics of the heads of one layer; queries whose weights are all 0 are left out.
+
+    Args:
+        weights: (b, h, l, m), one call of `record`; for the steps of a generation, concatenated over l.
+
+    Raises:
+        ShapeError: not (b, h, l, m).
+
+    >>> print(head_figures(torch.stack([torch.eye(3), torch.full((3, 3), 0.25)])[None]))
+    head  entropy  distance  diagonal    null
+       0     0.00      0.00   100.0%    0.0%
+       1     1.58      0.44    33.3%   25.0%
+    """
+    if weights.dim() != 4:
+        raise ShapeError(f"weights must be (b, h, l, m), got {tuple(weights.shape)}")
+    weights = weights.detach().float()
+    _, _, l, m = weights.shape
+    total = weights.sum(-1)
+    attending = total > 0
+    shares = weights / total.clamp_min(1e-12)[..., None]
+    queries = torch.arange(l, device=weights.device)[:, None] / max(l - 1, 1)
+    distance = (torch.arange(m, device=weights.device) / max(m - 1, 1) - queries).abs()
+    near = distance <= 0.5 / max(m - 1, 1)
+
+    def mean(values: Tensor) -> Tensor:
+        return values.where(attending, 0).sum((0, 2)) / attending.sum((0, 2)).clamp_min(1)
+
+    return HeadFigures(
+        mean(torch.special.entr(shares).sum(-1) / math.log(2)),
+        mean((shares * distance).sum(-1)),
+        mean((shares * near).sum(-1)),
+        mean((1 - total).clamp_min(0)),
+    )

@@ -85,6 +85,8 @@ def attribute(
         with record(model) as weights:
             probability = _probability(model, row, memory, name, start)[0]
         layers = {layer: calls[0] for (other, layer), calls in weights.items() if other == name}
+        if not layers:
+            raise ConditionError(f"the adapter {name!r} does not attend to its memory: it has no weights to explain by")
         for layer, seen in layers.items():
             if tuple(seen.shape[::2]) != (1, length) or seen.shape[3] != memory.length:
                 raise ConditionError(

@@ -40,8 +40,8 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Memo
     sources = {name: source for name, source in model.bind(batch["memory"]).items() if name in model.active}
     if not sources:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
-    given = {name: value for name, value in batch.items() if name != "memory"}
-    text = model.text_state(Call({}), (), given) if any(source.follows_text for source in sources.values()) else None
+    others = {name: value for name, value in batch.items() if name != "memory"}
+    text = model.text_state(Call({}), (), others) if any(source.follows_text for source in sources.values()) else None
     with model.disable_adapter():
         memories = {name: source.as_memory(text) for name, source in sources.items()}
     for name, memory in memories.items():

@@ -174,9 +174,11 @@ def openings(tensors: Mapping[str, Tensor]) -> Verdict:
         for name, value in tensors.items()
         if name.startswith("blocks.") and name.endswith(".v_proj.weight")
     }
+    if not found:
+        return None, "none among the weights of this kind: see whether each layer adds something"
     shut = [name for name, size in found.items() if not size > 0]
-    if shut or not found:
-        return False, f"at 0: {', '.join(shut) or 'none found'}; a fresh adapter adds nothing until it is trained"
+    if shut:
+        return False, f"at 0: {', '.join(shut)}; a fresh adapter adds nothing until it is trained"
     return True, f"{word} {by_layer({name: f'{size:.3f}' for name, size in found.items()})}"
 
 
@@ -191,6 +193,8 @@ def open_gates(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 def padding_share(trial: Trial) -> Verdict:
     """The largest share of a query's attention that slots out of its sight get: exactly 0."""
+    if not trial.looks:
+        return None, "not asked: this kind does not attend to its memory"
     bad = {f"layer {index}": look.padding for index, look in trial.looks.items() if look.padding != 0}
     if bad:
         return False, f"{shares(bad)}: the mask is lost on the way to the softmax"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.projected import PreparedMemory
 from mmattn.hosts.adapted import AdaptedModel
-from mmattn.inspect.attention_figures import Look, watch
+from mmattn.inspect.attention_figures import AttentionFigures, figures_by_layer
 from mmattn.memory import Memory
 
 # Masked slots put behind a memory, so that there is padding to look at.
@@ -26,8 +26,6 @@ _ROUNDING = {
     torch.bfloat16: (5e-2, 5e-2),
 }
 _NOT_ASKED = ("memory", "labels", "logits_to_keep")
-# What a call may say of its memory only.
-_WITH_MEMORY = ("images", "adapter_scale")
 
 
 class Trial:
@@ -48,9 +46,9 @@ class Trial:
         """The answer given this memory, or none."""
         with torch.random.fork_rng(cuda_devices(self.model)):
             if memory is None:
-                bare = {key: value for key, value in self.batch.items() if key not in _WITH_MEMORY}
+                alone = {key: value for key, value in self.batch.items() if key not in self.model.memory_keywords}
                 with self.model.disable_adapter():
-                    out = self.model(**bare)
+                    out = self.model(**alone)
             else:
                 out = self.model(**self.batch, memory={self.name: memory})
         found = out if isinstance(out, Tensor) else out[0]
@@ -121,9 +119,9 @@ class Trial:
         return {index: (outs[0][index], outs[1][index], outs[2][index]) for index in out}
 
     @cached_property
-    def looks(self) -> dict[int, Look]:
+    def looks(self) -> dict[int, AttentionFigures]:
         """How the adapter looks at the memory, with some padding behind it, by layer."""
-        with watch(self.model, self.name) as looks:
+        with figures_by_layer(self.model, self.name) as looks:
             self.ask(padded(self.memory, 0.0))
         return looks
 

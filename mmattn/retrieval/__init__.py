@@ -1,8 +1,52 @@
-"""Retrieval: entries found by their vectors, and what was found as memory. faiss is imported by its engines only."""
+"""Retrieval: entries found by their vectors, and the hits as memory; corpora, chunks, reranking and kNN-LM."""
 
 from __future__ import annotations
 
+from mmattn.retrieval.chunking import Chunk, chunk
+from mmattn.retrieval.corpus import embed_corpus
+from mmattn.retrieval.corpus_shards import CorpusShards
+from mmattn.retrieval.entries import Entries, Entry, Filter, Id
 from mmattn.retrieval.hits import Hits
 from mmattn.retrieval.index import Index
+from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
+from mmattn.retrieval.qdrant import QdrantIndex
+from mmattn.retrieval.rerank import Reranked, Reranker
+from mmattn.retrieval.scoring import best_rows, score
+from mmattn.retrieval.stores import (
+    Candidates,
+    FlatStore,
+    HNSWStore,
+    InMemoryStore,
+    IVFPQStore,
+    QdrantStore,
+    VectorStore,
+    register_store,
+)
 
-__all__ = ["Hits", "Index"]
+__all__ = [
+    "Candidates",
+    "Chunk",
+    "CorpusShards",
+    "Entries",
+    "Entry",
+    "Filter",
+    "FlatStore",
+    "HNSWStore",
+    "Hits",
+    "IVFPQStore",
+    "Id",
+    "InMemoryStore",
+    "Index",
+    "QdrantIndex",
+    "QdrantStore",
+    "Reranked",
+    "Reranker",
+    "VectorStore",
+    "best_rows",
+    "chunk",
+    "embed_corpus",
+    "knn_log_probs",
+    "next_token_states",
+    "register_store",
+    "score",
+]

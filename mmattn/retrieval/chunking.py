@@ -27,7 +27,8 @@ class Chunk:
     Attributes:
         text: the piece, without blanks around it.
         source: what names its document.
-        start, end: its place there, in characters: `text == document[start:end]`.
+        start: where it begins there, in characters.
+        end: where it ends there: `text == document[start:end]`.
     """
 
     text: str
@@ -60,11 +61,13 @@ def chunk(
         tokenizer: a fast Hugging Face tokenizer that counts the tokens; None counts words. Characters that make
             several tokens are not cut apart, so a chunk of one such character may exceed `size`.
         sources: what names each document; its number by default.
-        unique: keep only the first of chunks with equal text, in whichever documents they are.
+        unique: return only the first of chunks with equal text, in whichever documents they are.
 
     Raises:
-        ConfigError: a size below 1, an overlap that leaves no way forward, or a tokenizer that cannot tell where its
-        tokens are. ShapeError: not as many sources as texts. TextError: an entry that is no text.
+        ConfigError: a size below 1, an overlap that leaves no way forward, or a tokenizer that does not know where its
+            tokens are.
+        ShapeError: not as many sources as texts.
+        TextError: an entry that is no text.
 
     >>> [piece.text for piece in chunk("one two three four five", size=3, overlap=1)]
     ['one two three', 'three four five']

@@ -1,9 +1,5 @@
 """A corpus embedded into shards: a job that may be killed and resumed, by one process, by many, or on Ray.
 
-    plan.json              what is embedded with what, and which lines make which shard; written first
-    shard-000007.parquet   id, text, metadata (JSON) and vector of the rows of one stretch of lines
-    manifest.json          rows and sha256 of each shard; written when all shards are there
-
 Every shard is made from its own lines alone and written in one step, so it is the same whoever makes it and however
 often the job was interrupted. Workers need not talk to each other: they take shards by number and see in the folder
 what is done, and whichever finds it complete writes the manifest.
@@ -15,17 +11,14 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmattn.errors import (
-    AdapterFileError,
-    ConditionError,
     ConfigError,
     IndexMismatchError,
     TextError,
@@ -34,80 +27,19 @@ from mmattn.errors import (
     import_extra,
 )
 from mmattn.progress import tracked
-from mmattn.retrieval.lines import LineFiles, Stretch
-from mmattn.storage.atomic import replacing, write_text
+from mmattn.retrieval.corpus_lines import LineFiles, Stretch
+from mmattn.retrieval.corpus_shards import (
+    FORMAT,
+    MANIFEST,
+    PLAN,
+    CorpusShards,
+    dump_plan,
+    read_plan,
+    shard_name,
+    write_description,
+)
+from mmattn.storage.atomic import replacing
 from mmattn.storage.fingerprints import file_fingerprint
-from mmattn.storage.json_files import dump_json, read_json
-
-FORMAT = "mmattn-corpus"
-MAX_JSON = 256 << 20
-
-_PLAN, _MANIFEST = "plan.json", "manifest.json"
-
-
-class CorpusShards:
-    """The shards of an embedded corpus: iterating gives (ids, texts, metadata, vectors) of one shard after the other.
-
-    Args:
-        folder: where `embed_corpus` wrote.
-
-    Attributes:
-        encoder: fingerprint of the encoder.
-        dim: width e of the vectors.
-        complete: whether all shards were there when this was opened.
-
-    Raises:
-        AdapterFileError: no such folder, or one that `embed_corpus` did not write.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self._plan = _read(self.folder / _PLAN)
-        self.encoder: str = self._plan["encoder"]
-        self.dim: int = self._plan["dim"]
-        self.complete = (self.folder / _MANIFEST).is_file()
-        self._shards: list[dict[str, Any]] = _read(self.folder / _MANIFEST)["shards"] if self.complete else []
-
-    def __len__(self) -> int:
-        """The rows of all shards.
-
-        Raises:
-            ConditionError: shards are missing.
-        """
-        self._check_complete()
-        return sum(shard["rows"] for shard in self._shards)
-
-    def __iter__(self) -> Iterator[tuple[list[str], list[str], list[dict[str, Any]], Tensor]]:
-        """Ids, texts, metadata and vectors (n, e) of each shard, in the order of the lines.
-
-        Raises:
-            ConditionError: shards are missing. AdapterFileError: a shard was changed since it was written.
-        """
-        self._check_complete()
-        parquet = import_extra("pyarrow.parquet", "scale")
-        for number, shard in enumerate(self._shards):
-            path = self.folder / _name(number)
-            if not path.is_file() or file_fingerprint(path) != shard["sha256"]:
-                raise AdapterFileError(
-                    f"{str(path)!r} is missing or was changed after it was written (wrong checksum); delete it and run "
-                    "embed_corpus again, which makes what is missing"
-                )
-            table = parquet.read_table(path)
-            flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            vectors = torch.from_numpy(flat.copy()).view(-1, self.dim)
-            metadata = [json.loads(text) for text in table["metadata"].to_pylist()]
-            yield table["id"].to_pylist(), table["text"].to_pylist(), metadata, vectors
-
-    def __repr__(self) -> str:
-        rows = f"rows={len(self)}" if self.complete else "incomplete"
-        return f"CorpusShards({rows}, e={self.dim}, shards={len(self._plan['stretches'])})"
-
-    def _check_complete(self) -> None:
-        if not self.complete:
-            raise ConditionError(
-                f"not all of the {len(self._plan['stretches'])} shards of {str(self.folder)!r} are there: wait for the "
-                "other workers and open it again, or run embed_corpus once more, which makes what is missing"
-            )
 
 
 def embed_corpus(
@@ -130,20 +62,23 @@ def embed_corpus(
 
     Args:
         files: JSON lines (.jsonl, .ndjson) or plain text files, one text per line; blank lines are passed over.
-        out: the folder, made where there is none.
+        out: the folder, created where there is none.
         encoder: has `encode(texts, batch_size=)` that gives a Memory of one slot per text, `dim` and `fingerprint`.
-        field: of a JSON line, what holds the text; what else it holds is kept as metadata.
+        field: of a JSON line, what holds the text; what else it holds becomes metadata.
         id_field: of a JSON line, what names it; by default a line is named "file name:number".
         lines_per_shard: lines of each shard.
         batch_size: texts the encoder reads at once.
-        skip_broken: leave out lines that hold no text (no UTF-8, no JSON, no such field) instead of refusing them.
+        skip_broken: leave out lines that hold no text (no UTF-8, no JSON, no such field, NUL or a carriage return
+            within it, more than 16 MiB) instead of refusing them.
         executor: "local", this process; or "ray", the workers of a Ray cluster, which must see `files` and `out`.
         progress: show the shards done.
 
     Raises:
-        TextError: broken lines, by file and number. IndexMismatchError: `out` was begun with another encoder, corpus
-        or setting. ConfigError: a setting outside what is allowed, or an encoder of several slots per text.
-        MissingExtraError: pyarrow or ray is not installed. OSError: the disk is full, or `out` is not writable.
+        TextError: broken lines, by file and number.
+        IndexMismatchError: `out` was begun with another encoder, corpus or setting.
+        ConfigError: a setting outside what is allowed, or an encoder of several slots per text.
+        MissingExtraError: pyarrow or ray is not installed.
+        OSError: the disk is full, or `out` is not writable.
 
     >>> import tempfile
     >>> from mmattn.encoders import TextEncoder
@@ -179,11 +114,11 @@ def embed_corpus(
     }
     folder = Path(out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / _PLAN).exists():
-        _refuse_other(folder, _read(folder / _PLAN), plan)
+    if (folder / PLAN).exists():
+        _refuse_other(folder, read_plan(folder / PLAN), plan)
     else:
-        _write(folder / _PLAN, plan)
-    job = _Job(lines, folder, encoder, batch_size, stretches, hashlib.sha256(_dumped(plan)).hexdigest())
+        write_description(folder / PLAN, plan)
+    job = _Job(lines, folder, encoder, batch_size, stretches, hashlib.sha256(dump_plan(plan)).hexdigest())
     todo = job.missing()
     if executor == "ray":
         _on_ray(job, todo)
@@ -192,14 +127,14 @@ def embed_corpus(
         mine = [number for number in todo if number % world == rank]
         for place in tracked(len(mine), "embedding", progress):
             job.make(mine[place])
-    if (todo or not (folder / _MANIFEST).exists()) and not job.missing():
-        _write(folder / _MANIFEST, {"format": FORMAT, "format_version": 1, "shards": job.described()})
+    if (todo or not (folder / MANIFEST).exists()) and not job.missing():
+        write_description(folder / MANIFEST, {"format": FORMAT, "format_version": 1, "shards": job.described()})
     return CorpusShards(folder)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What makes a shard, anywhere."""
+    """What computes and writes a shard, in any process."""
 
     lines: LineFiles
     folder: Path
@@ -215,7 +150,7 @@ class _Job:
     def described(self) -> list[dict[str, Any]]:
         """Rows and sha256 of each shard."""
         numbers = range(len(self.stretches))
-        return [{"rows": self._rows(n), "sha256": file_fingerprint(self.folder / _name(n))} for n in numbers]
+        return [{"rows": self._rows(n), "sha256": file_fingerprint(self.folder / shard_name(n))} for n in numbers]
 
     def make(self, number: int) -> None:
         """Embed the lines of a shard and write it, in one step."""
@@ -245,13 +180,13 @@ class _Job:
         )
         buffer = io.BytesIO()
         parquet.write_table(table.replace_schema_metadata({"plan": self.plan}), buffer)
-        with replacing(self.folder / _name(number)) as file:
+        with replacing(self.folder / shard_name(number)) as file:
             file.write(buffer.getbuffer())
 
     def _rows(self, number: int) -> int | None:
         """How many rows a shard has; None if it is missing, torn, or of another plan."""
         pyarrow, parquet = import_extra("pyarrow", "scale"), import_extra("pyarrow.parquet", "scale")
-        path = self.folder / _name(number)
+        path = self.folder / shard_name(number)
         try:
             found = parquet.read_metadata(path)
         except (OSError, pyarrow.ArrowInvalid):
@@ -290,25 +225,6 @@ def _on_ray(job: _Job, todo: list[int]) -> None:
     )
     for _ in made.iter_batches(batch_size=1):
         pass
-
-
-def _name(number: int) -> str:
-    return f"shard-{number:06d}.parquet"
-
-
-def _dumped(value: dict[str, Any]) -> bytes:
-    return dump_json("the plan of a corpus", value, MAX_JSON)
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    write_text(path, _dumped(value).decode() + "\n")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found = read_json(path, MAX_JSON)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("format_version") != 1:
-        raise AdapterFileError(f"{str(path)!r} is not of an embedded corpus of this version")
-    return found
 
 
 def _refuse_other(folder: Path, begun: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -1,24 +1,36 @@
-"""What a search found: scores, ids, texts, metadata and vectors, and how all of it becomes a memory."""
+"""The hits of a search: scores, ids, texts, metadata and vectors, and the memory they become."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_bool_mask, check_float, check_int
 from mmattn.memory import Memory
-from mmattn.retrieval.vectors import as_vectors, gather
+from mmattn.retrieval.embedding_space import as_vectors
+from mmattn.retrieval.entries import Entries
+from mmattn.retrieval.scoring import gather
+from mmattn.retrieval.stores.protocol import VectorStore
 
 if TYPE_CHECKING:
-    from mmattn.retrieval.index import Index
     from mmattn.retrieval.rerank import Reranker
 
 
+class Held(Protocol):
+    """An index, as far as hits are concerned: its store, and the device of the vectors that this gives."""
+
+    @property
+    def store(self) -> VectorStore: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
 class Hits:
-    """The k entries that fit each of b queries, best first; where fewer were found, the rest is masked.
+    """The k entries that fit each of b queries, best first; where there are fewer, the rest is masked.
 
     Args:
         scores: (b, k) float, higher is better. Masked ones become -inf.
@@ -30,7 +42,8 @@ class Hits:
         tokens: for each query k tensors (m_i, e'), the encoded tokens of each entry.
 
     Raises:
-        ShapeError: sizes that do not fit. MaskError: a mask that is not bool.
+        ShapeError: sizes that do not fit.
+        MaskError: a mask that is not bool.
 
     >>> hits = Hits(torch.tensor([[0.9, 0.2]]), vectors=torch.ones(1, 2, 3), ids=[["a", "b"]])
     >>> hits.above(0.5).ids, hits.memory()
@@ -78,6 +91,9 @@ class Hits:
     def above(self, score_threshold: float) -> Hits:
         """The same hits with those below a score masked.
 
+        Args:
+            score_threshold: the lowest score that stays.
+
         Raises:
             ConfigError: the threshold is not a finite number.
         """
@@ -86,6 +102,9 @@ class Hits:
 
     def first(self, count: int) -> Hits:
         """The best `count` of each query, or all where there are fewer.
+
+        Args:
+            count: how many.
 
         Raises:
             ConfigError: the count is no int of at least 1.
@@ -106,7 +125,7 @@ class Hits:
         Raises:
             ConfigError: a hit without a text. Else what the reranker raises.
 
-        A search takes many, reading keeps few: `index.search(q, 50).rerank(q, reranker).first(5)`.
+        A search takes many, and reading selects few: `index.search(q, 50).rerank(q, reranker).first(5)`.
         """
         texts: list[list[Any]] = self.texts or [[None] * self.scores.shape[1]] * len(self)
         for i, j in self.mask.nonzero().tolist():
@@ -134,7 +153,7 @@ class Hits:
         )
 
     def memory(self, *, tokens: bool = False) -> Memory:
-        """What was found as memory: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
+        """The hits as a memory: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
 
         Masked hits become masked slots. The slots' scores are the hits' (0 where masked), their segments the rank of
         the entry, and their sources name it: {"id": …, "text": …}, and with tokens also {"slot": …} within the entry.
@@ -148,9 +167,7 @@ class Hits:
         if tokens:
             return self._token_memory()
         if self.vectors is None:
-            raise ConfigError(
-                "these hits have no vectors, so they make no memory; give vectors (b, k, e) when making them"
-            )
+            raise ConfigError("these hits have no vectors, so they make no memory; give vectors (b, k, e) to Hits")
         ranks = torch.arange(self.scores.shape[1], device=self.scores.device).expand_as(self.scores)
         sources = [
             [self._source(i, j) if real else None for j, real in enumerate(row)]
@@ -187,30 +204,33 @@ class Hits:
         return source if self.texts is None else {**source, "text": self.texts[row][rank]}
 
     @classmethod
-    def from_faiss(cls, distances: Any, rows: Any, index: Index) -> Hits:
+    def from_faiss(cls, distances: Any, rows: Any, index: Held) -> Hits:
         """Hits of a faiss index of your own over the entries of `index`, in the same order.
 
         Args:
             distances: (b, k) as faiss gives them: inner products, or squared distances under "l2", which turn negative.
             rows: (b, k) as faiss gives them: numbers counted in the order of `index.ids`; -1, "none", becomes masked.
-            index: the entries.
+            index: an `Index` of the entries.
 
         Raises:
-            ShapeError: sizes that do not fit. IndexMismatchError: a number beyond the entries.
+            ShapeError: sizes that do not fit.
+            IndexMismatchError: a number beyond the entries.
         """
-        state = index.state
-        place = torch.as_tensor(rows, device=state.entries.vectors.device)
+        place = torch.as_tensor(rows, device=index.device)
         scores = torch.as_tensor(distances, device=place.device).float()
         if place.dim() != 2 or place.shape != scores.shape:
             raise ShapeError(f"D and I must both be (b, k), got {tuple(scores.shape)} and {tuple(place.shape)}")
-        if place.numel() and int(place.max()) >= len(state.entries):
+        place, names = place.long(), index.store.ids
+        if place.numel() and int(place.max()) >= len(names):
             raise IndexMismatchError(
-                f"faiss found entry {int(place.max())}, and this index has {len(state.entries)} entries: they were not "
-                "made of the same vectors"
+                f"faiss found entry {int(place.max())}, and this index has {len(names)} entries: they were not made of "
+                "the same vectors"
             )
-        place = place.long()
-        near = gather(state.entries.vectors, place)
-        return found(state.entries, place, near, -scores if state.metric == "l2" else scores)
+        numbers, found = place.clamp(min=-1).unique(return_inverse=True)
+        entries = index.store.get([names[row] for row in numbers.tolist() if row >= 0])
+        near = found - int((numbers < 0).any())  # where a row is -1, it is the first of the unique ones
+        scores = -scores if index.store.metric == "l2" else scores
+        return hits_of_rows(entries, near, gather(entries.vectors, near), scores)
 
     @classmethod
     def from_retriever(cls, retriever: Any, queries: Tensor, top_k: int) -> Hits:
@@ -248,8 +268,15 @@ class Hits:
         return cls(scores, mask, vectors, ids.tolist(), texts, metadata)
 
 
-def found(entries: Any, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
-    """Hits of rows (b, k) of entries, -1 is none, with their vectors (b, k, e) and scores (b, k)."""
+def hits_of_rows(entries: Entries, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
+    """Hits of rows of entries.
+
+    Args:
+        entries: n entries.
+        rows: (b, k) of them, best first; -1 is none.
+        vectors: (b, k, e) theirs.
+        scores: (b, k) theirs.
+    """
     numbers = rows.tolist()
 
     def column(values: Sequence[Any]) -> list[list[Any]]:

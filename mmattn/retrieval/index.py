@@ -2,71 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import IndexMismatchError, ShapeError, check_float, check_int
+from mmattn.errors import ConfigError, IndexMismatchError, check_float, check_int
 from mmattn.memory import Memory
-from mmattn.retrieval.approximate import describe_maker, engine_maker
-from mmattn.retrieval.entries import (
-    Entries,
-    Entry,
-    Filter,
-    Id,
+from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
+from mmattn.retrieval.entries import Entries, Entry, Filter, Id
+from mmattn.retrieval.entry_checks import (
     as_id_list,
-    check_ids,
+    check_known,
     check_lines,
     check_metadata,
+    check_new,
     check_texts,
     check_tokens,
+    check_tokens_agree,
+    is_id,
 )
-from mmattn.retrieval.files import load_index, save_index
-from mmattn.retrieval.hits import Hits, found
-from mmattn.retrieval.space import Encoder, Space
-from mmattn.retrieval.state import EngineMaker, State
-from mmattn.retrieval.vectors import gather, score
+from mmattn.retrieval.hits import Hits, hits_of_rows
+from mmattn.retrieval.index_files import load_index, save_index
+from mmattn.retrieval.scoring import best_rows, gather, score
+from mmattn.retrieval.stores import InMemoryStore, VectorStore
+from mmattn.retrieval.stores.registry import make_store
 from mmattn.storage.atomic import Path
+
+Built = TypeVar("Built", bound="Index")
 
 
 class Index:
     """Entries with a vector, an id, and where they have them a text, metadata and encoded tokens; searched by vector.
 
-    Made by `Index.build` or `Index.load`. A search sees one committed version from its beginning to its end: threads
-    may search while others add, remove, update or save. Every change copies the columns it changes, so add many entries
-    at a time.
+    Made by `Index.build` or `Index.load`, or over a store that is there. Threads may search while others add, delete,
+    update or save; in the stores of this process's memory a search sees one version from its beginning to its end.
 
     Scores are higher for better: the cosine, the inner product, or the squared distance, negative. They are computed in
-    float64 from the full vectors and rounded once, whatever the engine; entries of equal score come in the order in
+    float64 from the full vectors and rounded once, whatever the store; entries of equal score come in the order in
     which they were added.
 
-    Engines: "exact" misses nothing: its scan in bfloat16 (where the processor is quick at that) only proposes, within a
+    Stores: "exact" misses nothing: its scan in bfloat16 (where the processor is quick at that) only proposes, within a
     bound on its error. "flat" is faiss's own comparison in float32. "hnsw" and "ivfpq" are approximate: they may miss
-    some of the best k, with a filter more of them, and "ivfpq" may then give fewer than k. Up to 1,024 allowed entries,
-    or four times k, every engine compares all of them. Settings are objects: `retrieval.approximate.HNSW(links=16)`.
+    some of the best k, with a filter more of them, and "ivfpq" may then give fewer than k. "qdrant" is a collection of
+    Qdrant. Others are registered with `register_store`.
+
+    Args:
+        store: what holds the entries.
+        encoder: what encodes texts; it must be the one that encoded the entries.
+
+    Raises:
+        IndexMismatchError: another encoder or width.
 
     >>> index = Index.build(torch.eye(3), ids=["x", "y", "z"], metadata=[{"odd": True}, {"odd": False}, {"odd": True}])
     >>> index.search([0.1, 0.9, 0.2], 2).ids
     [['y', 'z']]
-    >>> index.remove(["y"])
+    >>> index.delete(["y"])
     >>> index.search([0.1, 0.9, 0.2], 2, filter={"odd": True}, score_threshold=0.2).ids
     [['z', None]]
     """
 
-    def __init__(self, state: State, space: Space, make: EngineMaker, next_id: int = 0) -> None:
-        self.state = state
-        self.space = space
-        self._make = make
-        self._next_id = next_id
+    default_store: ClassVar[str] = "exact"
+
+    def __init__(self, store: VectorStore, encoder: Encoder | None = None) -> None:
+        space = EmbeddingSpace(store.dim, store.metric, None, store.about.get("encoder"))
+        self.store = store
+        self.space = space if encoder is None else space.joined(encoder)
         self._writing = threading.RLock()
         self._saved: dict[str, str] = {}
 
     @classmethod
     def build(
-        cls,
+        cls: type[Built],
         items: Any,
         *,
         encoder: Encoder | None = None,
@@ -75,52 +85,61 @@ class Index:
         metadata: Iterable[Any] | None = None,
         tokens: Memory | None = None,
         metric: str = "cosine",
-        engine: object = "exact",
-    ) -> Index:
+        store: str | None = None,
+        **settings: Any,
+    ) -> Built:
         """Make an index.
 
         Args:
             items: texts, which need an encoder, or vectors: a tensor (n, e), an array, lists of numbers, or a memory
                 with one slot per row.
             encoder: what encodes texts, here and in `search`: `encode(texts) -> Memory`, `dim` and `fingerprint`.
-            ids: text or ints, no two the same; by default 0, 1, 2 …, and never one that was removed.
+            ids: text or ints, no two the same; by default 0, 1, 2 …, and never one that was deleted.
             texts: the text of each entry, where items are vectors.
             metadata: a JSON value for each entry, which filters see.
             tokens: encoded tokens of each entry, one row each, for `hits.memory(tokens=True)`.
             metric: "cosine", "ip" or "l2".
-            engine: "exact", "flat", "hnsw", "ivfpq", or settings.
+            store: "exact" (the default), "flat", "hnsw", "ivfpq", "qdrant", or one that was registered.
+            **settings: those of the store, such as `links=16` of "hnsw": see `mmattn.retrieval.stores`.
 
         Raises:
-            IndexMismatchError: duplicate ids, or another number or width. NonFiniteError: NaN or infinity.
-            ConfigError: texts without an encoder, or an unknown metric or engine.
+            IndexMismatchError: duplicate ids, or another number or width.
+            NonFiniteError: NaN or infinity.
+            ConfigError: texts without an encoder, or an unknown metric, store or setting.
 
         >>> Index.build([[3.0, 4.0], [1.0, 0.0]]).search([1.0, 0.0], 1).scores
         tensor([[1.]])
         """
-        make = engine_maker(engine)
-        space, items = Space.first(items, encoder, metric)
-        nothing = Entries((), (), (), torch.empty(0, space.dim))
-        index = cls(State.made(nothing, metric, make), space, make)
-        index.add(items, ids=ids, texts=texts, metadata=metadata, tokens=tokens)
+        space, items = EmbeddingSpace.first(items, encoder, metric)
+        # Before there is a store, so that what is refused leaves none behind.
+        columns = space.columns(items, ids, texts, metadata, tokens)
+        index = cls(make_store(store or cls.default_store, space.dim, metric, settings), encoder)
+        try:
+            index._add(columns)
+        except BaseException:
+            index._abandon()
+            raise
         return index
 
+    def _abandon(self) -> None:
+        self.store.close()
+
     def __len__(self) -> int:
-        return len(self.state.entries)
+        return len(self.store)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.state.entries.rows
+        return is_id(name) and len(self.store.get([name])) == 1  # type: ignore[list-item]
 
     def __getitem__(self, name: Id) -> Entry:
-        entries = self.state.entries
-        return entries.entry(entries.find([name])[0])
+        return self._known([name]).entry(0)
 
     def __repr__(self) -> str:
-        return f"Index({len(self)} entries, e={self.dim}, {self.metric}, {describe_maker(self._make)['kind']})"
+        return f"Index({len(self)} entries, e={self.dim}, {self.metric}, {self.store.kind})"
 
     @property
     def ids(self) -> tuple[Id, ...]:
         """The ids, in the order in which the entries were added."""
-        return self.state.entries.ids
+        return self.store.ids
 
     @property
     def dim(self) -> int:
@@ -135,7 +154,12 @@ class Index:
     @property
     def device(self) -> torch.device:
         """Where the vectors are."""
-        return self.state.entries.vectors.device
+        return self.store.device if isinstance(self.store, InMemoryStore) else torch.device("cpu")
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the entries have encoded tokens; False where there is none."""
+        return self._some_tokens() is not None
 
     def add(
         self,
@@ -147,42 +171,46 @@ class Index:
         tokens: Memory | None = None,
     ) -> tuple[Id, ...]:
         """Add entries, all or none, and return their ids. Arguments and errors as for `build`."""
-        vectors, texts = self.space.entries(items, texts)
-        count = len(vectors)
-        given = None if ids is None else check_ids(ids, count)
-        columns = {
-            "texts": (None,) * count if texts is None else check_texts(texts, count, optional=True),
-            "metadata": (None,) * count if metadata is None else check_metadata(metadata, count),
-            "tokens": None if tokens is None else check_tokens(tokens, count, self.device),
-        }
+        return self._add(self.space.columns(items, ids, texts, metadata, tokens))
+
+    def _add(self, columns: dict[str, Any]) -> tuple[Id, ...]:
+        """Add checked columns; ids are numbered where they are None."""
+        count = len(columns["vectors"])
         with self._writing, torch.inference_mode(False), torch.no_grad():
-            old = self.state.entries
-            named = given if given is not None else tuple(range(self._next_id, self._next_id + count))
-            new = Entries(named, vectors=vectors.to(old.vectors.device, copy=True), **columns)  # type: ignore[arg-type]
+            about = self.store.about
+            next_id = about.get("next_id", 0)
+            if columns["ids"] is None:
+                columns["ids"] = tuple(range(next_id, next_id + count))
+            new = Entries(**columns)
+            check_new(new.ids, self.store.get(new.ids).rows)
             check_lines(new)
             if count:
-                _check_tokens_fit(old, new.tokens)
-            entries = old.joined(new)
-            moved = torch.arange(len(old), device=self.device)
-            state = self.state.follow(entries, moved, self._make)
-            self._next_id = max(self._next_id, 1 + max((name for name in named if isinstance(name, int)), default=-1))
-            self.state = state
-        return named
+                self._check_tokens(new.tokens)
+            highest = max((name for name in new.ids if isinstance(name, int)), default=-1)
+            self.store.about = {"encoder": self.space.fingerprint, "next_id": max(next_id, highest + 1)}
+            try:
+                if count:
+                    self.store.add(new)
+            except BaseException:
+                with contextlib.suppress(Exception):  # of a server that is away; the first error says so
+                    self.store.about = about
+                raise
+        return new.ids
 
-    def remove(self, ids: Iterable[Id]) -> None:
-        """Remove entries, all or none. Their ids stay free.
+    def delete(self, ids: Iterable[Id]) -> None:
+        """Delete entries, all or none. Their ids stay free.
+
+        Args:
+            ids: which.
 
         Raises:
             IndexMismatchError: an id that is not in the index.
         """
         names = as_id_list(ids)
         with self._writing, torch.inference_mode(False), torch.no_grad():
-            old = self.state.entries
-            gone = set(old.find(names))
-            rows = [row for row in range(len(old)) if row not in gone]
-            moved = torch.full((len(old),), -1, device=self.device)
-            moved[rows] = torch.arange(len(rows), device=self.device)
-            self.state = self.state.follow(old.kept(rows), moved, self._make)
+            self._known(names)
+            if names:
+                self.store.delete(names)
 
     def update(
         self,
@@ -211,18 +239,16 @@ class Index:
         if metadata is not None:
             columns["metadata"] = check_metadata(metadata, len(names))
         if tokens is not None:
-            columns["tokens"] = check_tokens(tokens, len(names), self.device)
+            columns["tokens"] = check_tokens(tokens, len(names))
         with self._writing, torch.inference_mode(False), torch.no_grad():
-            old = self.state.entries
-            rows = old.find(names)
-            if (columns.keys() & {"vectors", "tokens"}) and rows:
-                _check_tokens_fit(old, columns.get("tokens"))
-            entries = old.replaced(rows, **columns)
-            check_lines(entries.kept(rows))
-            moved = torch.arange(len(old), device=self.device)
-            if items is not None:
-                moved[rows] = -1
-            self.state = self.state.follow(entries, moved, self._make)
+            old = self._known(names)
+            if not names:
+                return
+            if columns.keys() & {"vectors", "tokens"}:
+                self._check_tokens(columns.get("tokens"))
+            new = old.to(torch.device("cpu")).replaced([old.rows[name] for name in names], **columns)
+            check_lines(new)
+            self.store.update(new)
 
     def search(
         self,
@@ -239,75 +265,108 @@ class Index:
             queries: texts, a tensor (b, e) or (e,), an array, lists of numbers, or a memory with one slot per row.
             top_k: how many entries k per query; what the index does not have is masked.
             score_threshold: entries of a lower score are masked.
-            filter: metadata that must be equal ({"lang": "de"}), or a function of an entry's metadata.
-            encoder: what made, or shall make, the queries: refused if it is not the one of the entries.
+            filter: metadata that must be equal ({"lang": "de"}), or a function of an entry's metadata, which a store
+                on a server refuses.
+            encoder: what encoded, or shall encode, the queries: refused if it is not the one of the entries.
 
         Returns:
             Hits (b, k). Their scores carry gradients to queries that want them.
 
         Raises:
-            IndexMismatchError: queries of another width or encoder. TextError: an empty query.
-            NonFiniteError: NaN or infinity. ShapeError: a query of zeros under "cosine", or no numbers (b, e).
+            IndexMismatchError: queries of another width or encoder.
+            TextError: an empty query.
+            NonFiniteError: NaN or infinity.
+            ShapeError: a query of zeros under "cosine", or no numbers (b, e).
         """
         check_int("top_k", top_k)
         if score_threshold is not None:
             check_float("score_threshold", score_threshold)
-        state = self.state
-        vectors = state.entries.vectors
-        values = self.space.queries(queries, encoder, vectors.device)
-        allowed = state.entries.allowed(filter)
-        with torch.autocast(vectors.device.type, enabled=False):
-            rows = state.search(values.detach(), top_k, allowed)
+        values = self.space.queries(queries, encoder, self.device)
+        with torch.autocast(values.device.type, enabled=False):
+            with torch.no_grad():
+                found = self.store.search(values.detach(), top_k, filter)
+                vectors = found.entries.vectors
+                rows = best_rows(values.detach(), vectors, found.rows, self.metric, top_k)
             near = gather(vectors, rows)
-            scores = score(values, near, state.metric)
-        hits = found(state.entries, rows, near, scores)
+            hits = hits_of_rows(found.entries, rows, near, score(values, near, self.metric))
         return hits if score_threshold is None else hits.above(score_threshold)
 
     def to(self, device: str | torch.device) -> Index:
-        """Move the vectors to a device, where searches then happen; returns this index."""
+        """Move the vectors to a device, where searches then happen; returns this index.
+
+        Args:
+            device: where to.
+
+        Raises:
+            ConfigError: the vectors are not in the memory of this process.
+        """
+        if not isinstance(self.store, InMemoryStore):
+            raise ConfigError(f"the store {self.store.kind!r} has its vectors elsewhere, so they cannot be moved")
         with self._writing, torch.inference_mode(False), torch.no_grad():
-            self.state = State.made(self.state.entries.to(torch.device(device)), self.metric, self._make)
+            self.store.to(torch.device(device))
         return self
 
     def save(self, path: Path) -> None:
         """Save as a folder, atomically: a process killed at any moment leaves what was there, or this index.
 
+        Args:
+            path: the folder.
+
         Raises:
             BlockingIOError: another writer is saving there.
             IndexFileError: another writer has saved there since this index was loaded from or saved to that folder.
-            OSError: the disk is full, or the path is a file or not writable; what was saved there is kept.
+            OSError: the disk is full, or the path is a file or not writable; what was saved there stays.
         """
-        about = {"encoder": self.space.fingerprint, "engine": describe_maker(self._make), "next_id": self._next_id}
-        save_index(path, self.state, about, self._saved)
+        with self._writing, torch.inference_mode(False), torch.no_grad():
+            save_index(path, self.store, self._saved)
 
     @classmethod
-    def load(cls, path: Path, *, encoder: Encoder | None = None, mapped: bool = False) -> Index:
+    def load(cls: type[Built], path: Path, *, encoder: Encoder | None = None, mapped: bool = False) -> Built:
         """Load what `save` saved: the version that counts, checked.
 
         Args:
             path: the folder.
             encoder: what encodes texts; it must be the one the index was built with.
             mapped: leave the vectors, and what faiss built, on the disk, from where a search reads what it needs. The
-                "exact" engine still keeps a scan of all entries in memory.
+                "exact" store still has a scan of all entries in memory; other stores may read everything.
 
         Raises:
-            IndexFileError: the folder or a file is missing, torn, changed, newer or something else.
+            IndexFileError: the folder or a file is missing, torn, changed, newer or something else, or of a store that
+                is not registered.
             IndexMismatchError: another encoder.
         """
-        saved, state, about, make = load_index(path, mapped)
-        space = Space(about["dim"], about["metric"], None, about["encoder"])
-        index = cls(state, space if encoder is None else space.joined(encoder), make, about["next_id"])
+        saved, store = load_index(path, mapped)
+        try:
+            index = cls(store, encoder)
+        except BaseException:
+            store.close()
+            raise
         index._saved = saved
         return index
 
+    def close(self) -> None:
+        """Give back what the store holds, such as a connection."""
+        self.store.close()
 
-def _check_tokens_fit(entries: Entries, tokens: tuple[Tensor, ...] | None) -> None:
-    if len(entries) and (entries.tokens is None) != (tokens is None):
-        raise ShapeError(
-            "the index has encoded tokens for its entries: give tokens= with these, too"
-            if tokens is None
-            else "the index has no encoded tokens for its entries: leave tokens= out, or build it again with all"
-        )
-    widths = {part.shape[1] for part in (*(entries.tokens or ())[:1], *(tokens or ()))}
-    if len(widths) > 1:
-        raise ShapeError(f"encoded tokens of one index have one width, got {sorted(widths)}")
+    def _known(self, names: list[Id]) -> Entries:
+        """The entries of ids, all of which must be here."""
+        entries = self.store.get([name for name in names if is_id(name)])
+        check_known(names, entries.rows if len(entries) == len(names) else dict.fromkeys(self.ids))
+        return entries
+
+    def _some_tokens(self) -> Tensor | None:
+        if not self.store.holds_tokens:
+            return None
+        tokens = self.store.get(self.store.ids[:1]).tokens
+        return tokens[0] if tokens else None
+
+    def _check_tokens(self, tokens: tuple[Tensor, ...] | None) -> None:
+        if tokens is not None and not self.store.holds_tokens:
+            raise ConfigError(
+                f"the store {self.store.kind!r} holds no encoded tokens: leave tokens= out, or use one that does, such "
+                "as 'exact'"
+            )
+        if len(self):
+            check_tokens_agree(self._some_tokens(), tokens)
+        else:
+            check_tokens_agree(None if tokens is None else tokens[0], tokens)

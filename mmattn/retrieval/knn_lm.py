@@ -36,15 +36,21 @@ def knn_log_probs(
     """Log-probabilities (b, l, v) of the next token, the host's mixed with those of the datastore.
 
     Args:
-        keys: (n, d) on any device, and values: (n,) ints below v, as `next_token_states` gives them. With n = 0 the
-            host's own probabilities come back.
-        queries: (b, l, d) states of the tokens, `output.hidden_states[-1]`. logits: (b, l, v) of the same tokens.
-        top_k: nearest keys that vote. temperature: T. weight: λ, from 0 to below 1.
+        keys: (n, d) on any device, as `next_token_states` gives them. With n = 0 the host's own probabilities come
+            back.
+        values: (n,) ints below v, the tokens that followed them.
+        queries: (b, l, d) states of the tokens, `output.hidden_states[-1]`.
+        logits: (b, l, v) of the same tokens.
+        top_k: nearest keys that vote.
+        temperature: T, above 0.
+        weight: λ, from 0 to below 1.
 
     Gradients reach the logits only.
 
     Raises:
-        ShapeError: sizes that do not fit. ConfigError: numbers out of bounds. NonFiniteError: NaN or infinity in a key.
+        ShapeError: sizes that do not fit.
+        ConfigError: numbers out of bounds.
+        NonFiniteError: NaN or infinity in a key.
 
     >>> keys, values = torch.tensor([[0.0], [1.0], [9.0]]), torch.tensor([2, 2, 0])
     >>> mixed = knn_log_probs(keys, values, torch.zeros(1, 1, 1), torch.zeros(1, 1, 4), top_k=2, weight=0.5)
@@ -87,6 +93,11 @@ def nearest(keys: Tensor, queries: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Squared distances (q, k) to the nearest of keys (n, d) and which they are (q, k), nearest first; k ≤ n.
 
     Exact to rounding, in float32 at least: keys are centred, so that what all states share does not cost digits.
+
+    Args:
+        keys: (n, d).
+        queries: (q, d).
+        top_k: how many; fewer where there are fewer keys.
 
     Raises:
         NonFiniteError: NaN or infinity in a key, which would be found wrongly or never.

@@ -1,4 +1,4 @@
-"""Reranking, the second stage: a cross-encoder reads query and text together, where an index compared their vectors."""
+"""Reranking, the second stage of a search: a cross-encoder scores query and text together, not their vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmattn.tokenization import check_text, refuse_empty, text_length, tokenize,
 
 @dataclass(frozen=True)
 class Reranked:
-    """What a reranker found.
+    """Scores and order of the texts of each query.
 
     Attributes:
         scores: (b, k) float32, how well each text answers its query, higher is better; -inf where there is no text.
@@ -40,8 +40,9 @@ class Reranker(nn.Module):
         device: where the network runs.
 
     Raises:
-        ConfigError: another number of labels, or a setting outside what is allowed. AdapterFileError: nothing to load,
-        or weights that are no safetensors or incomplete. NonFiniteError: NaN or infinity in the weights.
+        ConfigError: another number of labels, or a setting outside what is allowed.
+        AdapterFileError: nothing to load, or weights that are no safetensors or incomplete.
+        NonFiniteError: NaN or infinity in the weights.
     """
 
     def __init__(
@@ -79,14 +80,16 @@ class Reranker(nn.Module):
         Args:
             queries: one, or b of them.
             texts: k texts for one query, or b lists of k. None where there is none.
-            mask: (b, k) bool, True = there is a text. What lies behind the mask is not looked at.
+            mask: (b, k) bool, True = there is a text. What lies behind the mask is not read.
             batch_size: pairs the model reads at once.
 
         A UserWarning names the texts that were cut to fit beside their query, counted over all that are there.
 
         Raises:
-            TextError: naming what is no text, or a query that leaves no room. ShapeError: lists that do not fit.
-            MaskError: a mask that is not bool. NonFiniteError: a score that is no number.
+            TextError: naming what is no text, or a query that leaves no room.
+            ShapeError: lists that do not fit.
+            MaskError: a mask that is not bool.
+            NonFiniteError: a score that is no number.
         """
         check_int("batch_size", batch_size)
         asked = check_text(queries)

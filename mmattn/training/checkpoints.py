@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmattn.core.projection import upgrade_state_names
 from mmattn.errors import AdapterFileError
 from mmattn.storage.atomic import sync_folder
 from mmattn.storage.tensor_files import read_tensors, write_tensors
@@ -106,7 +107,9 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise AdapterFileError(
             f"{path} has format version {version!r} and this mmattn reads up to {VERSION}: update mmattn"
         )
-    return tensors, _from_version_1(about) if version == 1 else about
+    if version == 1:
+        return _tensors_of_version_1(tensors, path), _from_version_1(about)
+    return tensors, about
 
 
 # What settings and results were called in version 1.
@@ -139,6 +142,20 @@ def _from_version_1(about: Mapping[str, Any]) -> dict[str, Any]:
         return {names.get(name, name): value for name, value in values.items()}
 
     return {**about, "run": renamed(about["run"], _SETTINGS_1), "at": renamed(about["at"], _RESULTS_1)}
+
+
+def _tensors_of_version_1(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The tensors under today's names; the moments of the optimizer go by the order of the weights."""
+    if any(name.endswith(_MOVED_1) for name in tensors):
+        raise AdapterFileError(
+            f"{path} was written by an earlier mmattn, which had the weights of null slots, score biases and norms of "
+            "heads in another order, so that the optimizer's moments would go to others: finish the run with that "
+            "version, or name another folder to train anew"
+        )
+    return upgrade_state_names(tensors)
+
+
+_MOVED_1 = (".null_key", ".score_scale", ".k_norm.weight", ".q_norm.weight")
 
 
 def _unfinished(folder: Path) -> Path:

@@ -3,7 +3,7 @@
     python -m recipes.benchmarks search [--quick]
 
 Vectors lie around as many centres as there are thousands of them, and queries near some of the vectors. "exact" is
-`Index.search` as a user calls it, ids and hits included; "flat", "hnsw" and "ivfpq" are the engines of faiss behind the
+`Index.search` as a user calls it, ids and hits included; "flat", "hnsw" and "ivfpq" are the stores of faiss behind the
 same verb. The others are the bare libraries, which answer with numbers of rows. hnsw stops at a hundred thousand
 entries, where building it takes minutes.
 """
@@ -52,8 +52,8 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
     flat = faiss.IndexFlatIP(WIDTH)
     flat.add(arrays)
     indexes = {}
-    for engine in ("exact", "flat", "ivfpq", *(("hnsw",) if count <= LARGEST_GRAPH else ())):
-        indexes[engine] = mmattn.Index.build(vectors, metric="ip", engine=engine)
+    for store in ("exact", "flat", "ivfpq", *(("hnsw",) if count <= LARGEST_GRAPH else ())):
+        indexes[store] = mmattn.Index.build(vectors, metric="ip", store=store)
     for number in QUERIES:
         asked = queries[:number]
         array = asked.numpy()
@@ -90,13 +90,16 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
 
 
 def bytes_held(index: mmattn.Index) -> int:
-    """The vectors, which every index keeps for the true scores, and what its engine made of them."""
-    engine: Any = index.state.parts[0].engine
-    if hasattr(engine, "serialized"):  # one of faiss
-        made = engine.serialized().nbytes
+    """The vectors, which every index keeps for the true scores, and what its store built over them."""
+    import faiss
+
+    store: Any = index.store
+    structure = store.version.parts[0].structure
+    if hasattr(structure, "index"):  # one of faiss
+        made = faiss.serialize_index(structure.index).nbytes
     else:
-        made = sum(value.nbytes for value in vars(engine).values() if isinstance(value, torch.Tensor))
-    return index.state.entries.vectors.nbytes + made
+        made = sum(value.nbytes for value in vars(structure).values() if isinstance(value, torch.Tensor))
+    return store.version.entries.vectors.nbytes + made
 
 
 def recall(hits: mmattn.Hits, true: torch.Tensor) -> float:

@@ -83,13 +83,13 @@ def write_answers(
     return out
 
 
-def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Memory) -> mmattn.Trace:
+def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Memory) -> mmattn.inspect.Trace:
     """Which entries of one row of memory each word of an answer looked at."""
     begin, end = training.bos_and_eos(tokenizer)
     given = tokenizer(asked)["input_ids"]
     ids = [begin, *given, *tokenizer(f" {answer}")["input_ids"], end]
     words = [tokenizer.decode([one]) for one in ids]
-    return mmattn.attribute(model, ids, memory, words, start=1 + len(given), title=f"{asked} {answer}")
+    return mmattn.inspect.attribute(model, ids, memory, words, start=1 + len(given), title=f"{asked} {answer}")
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def looks(model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Mem
     for start in range(0, len(prompts), batch):
         part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]
         given = tokenizer(part, return_tensors="pt", padding=True)
-        with mmattn.record(model) as weights:
+        with mmattn.inspect.record(model) as weights:
             model(**given, memory=memory[list(range(start, start + len(part)))])
         out.append(weights.mean()[0][:, -1])
     return torch.cat(out)

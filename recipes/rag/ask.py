@@ -47,7 +47,7 @@ class Asked:
             host = training.load_lora(host, folder.parent / "lora")
         self.model = mmattn.load(host, folder).eval()
         chunked = isinstance(self.model.adapters["default"].config, mmattn.ChunkedAdapter)
-        if not chunked and len(self.index) and self.index.state.entries.tokens is None:
+        if not chunked and len(self.index) and not self.index.has_tokens:
             raise ConfigError(
                 f"the entries of {index} have no encoded tokens, which this adapter reads: ask an index that a run of "
                 "this recipe left (RUN/index), or give tokens= when building one, as recipes/rag/entries.py does"
@@ -76,7 +76,7 @@ class Asked:
         found = [Source(one["text"], weight) for one, weight in zip(named, weights.tolist(), strict=False) if one]
         return answer, sorted(found, key=lambda source: -source.weight)
 
-    def trace(self, question: str) -> mmattn.Trace:
+    def trace(self, question: str) -> mmattn.inspect.Trace:
         """What is written word by word: which entries each looked at, and what it would be without them."""
         if self.reader is not None:
             return Continuation(self.index, self.model, self.tokenizer, self.reader, self.settings.docs).trace(question)
@@ -107,7 +107,7 @@ class Continuation:
         """What the model writes behind a text, and the passages it looked at."""
         memory = self.model.prepare(self.retrieve)
         out, begin = self.write(text, memory, new)
-        with mmattn.record(self.model) as weights:
+        with mmattn.inspect.record(self.model) as weights:
             self.model(out, memory=memory)
         shares: Counter[str] = Counter()
         seen = weights.mean()[0].mean(1)
@@ -118,7 +118,7 @@ class Continuation:
         return written, [Source(passage, share) for passage, share in shares.most_common()]
 
     @torch.no_grad()
-    def trace(self, text: str, new: int = 48) -> mmattn.Trace:
+    def trace(self, text: str, new: int = 48) -> mmattn.inspect.Trace:
         """The same word by word: the passages that each could look at, those found for the whole chunk before it."""
         out, begin = self.write(text, self.model.prepare(self.retrieve), new)
         ids, first = out[0].tolist(), begin // self.size - 1
@@ -134,7 +134,7 @@ class Continuation:
         rows = torch.stack([kept, *(kept & (owner != number) for number in range(len(names)))]).flatten(1)
         segments = torch.arange(chunks).repeat_interleave(m).expand(len(rows), -1)
         memory = mmattn.Memory(found.tokens.flatten(0, 1).expand(len(rows), -1, -1), rows, segments)
-        with mmattn.record(self.model) as weights:
+        with mmattn.inspect.record(self.model) as weights:
             everything = self.chances(out, begin, memory[:1])[0]
         belongs = torch.nn.functional.one_hot(owner + 1, 1 + len(names))[..., 1:].float()
         looks = []
@@ -144,7 +144,7 @@ class Continuation:
             looks.append(
                 torch.stack([by_chunk[t // self.size - 1, :, t % self.size] for t in range(begin, len(ids))], 1)
             )
-        return mmattn.Trace(
+        return mmattn.inspect.Trace(
             [self.tokenizer.decode([one]) for one in ids[begin:]],
             names,
             torch.stack(looks),

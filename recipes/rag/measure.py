@@ -43,7 +43,7 @@ class Measure:
             keep.write_text(json.dumps(kept, indent=1, ensure_ascii=False), encoding="utf-8")
         return rows
 
-    def traces(self, model: Any, count: int = 6) -> list[mmattn.Trace]:
+    def traces(self, model: Any, count: int = 6) -> list[mmattn.inspect.Trace]:
         """What the answers to some questions over the smallest index looked at."""
         world = self.worlds[min(self.worlds)][0]
         asked = world.asked[:count]

@@ -9,7 +9,8 @@ import torch
 from answering import answer_batch
 from torch import Tensor
 
-from mmattn import knn_log_probs, training
+from mmattn import training
+from mmattn.retrieval import knn_log_probs
 
 NEAREST, TEMPERATURE, WEIGHT = 16, 10.0, 0.9
 

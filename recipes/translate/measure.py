@@ -52,7 +52,7 @@ def measure_pages(translator: Translator, questions: Sequence[Question], beams: 
     found = {"beams": beams, "page_size": translator.settings.page_size, "plain": 0, "paged": 0, "same": True}
     for rows in translator.parts(sources):
         own = [sources[row] for row in rows]
-        plain, pool = mmattn.GrowingCache(), translator.model.make_pool(translator.settings.page_size)
+        plain, pool = mmattn.seq2seq.GrowingCache(), translator.model.make_pool(translator.settings.page_size)
         texts = translator.write(own, beams=beams, cache=plain)
         found["same"] &= texts == translator.write(own, beams=beams, cache=pool.cache(rows=len(own)))
         found["plain"] += plain.nbytes()

@@ -85,7 +85,7 @@ def train_model(
     torch.manual_seed(config.seed)
     known = name != NO_SOURCE
     asked = {**config.model.model_dump(), "positions": name if known else config.model.positions}
-    model = mmattn.EncoderDecoder(
+    model = mmattn.seq2seq.EncoderDecoder(
         len(tokenizer), **asked, max_length=config.data.max_tokens, cross_attention=known
     ).train()
     pad, order, optim = tokenizer.pad_token_id, iter(batches), config.optim

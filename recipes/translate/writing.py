@@ -25,7 +25,7 @@ from mmattn.errors import ConfigError
 class Translator:
     """What turns sentences into sentences; a source has at most `max_tokens` tokens, begin and end included."""
 
-    model: mmattn.EncoderDecoder
+    model: mmattn.seq2seq.EncoderDecoder
     tokenizer: Any
     settings: WritingSettings
     max_tokens: int
@@ -49,7 +49,7 @@ class Translator:
         if not (run / "model.safetensors").is_file() or not (run / "tokenizer").is_dir():
             raise ConfigError(f"{run} is not the folder of a finished run: it needs model.safetensors and tokenizer/")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(run / "tokenizer")
-        model = mmattn.EncoderDecoder.load(run / "model.safetensors").eval()
+        model = mmattn.seq2seq.EncoderDecoder.load(run / "model.safetensors").eval()
         return cls(model, tokenizer, settings or WritingSettings(), model.max_length)
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
@@ -101,7 +101,7 @@ class Translator:
         return Alignment([word for word, _ in sources], [word for word, _ in targets], shares)
 
     @torch.no_grad()
-    def trace(self, source: str) -> mmattn.Trace:
+    def trace(self, source: str) -> mmattn.inspect.Trace:
         """By layer and head where each word looked when it was written, and its probability without what it looked at.
 
         Raises:
@@ -120,7 +120,7 @@ class Translator:
         target = torch.tensor([[self.tokenizer.bos_token_id, *written]]).expand(len(seen), -1)
         logs = self.model.decode(target[:, :-1], memory).log_softmax(-1).gather(2, target[:, 1:, None])[..., 0]
         chances = torch.stack([logs[:, tokens].sum(1) for _, tokens in targets], 1).exp()
-        return mmattn.Trace(
+        return mmattn.inspect.Trace(
             [word for word, _ in targets],
             [word for word, _ in sources],
             aligned(sources, targets, self._weights(ids, written), read=False),
@@ -139,7 +139,7 @@ class Translator:
     @torch.no_grad()
     def _weights(self, source: list[int], target: list[int]) -> Tensor:
         """Weights (layers, h, 1 + l, m) of the start and each token of a target."""
-        with mmattn.record(self.model) as weights:
+        with mmattn.inspect.record(self.model) as weights:
             self.model(torch.tensor([source]), torch.tensor([[self.tokenizer.bos_token_id, *target]]))
         return torch.cat([calls[0] for calls in weights.values()])
 

@@ -41,7 +41,7 @@ class Captioner:
         self.settings, self.model, self.tokenizer, self.eye = open_run(adapter)
 
     @torch.no_grad()
-    def __call__(self, image: Any) -> mmattn.Trace:
+    def __call__(self, image: Any) -> mmattn.inspect.Trace:
         """The caption of a picture, as the title, and which patches each of its words looked at.
 
         Beside it stands the picture as the encoder saw it, on which the patches lie.
@@ -52,11 +52,11 @@ class Captioner:
         memory = self.eye([image]).to(torch.float32)
         (text,) = write_captions(self.model, self.tokenizer, memory, **self.settings.caption.model_dump())
         (ids,) = training.encode_texts(self.tokenizer, [text or " "])
-        with mmattn.record(self.model) as weights:
+        with mmattn.inspect.record(self.model) as weights:
             self.model(input_ids=torch.tensor([ids], device=memory.device), memory=memory)
         rows, columns = self.eye.grid
         # What a token looked at is seen where it was predicted: at the one before.
-        return mmattn.Trace(
+        return mmattn.inspect.Trace(
             [self.tokenizer.decode([one]) for one in ids[1:-1]],
             [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],
             torch.stack([calls[0][0, :, :-2] for _, calls in sorted(weights.items())]),

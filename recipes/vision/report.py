@@ -122,7 +122,7 @@ def plot_losses(path: Path, losses: Mapping[str, Sequence[float]]) -> None:
 @torch.no_grad()
 def looked_at(model: Any, ids: torch.Tensor, memory: mmattn.Memory, spans: Sequence[slice]) -> torch.Tensor:
     """Share of attention per slot (b, m) while the tokens of each row's span were written, over blocks and heads."""
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         model(input_ids=ids, memory=memory)
     (mean,) = weights.mean()
     return torch.stack([row[span].mean(0) for row, span in zip(mean, spans, strict=True)])
@@ -176,7 +176,7 @@ def caption_grid(
 
 def traces(
     model: Any, tokenizer: Any, images: Sequence[Any], captions: Sequence[str], memory: mmattn.Memory, grid: Any
-) -> list[mmattn.Trace]:
+) -> list[mmattn.inspect.Trace]:
     """What each word of each caption looked at; none where the adapter does not look at patches."""
     if grid is None or grid[0] * grid[1] != memory.length or not _reads_patches(model):
         return []
@@ -185,7 +185,7 @@ def traces(
         (ids,) = training.encode_texts(tokenizer, [text or " "])
         words = [tokenizer.decode([one]) for one in ids]
         picture = mmattn.load_image(image)
-        made.append(mmattn.attribute(model, ids, memory[place], words, grid=grid, picture=picture, title=text))
+        made.append(mmattn.inspect.attribute(model, ids, memory[place], words, grid=grid, picture=picture, title=text))
     return made
 
 

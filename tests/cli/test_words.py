@@ -116,7 +116,7 @@ class TestIndex:
         assert code == 2 and "1 lines of the corpus hold no text" in err
         assert err.endswith("leave them out with --skip-broken\n"), err
 
-    @pytest.mark.parametrize(("option", "value"), [("--engine", "hnws"), ("--executor", "spark")])
+    @pytest.mark.parametrize(("option", "value"), [("--store", "hnws"), ("--executor", "spark")])
     def test_a_misspelt_choice_is_refused_before_anything_is_embedded(
         self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
     ) -> None:

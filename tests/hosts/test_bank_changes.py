@@ -82,7 +82,7 @@ def test_a_removed_entry_is_gone(model):
     want = check(bank, memory, found)
     gone = int(found["rows"][2, 0])
     bank.remove([gone])
-    with pytest.raises(IndexError, match=rf"found row {gone}, .*removed"):
+    with pytest.raises(IndexError, match=rf"asks for row {gone}, .*removed"):
         bank.gather(**found)
     assert len(bank) == ENTRIES
     assert not bank.memory(torch.tensor([[gone]]), mask=torch.tensor([[False]])).tokens.any()
@@ -131,7 +131,7 @@ def test_a_rejected_call_changes_nothing(model):
 
 def test_requests_that_do_not_fit(model):
     bank, rows = model.bank(entries()), torch.tensor([[3, 4], [5, 6]])
-    with pytest.raises(IndexError, match=rf"request 1 found row {ENTRIES}, .* {ENTRIES} rows"):
+    with pytest.raises(IndexError, match=rf"request 1 asks for row {ENTRIES}, .* {ENTRIES} rows"):
         bank.gather(torch.tensor([[3, 4], [ENTRIES, 6]]))
     with pytest.raises(IndexError, match="mask=rows >= 0"):
         bank.gather(torch.tensor([[3, 4], [5, -1]]))
@@ -170,7 +170,7 @@ def test_what_cannot_be_a_bank(model):
         model.bank(entries(), torch.int8)
     for attention in model.attentions().values():
         attention.kv_proj.rotary = Rotary(attention.head_dim)
-    with pytest.raises(ConfigError, match="rotates keys by their place"):
+    with pytest.raises(ConfigError, match="rotates keys by their position"):
         model.bank(entries())
     model.set_adapter([])
     with pytest.raises(ConditionError, match="set_adapter"):

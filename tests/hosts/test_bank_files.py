@@ -86,10 +86,10 @@ def test_a_mapped_bank_stays_in_its_file(model, tmp_path):
 def test_the_bank_of_another_adapter_is_refused_by_name(model, tmp_path):
     _, path = saved(model, tmp_path)
     other = tiny.attach(tiny.make("llama"), name="other")
-    with pytest.raises(mmattn.AdapterFileError, match=r"adapter 'default', and this host has 'other'"):
+    with pytest.raises(mmattn.errors.AdapterFileError, match=r"adapter 'default', and this host has 'other'"):
         other.load_bank(path)
     reload(model)
-    with pytest.raises(mmattn.AdapterFileError, match=r"other weights than those adapter 'default' has here"):
+    with pytest.raises(mmattn.errors.AdapterFileError, match=r"other weights than those adapter 'default' has here"):
         model.load_bank(path)
     # The same weights on another copy of the host are the same adapter; the gate has no say in keys and values.
     same = tiny.attach(tiny.make("llama"))
@@ -106,10 +106,10 @@ def test_a_damaged_bank_is_refused(model, tmp_path):
     for mapped in (False, True):
         for content in damaged:
             path.write_bytes(content)
-            with pytest.raises(mmattn.AdapterFileError):
+            with pytest.raises(mmattn.errors.AdapterFileError):
                 model.load_bank(path, mapped=mapped)
         entries().save(path)
-        with pytest.raises(mmattn.AdapterFileError, match="mmattn-bank"):
+        with pytest.raises(mmattn.errors.AdapterFileError, match="mmattn-bank"):
             model.load_bank(path, mapped=mapped)
 
 
@@ -129,7 +129,7 @@ def test_a_forged_bank_is_refused(model, tmp_path):
     ]
     for forged, says in forgeries:
         write_tensors(path, forged, says)
-        with pytest.raises(mmattn.AdapterFileError):
+        with pytest.raises(mmattn.errors.AdapterFileError):
             model.load_bank(path)
     write_tensors(path, tables, metadata)
     assert isinstance(model.load_bank(path), Bank)

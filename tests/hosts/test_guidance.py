@@ -119,7 +119,7 @@ def test_nothing_stays_behind(model, memory):
 def test_bad_settings(model, memory):
     with pytest.raises(ConfigError, match="guidance_scale must"):
         mmattn.Guidance(float("nan"))
-    with pytest.raises(ConfigError, match="share from 0 to 1"):
+    with pytest.raises(ConfigError, match="rescale must be from 0 to 1"):
         mmattn.Guidance(1.0, rescale=1.5)
     with pytest.raises(ConfigError, match="from ≤ to"):
         mmattn.Guidance(1.0, interval=(8, 2))

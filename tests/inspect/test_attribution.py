@@ -1,4 +1,4 @@
-"""`mmattn.attribute`: weights are those of the call, counterfactuals those of a memory that lacks the source."""
+"""`mmattn.inspect.attribute`: weights are those of the call, counterfactuals those of a memory that lacks the source."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def probability(model, memory, ids=IDS) -> torch.Tensor:
 @pytest.mark.parametrize("batch", [1, 2, 32])
 def test_the_numbers_are_those_of_calls(batch: int) -> None:
     model, memory = tiny.attach(tiny.make("llama")), tiny.memory(1, SLOTS)
-    trace = mmattn.attribute(model, IDS, memory, start=3, batch=batch)
+    trace = mmattn.inspect.attribute(model, IDS, memory, start=3, batch=batch)
     assert trace.words == tuple(str(one) for one in IDS[0, 3:].tolist())
     assert trace.sources == tuple(f"slot {slot}" for slot in range(SLOTS)) and trace.layers == ("layer 0", "layer 2")
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         model(IDS, memory=memory)
     want = torch.stack([calls[0][0, :, 2:-1] for calls in weights.values()])
     assert torch.equal(trace.weights, want) and (trace.weights > 0).any()
@@ -46,14 +46,14 @@ def test_slots_of_one_source_are_one() -> None:
     tokens, mask = tiny.memory(1, SLOTS).tokens, torch.tensor([[True, True, True, True, False]])
     said = [{"id": 3, "text": "three", "slot": 0}, {"id": 3, "text": "three", "slot": 1}, {"id": 8}, None, {"id": 9}]
     memory = mmattn.Memory(tokens, mask, sources=[said])
-    trace = mmattn.attribute(model, IDS, memory)
+    trace = mmattn.inspect.attribute(model, IDS, memory)
     assert trace.sources == ("three", "8")
-    whole = mmattn.attribute(model, IDS, mmattn.Memory(tokens, mask))
+    whole = mmattn.inspect.attribute(model, IDS, mmattn.Memory(tokens, mask))
     assert_close(trace.weights[..., 0], whole.weights[..., :2].sum(-1))
     assert_close(trace.weights[..., 1], whole.weights[..., 2])
     without = mmattn.Memory(tokens, torch.tensor([[False, False, True, True, False]]))
     assert_close(trace.dropped[:, 0], probability(model, without))
-    same = mmattn.attribute(model, IDS, mmattn.Memory(tokens, mask), sources=["x", "x", "y", None, "z"])
+    same = mmattn.inspect.attribute(model, IDS, mmattn.Memory(tokens, mask), sources=["x", "x", "y", None, "z"])
     assert same.sources == ("x", "y") and torch.equal(same.weights, trace.weights)
 
 
@@ -64,7 +64,7 @@ def test_a_memory_with_scores_keeps_them() -> None:
             if "score" in name:
                 parameter.fill_(1.0)
     tokens, scores = tiny.memory(1, SLOTS).tokens, torch.linspace(-2, 3, SLOTS)[None]
-    trace = mmattn.attribute(model, IDS, mmattn.Memory(tokens, scores=scores))
+    trace = mmattn.inspect.attribute(model, IDS, mmattn.Memory(tokens, scores=scores))
     kept = torch.arange(SLOTS)[None] != 1
     assert_close(trace.dropped[:, 1], probability(model, mmattn.Memory(tokens, kept, scores=scores)))
 
@@ -76,22 +76,22 @@ def test_the_model_is_as_it_was() -> None:
     torch.manual_seed(3)
     want = model(IDS, memory=memory).logits
     torch.manual_seed(3)
-    trace = mmattn.attribute(model, IDS, memory)
+    trace = mmattn.inspect.attribute(model, IDS, memory)
     assert torch.equal(model(IDS, memory=memory).logits, want), "random numbers or dropout have moved"
     assert model.training and model.host.training and model.host.config._attn_implementation == kind
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(trace.dropped, mmattn.attribute(model, IDS, memory).dropped)
+    assert torch.equal(trace.dropped, mmattn.inspect.attribute(model, IDS, memory).dropped)
 
 
 def test_threads_explain_and_ask_at_once() -> None:
     """What attribution changes, such as the way a host attends, no other call of the model meets."""
     model, memory = tiny.attach(tiny.make("llama")), tiny.memory(1, SLOTS)
-    kind, alone = model.host.config._attn_implementation, mmattn.attribute(model, IDS, memory)
+    kind, alone = model.host.config._attn_implementation, mmattn.inspect.attribute(model, IDS, memory)
     assert kind != "eager", "there is nothing to change"
 
     @torch.no_grad()
     def ask(turn: int) -> torch.Tensor | mmattn.inspect.Trace:
-        return mmattn.attribute(model, IDS, memory) if turn % 2 else model(IDS, memory=memory).logits
+        return mmattn.inspect.attribute(model, IDS, memory) if turn % 2 else model(IDS, memory=memory).logits
 
     want = ask(0)
     with ThreadPoolExecutor(4) as threads:
@@ -106,11 +106,11 @@ def test_threads_explain_and_ask_at_once() -> None:
 @pytest.mark.parametrize("position", ["after", "before"])
 def test_rollout_is_the_product_over_the_layers(position: str) -> None:
     model, memory = tiny.attach(tiny.make("llama"), position=position), tiny.memory(1, SLOTS)
-    trace = mmattn.attribute(model, IDS, memory)
+    trace = mmattn.inspect.attribute(model, IDS, memory)
     host = tiny.make("llama")
     host.set_attn_implementation("eager")
     plain = tiny.attach(host, position=position)
-    with mmattn.record(plain) as weights, torch.no_grad():
+    with mmattn.inspect.record(plain) as weights, torch.no_grad():
         own = plain(IDS, memory=memory, output_attentions=True).attentions
     seen = {layer: calls[0][0].mean(0) for (_, layer), calls in weights.items()}
     # The definition on one graph of memory and text: a state is half itself, half what it read.
@@ -129,28 +129,28 @@ def test_rollout_is_the_product_over_the_layers(position: str) -> None:
 
 
 def test_a_host_without_attention_has_no_rollout() -> None:
-    trace = mmattn.attribute(tiny.attach(tiny.make("mamba")), IDS, tiny.memory(1, SLOTS))
+    trace = mmattn.inspect.attribute(tiny.attach(tiny.make("mamba")), IDS, tiny.memory(1, SLOTS))
     assert trace.rollout is None and trace.dropped is not None
 
 
 def test_what_cannot_be_explained_is_refused() -> None:
     model, memory = tiny.attach(tiny.make("llama")), tiny.memory(1, SLOTS)
     with pytest.raises(ShapeError, match="one row"):
-        mmattn.attribute(model, tiny.text(2), memory)
+        mmattn.inspect.attribute(model, tiny.text(2), memory)
     with pytest.raises(ShapeError, match="one row"):
-        mmattn.attribute(model, IDS, tiny.memory(2, SLOTS))
+        mmattn.inspect.attribute(model, IDS, tiny.memory(2, SLOTS))
     with pytest.raises(ShapeError, match="each of 7 tokens, got 2"):
-        mmattn.attribute(model, IDS, memory, ["a", "b"])
+        mmattn.inspect.attribute(model, IDS, memory, ["a", "b"])
     with pytest.raises(ShapeError, match="each of 5 slots, got 1"):
-        mmattn.attribute(model, IDS, memory, sources=["a"])
+        mmattn.inspect.attribute(model, IDS, memory, sources=["a"])
     with pytest.raises(ShapeError, match="grid of 2 × 3"):
-        mmattn.attribute(model, IDS, memory, grid=(2, 3))
+        mmattn.inspect.attribute(model, IDS, memory, grid=(2, 3))
     with pytest.raises(ConfigError, match="start=7 leaves nothing"):
-        mmattn.attribute(model, IDS, memory, start=7)
+        mmattn.inspect.attribute(model, IDS, memory, start=7)
     with pytest.raises(ConfigError, match="no slot"):
-        mmattn.attribute(model, IDS, mmattn.Memory(memory.tokens, torch.zeros(1, SLOTS, dtype=torch.bool)))
+        mmattn.inspect.attribute(model, IDS, mmattn.Memory(memory.tokens, torch.zeros(1, SLOTS, dtype=torch.bool)))
     resampled = tiny.attach(tiny.make("llama"), resampler=mmattn.Resampler(num_latents=3, num_heads=2, head_dim=8))
     with pytest.raises(ConditionError, match="looks at 3 vectors"):
-        mmattn.attribute(resampled, IDS, memory)
+        mmattn.inspect.attribute(resampled, IDS, memory)
     with pytest.raises(ConditionError, match="language model"):
-        mmattn.attribute(tiny_unets.attach(tiny_unets.make()), IDS, memory)
+        mmattn.inspect.attribute(tiny_unets.attach(tiny_unets.make()), IDS, memory)

@@ -1,4 +1,4 @@
-"""`model.doctor`: a healthy model passes, each sickness is found by its own line, and the patient does not notice."""
+"""`mmattn.doctor`: a healthy model passes, each sickness is found by its own line, and the patient does not notice."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_table() -> None:
 def test_figures_are_those_of_the_weights() -> None:
     model, given = tiny.attach(tiny.make("llama"), null_slot=True), batch(lengths=[5, 2, 4])
     report = mmattn.doctor(model, given)
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         model(**given)
     for layer in (0, 2):
         (seen,) = weights["default", layer]
@@ -216,7 +216,12 @@ class TestSickness:
     def test_padding_that_is_attended_to(self, unet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make("llama"))
         given = pictures() if unet else batch()
-        monkeypatch.setattr(projection, "combine_masks", lambda *args: None)
+        attend = projection.attend_checked
+
+        def without_mask(q, k, v, allowed, bias, **rest):
+            return attend(q, k, v, None, bias, **rest | {"seen": True})
+
+        monkeypatch.setattr(projection, "attend_checked", without_mask)
         report = mmattn.doctor(model, given)
         assert report.failed == ["padding", "attention on padding"]
         assert "being there" in answer(report, "padding")
@@ -309,18 +314,18 @@ def test_each_of_two_adapters_has_its_own_lines() -> None:
 
 def test_what_cannot_be_asked() -> None:
     model = tiny.attach(tiny.make("llama"))
-    with pytest.raises(mmattn.ConfigError, match=r"with a memory .* got \['input_ids'\]"):
+    with pytest.raises(mmattn.errors.ConfigError, match=r"with a memory .* got \['input_ids'\]"):
         mmattn.doctor(model, {"input_ids": tiny.text(2)})
-    with pytest.raises(mmattn.ConfigError, match="got Memory"):
+    with pytest.raises(mmattn.errors.ConfigError, match="got Memory"):
         mmattn.doctor(model, tiny.memory(2))
-    with pytest.raises(mmattn.ConfigError, match="no slot"):
+    with pytest.raises(mmattn.errors.ConfigError, match="no slot"):
         mmattn.doctor(model, batch(lengths=[0, 0, 0]))
-    with pytest.raises(mmattn.ShapeError, match="2 rows"):
+    with pytest.raises(mmattn.errors.ShapeError, match="2 rows"):
         mmattn.doctor(model, batch() | {"input_ids": tiny.text(2)})
-    with pytest.raises(mmattn.ConditionError, match="past_key_values"):
+    with pytest.raises(mmattn.errors.ConditionError, match="past_key_values"):
         mmattn.doctor(model, batch() | {"past_key_values": model(tiny.text(ROWS, LENGTH)).past_key_values})
     model.set_adapter([])
-    with pytest.raises(mmattn.ConditionError, match="no active adapter"):
+    with pytest.raises(mmattn.errors.ConditionError, match="no active adapter"):
         mmattn.doctor(model, batch())
-    one = tiny.attach(tiny.make("llama")).doctor({"input_ids": tiny.text(1), "memory": tiny.memory(1)})
+    one = mmattn.doctor(tiny.attach(tiny.make("llama")), {"input_ids": tiny.text(1), "memory": tiny.memory(1)})
     assert one.ok and answer(one, "rows").startswith("not asked")

@@ -35,19 +35,19 @@ EVIL = '</script><img src=x onerror="alert(1)"><!--<script>&amp;\u2028$title'
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: install one or set CHROMIUM")
 
 
-def evil() -> mmattn.Trace:
+def evil() -> mmattn.inspect.Trace:
     """A text that would be HTML: words that look at words, and no picture."""
     weights = torch.full((1, 1, 2, 3), 0.25)
-    return mmattn.Trace([EVIL, "two"], [EVIL, "b", "c"], weights, [EVIL], EVIL)
+    return mmattn.inspect.Trace([EVIL, "two"], [EVIL, "b", "c"], weights, [EVIL], EVIL)
 
 
-def example() -> mmattn.Trace:
+def example() -> mmattn.inspect.Trace:
     """Patches of a picture, 3 × 2 of them, that the places of another look at."""
     torch.manual_seed(0)
     weights, names = torch.rand(1, 2, 6, 4).softmax(2), [f"patch {i}" for i in range(6)]
     places, picture = ["a", "b", "c", "d"], Image.new("RGB", (31, 37), (10, 90, 200))
     shown = {"grid": (2, 2), "picture": picture, "word_grid": (3, 2), "word_picture": picture}
-    return mmattn.Trace(names, places, weights, ["layer 5"], looking="sources", **shown)
+    return mmattn.inspect.Trace(names, places, weights, ["layer 5"], looking="sources", **shown)
 
 
 @pytest.fixture(scope="module")
@@ -270,12 +270,12 @@ def test_numbers_in_a_page_are_the_weights() -> None:
 
 class TestSizes:
     @staticmethod
-    def large(l: int = 101, s: int = 97, n: int = 3, h: int = 5) -> mmattn.Trace:
+    def large(l: int = 101, s: int = 97, n: int = 3, h: int = 5) -> mmattn.inspect.Trace:
         weights = torch.full((n, h, l, s), 1 / s)
         words, sources, layers = (
             [f"{kind}{i}" for i in range(count)] for kind, count in (("w", l), ("s", s), ("n", n))
         )
-        return mmattn.Trace(words, sources, weights, layers, rollout=weights[0, 0], word_grid=(l, 1))
+        return mmattn.inspect.Trace(words, sources, weights, layers, rollout=weights[0, 0], word_grid=(l, 1))
 
     @pytest.mark.parametrize(
         ("count", "sizes", "words"),
@@ -303,7 +303,7 @@ class TestSizes:
         assert browser.run("document.getElementById('notes').innerText") == "\n".join(notes) and not browser.faults
 
     def test_what_cannot_be_reduced_is_refused(self, tmp_path: Path) -> None:
-        trace = mmattn.Trace(["a"], ["b" * 3_000_000], torch.ones(1, 1, 1, 1), ["c"])
+        trace = mmattn.inspect.Trace(["a"], ["b" * 3_000_000], torch.ones(1, 1, 1, 1), ["c"])
         with pytest.raises(ConfigError, match="fewer or shorter sources"):
             inspect.write_page([trace], tmp_path / "page.html")
         with pytest.raises(ConfigError, match="no traces"):

@@ -1,4 +1,4 @@
-"""`mmattn.record`: the weights are those of the call, and the call does not notice."""
+"""`mmattn.inspect.record`: the weights are those of the call, and the call does not notice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_weights_of_every_block_and_the_same_logits() -> None:
     model = tiny.attach(tiny.make("llama"), null_slot=False)
     ids, memory = tiny.text(3, 7), tiny.memory(3, 5, lengths=[5, 2, 4])
     alone = model(ids, memory=memory).logits
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         assert torch.equal(model(ids, memory=memory).logits, alone)
     assert sorted(weights) == [("default", 0), ("default", 2)]
     for (seen,) in weights.values():
@@ -37,13 +37,13 @@ def test_dropout_stays_where_it_was() -> None:
         return model(ids, memory=memory).logits
 
     plain = logits()
-    with mmattn.record(model):
+    with mmattn.inspect.record(model):
         assert torch.equal(logits(), plain)
 
 
 def test_each_step_of_generate_is_a_call() -> None:
     model = tiny.attach(tiny.make("llama"))
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         model.generate(tiny.text(2, 3), memory=tiny.memory(2, 5), max_new_tokens=4, do_sample=False)
     assert [seen.shape[2] for seen in weights["default", 0]] == [3, 1, 1, 1]
 
@@ -53,12 +53,12 @@ def test_calls_of_other_threads_are_theirs() -> None:
     ids, mine, other = tiny.text(2, 7), tiny.memory(2, 5), tiny.memory(2, 11)
 
     def asked(memory: mmattn.Memory) -> dict[tuple[str, int], list[torch.Tensor]]:
-        with mmattn.record(model) as weights:
+        with mmattn.inspect.record(model) as weights:
             model(ids, memory=memory)
         return weights
 
     alone, theirs = asked(mine), asked(other)
-    with ThreadPoolExecutor(1) as pool, mmattn.record(model) as weights:
+    with ThreadPoolExecutor(1) as pool, mmattn.inspect.record(model) as weights:
         beside = pool.submit(asked, other).result()
         model(ids, memory=mine)
         pool.submit(model, ids, memory=other).result()
@@ -71,7 +71,7 @@ def test_a_call_may_come_while_hooks_are_being_made() -> None:
     """torch makes a hook in two steps, the hook first and that it takes kwargs second: between them it is called."""
     model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(2, 7), tiny.memory(2, 5)
     want = model(ids, memory=memory).logits
-    with ThreadPoolExecutor(1) as pool, mmattn.record(model) as weights:
+    with ThreadPoolExecutor(1) as pool, mmattn.inspect.record(model) as weights:
         for attention in model.attentions().values():
             assert attention._forward_hooks_with_kwargs
             attention._forward_hooks_with_kwargs.clear()
@@ -84,12 +84,12 @@ def test_a_unet_tells_of_its_text_and_of_each_adapter():
     model = tiny_unets.attach(tiny_unets.make())
     memory = tiny.memory(tiny_unets.ROWS, lengths=[5, 2, 3])
     mask = torch.arange(tiny_unets.TEXT_LENGTH) < torch.tensor([7, 3, 5])[:, None]
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         tiny_unets.run(model, memory)
     assert {name for name, _ in weights} == {"default"}, "the host's own attention is diffusers' then"
     model.use_core()
     want = tiny_unets.run(model, memory, text_mask=mask)
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         assert torch.equal(tiny_unets.run(model, memory, text_mask=mask), want)
     assert set(weights) == {(name, index) for name in ("default", "text") for index in range(len(model.layer_names))}
     for (name, _), calls in weights.items():

@@ -30,10 +30,10 @@ def test_known_heads() -> None:
 
 def test_steps_of_a_generation_are_one_text() -> None:
     model, ids, memory = tiny.attach(tiny.make("llama"), null_slot=True), tiny.text(2, 3), tiny.memory(2, 5)
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         out = model.generate(ids, memory=memory, max_new_tokens=4, do_sample=False)
     steps = head_figures(torch.cat(weights["default", 0], 2))
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         model(out[:, :-1], memory=memory)
     whole = head_figures(weights["default", 0][0])
     for name in ("entropy", "distance", "diagonal", "null"):

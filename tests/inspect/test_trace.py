@@ -18,7 +18,7 @@ from mmattn.storage.tensor_files import read_tensors, write_tensors
 WORDS, SOURCES, LAYERS, HEADS = ("one", "two", "three"), ("a", "b", "c", "d", "e", "f"), ("layer 1", "layer 3"), 5
 
 
-def made(**changes: Any) -> mmattn.Trace:
+def made(**changes: Any) -> mmattn.inspect.Trace:
     """A trace of 2 layers, 5 heads, 3 words and 6 sources with everything that can be known."""
     torch.manual_seed(0)
     shares = torch.rand(len(LAYERS), HEADS, len(WORDS), len(SOURCES))
@@ -35,7 +35,7 @@ def made(**changes: Any) -> mmattn.Trace:
         "grid": (2, 3),
         "picture": Image.new("RGB", (307, 211), (200, 30, 10)),
     }
-    return mmattn.Trace(**(settings | changes))
+    return mmattn.inspect.Trace(**(settings | changes))
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
 
 def test_a_terminal_shows_bars_and_counterfactuals() -> None:
     weights = torch.tensor([[0.75, 0.25, 0.0], [0.0, 0.0, 0.0]])[None, None]
-    trace = mmattn.Trace(
+    trace = mmattn.inspect.Trace(
         ["one\x1b[2J", "\n"],
         ["a passage", "another\nline", "c"],
         weights,

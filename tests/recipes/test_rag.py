@@ -241,7 +241,7 @@ def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: 
         if lookup:
             recipe.reading.begin_as_lookup(model.adapters["default"], 60.0)
         assert torch.equal(model(ids, memory=memory).logits, host(ids).logits), "it adds nothing yet"
-        with mmattn.record(model) as weights:
+        with mmattn.inspect.record(model) as weights:
             model(ids, memory=memory)
         # Of tokens 6 to 12, which see the chunk's memory, those from 7 on are the first ones again: behind them the
         # text goes on with slots 1 to 6.
@@ -302,7 +302,7 @@ def test_a_run_over_documents_has_its_controls(
     asked = recipe.ask.Asked(out / "index", out / "adapter", str(lm))
     written, sources = asked("A call gives a value, and a loop")
     assert isinstance(written, str) and len({source.text for source in sources}) == len(sources) > 0
-    assert {source.text for source in sources} <= set(asked.index.state.entries.texts)
+    assert {source.text for source in sources} <= {asked.index[name].text for name in asked.index.ids}
     assert 0.5 < sum(source.weight for source in sources) < 1, "the null slot has the rest"
     assert [source.weight for source in sources] == sorted((one.weight for one in sources), reverse=True)
     check_traces(asked, inspect.load_traces(out), written)
@@ -316,17 +316,18 @@ def test_a_run_over_documents_has_its_controls(
 
 
 @torch.no_grad()
-def check_traces(asked: Any, traces: list[mmattn.Trace], written: str) -> None:
+def check_traces(asked: Any, traces: list[mmattn.inspect.Trace], written: str) -> None:
     """What words of a continuation looked at, beside what the model does when it looks its passages up itself."""
     (held,) = traces
-    assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= set(asked.index.state.entries.texts)
+    texts = {asked.index[name].text for name in asked.index.ids}
+    assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= texts
     trace = asked.trace("A call gives a value, and a loop")
     assert "".join(trace.words).strip() == written and len(set(trace.sources)) == len(trace.sources)
     Continuation = sys.modules[type(asked).__module__].Continuation
     one = Continuation(asked.index, asked.model, asked.tokenizer, asked.reader, asked.settings.docs)
     memory = asked.model.prepare(one.retrieve)
     out, begin = one.write("A call gives a value, and a loop", memory, 48)
-    with mmattn.record(asked.model) as weights:
+    with mmattn.inspect.record(asked.model) as weights:
         logits = asked.model(out, memory=memory).logits[0, begin - 1 : -1]
     want = logits.softmax(-1).gather(1, out[0, begin:, None])[:, 0]
     torch.testing.assert_close(trace.probability, want)

@@ -1,4 +1,4 @@
-"""What the tests of retrieval share: the slow definition of a search, and small indexes of every engine."""
+"""What the tests of retrieval share: the slow definition of a search, and small indexes of every store."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmattn import Index, Memory, QdrantIndex
-from mmattn.retrieval.approximate import HNSW, IVFPQ
+from mmattn import Index, Memory
+from mmattn.retrieval import QdrantIndex
 
 METRICS = ("cosine", "ip", "l2")
-#: Every engine, the approximate ones so thorough that they miss nothing in a thousand entries.
-ENGINES: dict[str, Any] = {
-    "exact": "exact",
-    "flat": "flat",
-    "hnsw": HNSW(links=48, build_effort=400, search_effort=1500),
-    "ivfpq": IVFPQ(lists=11, visited=11),
+#: Every store in memory, the approximate ones so thorough that they miss nothing in a thousand entries.
+STORES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "flat": {},
+    "hnsw": {"links": 48, "build_effort": 400, "search_effort": 1500},
+    "ivfpq": {"lists": 11, "visited": 11},
 }
 #: An index in this process and one over a Qdrant collection: one set of verbs, ids and refusals.
 KINDS = ("exact", "qdrant")
@@ -70,17 +70,17 @@ class Letters:
         return Memory(tokens)
 
 
-def built(items: Any, engine: str = "exact", **kwargs: Any) -> Any:
-    """An index of an engine, or a QdrantIndex in memory."""
+def built(items: Any, store: str = "exact", **kwargs: Any) -> Any:
+    """An index of a store, or a QdrantIndex in memory."""
     return (
         QdrantIndex.build(items, **kwargs)
-        if engine == "qdrant"
-        else Index.build(items, engine=ENGINES[engine], **kwargs)
+        if store == "qdrant"
+        else Index.build(items, store=store, **STORES[store], **kwargs)
     )
 
 
-def small(count: int = 1103, metric: str = "cosine", engine: str = "exact", **kwargs: Any) -> Any:
-    return built(torch.randn(count, WIDTH), engine, metric=metric, **kwargs)
+def small(count: int = 1103, metric: str = "cosine", store: str = "exact", **kwargs: Any) -> Any:
+    return built(torch.randn(count, WIDTH), store, metric=metric, **kwargs)
 
 
 def held(index: Any) -> dict[Any, list[float]]:

@@ -1,4 +1,4 @@
-"""Adding, removing and updating: ids stay, what is gone is never found, and every engine agrees with the definition."""
+"""Adding, deleting and updating: ids stay, what is gone is never found, and every store agrees with the definition."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from mmattn import Memory
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError
-from tests.retrieval.searching import ENGINES, KINDS, METRICS, WIDTH, Letters, built, held, reference, small
+from tests.retrieval.searching import KINDS, METRICS, STORES, WIDTH, Letters, built, held, reference, small
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_any_order_of_changes_agrees_with_a_dict(engine: str, metric: str, seeded: int) -> None:
-    """A dict of vectors is the definition; some of the steps are large enough to make the engine again."""
+@pytest.mark.parametrize("store", STORES)
+def test_any_order_of_changes_agrees_with_a_dict(store: str, metric: str, seeded: int) -> None:
+    """A dict of vectors is the definition; some of the steps are large enough to build the structure again."""
     chance = random.Random(seeded)
-    index = small(1201, engine=engine, metric=metric)
+    index = small(1201, store=store, metric=metric)
     model: dict[Any, torch.Tensor] = {name: index[name].vector for name in index.ids}
-    engines = [index.state.parts[0].engine]
+    structures = [index.store.version.parts[0].structure]
     steps = [(verb, size) for verb in ("add", "remove", "update") for size in (1, 7, 400)] + [("add", 1300)]
     for step, (verb, size) in enumerate(chance.sample(steps, len(steps))):
         names = chance.sample(list(model), min(size, len(model) // 2))
@@ -29,36 +29,36 @@ def test_any_order_of_changes_agrees_with_a_dict(engine: str, metric: str, seede
             given = [f"{step} {row}" for row in range(size)] if step % 2 else None
             model |= dict(zip(index.add(vectors, ids=given), vectors, strict=True))
         elif verb == "remove":
-            index.remove(names)
+            index.delete(names)
             model = {name: vector for name, vector in model.items() if name not in set(names)}
         else:
             vectors = torch.randn(len(names), WIDTH)
             index.update(names, vectors)
             model |= dict(zip(names, vectors, strict=True))
-        engines.append(index.state.parts[0].engine)
+        structures.append(index.store.version.parts[0].structure)
         queries = torch.randn(2, WIDTH)
         ids, _ = reference(queries, {name: vector.tolist() for name, vector in model.items()}, 5, metric)
         assert index.search(queries, 5).ids == ids, (step, verb, size)
         assert index.ids == tuple(model)
-    assert engines[-1] is not engines[0]
+    assert structures[-1] is not structures[0]
 
 
-def test_small_changes_leave_the_engine_as_it_is() -> None:
-    index = small(1201, engine="hnsw")
-    engine = index.state.parts[0].engine
+def test_small_changes_leave_the_structure_as_it_is() -> None:
+    index = small(1201, store="hnsw")
+    structure = index.store.version.parts[0].structure
     index.add(torch.randn(3, WIDTH))
-    index.remove([5])
+    index.delete([5])
     index.update([7], torch.randn(1, WIDTH))
-    assert index.state.parts[0].engine is engine and len(index.state.parts) == 2
+    assert index.store.version.parts[0].structure is structure and len(index.store.version.parts) == 2
     index.add(torch.randn(1031, WIDTH))
-    assert index.state.parts[0].engine is not engine and len(index.state.parts) == 1
+    assert index.store.version.parts[0].structure is not structure and len(index.store.version.parts) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_counted_on_and_never_given_again(kind: str) -> None:
     index = built(torch.randn(3, WIDTH), kind)
     assert index.ids == (0, 1, 2)
-    index.remove([2])
+    index.delete([2])
     assert index.add(torch.randn(2, WIDTH)) == (3, 4)
     index.add(torch.randn(2, WIDTH), ids=[11, "1"])
     assert index.add(torch.randn(1, WIDTH)) == (12,)
@@ -69,8 +69,8 @@ def test_ids_are_counted_on_and_never_given_again(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_can_be_removed_and_others_added(kind: str) -> None:
-    index = small(5, engine=kind)
-    index.remove(index.ids)
+    index = small(5, store=kind)
+    index.delete(index.ids)
     assert len(index) == 0 and not index.search(torch.randn(1, WIDTH), 3).mask.any()
     index.add(torch.eye(WIDTH)[:2], ids=["a", "b"])
     assert index.search(torch.eye(WIDTH)[1], 1).ids == [["b"]]
@@ -99,12 +99,12 @@ def test_later_changes_by_the_caller_do_not_reach_the_index(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hits_keep_the_version_they_were_found_in(kind: str) -> None:
-    index = small(17, engine=kind)
+    index = small(17, store=kind)
     hits = index.search(torch.randn(2, WIDTH), 17)
     assert hits.vectors is not None and hits.ids is not None
     before = hits.vectors.clone()
     index.update(index.ids, torch.zeros(17, WIDTH) + 1)
-    index.remove([hits.ids[0][0]])
+    index.delete([hits.ids[0][0]])
     assert torch.equal(hits.vectors, before)
 
 
@@ -126,9 +126,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "metadata 0",
     ),
     "too little metadata": (lambda index: index.add(torch.ones(2, WIDTH), metadata=[{}]), ConfigError, "1 for 2"),
-    "removing nobody": (lambda index: index.remove([3, "nobody", 90]), IndexMismatchError, "'nobody', 90"),
-    "removing twice": (lambda index: index.remove([3, 3]), IndexMismatchError, "3 is given more"),
-    "removing no list": (lambda index: index.remove(3), ConfigError, r"\[3\]"),
+    "removing nobody": (lambda index: index.delete([3, "nobody", 90]), IndexMismatchError, "'nobody', 90"),
+    "removing twice": (lambda index: index.delete([3, 3]), IndexMismatchError, "3 is given more"),
+    "removing no list": (lambda index: index.delete(3), ConfigError, r"\[3\]"),
     "updating nobody": (lambda index: index.update([3, 77], torch.ones(2, WIDTH)), IndexMismatchError, "77"),
     "updating too few": (lambda index: index.update([3, 4], torch.ones(1, WIDTH)), IndexMismatchError, "1 items for 2"),
     "half a character": (lambda index: index.add(torch.ones(1, WIDTH), texts=["\ud800"]), ValueError, "surrogate"),
@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refused_change_changes_nothing(case: str, kind: str) -> None:
     change, error, match = REFUSED[case]
-    index = small(7, engine=kind)
+    index = small(7, store=kind)
     before = held(index)
     with pytest.raises(error, match=match):
         change(index)
@@ -150,10 +150,10 @@ def test_a_refused_change_changes_nothing(case: str, kind: str) -> None:
 
 def test_tokens_are_for_all_entries_or_for_none() -> None:
     index = small(7)
-    state = index.state
+    state = index.store.version
     with pytest.raises(ShapeError, match="no encoded tokens"):
         index.add(torch.ones(1, WIDTH), tokens=Memory(torch.ones(1, 2, 3)))
-    assert index.state is state
+    assert index.store.version is state
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,6 +177,6 @@ def test_zeros_have_no_direction(kind: str) -> None:
     with pytest.raises(ShapeError, match="row 1 is all zeros"):
         built(vectors, kind)
     with pytest.raises(ShapeError, match="row 0 is all zeros"):
-        small(3, engine=kind).search(torch.zeros(WIDTH), 1)
+        small(3, store=kind).search(torch.zeros(WIDTH), 1)
     assert built(vectors, kind, metric="l2").search(torch.zeros(WIDTH), 1).ids == [[1]]
     assert built(vectors, kind, metric="ip").search(torch.zeros(WIDTH), 2).ids == [[0, 1]]

@@ -23,7 +23,7 @@ from mmattn.errors import (
     TextError,
 )
 from mmattn.memory import Memory
-from mmattn.retrieval.corpus import CorpusShards, embed_corpus
+from mmattn.retrieval import CorpusShards, embed_corpus
 from tests.tiny_texts import WIDTH, save_encoder
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
@@ -213,6 +213,103 @@ def test_broken_lines_are_named_and_skipped_only_when_asked(encoder: TextEncoder
     assert "not UTF-8" in skipped[5] and "surrogate" in skipped[6] and "twice" in skipped[7]
     with pytest.raises(TextError, match="10 lines"):
         embed_corpus(path, tmp_path / "other", encoder, id_field="key")
+
+
+#: By kind the bytes of a plain file and of JSON lines, the texts in both, and what is wrong in each.
+FILES: dict[str, tuple[bytes, bytes, list[str], list[str], list[str]]] = {
+    "byte-order marks": (
+        b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n",
+        b'\xef\xbb\xbf{"text": "one"}\n\xef\xbb\xbf{"text": "two"}\n',
+        ["one", "two"],
+        [],
+        [],
+    ),
+    "CRLF": (b"one\r\n\r\ntwo\r\n", b'{"text": "one"}\r\n\r\n{"text": "two"}\r\n', ["one", "two"], [], []),
+    "no last end": (b"one\ntwo", b'{"text": "one"}\n{"text": "two"}', ["one", "two"], [], []),
+    "NUL": (
+        b"one\nt\0wo\n",
+        b'{"text": "one"}\n{"text": "t\0wo"}\n',
+        ["one"],
+        ["2 has NUL characters"],
+        ["2 has NUL characters"],
+    ),
+    "UTF-16": (
+        "one\ntwo".encode("utf-16"),
+        '{"text": "one"}'.encode("utf-16"),
+        [],
+        ["1 has NUL characters", "2 has NUL characters"],
+        ["1 has NUL characters"],
+    ),
+    "latin-1": (
+        "one\nzwö".encode("latin-1"),
+        '{"text": "one"}\n{"text": "zwö"}'.encode("latin-1"),
+        ["one"],
+        ["2 is not UTF-8"],
+        ["2 is not UTF-8"],
+    ),
+    "line ends of old": (b"a\rb\none\r", b'{"text": "one"}\r', ["one"], ["1 has a carriage return"], []),
+    "a key twice": (b"one", b'{"text": "one"}\n{"text": "a", "text": "b"}', ["one"], [], ["2 is not sound JSON"]),
+}
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("kind", FILES)
+def test_files_are_read_right_or_named_with_their_line(
+    encoder: TextEncoder, tmp_path: Path, kind: str, suffix: str
+) -> None:
+    path, (plain, lines, texts, *both) = tmp_path / f"a.{suffix}", FILES[kind]
+    path.write_bytes(plain if suffix == "txt" else lines)
+    faults = both[suffix == "jsonl"]
+    if faults:
+        with pytest.raises(TextError, match="\n".join(f"  a.{suffix}:{fault}.*" for fault in faults)):
+            embed_corpus(path, tmp_path / "out", encoder)
+    shards = embed_corpus(path, tmp_path / "out", encoder, skip_broken=True)
+    assert [text for _, found, _, _ in shards for text in found] == texts
+
+
+def test_long_lines_are_read_and_longer_ones_named(
+    encoder: TextEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "wood " * 200_000
+    (tmp_path / "a.txt").write_text(f"one\n{long}\ntwo\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": long}) + "\n")
+    with pytest.warns(UserWarning, match="cut"):
+        shards = embed_corpus([tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "out", encoder, lines_per_shard=2)
+    assert [text for _, texts, _, _ in shards for text in texts] == ["one", long.strip(), "two", long]
+    monkeypatch.setattr("mmattn.retrieval.corpus_lines.MAX_LINE", 99)
+    for name, line in (("a", "x" * 100), ("b", "x" * 1001), ("c", "x" * 200 + "\ny" + " " * 97)):
+        (tmp_path / f"{name}.txt").write_text(f"one\n{line}\ntwo")
+        with pytest.raises(
+            TextError, match=f"^1 lines of the corpus hold no text:\n  {name}.txt:2 has more than 99 byte"
+        ):
+            embed_corpus(tmp_path / f"{name}.txt", tmp_path / f"{name} out", encoder)
+        shards = embed_corpus(
+            tmp_path / f"{name}.txt", tmp_path / f"{name} out", encoder, skip_broken=True, lines_per_shard=1
+        )
+        texts = ["one", *(text.strip() for text in line.split("\n")[1:]), "two"]
+        assert [text for _, found, _, _ in shards for text in found] == texts
+        assert [len(found) for _, found, _, _ in shards] == [1, 0, *[1] * (len(texts) - 1)]
+
+
+@pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
+def test_a_plan_of_another_shape_is_refused(files: list[Path], encoder: TextEncoder, tmp_path: Path, name: str) -> None:
+    """Every field taken away, or replaced by a value of another type."""
+    out = tmp_path / "out"
+    embed_corpus(files, out, encoder, lines_per_shard=7)
+    given = json.loads((out / name).read_text())
+    changes: list[dict[str, Any]] = [
+        {**given, key: value} for key in given if key != "skipped" for value in (None, [3], {"a": None}, "x")
+    ]
+    changes += [{other: value for other, value in given.items() if other != key} for key in given if key != "skipped"]
+    if name == "manifest.json":
+        changes += [{**given, "shards": [{**given["shards"][0], "rows": None}, *given["shards"][1:]]}]
+        changes += [{**given, "shards": given["shards"][1:]}]
+    for changed in changes:
+        if changed.get("encoder") == "x":
+            continue
+        (out / name).write_text(json.dumps(changed))
+        with pytest.raises(AdapterFileError):
+            list(CorpusShards(out))
 
 
 def test_another_encoder_corpus_or_setting_is_refused_by_name(

@@ -59,7 +59,7 @@ class TestMemory:
         index = Index.build(torch.eye(3), tokens=Memory.pad([torch.full((m, 5), float(m)) for m in (2, 3, 1)]))
         index.add(torch.eye(3)[:1] * 2, tokens=Memory(torch.full((1, 4, 5), 4.0)))
         index.update([1], torch.ones(1, 3), tokens=Memory(torch.full((1, 7, 5), 7.0)))
-        index.remove([0])
+        index.delete([0])
         tokens = {name: index[name].tokens for name in index.ids}
         assert {name: len(part) for name, part in tokens.items() if part is not None} == {1: 7, 2: 1, 3: 4}
         for change in (

@@ -15,29 +15,29 @@ import torch
 
 from mmattn import Index, Memory
 from mmattn.errors import IndexFileError, IndexMismatchError
-from mmattn.retrieval import folder as folders
-from tests.retrieval.searching import ENGINES, METRICS, WIDTH, Letters, files, same, small
+from mmattn.retrieval import versioned_folder as folders
+from tests.retrieval.searching import METRICS, STORES, WIDTH, Letters, files, same, small
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["loaded", "mapped"])
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_was_saved_is_loaded(tmp_path: Path, engine: str, metric: str, mapped: bool) -> None:
-    index = small(1201, metric=metric, engine=engine, metadata=[{"n": i, "ü": [None, 0.5]} for i in range(1201)])
-    index.remove([5, 900])
+@pytest.mark.parametrize("store", STORES)
+def test_what_was_saved_is_loaded(tmp_path: Path, store: str, metric: str, mapped: bool) -> None:
+    index = small(1201, metric=metric, store=store, metadata=[{"n": i, "ü": [None, 0.5]} for i in range(1201)])
+    index.delete([5, 900])
     index.add(torch.randn(3, WIDTH), ids=["one", "zwö", "🌷"], texts=["a", None, "line\nbreak"])
     index.update([7], torch.randn(1, WIDTH))
     index.save(tmp_path / "index")
     again = Index.load(tmp_path / "index", mapped=mapped)
     same(index, again)
-    if engine != "exact":
+    if store != "exact":
         with open("/proc/self/maps") as maps:
             named = [line for line in maps if str(tmp_path / "index") in line]
         assert bool(named) == mapped
     # What was loaded goes on as if it had never been away.
     for one in (index, again):
         one.add(torch.ones(2, WIDTH))
-        one.remove(["one", 11])
+        one.delete(["one", 11])
     same(index, again)
     again.save(tmp_path / "index")
     same(again, Index.load(tmp_path / "index"))
@@ -45,7 +45,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, engine: str, metric: str, mapp
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_an_index_mapped_from_a_version_that_is_gone_still_searches(tmp_path: Path, mapped: bool) -> None:
-    index = small(1201, engine="ivfpq")
+    index = small(1201, store="ivfpq")
     index.save(tmp_path / "index")
     again = Index.load(tmp_path / "index", mapped=mapped)
     small(7).save(tmp_path / "index")
@@ -57,7 +57,7 @@ def test_an_index_mapped_from_a_version_that_is_gone_still_searches(tmp_path: Pa
 
 
 def test_small_and_empty(tmp_path: Path) -> None:
-    Index.build(torch.empty(0, 7), metric="l2", engine="hnsw").save(tmp_path / "empty")
+    Index.build(torch.empty(0, 7), metric="l2", store="hnsw").save(tmp_path / "empty")
     index = Index.load(tmp_path / "empty")
     assert (len(index), index.dim, index.metric) == (0, 7, "l2")
     index.add(torch.eye(7), tokens=Memory.pad([torch.randn(m, 5) for m in (2, 3, 1, 1, 4, 1, 2)]))
@@ -80,13 +80,13 @@ def test_encoders(tmp_path: Path) -> None:
 
 def test_a_removed_id_is_not_given_again_after_loading(tmp_path: Path) -> None:
     index = small(3)
-    index.remove([2])
+    index.delete([2])
     index.save(tmp_path / "index")
     assert Index.load(tmp_path / "index").add(torch.ones(1, WIDTH)) == (3,)
 
 
 def test_a_folder_holds_one_version(tmp_path: Path) -> None:
-    index = small(1201, engine="hnsw")
+    index = small(1201, store="hnsw")
     for _ in range(3):
         index.save(tmp_path / "index")
     version = ["v3/engine.faiss", "v3/entries.jsonl", "v3/vectors.safetensors"]
@@ -131,22 +131,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an edited manifest": (lambda f: edit(f / "index.json", lambda raw: raw.replace(b'"ip"', b'"l2"')), "checksum"),
     "another manifest": (lambda f: (f / "index.json").write_text('{"a": 1}'), "not describe an index"),
     "a newer one": (
-        lambda f: edit(f / "index.json", lambda raw: raw.replace(b'"format_version": 1', b'"format_version": 2')),
-        "format version 2.*reads 1",
+        lambda f: edit(f / "index.json", lambda raw: raw.replace(b'"format_version": 2', b'"format_version": 3')),
+        "format version 3.*reads 1 to 2",
     ),
     "an entry fewer": (
         lambda f: (edit(f / "v1/entries.jsonl", lambda raw: raw[: raw.index(b"\n") + 1]), forge(f)),
-        "1 entries with 1 ids, and 1201 were saved",
+        "holds 1 entries, and 1201 were saved",
     ),
     "an entry twice": (
         lambda f: (edit(f / "v1/entries.jsonl", lambda raw: raw.replace(b'"id": 1,', b'"id": 0,')), forge(f)),
-        "1201 entries with 1200 ids",
+        "0 is given more than once",
     ),
-    "another count": (lambda f: forge(f, count=1200), r"\(1201, 12\), and 1200 of width 12"),
-    "another width": (lambda f: forge(f, dim=13), r"\(1201, 12\), and 1201 of width 13"),
+    "another count": (lambda f: forge(f, count=1200), "holds 1201 entries.*1200 below 1201 were saved"),
+    "another width": (lambda f: forge(f, dim=13), r"\(1201, 12\), torch.float32, and float32 of width 13"),
     "an unknown metric": (lambda f: forge(f, metric="dot"), "described by"),
-    "an unknown engine": (lambda f: forge(f, engine={"kind": "os.system"}), "no engine"),
-    "another engine": (lambda f: forge(f, engine={"kind": "exact"}), "has no file"),
+    "an unknown store": (lambda f: forge(f, store="os.system"), "store 'os.system', which is not reg"),
+    "another store": (lambda f: forge(f, store="exact", settings={}), "rows"),
     "faiss of something else": (
         lambda f: (edit(f / "v1/engine.faiss", lambda raw: b"nonsense"), forge(f)),
         "faiss says",
@@ -162,7 +162,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("good") / "index"
-    small(1201, engine="hnsw", metric="ip").save(folder)
+    small(1201, store="hnsw", metric="ip").save(folder)
     return folder
 
 

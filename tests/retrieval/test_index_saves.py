@@ -18,7 +18,7 @@ import torch
 
 from mmattn import Index
 from mmattn.errors import IndexFileError
-from mmattn.retrieval import folder as folders
+from mmattn.retrieval import versioned_folder as folders
 from tests.retrieval.searching import WIDTH, files, held, same, small
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,7 +44,7 @@ def test_a_writer_who_did_not_see_the_last_save_is_refused(tmp_path: Path) -> No
     one, two = Index.load(tmp_path / "index"), Index.load(tmp_path / "index")
     one.add(torch.ones(1, WIDTH), ids=["mine"])
     one.save(tmp_path / "index")
-    two.remove([0])
+    two.delete([0])
     with pytest.raises(IndexFileError, match="another writer has saved there"):
         two.save(tmp_path / "index")
     same(one, Index.load(tmp_path / "index"))
@@ -91,7 +91,7 @@ WRITER = """
 import os, sys, torch
 from mmattn import Index
 torch.set_num_threads(1)
-indexes = [Index.build(torch.ones(701, 31), engine=engine) for engine in ("exact", "flat")]
+indexes = [Index.build(torch.ones(701, 31), store=store) for store in ("exact", "flat")]
 # Another object than those that the children save: these would know that somebody saved after them, and refuse.
 Index.build(torch.ones(701, 31), metadata=[1] * 701).save(sys.argv[1])
 for line in sys.stdin:
@@ -142,7 +142,13 @@ def test_two_hundred_kills_during_saves(tmp_path: Path, seeded: int) -> None:
     assert len(killed_saves(tmp_path / "index", 200, seeded)) > 20
 
 
-STEPS = ("os.mkdir", "os.replace", "os.fsync", "mmattn.retrieval.folder.sync_folder", "mmattn.retrieval.folder._digest")
+STEPS = (
+    "os.mkdir",
+    "os.replace",
+    "os.fsync",
+    "mmattn.retrieval.versioned_folder.sync_folder",
+    "mmattn.retrieval.versioned_folder._digest",
+)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -150,7 +156,7 @@ STEPS = ("os.mkdir", "os.replace", "os.fsync", "mmattn.retrieval.folder.sync_fol
 def test_an_interruption_at_every_step_leaves_old_or_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
 ) -> None:
-    old, new = small(1201, engine="hnsw"), small(1300, engine="hnsw")
+    old, new = small(1201, store="hnsw"), small(1300, store="hnsw")
     old.save(tmp_path / "index")
     module, _, name = step.rpartition(".")
     target = os if module == "os" else folders
@@ -187,13 +193,13 @@ def test_an_interruption_at_every_step_leaves_old_or_new(
 
 def test_disk_full_at_twenty_sizes(tmp_path: Path) -> None:
     """The system refuses to let a file grow; what was there stays, and nothing else is left."""
-    index = small(1201, engine="hnsw", ids=[f"entry {i}" for i in range(1201)])
+    index = small(1201, store="hnsw", ids=[f"entry {i}" for i in range(1201)])
     index.save(tmp_path / "index")
     before = {name: (tmp_path / "index" / name).read_bytes() for name in files(tmp_path / "index")}
     code = """
 import resource, sys, torch
 from mmattn import Index
-index = Index.build(torch.randn(2000, 12), engine="hnsw")
+index = Index.build(torch.randn(2000, 12), store="hnsw")
 for size in range(0, 600_000, 30_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     for folder in sys.argv[1:]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mmattn import Index
-from tests.retrieval.searching import ENGINES, WIDTH
+from tests.retrieval.searching import STORES, WIDTH
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_four_searchers_and_a_writer(engine: str) -> None:
+@pytest.mark.parametrize("store", STORES)
+def test_four_searchers_and_a_writer(store: str) -> None:
     """Version v holds entries named by v whose vectors, texts and metadata say v; more or fewer of them each time."""
 
     def contents(version: int) -> dict[str, object]:
@@ -24,8 +24,8 @@ def test_four_searchers_and_a_writer(engine: str) -> None:
             "metadata": [{"version": version}] * count,
         }
 
-    index = Index.build(metric="ip", engine=ENGINES[engine], **contents(0))  # type: ignore[arg-type]
-    states, wrong, searches, done = {0: index.state}, [], [], threading.Event()
+    index = Index.build(metric="ip", store=store, **STORES[store], **contents(0))  # type: ignore[arg-type]
+    states, wrong, searches, done = {0: index.store.version}, [], [], threading.Event()
 
     def search() -> None:
         while not done.is_set():
@@ -49,14 +49,14 @@ def test_four_searchers_and_a_writer(engine: str) -> None:
         new = contents(version)
         count, extra = len(index), len(new["texts"]) - len(index)  # type: ignore[arg-type]
         if extra < 0:
-            index.remove(index.ids[extra:])
+            index.delete(index.ids[extra:])
             index.update(index.ids, **{name: values[:count] for name, values in new.items()})  # type: ignore[index]
         elif extra == 0:
             index.update(index.ids, **new)  # type: ignore[arg-type]
         else:
             index.update(index.ids, **{name: values[:count] for name, values in new.items()})  # type: ignore[index]
             index.add(**{name: values[count:] for name, values in new.items()})  # type: ignore[index]
-        states[version] = index.state
+        states[version] = index.store.version
     done.set()
     for searcher in searchers:
         searcher.join()
@@ -73,7 +73,7 @@ def test_writers_in_threads_lose_nothing() -> None:
                 torch.ones(3, WIDTH) * (name + 1), metadata=[name] * 3, ids=[f"{name} {step} {i}" for i in range(3)]
             )
             given = index.add(torch.ones(2, WIDTH))
-            index.remove(given[:1])
+            index.delete(given[:1])
 
     writers = [threading.Thread(target=write, args=(name,)) for name in range(4)]
     for writer in writers:

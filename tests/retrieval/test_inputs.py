@@ -12,9 +12,9 @@ import pytest
 import torch
 from qdrant_client import QdrantClient
 
-from mmattn import Index, Memory, QdrantIndex
+from mmattn import Index, Memory
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
-from mmattn.retrieval.approximate import HNSW, IVFPQ
+from mmattn.retrieval import QdrantIndex
 from tests.retrieval.searching import KINDS, WIDTH, Letters, built, small
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -39,19 +39,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 )
 def test_queries(queries: Any, error: type[Exception], match: str, kind: str) -> None:
     with pytest.raises(error, match=match):
-        small(3, engine=kind).search(queries, 2)
+        small(3, store=kind).search(queries, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("top_k", [0, -1, 2.0, True, None])
 def test_top_k(top_k: Any, kind: str) -> None:
     with pytest.raises(ConfigError, match="top_k"):
-        small(3, engine=kind).search(torch.randn(1, WIDTH), top_k)
+        small(3, store=kind).search(torch.randn(1, WIDTH), top_k)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_thresholds_and_filters(kind: str) -> None:
-    index = small(3, engine=kind)
+    index = small(3, store=kind)
     with pytest.raises(ConfigError, match="score_threshold"):
         index.search(torch.randn(1, WIDTH), 1, score_threshold=float("nan"))
     with pytest.raises(ConfigError, match="filter must be a dict"):
@@ -105,28 +105,37 @@ class Tokens(Letters):
         ({"items": []}, ShapeError, r"torch.empty\(0, e\)"),
         ({"items": torch.ones(7)}, ShapeError, r"vector\[None\]"),
         ({"items": torch.ones(2, 3), "metric": "dot"}, ConfigError, "'cosine', 'ip', 'l2'; got 'dot'"),
-        ({"items": torch.ones(2, 3), "engine": "annoy"}, ConfigError, "engine must be one of 'exact'.*'annoy'"),
+        ({"items": torch.ones(2, 3), "store": "annoy"}, ConfigError, "store must be one of 'exact'.*'annoy'"),
         ({"items": torch.ones(2, 3), "texts": ["a"]}, TextError, "1 texts for 2"),
         ({"items": torch.ones(2, 3), "ids": "ab"}, ConfigError, "ids must be a list"),
         ({"items": torch.ones(2, 3), "tokens": torch.ones(2, 3, 5)}, ShapeError, "tokens must be a Memory"),
         ({"items": torch.ones(2, 3), "tokens": Memory(torch.ones(3, 3, 5))}, ShapeError, "3 rows for 2 entries"),
-        ({"items": torch.ones(2, 10), "engine": IVFPQ(bytes=3)}, ConfigError, "bytes=3, width 10"),
+        ({"items": torch.ones(2, 10), "store": "ivfpq", "bytes": 3}, ConfigError, "bytes=3, width 10"),
     ],
 )
 def test_building(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         Index.build(**arguments)
-    if not {"engine", "tokens"} & set(arguments):
+    if not {"store", "tokens"} & set(arguments):
         client = QdrantClient(":memory:")
         with pytest.raises(error, match=match):
             QdrantIndex.build(**arguments, client=client)
         assert not client.get_collections().collections
 
 
-def test_engine_settings() -> None:
-    for wrong in (lambda: HNSW(links=1), lambda: HNSW(search_effort=0), lambda: IVFPQ(lists=2.5)):  # type: ignore[arg-type]
-        with pytest.raises(ConfigError):
-            wrong()
+@pytest.mark.parametrize(
+    ("store", "setting", "match"),
+    [
+        ("hnsw", {"links": 1}, "links must be at least 2"),
+        ("hnsw", {"search_effort": 0}, "search_effort must be at least 1"),
+        ("ivfpq", {"lists": 2.5}, "lists must be an int"),
+        ("hnsw", {"lists": 7}, "'hnsw' has no setting 'lists'; its settings: links, build_effort, search_effort"),
+        ("exact", {"metdata": [{}, {}]}, "'exact' has no setting 'metdata'; its settings: none"),
+    ],
+)
+def test_settings_of_stores(store: str, setting: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Index.build(torch.ones(2, 3), store=store, **setting)
 
 
 def test_an_empty_list_of_texts_waits_for_more() -> None:
@@ -136,14 +145,14 @@ def test_an_empty_list_of_texts_waits_for_more() -> None:
     assert index.search("a text", 2).ids == [[0, None]]
 
 
-def test_the_exact_engine_needs_no_faiss_and_the_others_name_the_extra() -> None:
+def test_the_exact_store_needs_no_faiss_and_the_others_name_the_extra() -> None:
     code = """
 import sys
 sys.modules["faiss"] = None
 import torch, mmattn
 print(mmattn.Index.build(torch.eye(3)).search(torch.eye(3)[1], 1).ids)
 try:
-    mmattn.Index.build(torch.eye(3), engine="hnsw")
+    mmattn.Index.build(torch.eye(3), store="hnsw")
 except mmattn.errors.MissingExtraError as error:
     print(error)
 """

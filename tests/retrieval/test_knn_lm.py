@@ -41,11 +41,11 @@ def slow(keys, values, queries, logits, top_k, temperature, weight):
 def test_the_slow_definition(top_k, temperature, weight, at_once, monkeypatch):
     monkeypatch.setattr("mmattn.retrieval.knn_lm._AT_ONCE", at_once)
     given = store()
-    got = mmattn.knn_log_probs(*given, top_k=top_k, temperature=temperature, weight=weight)
+    got = mmattn.retrieval.knn_log_probs(*given, top_k=top_k, temperature=temperature, weight=weight)
     assert_close(got, slow(*given, top_k, temperature, weight), 1e-6)
     assert_close(got.exp().sum(-1), torch.ones(B, L, dtype=torch.float64), 1e-12)
     keys, values, queries, logits = given
-    narrow = mmattn.knn_log_probs(
+    narrow = mmattn.retrieval.knn_log_probs(
         keys.float(), values, queries.float(), logits.float(), top_k=top_k, temperature=temperature, weight=weight
     )
     assert narrow.dtype == torch.float32
@@ -54,9 +54,9 @@ def test_the_slow_definition(top_k, temperature, weight, at_once, monkeypatch):
 
 def test_what_all_states_share_costs_no_digits():
     keys, values, queries, logits = store()
-    want = mmattn.knn_log_probs(keys, values, queries, logits, top_k=13, weight=0.9)
+    want = mmattn.retrieval.knn_log_probs(keys, values, queries, logits, top_k=13, weight=0.9)
     shift = 128.0 * torch.arange(1, D + 1)
-    got = mmattn.knn_log_probs(
+    got = mmattn.retrieval.knn_log_probs(
         (keys + shift).float(), values, (queries + shift).float(), logits.float(), top_k=13, weight=0.9
     )
     assert_close(got, want.float(), 1e-3)
@@ -75,17 +75,17 @@ def test_the_nearest_are_found():
 def test_without_weight_or_keys_the_host_answers():
     keys, values, queries, logits = store()
     own = logits.log_softmax(-1)
-    assert torch.equal(mmattn.knn_log_probs(keys[:0], values[:0], queries, logits), own)
-    assert_close(mmattn.knn_log_probs(keys, values, queries, logits, weight=0.0), own, 1e-12)
+    assert torch.equal(mmattn.retrieval.knn_log_probs(keys[:0], values[:0], queries, logits), own)
+    assert_close(mmattn.retrieval.knn_log_probs(keys, values, queries, logits, weight=0.0), own, 1e-12)
     # Far from everything the nearest still vote, and nothing becomes NaN.
-    far = mmattn.knn_log_probs(keys, values, queries + 1e4, logits, weight=0.5)
+    far = mmattn.retrieval.knn_log_probs(keys, values, queries + 1e4, logits, weight=0.5)
     assert torch.isfinite(far).all()
 
 
 def test_gradients_reach_the_logits():
     keys, values, queries, logits = store()
     logits.requires_grad_()
-    mixed = mmattn.knn_log_probs(keys, values, queries, logits, top_k=5, weight=0.3)
+    mixed = mmattn.retrieval.knn_log_probs(keys, values, queries, logits, top_k=5, weight=0.3)
     upstream = torch.randn_like(mixed)
     (got,) = torch.autograd.grad(mixed, logits, upstream)
     near = (mixed.exp() - 0.7 * logits.log_softmax(-1).exp()).detach()
@@ -103,7 +103,9 @@ def test_the_datastore_of_a_host(family, with_adapter):
     rows = [tiny.text(1, length, seed=length)[0] for length in (3, 7, 1)]
     ids, keep = tiny.left_padded(rows)
     more = tiny.text(2, 5, seed=1)
-    keys, values = mmattn.next_token_states(host, [{"input_ids": ids, "attention_mask": keep}, {"input_ids": more}])
+    keys, values = mmattn.retrieval.next_token_states(
+        host, [{"input_ids": ids, "attention_mask": keep}, {"input_ids": more}]
+    )
     assert keys.shape == (2 + 6 + 0 + 8, 32) and not keys.requires_grad
     assert values.tolist() == [token for row in [*rows, *more] for token in row[1:].tolist()]
     want = [host(row[None], output_hidden_states=True).hidden_states[-1][0, :-1] for row in [*rows, *more]]
@@ -114,9 +116,11 @@ def test_the_datastore_of_a_host(family, with_adapter):
 def test_a_text_it_has_read_is_foretold():
     """The paper's point: a host that knows nothing foretells, word by word, a text that is in its datastore."""
     host, ids = tiny.make("llama"), tiny.text(3, 17)
-    keys, values = mmattn.next_token_states(host, [{"input_ids": ids}])
+    keys, values = mmattn.retrieval.next_token_states(host, [{"input_ids": ids}])
     out = host(ids, output_hidden_states=True)
-    mixed = mmattn.knn_log_probs(keys, values, out.hidden_states[-1], out.logits, top_k=5, temperature=0.1, weight=0.9)
+    mixed = mmattn.retrieval.knn_log_probs(
+        keys, values, out.hidden_states[-1], out.logits, top_k=5, temperature=0.1, weight=0.9
+    )
     assert torch.equal(mixed[:, :-1].argmax(-1), ids[:, 1:])
     assert not torch.equal(out.logits[:, :-1].argmax(-1), ids[:, 1:])
     loss, own = (-one[:, :-1].gather(-1, ids[:, 1:, None]).mean() for one in (mixed, out.logits.log_softmax(-1)))
@@ -141,9 +145,9 @@ def test_mistakes():
     ]
     for error, match, given, options in table:
         with pytest.raises(error, match=match):
-            mmattn.knn_log_probs(*given, **options)
+            mmattn.retrieval.knn_log_probs(*given, **options)
     host = tiny.make("llama")
     with pytest.raises(ConfigError, match="at least one"):
-        mmattn.next_token_states(host, [])
+        mmattn.retrieval.next_token_states(host, [])
     with pytest.raises(ConfigError, match="eval"):
-        mmattn.next_token_states(host.train(), [{"input_ids": tiny.text(1)}])
+        mmattn.retrieval.next_token_states(host.train(), [{"input_ids": tiny.text(1)}])

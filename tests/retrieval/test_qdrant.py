@@ -14,8 +14,10 @@ import pytest
 import torch
 from qdrant_client import QdrantClient, models
 
-from mmattn import Hits, Index, QdrantIndex
+from mmattn import Hits, Index
 from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError, NonFiniteError
+from mmattn.retrieval import QdrantIndex
+from mmattn.retrieval.stores.qdrant_points import ABOUT
 from tests.retrieval.searching import METRICS, WIDTH, Letters, held
 
 TEXTS = ["sun and moon", "a grey cat", "the moon"]
@@ -53,7 +55,7 @@ def life(client: QdrantClient, metric: str, chance: random.Random, collection: s
         names = chance.sample(pair[1].ids, 2 * size)
         fresh, others, queries = vectors(size), vectors(size), vectors(3)
         for index in pair:
-            index.remove(names[:size])
+            index.delete(names[:size])
             index.update(names[size:], others, metadata=[{"third": 1.0}] * size)
             index.add(fresh)
             index.update(names[size : size + 1], texts=["another text"])
@@ -69,7 +71,7 @@ def life(client: QdrantClient, metric: str, chance: random.Random, collection: s
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_it_goes_through_what_an_index_goes_through(metric: str, seeded: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmattn.retrieval.qdrant._NUMBERS", 5 * WIDTH)  # so that every request is one of several
+    monkeypatch.setattr("mmattn.retrieval.stores.qdrant._NUMBERS", 5 * WIDTH)  # so that every request is one of several
     life(QdrantClient(":memory:"), metric, random.Random(seeded), "mmattn")
 
 
@@ -129,7 +131,7 @@ def test_a_folder_is_opened_again(tmp_path: Path) -> None:
     )
     query, before = Letters().encode(["the moon"]), held(index)
     expected = index.search(query, 5)
-    index.remove(["x"])
+    index.delete(["x"])
     index.client.close()
     again = QdrantIndex.open(tmp_path, encoder=Letters())
     assert again.ids == (7, "7") and held(again) == {name: before[name] for name in (7, "7")}
@@ -158,6 +160,38 @@ def test_collections_of_others_are_left_alone() -> None:
     with pytest.raises(ConfigError, match="a collection 'other' already"):
         QdrantIndex.build(torch.eye(WIDTH), client=client, collection="other")
     assert client.count("other").count == 0
+
+
+def test_a_copy_is_saved_and_opened_in_memory(tmp_path: Path) -> None:
+    index = QdrantIndex.build(torch.eye(3), ids=["a", "b", 7], metadata=[{"n": 1}, None, {"n": 2}])
+    index.delete(["b"])
+    index.save(tmp_path / "copy")
+    for loaded in (Index.load(tmp_path / "copy"), QdrantIndex.load(tmp_path / "copy")):
+        assert loaded.store.kind == "qdrant" and loaded.ids == ("a", 7) and held(loaded) == held(index)
+        assert loaded.add(torch.ones(1, 3)) == (8,) and loaded.ids == ("a", 7, 8)
+    assert index.ids == ("a", 7)
+    Index.build(torch.eye(3)).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match="over a QdrantStore, got the store 'exact'"):
+        QdrantIndex.load(tmp_path / "other")
+
+
+def test_a_collection_that_was_changed_is_refused() -> None:
+    client = QdrantClient(":memory:")
+    QdrantIndex.build(torch.eye(3), client=client)
+    good = client.retrieve("mmattn", [ABOUT])[0].payload
+    changes: list[dict[str, Any]] = [{**good, name: value} for name in good for value in ([], -1.5, {"a": 1})]
+    changes += [{key: value for key, value in good.items() if key != name} for name in good]
+    for payload in changes:
+        client.upsert("mmattn", [models.PointStruct(id=ABOUT, vector={}, payload=payload)])
+        with pytest.raises(IndexFileError):
+            QdrantIndex.open(client=client)
+
+
+def test_a_build_that_fails_half_way_leaves_no_collection() -> None:
+    client = QdrantClient(":memory:")
+    with pytest.raises(ConfigError, match="64 bits"):
+        QdrantIndex.build(torch.eye(3), ids=[1, 2, 1 << 63], client=client)
+    assert not client.collection_exists("mmattn")
 
 
 def test_a_refused_build_leaves_no_collection() -> None:

@@ -1,4 +1,4 @@
-"""Searches against the slow definition: every engine and metric, filters, thresholds, gradients."""
+"""Searches against the slow definition: every store and metric, filters, thresholds, gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from mmattn import Hits, Memory
 from mmattn.errors import ConfigError
-from tests.retrieval.searching import ENGINES, KINDS, METRICS, WIDTH, Letters, built, held, reference, small
+from tests.retrieval.searching import KINDS, METRICS, STORES, WIDTH, Letters, built, held, reference, small
 
 
 def agree(hits: Hits, queries: torch.Tensor, vectors: dict[Any, Any], metric: str) -> None:
@@ -20,16 +20,16 @@ def agree(hits: Hits, queries: torch.Tensor, vectors: dict[Any, Any], metric: st
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("engine", [*ENGINES, "qdrant"])
+@pytest.mark.parametrize("store", [*STORES, "qdrant"])
 class TestEveryEngine:
-    def test_finds_what_the_definition_finds(self, engine: str, metric: str) -> None:
-        index = small(499 if engine == "qdrant" else 1103, engine=engine, metric=metric)
+    def test_finds_what_the_definition_finds(self, store: str, metric: str) -> None:
+        index = small(499 if store == "qdrant" else 1103, store=store, metric=metric)
         queries = torch.randn(3, WIDTH)
         agree(index.search(queries, 7), queries, held(index), metric)
 
-    def test_filters_and_thresholds(self, engine: str, metric: str) -> None:
-        count = 499 if engine == "qdrant" else 2221
-        index = small(count, engine=engine, metric=metric, metadata=[{"odd": i % 2, "n": i} for i in range(count)])
+    def test_filters_and_thresholds(self, store: str, metric: str) -> None:
+        count = 499 if store == "qdrant" else 2221
+        index = small(count, store=store, metric=metric, metadata=[{"odd": i % 2, "n": i} for i in range(count)])
         queries = torch.randn(3, WIDTH)
         vectors = held(index)
         odd = {name: vector for name, vector in vectors.items() if name % 2}
@@ -40,37 +40,54 @@ class TestEveryEngine:
         assert hits.mask.tolist() == (index.search(queries, 7).scores >= bar).tolist()
         assert hits.ids is not None and hits.ids[1][4:] == [None] * 3 and None not in hits.ids[1][:4]
 
-    def test_filters_by_a_function(self, engine: str, metric: str) -> None:
-        count = 11 if engine == "qdrant" else 2221
-        index = small(count, engine=engine, metric=metric, metadata=range(count))
+    def test_filters_by_a_function(self, store: str, metric: str) -> None:
+        count = 11 if store == "qdrant" else 2221
+        index = small(count, store=store, metric=metric, metadata=range(count))
         queries = torch.randn(3, WIDTH)
-        if engine == "qdrant":
+        if store == "qdrant":
             with pytest.raises(ConfigError, match="got function: Qdrant .* cannot call .* use Index"):
                 index.search(queries, 7, filter=lambda number: number % 191 == 5)
             return
         few = {name: vector for name, vector in held(index).items() if name % 191 == 5}
         agree(index.search(queries, 7, filter=lambda number: number % 191 == 5), queries, few, metric)
 
-    def test_more_than_there_is_is_masked(self, engine: str, metric: str) -> None:
-        index = small(5, engine=engine, metric=metric)
+    def test_filters_hold_among_zeros_and_equals(self, store: str, metric: str) -> None:
+        """Also where so many are allowed that an approximate store searches what it built."""
+        count = 99 if store == "qdrant" else 2503
+        zeros = torch.ones(count, WIDTH) if metric == "cosine" else torch.zeros(count, WIDTH)
+        for vectors in (zeros, torch.ones(count, WIDTH), (1e-6 * torch.randn(count, WIDTH)).half()):
+            index = built(
+                vectors.float() + (1e-20 if metric == "cosine" else 0), store, metric=metric, metadata=range(count)
+            )
+            if store == "qdrant":
+                index.update(index.ids, metadata=[{"odd": row % 2} for row in range(count)])
+            allowed = {"odd": 1} if store == "qdrant" else (lambda row: row % 2 == 1)
+            index.delete([1, 5])
+            hits = index.search(torch.randn(3, WIDTH), 23, filter=allowed)
+            assert hits.ids is not None and hits.mask.any()
+            found = {name for row in hits.ids for name in row if name is not None}
+            assert all(name % 2 for name in found) and not found & {1, 5}
+
+    def test_more_than_there_is_is_masked(self, store: str, metric: str) -> None:
+        index = small(5, store=store, metric=metric)
         queries = torch.randn(2, WIDTH)
         hits = index.search(queries, 11)
         agree(hits, queries, held(index), metric)
         assert hits.scores.shape == (2, 11) and hits.vectors is not None and hits.vectors.shape == (2, 11, WIDTH)
         assert not hits.vectors[:, 5:].any() and (hits.scores[:, 5:] == -torch.inf).all()
 
-    def test_nothing_is_found_in_nothing(self, engine: str, metric: str) -> None:
-        index = built(torch.empty(0, WIDTH), engine, metric=metric)
+    def test_nothing_is_found_in_nothing(self, store: str, metric: str) -> None:
+        index = built(torch.empty(0, WIDTH), store, metric=metric)
         hits = index.search(torch.randn(2, WIDTH), 3)
         assert not hits.mask.any() and hits.ids == [[None] * 3] * 2 and hits.memory().lengths == [0, 0]
-        assert len(small(7, engine=engine).search(torch.empty(0, WIDTH), 3)) == 0
+        assert len(small(7, store=store).search(torch.empty(0, WIDTH), 3)) == 0
 
-    def test_equal_vectors_come_in_their_order(self, engine: str, metric: str) -> None:
-        index = built(torch.eye(WIDTH)[torch.arange(36) % 3], engine, metric=metric)
+    def test_equal_vectors_come_in_their_order(self, store: str, metric: str) -> None:
+        index = built(torch.eye(WIDTH)[torch.arange(36) % 3], store, metric=metric)
         assert index.search(torch.eye(WIDTH)[1], 5).ids == [[1, 4, 7, 10, 13]]
 
-    def test_scores_carry_gradients(self, engine: str, metric: str) -> None:
-        index = small(101 if engine == "qdrant" else 1103, engine=engine, metric=metric)
+    def test_scores_carry_gradients(self, store: str, metric: str) -> None:
+        index = small(101 if store == "qdrant" else 1103, store=store, metric=metric)
         queries = torch.randn(2, WIDTH, requires_grad=True)
         hits = index.search(queries, 5)
         (gradient,) = torch.autograd.grad(hits.scores.sum(), queries)
@@ -87,8 +104,8 @@ class TestEveryEngine:
         assert gradient.isfinite().all() and gradient.any()
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-6)
 
-    def test_masked_hits_send_no_gradient(self, engine: str, metric: str) -> None:
-        index = small(3, engine=engine, metric=metric)
+    def test_masked_hits_send_no_gradient(self, store: str, metric: str) -> None:
+        index = small(3, store=store, metric=metric)
         queries = torch.randn(2, WIDTH, requires_grad=True)
         hits = index.search(queries, 7)
         hits.scores.softmax(-1)[:, 0].sum().backward()
@@ -98,7 +115,7 @@ class TestEveryEngine:
 class TestQueries:
     @pytest.mark.parametrize("kind", KINDS)
     def test_of_every_kind_find_the_same(self, kind: str) -> None:
-        index = small(97, engine=kind)
+        index = small(97, store=kind)
         query = torch.randn(WIDTH).half().float()
         expected = index.search(query[None], 3)
         for same in (query, query.double(), query.half(), query.tolist(), query.numpy(), Memory(query[None, None])):
@@ -115,9 +132,9 @@ class TestQueries:
         assert index.search("the moon", 1, encoder=Letters()).ids == [[2]]
         assert index[1].text == "a grey cat" and len(index) == 3 and 2 in index and "2" not in index
 
-    @pytest.mark.parametrize("engine", [*ENGINES, "qdrant"])
-    def test_autocast_changes_nothing(self, engine: str) -> None:
-        index = small(101 if engine == "qdrant" else 1499, engine=engine)
+    @pytest.mark.parametrize("store", [*STORES, "qdrant"])
+    def test_autocast_changes_nothing(self, store: str) -> None:
+        index = small(101 if store == "qdrant" else 1499, store=store)
         queries = torch.randn(3, WIDTH)
         expected = index.search(queries, 5)
         with torch.autocast("cpu", torch.bfloat16):
@@ -127,7 +144,7 @@ class TestQueries:
     @pytest.mark.parametrize("kind", KINDS)
     def test_an_index_made_in_inference_mode_serves_training(self, kind: str) -> None:
         with torch.inference_mode():
-            index = small(7, engine=kind)
+            index = small(7, store=kind)
             index.add(torch.randn(2, WIDTH))
         query = torch.randn(1, WIDTH, requires_grad=True)
         index.search(query, 3).scores.sum().backward()
@@ -135,7 +152,7 @@ class TestQueries:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_batch_finds_what_each_row_finds_alone(self, kind: str) -> None:
-        index = small(101 if kind == "qdrant" else 1103, engine=kind)
+        index = small(101 if kind == "qdrant" else 1103, store=kind)
         queries = torch.randn(13, WIDTH)
         together = index.search(queries, 5)
         for row in range(13):

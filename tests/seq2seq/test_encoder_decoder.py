@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn import EncoderDecoder, GrowingCache
 from mmattn.errors import AdapterFileError, MaskError, ShapeError
+from mmattn.seq2seq import EncoderDecoder, GrowingCache
 from mmattn.seq2seq.encoder_decoder import POSITIONS
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
@@ -123,7 +123,7 @@ def test_every_weight_is_trained_also_after_an_evaluation() -> None:
 
 def test_where_it_looked_can_be_recorded() -> None:
     model = tiny()
-    with mmattn.record(model) as weights:
+    with mmattn.inspect.record(model) as weights:
         logits(model, SOURCE, TARGET)
     assert list(weights) == [("source", 0), ("source", 1)]
     (mean,) = weights.mean()

@@ -3,10 +3,10 @@
     pip install --group mutation        # cosmic-ray, in any environment
     python -m tests.stress.mutants --count 300 --seed 0 --workers 2 --python .venv/bin/python --out runs/mutants.jsonl
 
-Places in the code of some rooms are drawn at random, each with one of cosmic-ray's operators that changes it; annotations,
-docstrings and the texts of errors are left out. Each fault is put into a copy of the tree, and the tests that lie nearest
-to its module are run until one fails. Those that live are printed as diffs at the end, to be read one by one. A run that
-was broken off goes on where it stopped.
+Places in the code of some rooms are drawn at random, each with one of cosmic-ray's operators that changes it;
+annotations, docstrings and the texts of errors are left out. Each fault is put into a copy of the tree, and the tests
+that lie nearest to its module are run until one fails. Those that live are printed as diffs at the end, to be read one
+by one. A run that was broken off goes on where it stopped.
 """
 
 from __future__ import annotations

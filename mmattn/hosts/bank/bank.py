@@ -1,38 +1,55 @@
-"""A bank: keys and values of many entries, made once, so that a request gathers pages instead of projecting its hits.
+"""`Bank`: keys and values of many entries, computed once, so that a request reads pages instead of projecting its hits.
 
-Tables with a row for every entry: its tokens and mask, how often it was written, and for every adapter and layer its
-keys and values. Row 0 of each table is blank and is what a missing hit reads; entry r stands in row r + 1.
+A bank is a set of tables with a row for every entry: its tokens and mask, its edition (the number of the edit that
+wrote it), and for every adapter and layer its keys and values. Row 0 of each table is blank and is read for a missing
+hit; entry r is in row r + 1.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.projected import PreparedMemory
 from mmattn.core.kv import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
-from mmattn.errors import ConditionError, ConfigError, ShapeError, check_bool_mask
+from mmattn.errors import ConfigError, ShapeError
 from mmattn.hosts.bank.files import read_bank, write_bank
+from mmattn.hosts.bank.gathered import GatheredMemory
 from mmattn.hosts.bank.pages import gather_pages, projection_of
-from mmattn.hosts.bank.tables import blank_tables, check_entries, grown, is_int, keeping, makers_of, page_rows, weights
+from mmattn.hosts.bank.requests import check_hits, check_rows, memory_of_hits
+from mmattn.hosts.bank.tables import (
+    blank_tables,
+    check_entries,
+    check_versions,
+    grown,
+    weight_versions,
+    weights,
+    without_graph,
+    write_entries,
+    write_pages,
+)
 from mmattn.memory import Memory
-
-# Slots projected at a time.
-CHUNK = 1 << 14
 
 
 class Bank:
-    """Entries whose keys and values are kept for the adapters of a host; made by `model.bank` and `model.load_bank`.
+    """Entries with the keys and values that the adapters of a host project of them: `model.bank`, `model.load_bank`.
 
     Entries have row numbers, counted from 0, that never change. A request sees entries as they were when it gathered
     them. A bank may be used by several threads.
+
+    Args:
+        model: the adapted model.
+        versions: for each adapter that has pages, the state of the weights that they were computed with.
+        tables: as at the head of this file, row 0 blank.
+        dtype: of the pages; None for that of the weights.
+        count: number of entries in the tables.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import mmattn
@@ -40,7 +57,7 @@ class Bank:
     ...                                   num_attention_heads=4)).eval()
     >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2))
     >>> bank = model.bank(mmattn.Memory(torch.randn(1000, 3, 24)))
-    >>> hits = torch.tensor([[17, 903, -1], [903, 5, 11]])  # -1: nothing was found
+    >>> hits = torch.tensor([[17, 903, -1], [903, 5, 11]])  # -1: a missing hit
     >>> prepared = bank.gather(hits, mask=hits >= 0)
     >>> model(torch.tensor([[5, 6, 7], [8, 9, 1]]), memory=prepared).logits.shape
     torch.Size([2, 3, 97])
@@ -49,31 +66,42 @@ class Bank:
     def __init__(
         self,
         model: Any,
-        makers: dict[str, TensorVersion],
+        versions: Mapping[str, TensorVersion],
         tables: dict[str, Tensor],
         dtype: torch.dtype | None,
+        count: int = 0,
     ) -> None:
         self.model = model
-        self._makers = makers
+        self._versions = versions
         self._tables = tables
         self._dtype = dtype
-        self._count = 0
-        self._edits = 0
-        # Writers wait for each other; a reader waits only while finished rows are put in their place.
-        self._writing, self._placing = threading.Lock(), threading.Lock()
+        self._count = count
+        self._edits = int(tables["edition"].max())
+        # Writers wait for each other; a reader waits only while finished rows are copied into the tables.
+        self._writing, self._copying = threading.Lock(), threading.Lock()
 
     @classmethod
     def make(cls, model: Any, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
-        """Project every entry of a memory (n, m, e): what `model.bank` calls."""
+        """A bank of every row of a memory, for the active adapters; what `model.bank` calls.
+
+        Args:
+            model: the adapted model.
+            memory: (n, m, e), a row for each entry.
+            dtype: of the pages; that of the weights by default.
+
+        Raises:
+            ShapeError: a memory that the active adapters cannot read, or one with scores or segments.
+            NonFiniteError: NaN or infinity.
+            ConditionError: no adapter is active.
+            ConfigError: a dtype that is not floating point, or keys that depend on their position in the memory.
+        """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"keys and values are kept in a floating point dtype, got {dtype!r}")
+            raise ConfigError(f"keys and values are cached in a floating point dtype, got {dtype!r}")
         memory = check_entries(memory)
-        makers = makers_of(model, model.active, memory.dim)
-        bank = cls(model, makers, blank_tables(model, makers, memory.tokens, memory.batch + 1, dtype), dtype)
+        versions = weight_versions(model, model.active, memory.dim)
+        bank = cls(model, versions, blank_tables(model, versions, memory.tokens, memory.batch + 1, dtype), dtype)
         bank.add(memory)
         return bank
-
-    # Looking -----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Number of rows, removed ones included."""
@@ -89,7 +117,9 @@ class Bank:
         return sum(table.nbytes for table in self._tables.values())
 
     def __repr__(self) -> str:
-        return f"Bank({self._count:,} rows, m={self.slots}, adapters={list(self._makers)}, {self.nbytes():,} bytes)"
+        return f"Bank({self._count:,} rows, m={self.slots}, adapters={list(self._versions)}, {self.nbytes():,} bytes)"
+
+    # Requests ----------------------------------------------------------------------------------------------------
 
     def gather(
         self,
@@ -99,27 +129,31 @@ class Bank:
         scores: Tensor | None = None,
         sources: Sequence[Sequence[Any]] | None = None,
     ) -> PreparedMemory:
-        """The entries that each request found, to be given as `memory`: what `model.prepare(bank.memory(…))` is.
+        """The entries of each request as a prepared memory, to be given as `memory`.
 
-        Its pages are copied at their first use, then reused by steps and beams. While gradients are needed, or once an
-        entry or a weight has changed since, the tokens gathered here are projected as those of any memory are.
+        It is what `model.prepare(bank.memory(…))` is, except that keys and values are copied from the pages at their
+        first use; later steps and beams use that copy. While gradients are needed, or once an entry or a weight has
+        changed since, the tokens gathered here are projected as those of any memory are.
 
         Args:
             rows: (b, n) int, n entries for each row of text.
             mask: (b, n) bool, False = a missing hit, whose row number (-1, say) and score may be anything.
-            scores: (b, n) float, how well each entry fits; for adapters with score_bias.
-            sources: for each request one entry per hit: anything JSON can hold.
+            scores: (b, n) float, relevance of each entry; for adapters with score_bias.
+            sources: for each request one entry per hit: any JSON value.
 
         Raises:
-            IndexError: an entry that was never there, or was removed. ShapeError, MaskError, NonFiniteError: what was
-                given does not fit. ConditionError: the weights have changed since the pages were made.
+            IndexError: an entry that was never there, or was removed.
+            ShapeError: arguments whose shapes do not fit, or that the adapters cannot read.
+            MaskError: a mask that is not bool.
+            NonFiniteError: NaN or infinity in a score.
+            ConditionError: the weights have changed since the pages were computed.
         """
         self.model.check_attached()
         self._check_fresh()
-        memory, found, editions = self._take(rows, mask, scores, sources)
-        for name in self._makers:
+        memory, table_rows, editions = self._take(rows, mask, scores, sources)
+        for name in self._versions:
             self.model.adapter(name).check_memory(memory)
-        return GatheredMemory(self, memory, found, editions)
+        return GatheredMemory(memory, rows.shape[1], partial(self.keys_and_values, table_rows, editions))
 
     def memory(
         self,
@@ -129,248 +163,199 @@ class Bank:
         scores: Tensor | None = None,
         sources: Sequence[Sequence[Any]] | None = None,
     ) -> Memory:
-        """The same entries as a memory (b, n·m, e), each hit a segment: for training, and for other hosts."""
+        """The entries of each request as a memory (b, n·m, e), each hit a segment: for training, and for other hosts.
+
+        Args:
+            rows: (b, n) int, n entries for each row of text.
+            mask: as in `gather`.
+            scores: as in `gather`.
+            sources: as in `gather`.
+
+        Raises:
+            IndexError: an entry that was never there, or was removed.
+            ShapeError: arguments whose shapes do not fit.
+            MaskError: a mask that is not bool.
+            NonFiniteError: NaN or infinity in a score.
+        """
         return self._take(rows, mask, scores, sources)[0]
 
-    @keeping()
+    def keys_and_values(
+        self, table_rows: Tensor, editions: Tensor, adapter: Any, layer: int, scores: Tensor | None
+    ) -> KeyValue | None:
+        """Keys and values of entries from their pages; None where an entry or a weight has changed.
+
+        Args:
+            table_rows: (b, n) int, their rows in the tables.
+            editions: (b, n) int, the editions that the entries had.
+            adapter: the trainable part that reads them.
+            layer: number of the host's layer.
+            scores: (b, n·m), relevance of each slot, for adapters with score_bias.
+        """
+        with self._copying:
+            version = self._versions.get(adapter.name)
+            if version is None or not version.holds(weights(adapter).values()):
+                return None
+            if not torch.equal(self._tables["edition"][table_rows], editions):
+                return None
+            projection = projection_of(adapter.attention(layer))
+            mask = self._tables[f"{adapter.name}.mask"][table_rows].flatten(1).to(projection.k_proj.weight.device)
+            keys, values = (self._tables[f"{adapter.name}.{layer}.{part}"] for part in ("keys", "values"))
+            scores = None if scores is None else scores.to(mask.device)
+            return gather_pages(projection, keys, values, table_rows, mask, scores)
+
+    @without_graph()
     def _take(
         self, rows: Tensor, mask: Tensor | None, scores: Tensor | None, sources: Sequence[Sequence[Any]] | None
     ) -> tuple[Memory, Tensor, Tensor]:
-        """The memory of these hits, their rows in the tables, and how often each had been written."""
-        if not isinstance(rows, Tensor) or rows.dim() != 2 or not is_int(rows):
-            given = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-            raise ShapeError(f"rows must be an int tensor (b, n), the entries each request found; got {given}")
-        device, (b, n) = self._tables["tokens"].device, rows.shape
-        hits = torch.ones_like(rows, dtype=torch.bool) if mask is None else check_bool_mask("mask", mask)
-        for what, shape in (("mask", hits.shape), ("scores", rows.shape if scores is None else scores.shape)):
-            if shape != rows.shape:
-                raise ShapeError(f"{what} must be (b, n) = {(b, n)} as the rows are, got {tuple(shape)}")
-        if sources is not None and [len(row) for row in sources] != [n] * b:
-            raise ShapeError(f"sources need one entry per hit, {b} rows of {n}; got {[len(row) for row in sources]}")
+        """The memory of these hits, and (b, n) their rows in the tables and their editions."""
+        hits, device = check_hits(rows, mask, scores, sources), self._tables["tokens"].device
         rows, hits = rows.to(device, torch.long), hits.to(device)
         known = hits & (rows >= 0) & (rows < self._count)
-        found = torch.where(known, rows + 1, 0)
-        with self._placing:
-            editions = self._tables["edition"][found]
-            tokens = self._tables["tokens"].index_select(0, found.flatten())
-            real = self._tables["mask"][found]
+        table_rows = torch.where(known, rows + 1, 0)
+        with self._copying:
+            editions, real = (self._tables[name][table_rows] for name in ("edition", "mask"))
+            tokens = self._tables["tokens"].index_select(0, table_rows.flatten())
         lost = hits & (editions == 0)
         if lost.any():
             request, hit = lost.nonzero()[0].tolist()
             raise IndexError(
-                f"request {request} found row {int(rows[request, hit])}, which is not in this bank of {self._count} "
+                f"request {request} asks for row {int(rows[request, hit])}, which is not in this bank of {self._count} "
                 "rows or was removed: search an index of the same entries, and mask missing hits (mask=rows >= 0)"
             )
-        m = self.slots
-        if scores is not None:
-            # A missing hit's score may be anything.
-            scores = torch.where(hits, scores.to(device), 0).repeat_interleave(m, 1)
-        segments = torch.arange(n, device=device).repeat_interleave(m).expand(b, -1)
-        repeated = None if sources is None else [[source for source in row for _ in range(m)] for row in sources]
-        tokens, real = tokens.view(b, n * m, tokens.shape[2]), real.view(b, n * m)
-        memory = Memory(tokens, real, segments, scores, repeated, check_finite=False)
-        if scores is not None:
-            Memory(tokens.new_empty(b, n * m, 0), scores=scores).check_finite()
-        return memory, found, editions
+        tokens = tokens.view(*table_rows.shape, *tokens.shape[1:])
+        return memory_of_hits(tokens, real, hits, scores, sources), table_rows, editions
 
-    def _pages(
-        self, found: Tensor, editions: Tensor, name: str, adapter: AdapterLayers, layer: int, scores: Tensor | None
-    ) -> KeyValue | None:
-        """Keys and values from the pages of these rows of the tables; None where they are no longer what was found."""
-        with self._placing:
-            maker = self._makers.get(name)
-            if maker is None or not maker.holds(weights(adapter).values()):
-                return None
-            if not torch.equal(self._tables["edition"][found], editions):
-                return None
-            projection = projection_of(adapter.attention(layer))
-            mask = self._tables[f"{name}.mask"][found].flatten(1).to(projection.k_proj.weight.device)
-            keys, values = self._tables[f"{name}.{layer}.keys"], self._tables[f"{name}.{layer}.values"]
-            scores = None if scores is None else scores.to(mask.device)
-            return gather_pages(projection, keys, values, found, mask, scores)
+    # Edits -------------------------------------------------------------------------------------------------------
 
-    # Changing ----------------------------------------------------------------------------------------------------
-
-    @keeping()
+    @without_graph()
     def add(self, memory: Memory | Tensor) -> Tensor:
-        """Put more entries (n, m, e) behind the others; returns their row numbers (n,).
+        """Append entries; returns their row numbers (n,).
+
+        Args:
+            memory: (n, m, e), a row for each entry.
 
         Raises:
-            ShapeError, NonFiniteError: entries unlike the others. ConditionError: as for `gather`.
+            ShapeError: entries of another shape than the others, or with scores or segments.
+            NonFiniteError: NaN or infinity.
+            ConditionError: the weights have changed since the pages were computed, or the entries need gradients.
         """
         with self._writing:
-            memory = self._check_alike(memory)
+            memory = self._check_entries(memory)
             begin, end = self._count + 1, self._count + 1 + memory.batch
             room = len(self._tables["edition"])
             if end > room:
                 for name, table in self._tables.items():
                     self._tables[name] = grown(table, max(end, room + room // 2))
-            self._write(self._tables, begin, memory)
-            with self._placing:
+            write_entries(self._tables, begin, memory, self.model, self._versions)
+            with self._copying:
                 self._edits += 1
                 self._tables["edition"][begin:end] = self._edits
                 self._count += memory.batch
             return torch.arange(begin - 1, end - 1)
 
-    @keeping()
+    @without_graph()
     def update(self, rows: Tensor | Sequence[int], memory: Memory | Tensor) -> None:
-        """Put other entries (n, m, e) at these rows (n,); at a removed row there is an entry again.
+        """Replace the entries of these rows; a removed row has an entry again.
 
-        Raises:
-            IndexError: a row that was never there. ShapeError, NonFiniteError, ConditionError: as for `add`.
-        """
-        with self._writing:
-            places, memory = self._places(rows), self._check_alike(memory)
-            if len(places) != memory.batch:
-                raise ShapeError(
-                    f"{len(places)} rows were to be updated with {memory.batch} entries: give one for each"
-                )
-            new = {name: table.new_zeros(len(places), *table.shape[1:]) for name, table in self._tables.items()}
-            self._write(new, 0, memory)
-            with self._placing:
-                self._edits += 1
-                new["edition"].fill_(self._edits)
-                for name, table in self._tables.items():
-                    table.index_copy_(0, places, new[name])
-
-    @keeping()
-    def remove(self, rows: Tensor | Sequence[int]) -> None:
-        """Wipe these rows (n,): gathering them is refused from now on, and other rows keep their numbers.
+        Args:
+            rows: (n,) int.
+            memory: (n, m, e), a row for each entry.
 
         Raises:
             IndexError: a row that was never there.
+            ShapeError: rows that are no list of ints or name one twice, or entries as in `add`.
+            NonFiniteError: NaN or infinity.
+            ConditionError: as in `add`.
         """
         with self._writing:
-            places = self._places(rows)
-            with self._placing:
-                for table in self._tables.values():
-                    table.index_fill_(0, places, 0)
+            table_rows, memory = self._table_rows(rows), self._check_entries(memory)
+            if len(table_rows) != memory.batch:
+                raise ShapeError(
+                    f"{len(table_rows)} rows were to be updated with {memory.batch} entries: give one for each"
+                )
+            new = {name: table.new_zeros(len(table_rows), *table.shape[1:]) for name, table in self._tables.items()}
+            write_entries(new, 0, memory, self.model, self._versions)
+            with self._copying:
+                self._edits += 1
+                new["edition"].fill_(self._edits)
+                for name, table in self._tables.items():
+                    table.index_copy_(0, table_rows, new[name])
 
-    @keeping()
-    def refresh(self) -> None:
-        """Make all pages anew, with the weights of this moment and for the adapters that are active now."""
+    @without_graph()
+    def remove(self, rows: Tensor | Sequence[int]) -> None:
+        """Erase the entries of these rows: gathering them raises from now on, and other rows keep their numbers.
+
+        Args:
+            rows: (n,) int.
+
+        Raises:
+            IndexError: a row that was never there.
+            ShapeError: rows that are no list of ints, or name one twice.
+        """
         with self._writing:
-            makers = makers_of(self.model, self.model.active, self._tables["tokens"].shape[2])
+            table_rows = self._table_rows(rows)
+            with self._copying:
+                for table in self._tables.values():
+                    table.index_fill_(0, table_rows, 0)
+
+    @without_graph()
+    def refresh(self) -> None:
+        """Compute all pages again, with the weights of this moment and for the adapters that are active now.
+
+        Raises:
+            ConditionError: no adapter is active.
+            ShapeError: an active adapter reads entries of another width.
+        """
+        with self._writing:
+            versions = weight_versions(self.model, self.model.active, self._tables["tokens"].shape[2])
             old = {name: self._tables[name] for name in ("tokens", "mask", "edition")}
-            tables = blank_tables(self.model, makers, old["tokens"], len(old["tokens"]), self._dtype) | old
+            tables = blank_tables(self.model, versions, old["tokens"], len(old["tokens"]), self._dtype) | old
             entries = slice(1, self._count + 1)
-            self._project(tables, makers, 1, old["tokens"][entries], old["mask"][entries])
-            with self._placing:
-                self._makers, self._tables = makers, tables
+            write_pages(tables, 1, old["tokens"][entries], old["mask"][entries], self.model, versions)
+            with self._copying:
+                self._versions, self._tables = versions, tables
 
-    def _write(self, tables: dict[str, Tensor], begin: int, memory: Memory) -> None:
-        """Put entries and their pages at row `begin` and after of these tables; their editions are still 0."""
-        tokens, mask = memory.tokens, memory._filled("mask")
-        end = begin + len(tokens)
-        tables["tokens"][begin:end] = tokens
-        tables["tokens"][begin:end].masked_fill_(~mask.to(tables["mask"].device)[..., None], 0)
-        tables["mask"][begin:end] = mask
-        self._project(tables, self._makers, begin, tables["tokens"][begin:end], tables["mask"][begin:end])
-
-    def _project(
-        self, tables: dict[str, Tensor], makers: dict[str, TensorVersion], begin: int, tokens: Tensor, mask: Tensor
-    ) -> None:
-        step = max(1, CHUNK // self.slots)
-        for i in range(0, len(tokens), step):
-            piece = Memory(tokens[i : i + step], mask[i : i + step], check_finite=False)
-            for name, made in page_rows(self.model, makers, piece).items():
-                tables[name][begin + i : begin + i + len(made)] = made
-
-    def _check_alike(self, memory: Memory | Tensor) -> Memory:
-        memory, tokens = check_entries(memory), self._tables["tokens"]
-        if memory.tokens.shape[1:] != tokens.shape[1:]:
-            raise ShapeError(
-                f"the entries of this bank are (n, {tokens.shape[1]}, {tokens.shape[2]}), got "
-                f"{tuple(memory.tokens.shape)}: pad shorter ones and mask the rest"
-            )
+    def _check_entries(self, memory: Memory | Tensor) -> Memory:
         self._check_fresh()
-        return memory
+        return check_entries(memory, like=self._tables["tokens"])
 
     def _check_fresh(self) -> None:
-        """Refuse pages that other weights would have made."""
-        for name, maker in self._makers.items():
-            if not maker.holds(weights(self.model.adapter(name)).values()):
-                raise ConditionError(
-                    f"the weights of adapter {name!r} have changed since the pages of this bank of {self._count} rows "
-                    "were made: bank.refresh() makes them anew, bank.memory(rows) gives the entries without them"
-                )
+        """Refuse to use pages that were computed with other weights."""
+        check_versions(self.model, self._versions, self._count)
 
-    def _places(self, rows: Tensor | Sequence[int]) -> Tensor:
-        """Where in the tables these entries stand."""
-        given = torch.as_tensor(rows)
-        given = given.long() if not given.numel() else given
-        if given.dim() != 1 or not is_int(given):
-            raise ShapeError(f"rows must be ints (n,), got {given.dtype} {tuple(given.shape)}")
-        wrong = given[(given < 0) | (given >= self._count)]
-        if len(wrong):
-            raise IndexError(f"row {int(wrong[0])} was asked for, and this bank has rows 0 to {self._count - 1}")
-        if len(given.unique()) != len(given):
-            raise ShapeError("a row stands twice in rows: give each one once")
-        return given.to(self._tables["tokens"].device).long() + 1
+    def _table_rows(self, rows: Tensor | Sequence[int]) -> Tensor:
+        """The rows of the tables that hold these entries."""
+        return check_rows(rows, self._count).to(self._tables["tokens"].device) + 1
 
     # Files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the bank to one safetensors file, atomically; `model.load_bank` reads it.
 
+        Args:
+            path: the file.
+
         Raises:
-            ConditionError: the weights have changed since the pages were made.
+            ConditionError: the weights have changed since the pages were computed.
+            OSError: the folder is missing or not writable; a file that was there is unchanged.
         """
         with self._writing:
             self._check_fresh()
             tables = {name: table[: self._count + 1] for name, table in self._tables.items()}
-            write_bank(path, self.model, self._makers, tables, self._dtype)
+            write_bank(path, self.model, self._versions, tables, self._dtype)
 
     @classmethod
     def load(cls, model: Any, path: str | PathLike[str], mapped: bool = False) -> Bank:
-        """Read what `save` wrote: what `model.load_bank` calls."""
+        """The bank that `save` wrote; what `model.load_bank` calls.
+
+        Args:
+            model: the adapted model.
+            path: the file.
+            mapped: leave the tables in the file, as in `model.load_bank`.
+
+        Raises:
+            AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
+        """
         names, tables, dtype = read_bank(path, model, mapped)
-        bank = cls(model, makers_of(model, names, tables["tokens"].shape[2]), tables, dtype)
-        bank._count, bank._edits = len(tables["edition"]) - 1, int(tables["edition"].max())
-        return bank
-
-
-class GatheredMemory(PreparedMemory):
-    """Entries of a bank as one memory; its keys and values are their pages, as long as those are what was found."""
-
-    def __init__(self, bank: Bank, memory: Memory, found: Tensor, editions: Tensor) -> None:
-        super().__init__(memory)
-        self._bank, self._found, self._editions = bank, found, editions
-        self._unedited = TensorVersion(memory.tensors())
-
-    def read(self, adapter: Any) -> Memory:
-        """Which slots there are, where their contents have become keys and values; else as of any prepared memory."""
-        pages = self._pages(adapter, adapter.layers[0])
-        if pages is None:
-            return super().read(adapter)
-        slots: Memory = self._cache_of(adapter).get(("slots", pages.keys.device), [], lambda: self._slots(pages))
-        return slots
-
-    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue:
-        """The pages of these entries, or keys and values as of any prepared memory."""
-        pages = self._pages(adapter, layer)
-        if pages is not None:
-            return pages
-        # An entry may have been written after `read` had found the pages of the first layer.
-        return super().project(adapter, layer, memory if memory.dim else super().read(adapter), queries)
-
-    def _pages(self, adapter: Any, layer: int) -> KeyValue | None:
-        """Keys and values of these entries from their pages; None where they are no longer what was found."""
-        if self.is_uncached(adapter):
-            return None
-        attention = adapter.attention(layer)
-        sources = [*self.memory.tensors(), *adapter.reading_parameters(), *attention.projecting_parameters()]
-
-        def gather() -> KeyValue | None:
-            if not self._unedited.holds(self.memory.tensors()):
-                return None
-            scores = self.memory.scores if adapter.score_bias else None
-            return self._bank._pages(self._found, self._editions, adapter.name, adapter, layer, scores)
-
-        pages: KeyValue | None = self._cache_of(adapter).get(("pages", layer), sources, gather)
-        return pages
-
-    def _slots(self, made: KeyValue) -> Memory:
-        (b, n), device = self._found.shape, made.keys.device
-        segments = torch.arange(n, device=device).repeat_interleave(made.slots // max(n, 1)).expand(b, -1)
-        return Memory(made.keys.new_empty(b, made.slots, 0), made.mask, segments, check_finite=False)
+        versions = weight_versions(model, names, tables["tokens"].shape[2])
+        return cls(model, versions, tables, dtype, count=len(tables["edition"]) - 1)

@@ -1,4 +1,4 @@
-"""A bank to a file and back: whose pages they are, and whether the adapters of this host would make the same."""
+"""The file of a bank: its tables, and fingerprints of the adapters whose pages are in them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,39 @@ def write_bank(
     tables: dict[str, Tensor],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the tables of a bank, the dtype asked for its pages, and whose they are."""
+    """Write the tables of a bank, the dtype of its pages, and the fingerprints of its adapters.
+
+    Args:
+        path: the file.
+        model: the adapted model.
+        names: of the adapters that have pages.
+        tables: by name.
+        dtype: as given to `Bank.make`.
+    """
     prints = {name: fingerprint(weights(model.adapter(name))) for name in names}
-    kept = None if dtype is None else NAMES[dtype]
-    write_tensors(path, tables, {"format": FORMAT, "mmattn_version": __version__, "adapters": prints, "dtype": kept})
+    named = None if dtype is None else NAMES[dtype]
+    write_tensors(path, tables, {"format": FORMAT, "mmattn_version": __version__, "adapters": prints, "dtype": named})
 
 
 def read_bank(
     path: str | PathLike[str], model: Any, mapped: bool
 ) -> tuple[list[str], dict[str, Tensor], torch.dtype | None]:
-    """The names of the adapters of a bank, its tables, and the dtype asked for its pages.
+    """The names of the adapters of a bank, its tables, and the dtype of its pages.
+
+    Args:
+        path: the file.
+        model: the adapted model.
+        mapped: leave the tables in the file.
 
     Raises:
         AdapterFileError: the file is torn, changed or something else, or the pages are of another adapter.
     """
     shapes, metadata = read_header(path, FORMAT)
     names = check_adapters(path, model, metadata.get("adapters"))
-    kept = metadata.get("dtype")
-    dtype = DTYPES.get(str(kept))
-    if kept is not None and (dtype is None or not dtype.is_floating_point):
-        raise AdapterFileError(f"cannot read {str(path)!r}: its pages cannot be of dtype {kept!r}")
+    named = metadata.get("dtype")
+    dtype = DTYPES.get(str(named))
+    if named is not None and (dtype is None or not dtype.is_floating_point):
+        raise AdapterFileError(f"cannot read {str(path)!r}: its pages cannot be of dtype {named!r}")
     check_tables(model, names, shapes, dtype)
     tables, again = read_tensors(path, FORMAT, check_finite=False, mapped=mapped)
     if again != metadata or {name: (tuple(x.shape), x.dtype) for name, x in tables.items()} != shapes:
@@ -53,30 +66,42 @@ def read_bank(
     return names, tables, dtype
 
 
-def check_adapters(path: str | PathLike[str], model: Any, found: Any) -> list[str]:
-    """The names of the adapters that made the pages in a file, if this host has the same ones.
+def check_adapters(path: str | PathLike[str], model: Any, prints: Any) -> list[str]:
+    """The names of the adapters that the pages in a file are of, checked against those of this host.
+
+    Args:
+        path: the file.
+        model: the adapted model.
+        prints: the fingerprints in the file, by name.
 
     Raises:
-        AdapterFileError: another one, by name.
+        AdapterFileError: this host has other ones, or the file names none.
     """
-    if not isinstance(found, dict) or not found:
-        raise AdapterFileError(f"cannot read {str(path)!r}: it does not say which adapters made its pages")
-    for name, wanted in found.items():
+    if not isinstance(prints, dict) or not prints:
+        raise AdapterFileError(f"cannot read {str(path)!r}: it does not name the adapters of its pages")
+    for name, wanted in prints.items():
         if name not in model.adapters:
             raise AdapterFileError(
-                f"the bank in {str(path)!r} was made by an adapter {name[:100]!r}, and this host has "
-                f"{', '.join(map(repr, model.adapters))}: attach that adapter under this name, or make the bank anew"
+                f"the bank in {str(path)!r} has pages of an adapter {name[:100]!r}, and this host has "
+                f"{', '.join(map(repr, model.adapters))}: attach that adapter under this name, or build the bank again "
+                "with model.bank(memory)"
             )
         if fingerprint(weights(model.adapter(name))) != wanted:
             raise AdapterFileError(
-                f"the bank in {str(path)!r} was made by other weights than those adapter {name!r} has here: load the "
-                "adapter it was made with, or make the bank anew with model.bank(memory)"
+                f"the pages of the bank in {str(path)!r} were computed with other weights than those adapter {name!r} "
+                "has here: load the adapter it was built with, or build the bank again with model.bank(memory)"
             )
-    return list(found)
+    return list(prints)
 
 
 def check_tables(model: Any, names: Iterable[str], shapes: Shapes, dtype: torch.dtype | None) -> None:
-    """Compare the tables of a file with those that these adapters make.
+    """Compare the tables of a file with those of a bank for these adapters.
+
+    Args:
+        model: the adapted model.
+        names: of the adapters.
+        shapes: the shape and dtype of each table in the file.
+        dtype: of its pages; None for that of the weights.
 
     Raises:
         AdapterFileError: they differ.

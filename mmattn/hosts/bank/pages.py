@@ -1,4 +1,4 @@
-"""Keys and values of the entries of a bank, a page for each, and those of the entries that a request looks at."""
+"""Keys and values of the entries of a bank, a page for each, and their concatenation for the entries of a request."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from mmattn.errors import ConfigError
 
 
 def projection_of(attention: CrossAttention | KeyValueProjection) -> KeyValueProjection:
-    """What computes the keys and values of a block."""
+    """The module that computes the keys and values of a block."""
     return attention.kv_proj if isinstance(attention, CrossAttention) else attention
 
 
 def make_pages(projection: KeyValueProjection, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (n, g, m, k) of n entries (n, m, e), a null slot apart.
+    """Keys and values (n, g, m, k) of n entries, without a null slot.
+
+    Args:
+        projection: computes them.
+        memory: (n, m, e), the entries.
 
     Raises:
-        ConfigError: keys are rotated by their place in the memory, which is another in every request.
+        ConfigError: keys are rotated by their position in the memory, which differs between requests.
     """
     if projection.rotary is not None:
         raise ConfigError(
-            "keys and values were to be kept by entry, and this layer rotates keys by their place in the memory, which "
-            "is another in every request: give the memory of each request instead"
+            "keys and values were to be cached by entry, and this layer rotates keys by their position in the memory, "
+            "which differs between requests: give the memory of each request instead"
         )
     keys, values = projection.keys_and_values(projection.cast(memory))
     return keys.contiguous(), values.contiguous()
@@ -44,10 +48,10 @@ def gather_pages(
     """What `projection.project` gives for a memory (b, n·m, e) of n entries a row, from the pages of these entries.
 
     Args:
-        projection: that made the pages.
+        projection: that computed the pages.
         keys: (·, g, m, k), the pages.
         values: likewise.
-        rows: (b, n), which of them.
+        rows: (b, n), which of them to read.
         mask: (b, n·m) bool.
         scores: (b, n·m).
     """

@@ -1,9 +1,9 @@
-"""The tables of a bank: what entries may be kept, what the adapters make of them, and whether they still would."""
+"""The tables of a bank: which entries fit into them, their pages by adapter, and the state of the weights of these."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,47 +15,75 @@ from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.bank.pages import make_pages, projection_of
 from mmattn.memory import Memory
 
+# Slots projected at a time.
+CHUNK = 1 << 14
 
-def makers_of(model: Any, names: Sequence[str], width: int) -> dict[str, TensorVersion]:
-    """The weights of these adapters as they are now, to make pages of entries of this width.
+
+def weight_versions(model: Any, names: Sequence[str], width: int) -> dict[str, TensorVersion]:
+    """The state of the weights that compute the pages of these adapters.
+
+    Args:
+        model: the adapted model.
+        names: of the adapters.
+        width: e of the entries.
 
     Raises:
-        ConditionError: there is none. ShapeError: one that reads another width.
+        ConditionError: no adapter.
+        ShapeError: one that reads entries of another width.
     """
     if not names:
         raise ConditionError(
-            "a bank keeps keys and values of the active adapters, and none is: set_adapter(name) first"
+            "a bank caches keys and values of the active adapters, and none is active: set_adapter(name) first"
         )
     for name in names:
         wanted = model.adapter(name).config.memory_dim
         if wanted != width:
             raise ShapeError(
-                f"adapter {name!r} was made for memory_dim={wanted}, and the entries are of width {width}: use the "
+                f"adapter {name!r} has memory_dim={wanted}, and the entries are of width {width}: use the "
                 "encoder it was trained with, or make it inactive with set_adapter"
             )
     return {name: TensorVersion(weights(model.adapter(name)).values()) for name in names}
 
 
-def weights(adapter: AdapterLayers) -> dict[str, Tensor]:
-    """All weights that keys and values are made with."""
-    found: dict[str, Tensor] = {f"read.{i}": weight for i, weight in enumerate(adapter.reading_parameters())}
-    for layer in adapter.layers:
-        own = adapter.attention(layer).projecting_parameters()
-        found |= {f"{layer}.{i}": weight for i, weight in enumerate(own)}
-    return found
+def check_versions(model: Any, versions: Mapping[str, TensorVersion], count: int) -> None:
+    """Refuse to use pages that were computed with other weights.
 
-
-def is_int(tensor: Tensor) -> bool:
-    """Whether a tensor holds whole numbers."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def check_entries(memory: Memory | Tensor) -> Memory:
-    """Refuse what cannot be kept entry by entry.
+    Args:
+        model: the adapted model.
+        versions: as `weight_versions` gave them when the pages were computed.
+        count: rows of the bank, for the message.
 
     Raises:
-        ShapeError: no slots, or what only a request knows. ConditionError: tokens that are being trained.
-            NonFiniteError: NaN or infinity in a slot that may be looked at.
+        ConditionError: the weights of an adapter have changed.
+    """
+    for name, version in versions.items():
+        if not version.holds(weights(model.adapter(name)).values()):
+            raise ConditionError(
+                f"the weights of adapter {name!r} have changed since the pages of this bank of {count} rows were "
+                "computed: bank.refresh() computes them again, bank.memory(rows) gives the entries without them"
+            )
+
+
+def weights(adapter: AdapterLayers) -> dict[str, Tensor]:
+    """All weights that keys and values of entries are computed with, by a name within the adapter."""
+    named: dict[str, Tensor] = {f"read.{i}": weight for i, weight in enumerate(adapter.reading_parameters())}
+    for layer in adapter.layers:
+        own = adapter.attention(layer).projecting_parameters()
+        named |= {f"{layer}.{i}": weight for i, weight in enumerate(own)}
+    return named
+
+
+def check_entries(memory: Memory | Tensor, like: Tensor | None = None) -> Memory:
+    """The entries of a bank as a memory, refused where keys and values cannot be cached entry by entry.
+
+    Args:
+        memory: (n, m, e), a row for each entry.
+        like: (·, m, e), the entries that are there already.
+
+    Raises:
+        ShapeError: no slots, other sizes than `like`, or scores or segments, which belong to a request.
+        ConditionError: tokens that need gradients.
+        NonFiniteError: NaN or infinity in a slot that may be attended to.
     """
     memory = Memory(memory, check_finite=False) if isinstance(memory, Tensor) else memory
     if not isinstance(memory, Memory):
@@ -65,50 +93,110 @@ def check_entries(memory: Memory | Tensor) -> Memory:
     if memory.scores is not None or memory.segments is not None:
         raise ShapeError("entries of a bank have no scores and no segments: a request gives scores, one for each hit")
     if memory.tokens.requires_grad:
-        raise ConditionError("the entries need gradients and a bank keeps what was made of them: detach() them first")
+        raise ConditionError("the entries need gradients, and keys and values in a bank have none: detach() them first")
     memory.check_finite()
+    if like is not None and memory.tokens.shape[1:] != like.shape[1:]:
+        raise ShapeError(
+            f"the entries of this bank are (n, {like.shape[1]}, {like.shape[2]}), got "
+            f"{tuple(memory.tokens.shape)}: pad shorter ones and mask the rest"
+        )
     return memory
 
 
 @contextlib.contextmanager
-def keeping() -> Iterator[None]:
-    """What is made inside serves calls outside inference mode, too, and no graph holds it."""
+def without_graph() -> Iterator[None]:
+    """Inside the block tensors are computed without a graph, and can be used outside inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def page_rows(model: Any, names: Iterable[str], memory: Memory) -> dict[str, Tensor]:
-    """What the adapters make of entries: the mask of what they read, and keys and values for each layer."""
-    made = {}
+    """Rows of the tables of adapters for some entries: the mask of what they read, keys and values by layer.
+
+    Args:
+        model: the adapted model.
+        names: of the adapters.
+        memory: (n, m, e), the entries.
+
+    Raises:
+        ConfigError: keys depend on their position in the memory.
+    """
+    pages = {}
     for name in names:
         adapter = model.adapter(name)
         with torch.autocast(adapter.weight.device.type, enabled=False):
             read = adapter.read(memory)
-            made[f"{name}.mask"] = read._filled("mask")
+            pages[f"{name}.mask"] = read.real_slots()
             for layer in adapter.layers:
-                pages = make_pages(projection_of(adapter.attention(layer)), read.tokens)
-                made[f"{name}.{layer}.keys"], made[f"{name}.{layer}.values"] = pages
-    return made
+                keys, values = make_pages(projection_of(adapter.attention(layer)), read.tokens)
+                pages[f"{name}.{layer}.keys"], pages[f"{name}.{layer}.values"] = keys, values
+    return pages
 
 
-@keeping()
+@without_graph()
 def blank_tables(
     model: Any, names: Iterable[str], tokens: Tensor, rows: int, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Tables of zeros for entries like tokens (·, m, e), with their keys and values in `dtype`."""
+    """Tables of zeros.
+
+    Args:
+        model: the adapted model.
+        names: of the adapters that have pages.
+        tokens: (·, m, e), entries whose sizes, dtype and device the tables have.
+        rows: of each table.
+        dtype: of keys and values; None for that of the weights.
+    """
     entry = tokens.new_zeros(1, *tokens.shape[1:])
     mask = torch.ones(entry.shape[:2], dtype=torch.bool, device=tokens.device)
     like = {"tokens": entry, "mask": mask, "edition": torch.zeros(1, dtype=torch.long)}
     like |= page_rows(model, names, Memory(entry, mask, check_finite=False))
     tables = {}
     for name, row in like.items():
-        kept = dtype if dtype is not None and name.endswith((".keys", ".values")) else row.dtype
-        tables[name] = torch.zeros((rows, *row.shape[1:]), dtype=kept, device=tokens.device)
+        paged = dtype is not None and name.endswith((".keys", ".values"))
+        tables[name] = torch.zeros((rows, *row.shape[1:]), dtype=dtype if paged else row.dtype, device=tokens.device)
     return tables
 
 
+def write_entries(tables: dict[str, Tensor], begin: int, memory: Memory, model: Any, names: Iterable[str]) -> None:
+    """Write entries and their pages to tables; their editions stay as they are.
+
+    Args:
+        tables: by name.
+        begin: the first row to write.
+        memory: (n, m, e), the entries.
+        model: the adapted model.
+        names: of the adapters that have pages.
+    """
+    tokens, mask = memory.tokens, memory.real_slots()
+    end = begin + len(tokens)
+    tables["tokens"][begin:end] = tokens
+    tables["tokens"][begin:end].masked_fill_(~mask.to(tables["mask"].device)[..., None], 0)
+    tables["mask"][begin:end] = mask
+    write_pages(tables, begin, tables["tokens"][begin:end], tables["mask"][begin:end], model, names)
+
+
+def write_pages(
+    tables: dict[str, Tensor], begin: int, tokens: Tensor, mask: Tensor, model: Any, names: Iterable[str]
+) -> None:
+    """Write the pages of entries to tables.
+
+    Args:
+        tables: by name.
+        begin: the first row to write.
+        tokens: (n, m, e), the entries.
+        mask: (n, m) bool, their padding.
+        model: the adapted model.
+        names: of the adapters that have pages.
+    """
+    step = max(1, CHUNK // tokens.shape[1])
+    for i in range(0, len(tokens), step):
+        piece = Memory(tokens[i : i + step], mask[i : i + step], check_finite=False)
+        for name, pages in page_rows(model, names, piece).items():
+            tables[name][begin + i : begin + i + len(pages)] = pages
+
+
 def grown(table: Tensor, rows: int) -> Tensor:
-    """A table with room for more rows, blank so far."""
-    made = table.new_zeros(rows, *table.shape[1:])
-    made[: len(table)] = table
-    return made
+    """A copy of a table with blank rows appended, `rows` in all."""
+    larger = table.new_zeros(rows, *table.shape[1:])
+    larger[: len(table)] = table
+    return larger

@@ -61,6 +61,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     kind: ClassVar[str] = "causal_lm"
     attaches_bare: ClassVar[bool] = False
+    memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images")
     predicts_tokens: ClassVar[bool] = True
     replaced = ("generate", *IN_THREADS)
 

@@ -1,4 +1,4 @@
-"""Adapters on the Hugging Face hub: a repository is a folder as `save_adapter` writes it."""
+"""Download and upload of adapters: repositories of the Hugging Face hub with the files that `save_adapter` writes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def local_folder(folder: str | PathLike[str], revision: str | None) -> str | PathLike[str]:
-    """Where an adapter lies on this machine: the folder itself, or what was fetched of a repository of that name.
+    """The local folder of an adapter: the folder itself, or the downloaded files of a repository of that name.
 
-    Only the adapter's own files are fetched, once for each commit, into the cache that all of Hugging Face shares.
+    Only the adapter's own files are downloaded, once for each commit, into the cache shared by Hugging Face libraries.
+
+    Args:
+        folder: a path, or "org/name" on the hub.
+        revision: branch, tag or commit of a repository.
 
     Raises:
-        AdapterFileError: neither a folder nor a repository that can be reached or was kept from before.
+        AdapterFileError: neither a folder nor a repository that can be reached or is in the cache.
         ConfigError: a revision of a folder.
     """
     if os.path.exists(folder) or not (isinstance(folder, str) and _REPOSITORY.fullmatch(folder)):
@@ -34,8 +38,8 @@ def local_folder(folder: str | PathLike[str], revision: str | None) -> str | Pat
     except (OSError, ValueError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise AdapterFileError(
-            f"there is no folder {folder!r}, and no adapter of that name{at} on the hub that is reachable or kept from "
-            f"before ({error}): correct the name, or save the adapter there first"
+            f"there is no folder {folder!r}, and no adapter of that name{at} on the hub that is reachable or in its "
+            f"cache ({error}): correct the name, or save the adapter there first"
         ) from error
 
 
@@ -50,7 +54,17 @@ def push(
     token: str | None,
     message: str | None,
 ) -> str:
-    """Upload one adapter, making the repository where it is missing; the address of the commit.
+    """Upload one adapter, creating the repository where it is missing; returns the address of the commit.
+
+    Args:
+        model: the adapted model.
+        repository: "org/name".
+        name: of the adapter.
+        encoder: as in `save_adapter`.
+        private: whether a new repository is private.
+        revision: a branch, created where it is missing.
+        token: of the hub; None for the one that is logged in.
+        message: of the commit.
 
     Raises:
         AdapterFileError: the hub refused it, or cannot be reached.
@@ -61,11 +75,11 @@ def push(
         model.save_adapter(folder, name, encoder=encoder)
         hub = HfApi(token=token)
         try:
-            made = hub.create_repo(repository, private=private, exist_ok=True)
+            repo = hub.create_repo(repository, private=private, exist_ok=True)
             if revision is not None:
-                hub.create_branch(made.repo_id, branch=revision, exist_ok=True)
+                hub.create_branch(repo.repo_id, branch=revision, exist_ok=True)
             commit = hub.upload_folder(
-                repo_id=made.repo_id,
+                repo_id=repo.repo_id,
                 folder_path=folder,
                 revision=revision,
                 commit_message=message or f"Adapter {name}",

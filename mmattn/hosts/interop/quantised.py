@@ -1,8 +1,8 @@
-"""4-bit weights on the CPU stay as they are stored: bitsandbytes would lay them out anew, for good.
+"""4-bit hosts of bitsandbytes on the CPU: their layers stay in the layout that gradients pass and `state_dict` reads.
 
-It does so on processors with AVX512-BF16, at a layer's first call in evaluation mode (seen in 0.50). The new layout
-passes no gradient to what lies below it, and says nothing; it comes back from `state_dict()` as other weights; and it
-fails where a width is no multiple of 64. Left as they are, the weights are read alike with gradients and without.
+On processors with AVX512-BF16 bitsandbytes repacks a layer at its first call in evaluation mode, for good (seen in
+0.50). The new layout silently passes no gradient to what is below it, is other weights in `state_dict()`, and fails
+where a width is no multiple of 64.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ _SWITCH = "support_avx512bf16_for_cpu"  # of bitsandbytes.nn.Linear4bit, which r
 
 
 def keep_stored(host: nn.Module) -> list[nn.Module]:
-    """Have the 4-bit layers of a host keep their layout; returns those that were going to change it.
+    """Switch repacking off in the 4-bit layers of a host; returns those that had it on.
+
+    Args:
+        host: the frozen model.
 
     Raises:
-        ConditionError: one has changed it already.
+        ConditionError: one has been repacked already.
     """
     layers = {name: layer for name, layer in host.named_modules() if layer.__dict__.get(_SWITCH)}
     for name, layer in layers.items():
         if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
             raise ConditionError(
-                f"the 4-bit weights of {name} were laid out anew for inference when the host was called in evaluation "
-                "mode on the CPU: no gradient passes them now, nor are they those that were loaded. Load the host "
-                "again, and attach (or train) before its first call"
+                f"the 4-bit weights of {name} were repacked for inference when the host was called in evaluation mode "
+                "on the CPU: no gradient passes them now, and `state_dict` has other weights than those loaded. Load "
+                "the host again, and attach (or train) before its first call"
             )
     for layer in layers.values():
         setattr(layer, _SWITCH, False)
@@ -38,13 +41,20 @@ def keep_stored(host: nn.Module) -> list[nn.Module]:
 
 
 def let_change(layers: Sequence[nn.Module]) -> None:
-    """Undo `keep_stored`."""
+    """Undo `keep_stored`.
+
+    Args:
+        layers: that it returned.
+    """
     for layer in layers:
         setattr(layer, _SWITCH, True)
 
 
 def size_of(parameter: nn.Parameter) -> int:
-    """How many weights a parameter stands for: 4-bit ones lie two in a byte.
+    """Number of weights in a parameter; two 4-bit weights are packed in a byte.
+
+    Args:
+        parameter: of a layer, quantised or not.
 
     >>> size_of(nn.Linear(5, 3).weight)
     15
@@ -55,10 +65,13 @@ def size_of(parameter: nn.Parameter) -> int:
 
 @contextlib.contextmanager
 def stored(host: nn.Module) -> Iterator[None]:
-    """Inside the block, the 4-bit layers of a host keep their layout.
+    """Inside the block, the 4-bit layers of a host are not repacked.
+
+    Args:
+        host: the frozen model.
 
     Raises:
-        ConditionError: one has changed it already.
+        ConditionError: one has been repacked already.
     """
     layers = keep_stored(host)
     try:

@@ -1,7 +1,7 @@
-"""Hosts sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): every process goes the whole way, forward and back.
+"""Hosts sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): every process runs every forward and backward pass.
 
-All processes gather a layer's weights together, when it is called and again when gradients pass it. So one that has no
-row left, or no memory in its rows and therefore nothing to learn, must not stay behind: the others would wait for it.
+All processes gather the weights of a layer together, when it is called and again when gradients pass it. A process that
+has no row left, or no memory in its rows and therefore nothing to learn, must do so too: the others would wait for it.
 """
 
 from __future__ import annotations
@@ -18,47 +18,60 @@ from mmattn.errors import ConfigError
 
 
 def shards(host: nn.Module) -> list[Any]:
-    """The parts of a host whose weights lie in pieces on several processes; none where it is whole.
+    """The modules of a host whose weights are sharded over several processes; none where it is not sharded.
+
+    Args:
+        host: the frozen model.
 
     >>> shards(nn.Linear(5, 3))
     []
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody loaded it, nothing is sharded
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
     return [] if fsdp is None else [part for part in host.modules() if isinstance(part, fsdp.FSDPModule)]
 
 
 def reshard(host: nn.Module) -> None:
-    """Put every weight back in pieces: a call leaves some whole, as parameters that the next one forgets."""
+    """Shard every weight again: a call leaves some unsharded, as parameters that the next call replaces.
+
+    Args:
+        host: the frozen model.
+    """
     for part in shards(host):
         part.reshard()
 
 
 def check_trained(model: nn.Module) -> None:
-    """Refuse trained parameters that lie in pieces: each process must have all of what it learns.
+    """Refuse trained parameters that are sharded: each process must have all of them.
+
+    Args:
+        model: the adapted model.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: one is sharded.
     """
     reshard(model)
     pieces = [name for name, p in model.named_parameters() if p.requires_grad and hasattr(p, "full_tensor")]
     if pieces:
         raise ConfigError(
-            f"{len(pieces)} trained parameters are sharded ({pieces[0]}, …), and what is trained must be whole in "
-            "every process: shard the frozen host first, then put adapters or a LoRA on it"
+            f"{len(pieces)} trained parameters are sharded ({pieces[0]}, …), and each process must have all of "
+            "what is trained: shard the frozen host first, then put adapters or a LoRA on it"
         )
 
 
 @contextlib.contextmanager
 def gradients_throughout(model: Any) -> Iterator[None]:
-    """Inside the block, gradients go back to the embedded text, so through every layer, whatever the rows have.
+    """Inside the block gradients flow back to the embedded text, so through every layer, even without a memory.
+
+    Args:
+        model: the host.
 
     Raises:
-        ConfigError: the model does not say where its text is embedded.
+        ConfigError: the model has no input embeddings.
     """
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is None:
         raise ConfigError(
-            f"the host is sharded and {type(model).__name__} names no input embeddings: rows without a memory would "
+            f"the host is sharded and {type(model).__name__} has no input embeddings: rows without a memory would "
             "leave the other processes waiting. Train an unsharded host, or a language model of transformers"
         )
     hook = embeddings.register_forward_hook(_ask_gradient)

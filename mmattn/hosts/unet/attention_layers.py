@@ -1,4 +1,4 @@
-"""The cross-attention layers of a diffusers UNet, seen from outside: which there are, their sizes, their queries."""
+"""The attention layers of a diffusers UNet: the names of those that read text, their head sizes and their queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find_layer_names(host: nn.Module) -> tuple[str, ...]:
     found = tuple(name for name in attention_names(host) if reads_text(host.get_submodule(name)))
     if not found:
         raise AttachError(
-            f"{type(host).__name__} has no cross-attention layers beside which an adapter could read a memory; a "
+            f"{type(host).__name__} has no cross-attention layers at which an adapter could attend to a memory; a "
             "UNet2DConditionModel with cross-attention blocks has"
         )
     return found
@@ -32,12 +32,16 @@ def attention_names(host: nn.Module) -> list[str]:
 
 
 def reads_text(attn: Any) -> bool:
-    """Whether this is an `Attention` of diffusers that looks at the text."""
+    """Whether this is an `Attention` of diffusers that attends to the text."""
     return bool(getattr(attn, "is_cross_attention", False)) or getattr(attn, "added_kv_proj_dim", None) is not None
 
 
 def text_width(host: nn.Module) -> int:
-    """Width of the host's own text."""
+    """Width e of the text that the host attends to.
+
+    Raises:
+        AttachError: its config has none.
+    """
     width = getattr(getattr(host, "config", None), "cross_attention_dim", None)
     width = width[-1] if isinstance(width, (list, tuple)) else width
     if not isinstance(width, int):
@@ -52,7 +56,13 @@ def head_size(attn: Any) -> HeadSizes:
 
 
 def query_heads(attn: Any, x: Tensor, temb: Tensor | None) -> Tensor:
-    """The queries (b, h, l, k) that an attention layer of diffusers makes of x (b, l, d) or (b, d, height, width)."""
+    """The queries (b, h, l, k) of an attention layer of diffusers.
+
+    Args:
+        attn: the layer.
+        x: (b, l, d) or (b, d, height, width).
+        temb: (b, c), the embedded time step, for layers with a spatial norm.
+    """
     if attn.spatial_norm is not None:
         x = attn.spatial_norm(x, temb)
     if x.dim() == 4:

@@ -1,11 +1,11 @@
-"""Classifier-free guidance (arXiv 2207.12598) over the text and any memories of a UNet.
+"""Classifier-free guidance (arXiv 2207.12598) over the text and the memories of a UNet.
 
-With ε(c) what the host predicts under all conditions and ε(∅) without the dropped ones, equation 6 gives
+With ε(c) the prediction of the host under all conditions and ε(∅) that without the dropped ones, equation 6 gives
 
     ε = ε(∅) + s (ε(c) − ε(∅)),     s = guidance_scale = 1 + w of the paper
 
-s = 1 is no guidance, as diffusers counts it. The null is a real absence: the rows of the null half see no
-text and no memory at all, unless a text is given to stand for it.
+s = 1 is no guidance, as in diffusers. In the rows of ε(∅) dropped conditions are masked: they attend to no text and no
+memory at all, unless a null text is given.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float
 from mmattn.hosts.unet.adapter_scale import doubled
 from mmattn.hosts.unet.model import AdaptedUNet
+from mmattn.memory import Memory
 
 Predict = Callable[[Tensor, Any], Tensor]
 
@@ -31,10 +32,15 @@ class Guidance:
     """Settings of classifier-free guidance.
 
     Args:
-        guidance_scale: s, how far to go from the null towards the conditions and beyond; 1 is no guidance.
-        drop: what the null goes without: "text" and names of adapters; None is all of them.
-        rescale: φ, share of the way back to the standard deviation of ε(c) (arXiv 2305.08891, equations 15 and 16).
-        interval: time steps (from, to) between which guidance acts (arXiv 2404.07724); outside ε(c) alone is asked for.
+        guidance_scale: s, the weight of ε(c) − ε(∅); 1 is no guidance.
+        drop: the conditions that ε(∅) is computed without: "text" and names of adapters; None is all of them.
+        rescale: φ from 0 to 1, how far the standard deviation is moved back to that of ε(c) (arXiv 2305.08891,
+            equations 15 and 16).
+        interval: time steps (from, to) between which guidance acts (arXiv 2404.07724); outside it the prediction is
+            ε(c).
+
+    Raises:
+        ConfigError: a setting outside what is allowed.
 
     >>> Guidance(guidance_scale=3.0, interval=(200, 800)).guidance_scale
     3.0
@@ -49,7 +55,7 @@ class Guidance:
         check_float("guidance_scale", self.guidance_scale)
         check_float("rescale", self.rescale, at_least=0)
         if self.rescale > 1:
-            raise ConfigError(f"rescale is a share from 0 to 1, got {self.rescale}")
+            raise ConfigError(f"rescale must be from 0 to 1, got {self.rescale}")
         if self.interval is not None and not self.interval[0] <= self.interval[1]:
             raise ConfigError(f"interval must be (from, to) with from ≤ to, got {self.interval}")
 
@@ -64,27 +70,33 @@ class Guidance:
         memory: Any = None,
         adapter_scale: Any = 1.0,
     ) -> Iterator[Predict]:
-        """For one sampling run: a function (sample (b, …), time step) to the guided prediction.
+        """Within the context, a function from a sample (b, …) and a time step to the guided prediction.
 
-        Keys and values of the text (with `use_core`) and of every memory are made once for all steps.
+        Keys and values of the text (with `use_core`) and of every memory are computed once for all steps.
 
         Args:
-            text: (b, m, e), the host's `encoder_hidden_states`. text_mask: (b, m) bool, needs `use_core`.
-            null_text: (b or 1, n, e) stands for no text in hosts that were trained so; n = m, or less with `use_core`.
-            memory, adapter_scale: as in `AdaptedUNet.condition`; rows b.
+            model: the adapted UNet.
+            text: (b, m, e), the host's `encoder_hidden_states`.
+            text_mask: (b, m) bool, True = may be attended to; needs `use_core`.
+            null_text: (b or 1, n, e), the text of ε(∅) for hosts trained with one; n = m, or less with `use_core`.
+            memory: as in `AdaptedUNet.condition`, with b rows.
+            adapter_scale: as in `AdaptedUNet.condition`.
 
         Raises:
-            ConfigError: an unknown name in `drop`. ConditionError: no way to leave out the text.
+            ConfigError: an unknown name in `drop`.
+            ShapeError: a mask or a null text that does not fit the text.
+            ConditionError: the text is to be dropped, and neither `use_core` nor `null_text` allows it.
         """
         names = {"text", *model.adapters}
         if self.drop is not None and (unknown := set(self.drop) - names):
             raise ConfigError(f"drop names {sorted(unknown)}; there are {sorted(names)}")
         drop = names if self.drop is None else set(self.drop)
-        whole = model.make_call(memory, adapter_scale, text_mask=text_mask)
+        prepared = None if memory is None else model.prepare_by_name(memory)
+        whole = model.make_call(prepared, adapter_scale, text_mask=text_mask)
         both, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
-        sources = {} if whole is None else whole.sources
-        twice = {name: one.prepared if name in drop else _twice(one.prepared) for name, one in sources.items()}
-        given = {} if whole is None else whole.scales
+        sources, given = ({}, {}) if whole is None else (whole.sources, whole.scales)
+        used = {name: one for name, one in (prepared or {}).items() if name in sources}
+        twice = {name: one if name in drop else _twice(one.memory) for name, one in used.items()}
         scales = {name: given[name] if name in drop else doubled(given[name]) for name in twice}
         half = model.make_call(twice or None, scales if twice else 1.0, text_mask=both_mask, guided=True)
 
@@ -92,8 +104,8 @@ class Guidance:
             inside = self.interval is None or self.interval[0] <= float(timestep) <= self.interval[1]
             if self.guidance_scale == 1 or not inside:
                 with model.open_blocks.conditioned(whole):
-                    found: Tensor = model.host(sample, timestep, text).sample
-                return found
+                    predicted: Tensor = model.host(sample, timestep, text).sample
+                return predicted
             with model.open_blocks.conditioned(half):
                 null, given = model.host(torch.cat([sample, sample]), timestep, both).sample.chunk(2)
             out = given + (self.guidance_scale - 1) * (given - null)
@@ -109,7 +121,7 @@ class Guidance:
 def _halves(
     model: AdaptedUNet, text: Tensor, mask: Tensor | None, null_text: Tensor | None, dropped: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The text of the null half and of the other, (2b, m, e), and which of it is real."""
+    """The text (2b, m, e) of the rows of ε(∅) and then of ε(c), and its mask (2b, m)."""
     if mask is not None and mask.shape != text.shape[:2]:
         raise ShapeError(f"text_mask must be (b, m) = {tuple(text.shape[:2])}, got {tuple(mask.shape)}")
     if not dropped:
@@ -137,6 +149,6 @@ def _halves(
     return torch.cat([text, text]), torch.cat([torch.zeros_like(real), real])
 
 
-def _twice(prepared: Any) -> Any:
-    rows = list(range(prepared.batch))
-    return prepared.memory[rows + rows]
+def _twice(memory: Memory) -> Memory:
+    rows = list(range(memory.batch))
+    return memory[rows + rows]

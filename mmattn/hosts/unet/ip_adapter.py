@@ -32,42 +32,48 @@ _BLOCK = re.compile(r"ip_adapter\.(\d+)\.to_([kv])_ip\.weight")
 
 
 def read_ip_adapter(host: nn.Module, path: str | PathLike[str]) -> tuple[DecoupledAdapter, dict[str, Tensor]]:
-    """The settings and weights of an IP-Adapter file, for this host; nothing is changed.
+    """The settings and weights of an IP-Adapter checkpoint, for this host; nothing is changed.
+
+    Args:
+        host: the UNet.
+        path: the file.
 
     Raises:
-        AdapterFileError: torn, of another kind, or made for another base model.
+        AdapterFileError: the file is torn, of another kind, or for another base model.
     """
-    found = read_file(path)
-    strange = [name for name in found if name not in PROJECTION and not _BLOCK.fullmatch(name)]
-    missing = [name for name in PROJECTION if name not in found]
+    tensors = read_file(path)
+    strange = [name for name in tensors if name not in PROJECTION and not _BLOCK.fullmatch(name)]
+    missing = [name for name in PROJECTION if name not in tensors]
     if strange or missing:
         raise AdapterFileError(
             f"{str(path)!r} is not a plain IP-Adapter: it lacks {missing} and holds {strange[:3]}"
             f"{' …' if len(strange) > 3 else ''}; files of the Plus, Full and FaceID kind are not read"
         )
     names, width = find_layer_names(host), text_width(host)
-    state = {own: found[name] for name, own in PROJECTION.items()}
+    state = {own: tensors[name] for name, own in PROJECTION.items()}
     expected = {}
     for index, layer_name in enumerate(names):
         heads = head_size(host.get_submodule(layer_name))
         for letter in "kv":
             name = f"ip_adapter.{2 * index + 1}.to_{letter}_ip.weight"
             expected[name] = (heads.num_kv_heads * heads.head_dim, width)
-            state[f"blocks.{index}.{letter}_proj.weight"] = found.get(name, torch.empty(0))
-    given = {name: tuple(value.shape) for name, value in found.items() if name not in PROJECTION}
+            state[f"blocks.{index}.{letter}_proj.weight"] = tensors.get(name, torch.empty(0))
+    given = {name: tuple(value.shape) for name, value in tensors.items() if name not in PROJECTION}
     if given != expected:
         widths = sorted({shape[-1] for shape in given.values() if shape})
         raise AdapterFileError(
-            f"{str(path)!r} was made for another base model: it has {len(given) // 2} layers for text {widths} wide, "
+            f"{str(path)!r} is for another base model: it has {len(given) // 2} layers for text {widths} wide, "
             f"and this {type(host).__name__} has {len(names)} for text {width} wide; load it onto that base"
         )
-    shapes = [tuple(found[name].shape) for name in PROJECTION]
+    shapes = [tuple(tensors[name].shape) for name in PROJECTION]
     rows, memory_dim = shapes[0] if len(shapes[0]) == 2 else (0, 0)
     if rows % width or shapes != [(rows, memory_dim), (rows,), (width,), (width,)]:
-        raise AdapterFileError(f"{str(path)!r}: an image projection of {shapes} gives no slots {width} wide")
-    for name, value in found.items():
+        raise AdapterFileError(
+            f"{str(path)!r}: an image projection of {shapes} gives no whole number of slots {width} wide"
+        )
+    for name, value in tensors.items():
         if not value.is_floating_point():
-            raise AdapterFileError(f"{str(path)!r}: the tensor {name!r} is {value.dtype}, no floating point")
+            raise AdapterFileError(f"{str(path)!r}: the tensor {name!r} is {value.dtype}, not floating point")
         check_values(name, value)
     try:
         return DecoupledAdapter(memory_dim=memory_dim, tokens=rows // width), state
@@ -78,8 +84,11 @@ def read_ip_adapter(host: nn.Module, path: str | PathLike[str]) -> tuple[Decoupl
 def read_file(path: str | PathLike[str]) -> dict[str, Tensor]:
     """The tensors of a checkpoint by dotted name; a `.bin` is unpickled with `weights_only`.
 
+    Args:
+        path: the file.
+
     Raises:
-        AdapterFileError: it cannot be read, or holds no tensors by name.
+        AdapterFileError: it cannot be read, or is no dictionary of tensors.
     """
     try:
         if not os.fspath(path).endswith((".bin", ".pt", ".pth")):
@@ -99,15 +108,22 @@ def read_file(path: str | PathLike[str]) -> dict[str, Tensor]:
 def write_ip_adapter(model: Any, path: str | PathLike[str], name: str) -> None:
     """Write the adapter `name` in the layout of IP-Adapter, atomically.
 
+    Args:
+        model: the adapted UNet.
+        path: the file.
+        name: of the adapter.
+
     Raises:
-        ConditionError: it is not of that kind: a part of the blocks, a resampler, or no image projection.
+        ConditionError: it has blocks at some layers only, a resampler, or no image projection.
+        OSError: the folder is missing or not writable; a file that was there is unchanged.
     """
     from safetensors.torch import save
 
     adapter = model.adapter(name)
     if adapter.config.tokens is None or adapter.resampler is not None or len(adapter.layers) != len(model.layer_names):
         raise ConditionError(
-            f"adapter {name!r} is no IP-Adapter, which has tokens=, all blocks and no resampler; use save_adapter"
+            f"adapter {name!r} cannot be written as an IP-Adapter, which has tokens=, blocks at all layers and no "
+            "resampler: use save_adapter"
         )
     state = {key: value.detach().contiguous().cpu() for key, value in adapter.state_dict().items()}
     tensors = {theirs: state[own] for theirs, own in PROJECTION.items()}

@@ -1,7 +1,7 @@
-"""A UNet's own cross-attention through our core, as a processor of diffusers.
+"""The cross-attention of a UNet over its own text, computed by the attention core, as a processor of diffusers.
 
-What changes against diffusers' processors: padding of the text is hidden instead of attended to, keys and values of the
-text are made once per block of calls, and weights can be recorded.
+Differences from diffusers' processors: padding of the text is masked, keys and values of the text are computed once per
+block of calls, and attention weights can be recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from mmattn.hosts.unet.denoising import DenoisingCall, added_heads
 
 
 class TextHeads(KeyValueProjection):
-    """The host's own key and value projections, looked up at every use: LoRA may have replaced them."""
+    """The key and value projections of an attention layer of the host, read at every use: LoRA may have replaced them.
+
+    Args:
+        attn: the layer, an `Attention` of diffusers.
+    """
 
     def __init__(self, attn: Any) -> None:
         head_dim = attn.inner_dim // attn.heads
@@ -35,24 +39,33 @@ class TextHeads(KeyValueProjection):
         self.__dict__["attn"] = attn
 
     def look_up(self) -> None:
-        """Take the projections that the host has now."""
+        """Update `k_proj` and `v_proj` to the projections that the host has now."""
         attn = self.__dict__["attn"]
         self.k_proj, self.v_proj = attn.to_k, attn.to_v
 
 
 class TextAttention:
-    """The processor of one cross-attention layer while `use_core` holds."""
+    """The processor of one cross-attention layer while `use_core` is on.
+
+    Args:
+        model: the adapted UNet.
+        index: number of the layer.
+        attn: the layer, an `Attention` of diffusers.
+    """
 
     def __init__(self, model: Any, index: int, attn: Any) -> None:
         self.model, self.index = model, index
         self.heads = TextHeads(attn)
 
     def check(self, attn: Any) -> None:
-        """Refuse layers that the core cannot stand in for.
+        """Refuse layers whose attention the core cannot compute.
+
+        Args:
+            attn: the layer, an `Attention` of diffusers.
 
         Raises:
-            ConditionError: the softmax spans text and pixels, queries are normalised, or the processor is not one of
-                diffusers' default ones.
+            ConditionError: one softmax spans text and pixels, queries or keys are normalised, or the processor is not
+                one of diffusers' default ones.
         """
         name = self.model.layer_names[self.index]
         processor = type(attn.processor).__name__
@@ -74,10 +87,22 @@ class TextAttention:
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
     ) -> Tensor:
-        """The attention layer's output (b, l, d), as diffusers' processors give it."""
+        """The output of the attention layer, in the shape of `hidden_states`.
+
+        Args:
+            attn: the layer, an `Attention` of diffusers.
+            hidden_states: (b, l, d) or (b, d, height, width).
+            encoder_hidden_states: (b, m, e), the text.
+            attention_mask: (b, 1, m), the bias that diffusers computes of its mask.
+            temb: (b, c), the embedded time step.
+
+        Raises:
+            ConditionError: no text, or an argument that the core does not support.
+            ShapeError: a `text_mask` that does not fit the text.
+        """
         q = query_heads(attn, hidden_states, temb)
-        found, seen = self.attend(attn, q, encoder_hidden_states, attention_mask)
-        out = found.transpose(1, 2).flatten(2)
+        heads, seen = self.attend(attn, q, encoder_hidden_states, attention_mask)
+        out = heads.transpose(1, 2).flatten(2)
         added = added_heads(self.model, self.index, q)
         out = attn.to_out[0](out if added is None else out + added)
         bias = getattr(attn.to_out[0], "bias", None)
@@ -91,7 +116,17 @@ class TextAttention:
         return out / attn.rescale_output_factor if attn.rescale_output_factor != 1 else out
 
     def attend(self, attn: Any, q: Tensor, text: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the queries find in the text (b, h, l, k), and which rows (b, 1, 1) see any of it, None for all."""
+        """Attention over the text (b, h, l, k), and which rows (b, 1, 1) have a token that is not masked, None for all.
+
+        Args:
+            attn: the layer, an `Attention` of diffusers.
+            q: (b, h, l, k), queries.
+            text: (b, m, e).
+            bias: (b, 1, m), the bias that diffusers computes of its mask.
+
+        Raises:
+            ConditionError: no text, or embeddings of an IP-Adapter.
+        """
         if isinstance(text, tuple):
             raise ConditionError("the host was given image embeddings of an IP-Adapter: call use_core(False) first")
         if text is None:
@@ -104,19 +139,29 @@ class TextAttention:
         def normed() -> Tensor:
             return attn.norm_encoder_hidden_states(text) if attn.norm_cross else text
 
-        made: Tensor | KeyValue
+        memory: Tensor | KeyValue
         if call is not None and self.is_cacheable(text):
             norm = attn.norm_cross.parameters() if attn.norm_cross else ()
             sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, torch.is_autocast_enabled(text.device.type))
-            made = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
+            memory = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
         else:
-            made = normed()
-        out = self.heads(q, made, mask=None if isinstance(made, KeyValue) else mask)
+            memory = normed()
+        out = self.heads(q, memory, mask=None if isinstance(memory, KeyValue) else mask)
         return out, seen
 
     def padding_mask(self, call: DenoisingCall | None, text: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Which tokens of the text are real (b, m): by the call, or by the bias that diffusers makes of its masks."""
+        """The padding mask (b, m) of the text: that of the call, or from the bias that diffusers computes of its mask.
+
+        Args:
+            call: what this call is conditioned on.
+            text: (b, m, e).
+            bias: (b, 1, m).
+
+        Raises:
+            ShapeError: a `text_mask` that does not fit the text.
+            ConditionError: a mask over pixels.
+        """
         given = None if call is None else call.text_mask
         if given is not None:
             if given.shape != text.shape[:2]:
@@ -125,11 +170,13 @@ class TextAttention:
         if bias is None:
             return None
         if bias.shape[-2] != 1:
-            raise ConditionError("use_core hides padding of the text; a mask over pixels (attention_mask) is not taken")
+            raise ConditionError(
+                "use_core masks padding of the text; a mask over pixels (attention_mask) is not supported"
+            )
         known = None if call is None else call.padding
         if known is not None and known[0] is bias:
             return known[1]
-        # diffusers has turned (b, m) into 0 or -10000, anew in every forward. What is kept must count its edits.
+        # diffusers has turned (b, m) into 0 or -10000, again in every forward. What is cached must count its edits.
         with torch.inference_mode(False):
             mask = bias[:, 0] == 0
         if known is not None and known[1].shape == mask.shape and torch.equal(known[1], mask):
@@ -139,7 +186,7 @@ class TextAttention:
         return mask
 
     def is_cacheable(self, text: Tensor) -> bool:
-        """Whether K and V of this text can serve later calls: no gradients, and every change would be noticed.
+        """Whether keys and values of this text can be cached: no gradients, and every change would be noticed.
 
         LoRA is switched, scaled and merged without a trace in its weights.
         """

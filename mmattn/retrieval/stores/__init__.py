@@ -1,0 +1,20 @@
+"""Vector stores: what holds and searches the entries of an index, one file each. Importing this registers ours."""
+
+from __future__ import annotations
+
+from mmattn.retrieval.stores.faiss import FlatStore, HNSWStore, IVFPQStore
+from mmattn.retrieval.stores.in_memory import InMemoryStore
+from mmattn.retrieval.stores.protocol import Candidates, VectorStore
+from mmattn.retrieval.stores.qdrant import QdrantStore
+from mmattn.retrieval.stores.registry import register_store
+
+__all__ = [
+    "Candidates",
+    "FlatStore",
+    "HNSWStore",
+    "IVFPQStore",
+    "InMemoryStore",
+    "QdrantStore",
+    "VectorStore",
+    "register_store",
+]

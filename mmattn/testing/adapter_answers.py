@@ -1,0 +1,146 @@
+"""Checks of an adapter's answers: when it is nothing, what it may see, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import SkipTest
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import MmattnError, NonFiniteError, ShapeError
+from mmattn.inspect.trial import cut, emptied, padded, real_slots
+from mmattn.memory import Memory
+from mmattn.testing.case import Case, close, differ, each_tensor, refuses, rows_of, same
+from mmattn.testing.running import Check
+
+
+def check_starts_as_nothing(case: Case) -> None:
+    """A fresh adapter with a memory leaves the host's answer bit for bit what it was."""
+    model = case.fresh()
+    same(case.ask(model, case.memory()), case.host, "fresh, with a memory")
+    same(case.ask(model), case.host, "fresh, without a memory")
+
+
+def check_absent_is_the_host(case: Case) -> None:
+    """Without a memory, disabled, not active, at adapter_scale 0 and unloaded it is the host bit for bit."""
+    model, memory = case.trained(), case.memory()
+    same(case.ask(model), case.host, "no memory")
+    with case.condition(model, None):
+        same(case.ask(model.host), case.host, "condition(None)")
+    same(case.ask(model, memory, adapter_scale=0), case.host, "adapter_scale=0")
+    with model.disable_adapter():
+        same(case.ask(model, memory), case.host, "disabled")
+    model.set_adapter([])
+    same(case.ask(model, {case.name: memory}), case.host, "no adapter active")
+    model.set_adapter(case.name)
+    same(case.ask(model.unload()), case.host, "unloaded")
+
+
+def check_memory_is_heard(case: Case) -> None:
+    """A trained adapter answers every row otherwise with a memory than without, and otherwise to another memory."""
+    model = case.trained()
+    answer = case.ask(model, case.memory())
+    differ(answer, case.host, "with a memory and without")
+    differ(case.ask(model, case.memory(1)), answer, "another memory")
+    differ(case.ask(model, case.memory(), adapter_scale=0.5), answer, "half of it")
+    same(case.ask(model, case.memory()), answer, "the same call again")
+
+
+def check_rows_that_see_nothing(case: Case) -> None:
+    """Rows without a slot to see are the host's own bit for bit; to rounding where the host itself mixes rows."""
+    model, memory = case.trained(), case.slots()
+    same(case.ask(model, cut(memory)), case.host, "0 slots")
+    same(case.ask(model, emptied(memory)), case.host, "all slots masked")
+    first = torch.arange(case.rows) == 0
+    answer = case.ask(model, emptied(memory, first))
+    case.same_rows(answer[:1], case.host[:1], "a row without a slot beside rows with some")
+    differ(answer[1:], case.host[1:], "the rows beside it")
+
+
+def check_masked_slots_are_nothing(case: Case) -> None:
+    """What lies in masked slots changes nothing, be it large, NaN or infinite, in vectors and in scores."""
+    model, memory = case.trained(), case.slots()
+    plain = case.ask(model, padded(memory, 0.0))
+    close(plain, case.ask(model, memory), "masked slots behind the others")
+    for filling in (1e4, torch.nan, torch.inf):
+        same(case.ask(model, padded(memory, filling)), plain, f"{filling} in masked slots")
+
+
+def check_rows_keep_to_themselves(case: Case) -> None:
+    """A row alone is answered as in its batch, and another memory of its neighbours changes nothing for it."""
+    model, memory = case.trained(), case.memory()
+    answer = case.ask(model, memory)
+    for row in range(case.rows):
+        own = slice(row, row + 1)
+        alone = memory[own] if isinstance(memory, Memory) else memory
+        close(case.ask(model, alone, rows_of(case.batch, own, case.rows)), answer[own], f"row {row} alone")
+    if isinstance(memory, Memory):
+        moved = torch.cat([memory.tokens[:1], -memory.tokens[1:]])
+        case.same_rows(case.ask(model, memory.replace(moved))[:1], answer[:1], "other memories of the other rows")
+
+
+def check_order_of_slots(case: Case) -> None:
+    """Slots in another order are the same memory, unless the adapter says that it reads them in order."""
+    if case.fresh().adapter(case.name).orders_slots:
+        raise SkipTest("it says that it reads slots in order")
+    memory = case.slots()
+    _same_with_slots(case, memory, torch.arange(memory.length - 1, -1, -1), "slots backwards")
+
+
+def check_slots_twice(case: Case) -> None:
+    """Every slot twice is the same memory, unless the adapter says that it counts them, as beside a null slot."""
+    if case.fresh().adapter(case.name).counts_slots:
+        raise SkipTest("it says that it counts slots")
+    memory = case.slots()
+    _same_with_slots(case, memory, torch.arange(memory.length).repeat(2), "every slot twice")
+
+
+def _same_with_slots(case: Case, memory: Memory, index: Tensor, what: str) -> None:
+    model = case.trained()
+    close(case.ask(model, each_tensor(memory, lambda one: one[:, index])), case.ask(model, memory), what)
+
+
+def check_batch_sizes_match(case: Case) -> None:
+    """Another number of rows in the memory than in the batch is a ShapeError, also one row for many."""
+    model, memory = case.trained(), case.slots()
+    for rows in (1, case.rows - 1, case.rows + 1, 2 * case.rows):
+        other: Memory = memory[torch.arange(rows) % case.rows]
+        refuses(ShapeError, lambda other=other: case.ask(model, other), f"a memory of {rows} rows")  # type: ignore[misc]
+    shared = memory[:1].expand(case.rows)
+    close(case.ask(model, shared), case.ask(model, memory[[0] * case.rows]), "one row shared by the caller's word")
+
+
+def check_bad_memories_are_refused(case: Case) -> None:
+    """A memory of another width, of NaN where it may be seen, or that is none is refused, and nothing has changed."""
+    model, memory = case.trained(), case.slots()
+    answer = case.ask(model, memory)
+    wide = memory.replace(memory.tokens.repeat(1, 1, 2))
+    refuses(ShapeError, lambda: case.ask(model, wide), "twice the width")
+    refuses(MmattnError, lambda: case.ask(model, "a memory"), "a string as memory")
+    broken = case.slots()
+    broken.tokens.masked_fill_(real_slots(broken)[..., None], torch.nan)
+
+    def enter(given: Any) -> None:
+        with case.condition(model, given):
+            pass
+
+    refuses(NonFiniteError, lambda: case.ask(model, broken), "a memory edited to NaN")
+    refuses(NonFiniteError, lambda: enter(broken), "a memory edited to NaN, in a block")
+    refuses(ShapeError, lambda: enter(wide), "twice the width, in a block")
+    same(case.ask(model), case.host, "without a memory afterwards")
+    same(case.ask(model, memory), answer, "with a good one afterwards")
+
+
+CHECKS: list[Check] = [
+    check_starts_as_nothing,
+    check_absent_is_the_host,
+    check_memory_is_heard,
+    check_rows_that_see_nothing,
+    check_masked_slots_are_nothing,
+    check_rows_keep_to_themselves,
+    check_order_of_slots,
+    check_slots_twice,
+    check_batch_sizes_match,
+    check_bad_memories_are_refused,
+]

@@ -1,0 +1,257 @@
+"""What the checks ask with: a host made anew for each, an adapter for it, random batches and memories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+from unittest import SkipTest
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.hosts.attach import attach
+from mmattn.memory import Memory
+
+MakeHost = Callable[[], nn.Module]
+MakeMemory = Callable[[torch.Generator, int], Any]
+# By dtype, how far apart two ways to the same answer may be, as a share of the largest number in it.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Case:
+    """A kind of adapter on a kind of host, and what the two are asked with.
+
+    Args:
+        adapter: the settings, of a registered kind.
+        make_host: makes the frozen model: the same weights each time, in evaluation mode, small and on the CPU.
+        make_memory: from a generator and a number of rows what the adapter reads; its `example_memory` by default.
+        rows: b, at least 2.
+        options: further arguments of `attach`.
+    """
+
+    name = "default"
+
+    def __init__(
+        self, adapter: Any, make_host: MakeHost, make_memory: MakeMemory | None = None, rows: int = 3, **options: Any
+    ) -> None:
+        self.adapter, self.make_host, self.rows, self.options = adapter, make_host, rows, options
+        self.make_memory: MakeMemory = adapter.example_memory if make_memory is None else make_memory
+
+    def fresh(self) -> Any:
+        """A new host with a new adapter."""
+        return attach(self.make_host(), self.adapter, self.name, **self.options)
+
+    def trained(self) -> Any:
+        """A new host with an adapter whose weights are as if it had been trained."""
+        model = self.fresh()
+        stir(model.adapter(self.name))
+        return model
+
+    @cached_property
+    def batch(self) -> dict[str, Any]:
+        """What the host is called with."""
+        return self.another_batch(0)
+
+    def another_batch(self, seed: int) -> dict[str, Any]:
+        """A random batch."""
+        given: dict[str, Any] = self.fresh().example_batch(seeded(seed), self.adapter, self.rows)
+        return given
+
+    @cached_property
+    def host(self) -> Tensor:
+        """What a host that never had an adapter answers."""
+        return self.ask(self.make_host())
+
+    def memory(self, seed: int = 0) -> Any:
+        """A memory for every row, a new object each time."""
+        return self.make_memory(seeded(100 + seed), self.rows)
+
+    def slots(self, seed: int = 0) -> Memory:
+        """A memory of vectors, which can be cut, masked and put in another order.
+
+        Raises:
+            SkipTest: this kind reads something else.
+        """
+        memory = self.memory(seed)
+        if not isinstance(memory, Memory):
+            raise SkipTest(f"its memory is a {type(memory).__name__} and has no slots")
+        return memory
+
+    @cached_property
+    def beside_memory(self) -> dict[str, Any]:
+        """What of the batch belongs to the memory, and is given with it."""
+        words = type(self.fresh()).memory_keywords
+        return {name: value for name, value in self.batch.items() if name in words}
+
+    def condition(self, model: Any, memory: Any) -> Any:
+        """A block of this memory, with what belongs to it."""
+        return model.condition(memory, **({} if memory is None else self.beside_memory))
+
+    def ask(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
+        """The answer of a model without gradients."""
+        with torch.no_grad():
+            return self.call(model, memory, batch, **more)
+
+    def call(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
+        """The answer of a model: the first thing it returns."""
+        given = dict(self.batch if batch is None else batch)
+        if memory is None:
+            given = {name: value for name, value in given.items() if name not in self.beside_memory}
+        return answer_of(model(**given, **more) if memory is None else model(**given, **more, memory=memory))
+
+    @cached_property
+    def rows_are_apart(self) -> bool:
+        """Whether the host's answer to a row stays bit for bit the same when another row changes.
+
+        That of hosts with experts changes by rounding, and with it what an adapter can promise.
+        """
+        host = self.make_host()
+        first = torch.arange(self.rows) == 0
+        changed = [self.ask(host, batch=mixed(self.another_batch(seed), self.batch, first)) for seed in (1, 2, 3)]
+        return all(torch.equal(answer[1:], self.host[1:]) for answer in changed)
+
+    def same_rows(self, got: Tensor, want: Tensor, what: str) -> None:
+        """Rows that nothing was done to, while something was done to others: bit for bit where the host's rows are."""
+        (same if self.rows_are_apart else close)(got, want, what)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of random numbers on the CPU."""
+    return torch.Generator().manual_seed(seed)
+
+
+@torch.no_grad()
+def stir(module: nn.Module, seed: int = 7) -> None:
+    """Give every weight a random value, as training would: gates open, and what began at 0 does no more.
+
+    Args:
+        module: the trainable part of an adapter, or a part of it.
+        seed: of the random numbers.
+    """
+    generator = seeded(seed)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, torch.float32)
+        if parameter.dim() >= 2:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.add_((0.5 + 0.2 * noise.tanh()) * noise.sign())
+
+
+def answer_of(output: Any) -> Tensor:
+    """The first thing that a host returns."""
+    found: Tensor = output if isinstance(output, Tensor) else output[0]
+    return found
+
+
+def rows_of(given: Any, index: Any, rows: int) -> Any:
+    """Some rows of everything in a batch that has a row for each of b."""
+    if isinstance(given, Mapping):
+        return {name: rows_of(value, index, rows) for name, value in given.items()}
+    by_row = isinstance(given, Tensor) and given.dim() > 0 and given.shape[0] == rows
+    return given[index] if by_row else given
+
+
+def mixed(changed: Any, batch: Any, where: Tensor) -> Any:
+    """A batch with some rows (b,) of another one."""
+    if isinstance(batch, Mapping):
+        return {name: mixed(changed[name], value, where) for name, value in batch.items()}
+    if not isinstance(batch, Tensor) or batch.dim() == 0 or batch.shape[0] != len(where):
+        return batch
+    return torch.where(where.view(-1, *[1] * (batch.dim() - 1)).to(batch.device), changed, batch)
+
+
+def cast(given: Any, dtype: torch.dtype) -> Any:
+    """A batch whose floating point tensors have another dtype."""
+    if isinstance(given, Mapping):
+        return {name: cast(value, dtype) for name, value in given.items()}
+    return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
+
+
+def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
+    """The memory with its tokens, mask, segments and scores changed alike."""
+    mask, segments, scores = (
+        None if one is None else change(one) for one in (memory.mask, memory.segments, memory.scores)
+    )
+    return Memory(change(memory.tokens), mask, segments, scores)
+
+
+# What may be said of two answers ----------------------------------------------------------------------------------
+
+
+def same(got: Tensor, want: Tensor, what: str) -> None:
+    """Bit for bit equal.
+
+    Raises:
+        AssertionError: they are not.
+    """
+    assert got.shape == want.shape, f"{what}: {tuple(got.shape)} is not {tuple(want.shape)}"
+    assert torch.equal(got, want), f"{what}: not bit for bit, {distance(got, want):.1e} apart"
+
+
+def close(got: Tensor, want: Tensor, what: str) -> None:
+    """Equal to rounding.
+
+    Raises:
+        AssertionError: they are not, or one is not finite.
+    """
+    assert got.shape == want.shape, f"{what}: {tuple(got.shape)} is not {tuple(want.shape)}"
+    assert bool(torch.isfinite(got).all()), f"{what}: NaN or infinity"
+    found, most = distance(got, want), TOLERANCE[want.dtype]
+    assert found <= most, f"{what}: {found:.1e} apart, and rounding is at most {most:.0e}"
+
+
+def differ(got: Tensor, want: Tensor, what: str) -> None:
+    """Apart by more than rounding, in every row.
+
+    Raises:
+        AssertionError: a row is not, or something is not finite.
+    """
+    assert bool(torch.isfinite(got).all()), f"{what}: NaN or infinity"
+    least = 10 * TOLERANCE[want.dtype]
+    stuck = [row for row, (one, other) in enumerate(zip(got, want, strict=True)) if distance(one, other) <= least]
+    assert not stuck, f"{what}: rows {stuck} are the same"
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """The largest difference, as a share of the largest number wanted."""
+    size = want.double().abs().max().clamp(min=1e-30)
+    return float((got.double() - want.double()).abs().max() / size) if want.numel() else 0.0
+
+
+def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], ask: Callable[[], Any], what: str) -> None:
+    """An error of this kind, whose message is not empty.
+
+    Raises:
+        AssertionError: none comes, one of another kind, or one without words.
+    """
+    names = kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
+    try:
+        ask()
+    except kind as error:
+        assert str(error), f"{what}: {type(error).__name__} says nothing"
+    except Exception as error:
+        raise AssertionError(f"{what}: {names} was to be raised, got {type(error).__name__}: {error}") from error
+    else:
+        raise AssertionError(f"{what}: {names} was to be raised, and nothing was")
+
+
+def traces(host: nn.Module) -> dict[str, Any]:
+    """What of a model shows that someone was here: classes, attributes, hooks, modes, names of weights, which train."""
+    found: dict[str, Any] = {"state_dict": sorted(host.state_dict())}
+    for name, module in host.named_modules():
+        hooks = {key: len(value) for key, value in vars(module).items() if "hooks" in key and value}
+        found[f"module {name}"] = type(module).__name__, module.training, sorted(vars(module)), hooks
+    found["requires_grad"] = {name: parameter.requires_grad for name, parameter in host.named_parameters()}
+    return found
+
+
+def no_trace(host: nn.Module, before: Mapping[str, Any], what: str) -> None:
+    """A model as it was when `traces` was asked.
+
+    Raises:
+        AssertionError: something is not.
+    """
+    after = traces(host)
+    left = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    assert not left, f"{what}: {left[0]} was {before.get(left[0])}, is {after.get(left[0])} ({len(left)} differ)"

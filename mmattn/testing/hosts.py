@@ -1,0 +1,258 @@
+"""What every kind of host must do, for every adapter that acts where it offers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import SkipTest
+
+from torch import Tensor, nn
+
+from mmattn.adapters.protocols import POSITIONS, Site
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.attach import adapted_model, attach
+from mmattn.hosts.calls import Call
+from mmattn.hosts.registry import host_kind, host_kinds
+from mmattn.inspect.batches import random_batch
+from mmattn.inspect.doctor import doctor
+from mmattn.testing.case import Case, MakeHost, answer_of, differ, no_trace, refuses, same, stir, traces
+from mmattn.testing.running import Check, run_checks
+
+
+class HostCase(Case):
+    """A kind of host, and adapters for every position that it offers.
+
+    Args:
+        make_host: as in `Case`.
+        adapters: settings of registered kinds, whose blocks should be at many layers.
+        rows: b, at least 2.
+        options: further arguments of `attach`.
+    """
+
+    def __init__(self, make_host: MakeHost, adapters: Sequence[Any], rows: int = 3, **options: Any) -> None:
+        super().__init__(adapters[0], make_host, rows=rows, **options)
+        self.adapters = list(adapters)
+
+    def bare(self) -> Any:
+        """The adapted model of a new host, as `attach` makes it before any adapter is on."""
+        return adapted_model(self.make_host(), self.options.get("path"))
+
+
+def check_it_is_recognised(case: HostCase) -> None:
+    """Its kind is registered, matches the model, and is the one that `attach` takes; what is no model is refused."""
+    model = case.fresh()
+    kind = type(model)
+    assert host_kinds().get(kind.kind) is kind, f"{kind.__name__} is not registered as {kind.kind!r}"
+    assert kind.matches(case.make_host()), f"{kind.__name__}.matches says no"
+    assert host_kind(case.make_host()) is kind, "attach takes another kind"
+    assert kind.positions and set(kind.positions) <= set(POSITIONS), f"positions are {kind.positions}"
+    refuses(AttachError, lambda: attach("a name", case.adapter), "a string as host")  # type: ignore[arg-type]
+    host = case.make_host()
+    before = traces(host)
+    refuses(AttachError, lambda: attach(host, object()), "settings of no kind")  # type: ignore[arg-type]
+    no_trace(host, before, "after settings were refused")
+
+
+def check_sites(case: HostCase) -> None:
+    """Its sites of each position name modules in the order of its forward, with width and device of what is there."""
+    model = case.bare()
+    for position in type(model).positions:
+        sites = model.sites(position)
+        assert sites, f"no sites {position!r}"
+        assert [site.layer for site in sites] == list(range(len(sites))), f"layers {[site.layer for site in sites]}"
+        assert all(site.position == position for site in sites), f"sites of other positions among those {position!r}"
+        seen = _passed_at(case, model.host, sites)
+        assert set(seen) == {site.layer for site in sites}, f"the forward passes {list(seen)} of sites {position!r}"
+        for site in sites:
+            if position == "inside":
+                assert site.heads is not None and site.width >= 1, f"{site} does not tell the sizes of its attention"
+                continue
+            assert list(seen) == sorted(seen), f"the forward passes sites {position!r} in the order {list(seen)}"
+            states = seen[site.layer]
+            assert states.shape[-1] == site.width and states.dim() == 3, f"{site}: states are {tuple(states.shape)}"
+            assert states.device == site.device, f"{site}: states are on {states.device}"
+
+
+def _passed_at(case: HostCase, host: nn.Module, sites: Sequence[Site]) -> dict[int, Tensor]:
+    """The hidden states at each site, by its layer, in the order in which one forward of the host passes them."""
+    seen: dict[int, Tensor] = {}
+
+    def listen(site: Site) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[site.layer] = args[0] if args else kwargs["hidden_states"]
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            seen[site.layer] = answer_of(output)
+
+        module = host.get_submodule(site.module)
+        if site.position == "before":
+            return module.register_forward_pre_hook(before, with_kwargs=True)
+        return module.register_forward_hook(after)
+
+    hooks = [listen(site) for site in sites]
+    case.ask(host)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def check_every_site_reaches_the_answer(case: HostCase) -> None:
+    """What an adapter writes at any one of its sites reaches the host's answer, in every row; at every position."""
+    offered = set(type(case.fresh()).positions)
+    for adapter in case.adapters:
+        own = Case(adapter, case.make_host, rows=case.rows, **case.options)
+        model = own.fresh()
+        position = model.adapter(own.name).position
+        offered.discard(position)
+        memory = own.memory()
+        for layer in model.adapter(own.name).layers:
+            one = own.fresh()
+            stir(one.adapter(own.name).block(layer))
+            differ(own.ask(one, memory), own.host, f"a block {position} layer {layer} alone")
+    assert not offered, f"give an adapter for each position that is offered, also for {sorted(offered)}"
+
+
+def check_layers_that_are_not_there(case: HostCase) -> None:
+    """Layers that the host does not have are refused in words, and nothing has changed."""
+    names = {field.name for field in fields(case.adapter)}
+    if "layers" not in names:
+        raise SkipTest("the adapter's settings do not name layers")
+    host = case.make_host()
+    before, depth = traces(host), len(case.bare().sites(type(case.bare()).positions[0]))
+    wrong = replace(case.adapter, layers=(0, depth), **({"every": None} if "every" in names else {}))
+    refuses(AttachError, lambda: attach(host, wrong, **case.options), f"layer {depth} of {depth}")
+    no_trace(host, before, "after layers were refused")
+    same(case.ask(host), case.host, "the host after layers were refused")
+
+
+def check_checkpoint_is_untouched(case: HostCase) -> None:
+    """The host's modules, `state_dict` and `save_pretrained` are those of a host without adapters."""
+    untouched, model = case.make_host(), case.trained()
+    host = model.host
+    case.ask(model, case.memory())
+    assert [name for name, _ in host.named_modules()] == [name for name, _ in untouched.named_modules()]
+    state, wanted = host.state_dict(), untouched.state_dict()
+    assert list(state) == list(wanted), f"other keys: {set(state) ^ set(wanted)}"
+    for name, value in wanted.items():
+        same(state[name], value, name)
+    if not hasattr(host, "save_pretrained"):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = []
+        for number, one in enumerate((untouched, host)):
+            path = os.path.join(folder, str(number))
+            one.save_pretrained(path)
+            found.append({file.name: file.read_bytes() for file in sorted(Path(path).iterdir())})
+    changed = [file for file in {**found[0], **found[1]} if found[0].get(file) != found[1].get(file)]
+    assert not changed, f"save_pretrained writes other files: {changed}"
+
+
+def check_text_state(case: HostCase) -> None:
+    """`text_state` tells the rows of a call, and where adapters act on hidden states (b, l, d) its tokens."""
+    model = case.fresh()
+    text = model.text_state(Call({}), (), case.batch)
+    assert isinstance(text, TextState), f"text_state gives a {type(text).__name__}"
+    assert text.rows == case.rows, f"it tells {text.rows} rows of a batch of {case.rows}"
+    site = model.adapter(case.name).sites[0]
+    if site.position != "inside":
+        seen = _passed_at(case, case.make_host(), [site])[site.layer]
+        assert text.length == seen.shape[1], f"it tells {text.length} tokens where hidden states have {seen.shape[1]}"
+
+
+def check_example_batch(case: HostCase) -> None:
+    """`example_batch` is what the host is called with, the same for the same generator, and enough for the doctor."""
+    first, again = case.another_batch(5), case.another_batch(5)
+    assert list(first) == list(again), "the same generator gives other names"
+    same(case.ask(case.make_host(), batch=first), case.ask(case.make_host(), batch=again), "the same generator")
+    answer = case.ask(case.make_host(), batch=first)
+    assert len(answer) == case.rows, f"a batch of {case.rows} rows is answered with {len(answer)}"
+    differ(case.ask(case.make_host(), batch=case.another_batch(6)), answer, "another generator")
+    model = case.trained()
+    report = doctor(model, random_batch(model, case.name))
+    assert report.ok, f"a trained adapter is found ill:\n{report}"
+
+
+def check_host_is_frozen_and_thawed(case: HostCase) -> None:
+    """While adapters are on, no weight of the host is trained; `unload` restores which of them were."""
+    host = case.make_host()
+    for parameter in list(host.parameters())[::2]:
+        parameter.requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in host.named_parameters()}
+    model = attach(host, case.adapter, **case.options)
+    assert not any(parameter.requires_grad for parameter in host.parameters()), "weights of the host are trained"
+    model.unload()
+    after = {name: parameter.requires_grad for name, parameter in host.named_parameters()}
+    assert after == before, f"changed: {[name for name in before if before[name] != after[name]][:3]}"
+
+
+def check_require_memory(case: HostCase) -> None:
+    """With require_memory a call without one is refused; with one, given or in a block, it is answered."""
+    model = attach(case.make_host(), case.adapter, case.name, require_memory=True, **case.options)
+    stir(model.adapter(case.name))
+    answer = case.ask(case.trained(), case.memory())
+    refuses(ConditionError, lambda: case.ask(model), "no memory")
+    refuses(ConditionError, lambda: case.ask(model.host), "no memory, by a call of the host itself")
+    same(case.ask(model, case.memory()), answer, "a memory")
+    with case.condition(model, case.memory()):
+        same(case.ask(model.host), answer, "a memory in a block")
+    refuses(ConditionError, lambda: case.ask(model), "no memory, after the block")
+
+
+def check_second_attach(case: HostCase) -> None:
+    """A second `attach`, on host or model, puts another adapter beside the first; a taken name is refused."""
+    model, memory = case.trained(), case.memory()
+    answer = case.ask(model, memory)
+    refuses(AttachError, lambda: attach(model.host, case.adapter, case.name), "the same name")
+    refuses(AttachError, lambda: attach(model.host, case.adapter, "no.name"), "a name with a dot")
+    assert list(model.adapters) == [case.name], f"after names were refused there are {list(model.adapters)}"
+    same(case.ask(model, memory), answer, "after names were refused")
+    for number, host in enumerate((model.host, model)):
+        assert attach(host, case.adapter, f"more{number}") is model, "attach gives another object than the first time"
+    same(case.ask(model, {case.name: memory}), answer, "beside two fresh ones")
+    refuses(ConditionError, lambda: (model.unload(), model.prepare(memory), case.ask(model, memory)), "after unload")
+
+
+CHECKS: list[Check] = [
+    check_it_is_recognised,
+    check_sites,
+    check_every_site_reaches_the_answer,
+    check_layers_that_are_not_there,
+    check_checkpoint_is_untouched,
+    check_text_state,
+    check_example_batch,
+    check_host_is_frozen_and_thawed,
+    check_require_memory,
+    check_second_attach,
+]
+
+
+def host_checks() -> list[Check]:
+    """Every check of a host, for `pytest.mark.parametrize`: a function of a `HostCase`.
+
+    A check that does not apply raises `unittest.SkipTest`, which pytest shows as skipped.
+    """
+    return list(CHECKS)
+
+
+def check_host(make_host: MakeHost, *adapters: Any, rows: int = 3, **options: Any) -> dict[str, str]:
+    """Run every check of a kind of host.
+
+    Args:
+        make_host: makes the frozen model: the same weights each time, in evaluation mode, small and on the CPU.
+        adapters: settings of registered kinds, one at least for each position that the host offers; their blocks should
+            be at many layers.
+        rows: b, at least 2.
+        options: further arguments of `attach`.
+
+    Returns:
+        the checks that do not apply, with the reason.
+
+    Raises:
+        AssertionError: naming each check that failed, its promise and what happened instead.
+    """
+    return run_checks(host_checks(), HostCase(make_host, adapters, rows, **options))

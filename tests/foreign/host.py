@@ -1,0 +1,77 @@
+"""A decoder of one's own, with nothing of transformers in it, as a host."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmattn import register_host
+from mmattn.adapters.protocols import Site
+from mmattn.hosts import AdaptedModel
+
+
+class Prediction(NamedTuple):
+    """What the decoder returns: logits (b, l, v) of the next token."""
+
+    logits: Tensor
+
+
+class MeanLayer(nn.Module):
+    """A layer in which each token reads the mean of those up to it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (b, l, d) to (b, l, d)."""
+        own = self.norm(x)
+        mean = own.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return x + self.mix(torch.cat([own, mean], -1)).tanh()
+
+
+class MeanDecoder(nn.Module):
+    """A causal language model of such layers."""
+
+    def __init__(self, vocabulary: int = 89, width: int = 24, depth: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.stack = nn.ModuleList(MeanLayer(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: Tensor) -> Prediction:
+        """Logits of the next token after each of the ids (b, l)."""
+        x = self.embedding(input_ids)
+        for layer in self.stack:
+            x = layer(x)
+        return Prediction(self.head(x))
+
+
+@register_host
+class AdaptedMeanDecoder(AdaptedModel):
+    """The decoder with adapters before or after its layers."""
+
+    kind: ClassVar[str] = "mean_decoder"
+    positions: ClassVar[tuple[str, ...]] = ("after", "before")
+    predicts_tokens: ClassVar[bool] = True
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Whether a model is this decoder."""
+        return isinstance(model, MeanDecoder)
+
+    def sites(self, position: str) -> list[Site]:
+        """Every layer."""
+        table: Tensor = self.host.embedding.weight
+        return [
+            Site(index, position, f"stack.{index}", table.shape[1], table.device)
+            for index in range(len(self.host.stack))
+        ]
+
+    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+        """Random ids."""
+        ids = torch.randint(self.host.embedding.num_embeddings, (rows, 7), generator=generator)
+        return {"input_ids": ids.to(self.host.embedding.weight.device)}

@@ -1,0 +1,112 @@
+"""A memory averaged and added to every token: an adapter that attends to nothing, and reads a memory in its own way.
+
+With x (b, l, d) the output of a host layer, M (b, m, e) the memory and W (e, d) = 0 at the start:
+
+    y = x + mean(M) W
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import mmattn
+from mmattn import register_adapter
+from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
+from mmattn.adapters.projected import PreparedMemory
+from mmattn.adapters.protocols import Host, Site
+from mmattn.adapters.text_state import TextState
+
+
+@register_adapter
+@dataclass(frozen=True)
+class PooledAdapter:
+    """Settings of the adapter, which is after every layer.
+
+    Args:
+        memory_dim: e, width of the memory.
+    """
+
+    memory_dim: int
+
+    kind: ClassVar[str] = "pooled"
+    positions: ClassVar[tuple[str, ...]] = ("after",)
+    example_call: ClassVar[str] = "model(input_ids=input_ids, memory=memory)"
+
+    def sites(self, host: Host) -> list[Site]:
+        """Every layer."""
+        return host.sites("after")
+
+    def build(self, sites: Sequence[Site]) -> PooledLayers:
+        """The trainable part for these sites."""
+        return PooledLayers(self, sites)
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> mmattn.Memory:
+        """A random memory, some slots masked."""
+        return random_memory(generator, rows, self.memory_dim)
+
+
+class PooledLayers(AdapterLayers):
+    """A matrix for each layer."""
+
+    def __init__(self, config: PooledAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        self.blocks = nn.ModuleDict(
+            {str(site.layer): nn.Linear(config.memory_dim, site.width, bias=False) for site in sites}
+        )
+        for block in self.blocks.values():
+            nn.init.zeros_(block.weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight on the device and in the dtype in which a memory is read."""
+        return self.block(self.layers[0]).weight
+
+    def read(self, memory: mmattn.Memory) -> mmattn.Memory:
+        """The mean of the real slots of each row, as a memory of one slot, which is masked where there is none."""
+        memory = self._cast_memory(memory)
+        real = torch.ones(memory.tokens.shape[:2], dtype=torch.bool) if memory.mask is None else memory.mask
+        real = real.to(memory.device)
+        mean = memory.tokens.sum(1, keepdim=True) / real.sum(1).clamp(min=1)[:, None, None]
+        return mmattn.Memory(mean, real.any(1, keepdim=True), check_finite=False)
+
+    def bind(self, prepared: PreparedMemory, host: nn.Module) -> PooledSource:
+        """The source of one call."""
+        return PooledSource(prepared, self)
+
+
+class PooledSource:
+    """A memory bound to the adapter for one call."""
+
+    follows_text = False
+
+    def __init__(self, prepared: PreparedMemory, adapter: PooledLayers) -> None:
+        self.prepared, self.adapter, self.rows = prepared, adapter, prepared.batch
+
+    def step(self, text: TextState) -> PooledView:
+        """What this forward sees."""
+        text.check_rows(self.rows, self.adapter.name)
+        return PooledView(self.prepared.read(self.adapter))
+
+    def as_memory(self, text: TextState) -> mmattn.Memory:
+        """The memory itself."""
+        return self.prepared.memory.detach()
+
+
+class PooledView:
+    """The mean of a memory, for the tokens of one forward."""
+
+    def __init__(self, mean: mmattn.Memory) -> None:
+        self.mean = mean
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """x (b, l, d) with the mean added; rows of beams read that of their text, rows that see nothing stay."""
+        beams = x.shape[0] // self.mean.batch
+        added = adapter_scale * block(self.mean.tokens.to(x.device)).repeat_interleave(beams, 0)
+        assert self.mean.mask is not None
+        seen = self.mean.mask.to(x.device).repeat_interleave(beams, 0)[..., None]
+        return torch.where(seen, (x + added).to(x.dtype), x)

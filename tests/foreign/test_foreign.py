@@ -1,0 +1,158 @@
+"""Kinds of strangers, each in one file outside the package, keep the same contract as ours."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mmattn
+from mmattn import register_adapter, register_host
+from mmattn.cli.app import app
+from mmattn.errors import AdapterFileError, AttachError, ConfigError
+from mmattn.inspect import save_traces
+from mmattn.testing import Case, HostCase, adapter_checks, check_adapter, check_host, host_checks, stir
+from mmattn.testing.running import Check
+from tests import tiny
+from tests.foreign.adapter import FilmAdapter
+from tests.foreign.host import AdaptedMeanDecoder, MeanDecoder
+from tests.foreign.pooled import PooledAdapter
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FILM = FilmAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2))
+GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=6)
+
+
+def decoder(seed: int = 0) -> MeanDecoder:
+    """The same small decoder each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MeanDecoder().eval()
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "film on llama": lambda: Case(FILM, functools.partial(tiny.make, "llama")),
+    "film on bloom": lambda: Case(FILM, functools.partial(tiny.make, "bloom")),
+    "film on the decoder": lambda: Case(FILM, decoder),
+    "pooled on llama": lambda: Case(PooledAdapter(tiny.MEMORY_DIM), functools.partial(tiny.make, "llama")),
+    "gated on the decoder": lambda: Case(GATED, decoder),
+    "chunked on the decoder": lambda: Case(
+        mmattn.ChunkedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6, chunk_size=3), decoder
+    ),
+}
+HOSTS: dict[str, Callable[[], HostCase]] = {
+    "the decoder": lambda: HostCase(decoder, [GATED, FILM]),
+    "llama": lambda: HostCase(functools.partial(tiny.make, "llama"), [GATED, FILM]),
+}
+
+
+@functools.cache
+def case_of(name: str) -> Any:
+    """One case for all checks."""
+    return {**CASES, **HOSTS}[name]()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("check", adapter_checks())
+def test_adapters(check: Check, name: str) -> None:
+    check(case_of(name))
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("check", host_checks())
+def test_hosts(check: Check, name: str) -> None:
+    check(case_of(name))
+
+
+def test_the_suites_in_one_call() -> None:
+    assert set(check_adapter(FILM, decoder)) == {"check_generation"}
+    assert check_host(decoder, GATED, FILM) == {}
+
+
+def test_what_fails_is_named_with_its_promise() -> None:
+    with pytest.raises(
+        AssertionError, match="(?s)check_every_site_reaches_the_answer: What an adapter writes.*'before'"
+    ):
+        check_host(decoder, GATED)
+
+
+def test_the_suites_do_without_pytest() -> None:
+    code = "import sys, mmattn.testing; mmattn.testing.adapter_checks(); print('pytest' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def loaded_elsewhere(folder: Path, imports: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process that loads an adapter onto a tiny llama."""
+    code = f"""
+import mmattn
+from tests import tiny
+{imports}
+try:
+    model = mmattn.load(tiny.make("llama"), {str(folder)!r})
+    print("loaded", model.adapter("default").config)
+except mmattn.AdapterFileError as error:
+    print("refused", error)
+"""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_saved_adapter_loads_once_its_module_is_imported(tmp_path: Path) -> None:
+    model = mmattn.attach(tiny.make("llama"), FILM)
+    stir(model.adapter("default"))
+    model.save_adapter(tmp_path)
+    assert "import tests" in (tmp_path / "README.md").read_text()
+    done = loaded_elsewhere(tmp_path, "")
+    assert done.stdout.startswith("refused") and "'film'" in done.stdout, done.stderr
+    assert "the package 'tests' registers it: import that package first" in done.stdout
+    done = loaded_elsewhere(tmp_path, "import tests.foreign.adapter")
+    assert done.stdout.startswith(f"loaded {FILM}"), done.stderr
+
+
+def test_an_adapter_is_for_the_host_it_was_made_for(tmp_path: Path) -> None:
+    model = mmattn.attach(decoder(), FILM)
+    stir(model.adapter("default"))
+    model.save_adapter(tmp_path)
+    with pytest.raises(AdapterFileError, match="made for a MeanDecoder with 3 layers of width 24"):
+        mmattn.load(tiny.make("llama"), tmp_path)
+    with pytest.warns(UserWarning, match="the weights of this MeanDecoder are not those"):
+        mmattn.load(decoder(seed=1), tmp_path)
+
+
+def test_the_page_of_explore(tmp_path: Path) -> None:
+    model = mmattn.attach(decoder(), FILM)
+    stir(model.adapter("default"))
+    trace = mmattn.attribute(model, [5, 6, 7, 8], torch.randn(1, 5, tiny.MEMORY_DIM), ["a", "b", "c", "d"])
+    save_traces([trace], tmp_path)
+    done = CliRunner().invoke(app, ["explore", str(tmp_path), "--out", str(tmp_path / "page.html")])
+    assert done.exit_code == 0, done.output
+    assert "slot 4" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_doctor_at_the_command_line(tmp_path: Path) -> None:
+    model = mmattn.attach(tiny.make("llama"), FILM)
+    stir(model.adapter("default"))
+    model.save_adapter(tmp_path / "adapter")
+    model.host.save_pretrained(tmp_path / "host")
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "adapter"), "--host", str(tmp_path / "host")])
+    assert done.exit_code == 0, done.output
+
+
+def test_a_kind_is_not_taken_twice() -> None:
+    twin = type("Other", (FilmAdapter,), {"__module__": "elsewhere"})
+    with pytest.raises(ConfigError, match="has the kind 'film', which tests.foreign.adapter.FilmAdapter has already"):
+        register_adapter(twin)
+    with pytest.raises(ConfigError, match="has the kind 'mean_decoder'"):
+        register_host(type("Other", (AdaptedMeanDecoder,), {"__module__": "elsewhere"}))
+
+
+def test_what_no_kind_of_host_matches_is_refused() -> None:
+    with pytest.raises(AttachError):
+        mmattn.attach(torch.nn.Linear(3, 5), FILM)

@@ -1,0 +1,324 @@
+"""An `index.json` that is well signed and wrong: refused by IndexFileError with nothing read; and the old formats."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from mmattn import Index
+from mmattn.errors import IndexFileError
+from mmattn.retrieval import versioned_folder
+from tests.retrieval.searching import same, small
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("good") / "index"
+    small(1201, store="hnsw", metric="ip").save(folder)
+    return folder
+
+
+def sign(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write a manifest with a checksum that fits."""
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    (folder / "index.json").write_text(json.dumps({**body, "sha256": versioned_folder._checksum(body)}))
+
+
+def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a store was opened although the manifest is wrong")
+
+    monkeypatch.setattr(type(Index.build(torch.eye(2), store="hnsw").store), "open", read)
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "files without sizes": lambda body: body["files"].update({"entries.jsonl": {}}),
+    "files null": lambda body: body.update(files=None),
+    "files a list": lambda body: body.update(files=["entries.jsonl"]),
+    "no files at all": lambda body: body.update(files={}),
+    "a file left out": lambda body: body["files"].pop("engine.faiss"),
+    "a file elsewhere": lambda body: body["files"].update({"../v1/entries.jsonl": body["files"]["entries.jsonl"]}),
+    "an absolute file": lambda body: body["files"].update({"/etc/passwd": body["files"]["entries.jsonl"]}),
+    "a size that is no count": lambda body: body["files"]["entries.jsonl"].update(bytes=1.5),
+    "a size that is true": lambda body: body["files"]["entries.jsonl"].update(bytes=True),
+    "a sum that is none": lambda body: body["files"]["entries.jsonl"].update(sha256=None),
+    "a version that is true": lambda body: body.update(version=True),
+    "a version below 0": lambda body: body.update(version=-1),
+    "a huge version": lambda body: body.update(version=10**30),
+    "a version that is text": lambda body: body.update(version="1"),
+    "a save that is a list": lambda body: body.update(save=[]),
+    "about null": lambda body: body.update(about=None),
+    "about a list": lambda body: body.update(about=[]),
+    "no store": lambda body: body["about"].pop("store"),
+    "a store that is a list": lambda body: body["about"].update(store=[1]),
+    "settings that are a list": lambda body: body["about"].update(settings=[]),
+    "a setting of another type": lambda body: body["about"]["settings"].update(links="32"),
+    "an unknown setting": lambda body: body["about"]["settings"].update(shell="rm"),
+    "a setting that is an argument": lambda body: body["about"]["settings"].update(mapped=True),
+    "a metric that is a list": lambda body: body["about"].update(metric=["ip"]),
+    "a count that is true": lambda body: body["about"].update(count=True),
+    "a count below 0": lambda body: body["about"].update(count=-1),
+    "a huge width": lambda body: body["about"].update(dim=10**15),
+    "a width of text": lambda body: body["about"].update(dim="12"),
+    "a next id below the ids": lambda body: body["about"].update(next_id=7),
+    "a next id of half": lambda body: body["about"].update(next_id=0.5),
+    "an encoder that is a list": lambda body: body["about"].update(encoder=[]),
+    "a module that is code": lambda body: body["about"].update(module="os; import evil"),
+    "a format version of text": lambda body: body.update(format_version="2"),
+    "a format version that is true": lambda body: body.update(format_version=True),
+    "the format before": lambda body: body.update(format_version=1),
+}
+#: These are found by looking at the files or the store.
+LATER = {
+    "no files at all",
+    "a file left out",
+    "a size that is true",
+    "a setting of another type",
+    "an unknown setting",
+    "a setting that is an argument",
+    "a next id below the ids",
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_well_signed_and_wrong(good: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(good, tmp_path / "index")
+    manifest = json.loads((good / "index.json").read_text())
+    sign(tmp_path / "index", manifest)
+    Index.load(tmp_path / "index")
+    WRONG[case](manifest)
+    sign(tmp_path / "index", manifest)
+    if case not in LATER:
+        refuse_reading(monkeypatch)
+    with pytest.raises(IndexFileError):
+        Index.load(tmp_path / "index")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=9), inside, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths to every value within a value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [here, *(path for key, one in inside for path in places(one, (*here, key)))]
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_other_shape_is_refused_or_the_same(good: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """A value replaced, taken away or added anywhere: IndexFileError, or an index that is the one that was saved."""
+    folder = tmp_path / "index"
+    if not folder.exists():
+        shutil.copytree(good, folder)
+    manifest = json.loads((good / "index.json").read_text())
+    del manifest["sha256"]
+    changed = copy.deepcopy(manifest)
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from([path for path in places(changed) if path]))
+        target = changed
+        for key in path[:-1]:
+            target = target[key]
+        action = data.draw(st.sampled_from(["replace", "remove", "add"]))
+        if action == "replace":
+            target[path[-1]] = data.draw(VALUES)
+        elif action == "remove" or not isinstance(target, dict):
+            del target[path[-1]]
+        else:
+            target[data.draw(st.text(max_size=9))] = data.draw(VALUES)
+    try:
+        sign(folder, changed)
+    except UnicodeEncodeError:
+        return
+    try:
+        index = Index.load(folder)
+    except IndexFileError:
+        return
+    same(index, Index.load(good))
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_other_line_is_refused(tmp_path: Path, data: st.DataObject) -> None:
+    """A line of entries.jsonl, well signed, with another value of any shape in it."""
+    folder = tmp_path / "index"
+    shutil.rmtree(folder, ignore_errors=True)
+    Index.build(torch.eye(3), ids=["a", "b", 2], texts=["one", None, "two"]).save(folder)
+    lines = [json.loads(line) for line in (folder / "v1/entries.jsonl").read_text().splitlines()]
+    line, key = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(["id", "text", "metadata", "more"]))
+    value = data.draw(VALUES | st.sampled_from(["a", "b", 2, 3, True, 2.0, None]))
+    allowed = {
+        "id": type(value) is int and value <= 2 or isinstance(value, str),
+        "text": value is None or isinstance(value, str),
+        "metadata": True,
+        "more": False,
+    }[key]
+    lines[line][key] = value
+    clash = len({json.dumps(one["id"]) for one in lines}) < 3
+    raw = "".join(json.dumps(one) + "\n" for one in lines).encode()
+    (folder / "v1/entries.jsonl").write_bytes(raw)
+    resign(folder)
+    try:
+        index = Index.load(folder)
+    except IndexFileError:
+        assert clash or not allowed or "\\ud" in raw.decode(), raw
+        return
+    assert allowed and not clash
+    entry = index[lines[line]["id"]]
+    assert (entry.id, entry.text, entry.metadata) == tuple(lines[line].values())
+
+
+def resign(folder: Path) -> None:
+    manifest = json.loads((folder / "index.json").read_text())
+    for name in manifest["files"]:
+        manifest["files"][name] = versioned_folder._described(str(folder / "v1" / name))
+    sign(folder, manifest)
+
+
+LINES = {
+    "a null id": b'{"id": null, "text": null, "metadata": null}',
+    "a list for an id": b'{"id": [], "text": null, "metadata": null}',
+    "no id": b'{"text": null, "metadata": null}',
+    "more than it should": b'{"id": 1, "text": null, "metadata": null, "vector": null}',
+    "a number for a text": b'{"id": 1, "text": 3, "metadata": null}',
+    "a key twice": b'{"id": 1, "id": 7, "text": null, "metadata": null}',
+    "a key twice inside": b'{"id": 1, "text": null, "metadata": {"a": 1, "a": 2}}',
+    "NaN": b'{"id": 1, "text": null, "metadata": NaN}',
+    "half a character": b'{"id": 1, "text": "\\ud800", "metadata": null}',
+    "half a character inside": b'{"id": 1, "text": null, "metadata": ["\\ud800"]}',
+    "another encoding": '{"id": 1, "text": "ü", "metadata": null}'.encode("latin-1"),
+    "a byte-order mark": b'\xef\xbb\xbf{"id": 1, "text": null, "metadata": null}',
+    "a number": b"3",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_wrong_line_is_named(tmp_path: Path, case: str) -> None:
+    Index.build(torch.eye(3)).save(tmp_path)
+    lines = (tmp_path / "v1/entries.jsonl").read_bytes().splitlines()
+    lines[1] = LINES[case]
+    (tmp_path / "v1/entries.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    resign(tmp_path)
+    with pytest.raises(IndexFileError, match=r"entries.jsonl'.*(line 2|row 1|entry 1|text 1)"):
+        Index.load(tmp_path)
+
+
+def change_tensors(folder: Path, **change: Any) -> None:
+    from safetensors.torch import load_file
+
+    from mmattn.storage.tensor_files import write_tensors
+
+    path = folder / "v1/vectors.safetensors"
+    tensors = {**load_file(path), **change}
+    write_tensors(
+        path, {name: value for name, value in tensors.items() if value is not None}, {"format": "mmattn-index-vectors"}
+    )
+    resign(folder)
+
+
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "no vectors": ({"vectors": None}, r"vectors \(0,\)"),
+    "vectors of half": ({"vectors": torch.ones(1201, 12).half()}, "float16"),
+    "infinite vectors": ({"vectors": torch.full((1201, 12), torch.inf)}, "NaN or infinite"),
+    "too long vectors": ({"vectors": torch.full((1201, 12), 1e30)}, "do not fit into float32"),
+    "no rows": ({"rows": None}, "other ones were saved"),
+    "rows twice": ({"rows": torch.zeros(1201, dtype=torch.long)}, "not those of 1201 entries"),
+    "rows beyond": ({"rows": torch.arange(1, 1202)}, "not those of 1201 entries"),
+    "rows of float": ({"rows": torch.arange(1201.0)}, "other ones were saved"),
+    "tokens without lengths": ({"tokens": torch.ones(3, 2)}, "not those of 1201 entries"),
+    "lengths below 0": (
+        {"tokens": torch.ones(1200, 2), "lengths": torch.tensor([2, -1] + [1] * 1199)},
+        "not those of 1201 entries",
+    ),
+    "too few tokens": ({"tokens": torch.ones(3, 2), "lengths": torch.ones(1201, dtype=torch.long)}, "holds 3 encoded"),
+    "tokens of ints": ({"tokens": torch.ones(1201, 2).long(), "lengths": torch.ones(1201).long()}, "no float tensor"),
+    "another tensor": ({"more": torch.ones(3)}, "other ones were saved"),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_wrong_tensors_are_refused(good: Path, tmp_path: Path, case: str) -> None:
+    shutil.copytree(good, tmp_path / "index")
+    change, match = TENSORS[case]
+    change_tensors(tmp_path / "index", **change)
+    with pytest.raises(IndexFileError, match=match):
+        Index.load(tmp_path / "index")
+
+
+def test_zeros_under_the_cosine_are_refused(tmp_path: Path) -> None:
+    Index.build(torch.eye(3)).save(tmp_path)
+    change_tensors(tmp_path, vectors=torch.zeros(3, 3))
+    with pytest.raises(IndexFileError, match="all zeros"):
+        Index.load(tmp_path)
+
+
+@pytest.mark.parametrize("store", ["flat", "ivfpq"])
+def test_what_faiss_built_for_another_store_or_metric_is_refused(tmp_path: Path, store: str) -> None:
+    for number, other in enumerate(({"store": "hnsw", "metric": "ip"}, {"store": store, "metric": "l2"})):
+        torch.manual_seed(0)
+        small(1201, store=store, metric="ip").save(tmp_path / f"{number}")
+        small(1201, **other).save(tmp_path / "other")
+        shutil.copy(tmp_path / "other/v1/engine.faiss", tmp_path / f"{number}/v1/engine.faiss")
+        shutil.rmtree(tmp_path / "other")
+        resign(tmp_path / f"{number}")
+        with pytest.raises(IndexFileError, match="for another store or metric"):
+            Index.load(tmp_path / f"{number}")
+
+
+def test_a_file_that_does_not_belong_is_refused(tmp_path: Path) -> None:
+    Index.build(torch.eye(3)).save(tmp_path)
+    (tmp_path / "v1/.DS_Store").write_bytes(b"")
+    Index.load(tmp_path)
+    (tmp_path / "v1/engine.faiss").write_bytes(b"")
+    with pytest.raises(IndexFileError, match=r"files that do not belong to it: \['engine.faiss'\]"):
+        Index.load(tmp_path)
+
+
+# ---- formats of before
+
+
+def test_an_index_of_the_first_format_answers_as_it_did(tmp_path: Path) -> None:
+    index = Index.load(GOLDEN / "1/exact")
+    assert index.ids == ("a", "1", 1, "ü🌷", 8) and (index.metric, index.dim, index.store.kind) == ("l2", 3, "exact")
+    assert index["ü🌷"][:3] == ("ü🌷", "ü", "text") and index["a"].metadata == {"n": 1, "ü": [None, 0.5]}
+    hits = index.search([[1.0, 0.0, 0.0], [1.0, 1.0, 1.5]], 3)
+    assert hits.ids == [["a", "1", 8], [8, 1, "a"]] and hits.memory(tokens=True).lengths == [4, 6]
+    index.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again/index.json").read_text())["format_version"] == 2
+    same(index, Index.load(tmp_path / "again"))
+    assert index.add(torch.ones(1, 3), tokens=index.search([1.0, 0, 0], 1).memory(tokens=True)) == (9,)
+
+
+def test_a_graph_of_the_first_format_answers_as_it_did() -> None:
+    index = Index.load(GOLDEN / "1/hnsw")
+    assert index.store.settings == {"links": 4, "build_effort": 16, "search_effort": 64}
+    assert index.search(torch.ones(1, 7), 3).ids == [[39, 38, 37]] and 3 not in index and 40 in index
+    assert index.search(torch.ones(1, 7), 2, filter={"odd": 0}).ids == [[38, 36]]
+    assert index.add(torch.ones(1, 7)) == (41,)
+
+
+def test_the_first_format_is_checked_too(tmp_path: Path) -> None:
+    for change in ({"engine": [1]}, {"engine": {}}, {"engine": {"kind": None}}, {"next_id": None}, {"more": 1}):
+        folder = tmp_path / "index"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(GOLDEN / "1/exact", folder)
+        manifest = json.loads((folder / "index.json").read_text())
+        manifest["about"] |= change
+        sign(folder, manifest)
+        with pytest.raises(IndexFileError, match="described by"):
+            Index.load(folder)

@@ -1,0 +1,233 @@
+"""Every store of ours passes the contract suite, and the suite notices a store that does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.errors import ConfigError
+from mmattn.retrieval import (
+    FlatStore,
+    HNSWStore,
+    Index,
+    InMemoryStore,
+    IVFPQStore,
+    QdrantStore,
+    VectorStore,
+    register_store,
+)
+from mmattn.retrieval.stores import registry
+from mmattn.retrieval.stores.protocol import Candidates
+from mmattn.testing import check_store, store_checks
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OURS: dict[str, Callable[[int, str], VectorStore]] = {
+    "exact": InMemoryStore,
+    "flat": FlatStore,
+    "hnsw": HNSWStore,
+    "ivfpq": IVFPQStore,
+    "ivfpq-settings": lambda dim, metric: IVFPQStore(dim, metric, lists=7, visited=7, bytes=6),
+    "qdrant": QdrantStore,
+}
+
+
+@pytest.mark.parametrize("check", store_checks(), ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("store", OURS)
+def test_ours(store: str, check: Callable[[Any], None]) -> None:
+    check(OURS[store])
+
+
+def test_a_collection_in_a_folder(tmp_path: Path) -> None:
+    count = iter(range(10**6))
+    some = ("check_new", "check_filter_values", "check_entries", "check_order", "check_numbers", "check_updates")
+    for check in [check for check in store_checks() if check.__name__ in some]:
+        check(lambda dim, metric: QdrantStore(dim, metric, location=tmp_path / f"{next(count)}"))
+
+
+def test_every_check_says_in_one_sentence_what_it_promises() -> None:
+    checks = store_checks()
+    assert len(checks) == len({check.__name__ for check in checks}) > 20
+    for check in checks:
+        assert check.__doc__ and check.__doc__.endswith(".") and len(check.__doc__) <= 120 and "\n" not in check.__doc__
+
+
+# ---- the suite notices
+
+
+class Broken(InMemoryStore):
+    """Broken in one way, by `fault`."""
+
+    fault = ""
+
+    def __init__(self, dim: int, metric: str) -> None:
+        super().__init__(dim, metric)
+        self._closed = False
+
+    def add(self, entries: Any) -> None:
+        if self.fault == "adds in front":
+            old = self.version.entries
+            rows = torch.arange(len(old), device=self.device) + len(entries)
+            self._follow(entries.joined(old), rows)
+        elif self.fault == "loses texts":
+            super().add(dataclasses.replace(entries, texts=(None,) * len(entries)))
+        elif self.fault == "normalises":
+            super().add(dataclasses.replace(entries, vectors=torch.nn.functional.normalize(entries.vectors)))
+        elif self.fault == "rounds":
+            super().add(dataclasses.replace(entries, vectors=entries.vectors.half().float()))
+        else:
+            super().add(entries)
+
+    def update(self, entries: Any) -> None:
+        if self.fault == "moves what is updated":
+            self.delete(entries.ids)
+            self.add(entries)
+        elif self.fault == "writes in place":
+            old = self.version.entries
+            old.vectors[[old.rows[name] for name in entries.ids]] = entries.vectors
+            super().update(entries)
+        elif self.fault != "never updates":
+            super().update(entries)
+
+    def delete(self, ids: Any) -> None:
+        if self.fault != "never deletes":
+            super().delete(ids)
+
+    def get(self, ids: Any) -> Any:
+        found = super().get(ids)
+        if self.fault == "gets in the order asked":
+            return found.select([found.rows[name] for name in dict.fromkeys(ids) if name in found.rows])
+        return found
+
+    def search(self, queries: Any, top_k: int, filter: Any) -> Candidates:
+        if self.fault == "ignores filters":
+            filter = None
+        if self.fault == "filters afterwards":
+            found = super().search(queries, top_k, None)
+            allowed = found.entries.allowed(filter)
+            rows = torch.arange(len(found.entries)).expand(len(queries), -1)[:, :top_k]
+            return Candidates(found.entries, rows if allowed is None else rows.masked_fill(~allowed[rows], -1))
+        if self.fault == "reads 1 as '1'" and isinstance(filter, dict):
+            wanted = {name: str(value) for name, value in filter.items()}
+            return super().search(
+                queries,
+                top_k,
+                lambda had: isinstance(had, dict) and all(str(had.get(name)) == wanted[name] for name in wanted),
+            )
+        found = super().search(queries, top_k, filter)
+        if self.fault == "stops at k - 1":
+            return Candidates(found.entries, found.rows[:, : top_k - 1])
+        if self.fault == "compares in float32":
+            scores = queries @ found.entries.vectors.T
+            if self.metric != "ip" or filter is not None:
+                return found
+            return Candidates(found.entries, scores.topk(min(top_k, scores.shape[1])).indices)
+        if self.fault == "finds twice":
+            return Candidates(found.entries, torch.cat([found.rows, found.rows], 1))
+        if self.fault == "answers the first query only":
+            return Candidates(found.entries, found.rows[:1].expand(len(queries), -1))
+        return found
+
+    def save(self, folder: str) -> None:
+        if self.fault != "saves nothing":
+            super().save(folder)
+
+    @classmethod
+    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> Any:
+        if cls.fault == "opens empty":
+            return cls(dim, metric)
+        return super().open(folder, dim, metric, mapped=mapped, **settings)
+
+    def close(self) -> None:
+        if self.fault == "closes once" and self._closed:
+            raise RuntimeError("closed already")
+        self._closed = True
+
+
+FAULTS = {
+    "": None,
+    "adds in front": "check_scores|check_order|check_entries",
+    "loses texts": "check_entries",
+    "normalises": "check_scores|check_best",
+    "rounds": "check_best|check_scores|check_near_ties",
+    "moves what is updated": "check_order",
+    "writes in place": "check_candidates_stay",
+    "never updates": "check_order|check_updates",
+    "never deletes": "check_order",
+    "gets in the order asked": "check_entries",
+    "ignores filters": "check_empty|check_near_ties|check_filters",
+    "filters afterwards": "check_best|check_filters",
+    "reads 1 as '1'": "check_filter_values",
+    "stops at k - 1": "check_best",
+    "compares in float32": "check_near_ties",
+    "finds twice": "check_best",
+    "answers the first query only": "check_best",
+    "saves nothing": "check_saved",
+    "opens empty": "check_saved",
+    "closes once": "check_close",
+}
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store registered in a test is gone after it."""
+    monkeypatch.setattr(registry, "_stores", dict(registry._stores))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_promise_is_named(fault: str, named: None) -> None:
+    store = register_store("broken")(type("Broken", (Broken,), {"fault": fault}))
+    if FAULTS[fault] is None:
+        check_store(store)
+        return
+    with pytest.raises(AssertionError, match=f"^({FAULTS[fault]}): .*This store: "):
+        check_store(store)
+
+
+# ---- the registry
+
+
+def test_a_store_lacks_a_verb(named: None) -> None:
+    with pytest.raises(ConfigError, match="a vector store has .*; Half lacks update, delete"):
+
+        @register_store("half")
+        class Half:
+            recall, holds_tokens, ids = 1.0, False, ()
+            add = get = search = save = open = close = __len__ = lambda self: 0
+
+
+@pytest.mark.parametrize("name", ["", "Big", "a b", "../up", 3, "x" * 41])
+def test_names(name: Any, named: None) -> None:
+    with pytest.raises(ConfigError, match="a store has a name of small letters"):
+        register_store(name)(InMemoryStore)
+
+
+def test_a_name_is_given_once(named: None) -> None:
+    with pytest.raises(ConfigError, match="there is a store 'exact' already, mmattn.retrieval.stores.in_memory.InMem"):
+        register_store("exact")(type("Other", (InMemoryStore,), {}))
+    assert register_store("exact")(InMemoryStore) is InMemoryStore  # a module that is loaded again
+    assert repr(Index.build(torch.eye(3))) == "Index(3 entries, e=3, cosine, exact)"
+
+
+def test_an_index_over_a_store_of_ones_own() -> None:
+    index = Index(HNSWStore(3, "ip", links=7))
+    index.add(torch.eye(3), ids=["a", "b", "c"])
+    assert index.search([0.0, 1.0, 0.0], 1).ids == [["b"]] and isinstance(index.store, HNSWStore)
+    assert mmattn.Index.build(torch.eye(3), store="hnsw", links=7).store.settings == index.store.settings
+
+
+def test_the_suite_needs_no_pytest() -> None:
+    code = "import sys, mmattn.testing, mmattn.retrieval as r; r.HNSWStore; mmattn.testing.check_store(r.InMemoryStore)"
+    code += "; print('pytest' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"

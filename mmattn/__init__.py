@@ -29,7 +29,7 @@ _HOME = {
     "Resampler": "mmattn.adapters.resampler",
     "AugmentingModel": "mmattn.adapters.augmenting",
     "Guidance": "mmattn.hosts.unet.guidance",
-    "doctor": "mmattn.inspect.doctor",
+    "doctor": "mmattn.inspect.diagnosis",
     # What memories come from
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "OpenCLIPTextEncoder": "mmattn.encoders.openclip",
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.load import load, load_published
     from mmattn.hosts.registry import register_host
     from mmattn.hosts.unet.guidance import Guidance
-    from mmattn.inspect.doctor import doctor
+    from mmattn.inspect.diagnosis import doctor
     from mmattn.memory import Memory
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index

@@ -10,14 +10,14 @@ from mmattn.errors import ConfigError
 
 Kind = TypeVar("Kind", bound=type)
 
-_KINDS: dict[str, type] = {}
+_KINDS: dict[str, Any] = {}
 
 
-def register_adapter(cls: Kind) -> Kind:
+def register_adapter(adapter: Kind) -> Kind:
     """Make a kind of adapter known: it can be attached, saved, and loaded again once its module is imported.
 
     Args:
-        cls: a frozen dataclass with what `mmattn.adapters.protocols.AdapterConfig` asks for.
+        adapter: a frozen dataclass with what `mmattn.adapters.protocols.AdapterConfig` asks for.
 
     Returns:
         the class, so that this is a decorator.
@@ -25,19 +25,19 @@ def register_adapter(cls: Kind) -> Kind:
     Raises:
         ConfigError: something is missing, or another class has this kind.
     """
+    cls: Any = adapter
     lacks = [name for name in ("kind", "positions", "sites", "build", "example_memory") if not hasattr(cls, name)]
-    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen or lacks:  # type: ignore[attr-defined]
+    if not dataclasses.is_dataclass(adapter) or not cls.__dataclass_params__.frozen or lacks:
         raise ConfigError(
             f"{cls.__name__} cannot be registered as an adapter: it must be a frozen dataclass with kind, positions, "
             f"sites, build and example_memory (lacks {lacks or 'none of them'}); put @register_adapter above "
             "@dataclass(frozen=True)"
         )
-    kind = cls.kind  # type: ignore[attr-defined]
+    kind = cls.kind
     if not isinstance(kind, str) or not kind.isidentifier():
         raise ConfigError(f"{cls.__name__}.kind must be a name such as 'gated', got {kind!r}")
-    strange = set(cls.positions) - set(POSITIONS)  # type: ignore[attr-defined]
-    if strange or not cls.positions:  # type: ignore[attr-defined]
-        raise ConfigError(f"{cls.__name__}.positions must be some of {POSITIONS}, got {cls.positions!r}")  # type: ignore[attr-defined]
+    if set(cls.positions) - set(POSITIONS) or not cls.positions:
+        raise ConfigError(f"{cls.__name__}.positions must be some of {POSITIONS}, got {cls.positions!r}")
     known = _KINDS.get(kind)
     # A notebook cell run again defines the same class anew.
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -46,10 +46,10 @@ def register_adapter(cls: Kind) -> Kind:
             "already: give it another one"
         )
     _KINDS[kind] = cls
-    return cls
+    return adapter
 
 
-def adapter_kinds() -> dict[str, type]:
+def adapter_kinds() -> dict[str, Any]:
     """Every kind registered so far, by name."""
     return dict(_KINDS)
 
@@ -61,5 +61,5 @@ def is_adapter(value: Any) -> bool:
 
 def kinds_at(positions: tuple[str, ...]) -> str:
     """The names of the classes that act at one of these positions, as messages list them."""
-    fitting = [kind.__name__ for kind in _KINDS.values() if set(kind.positions) & set(positions)]  # type: ignore[attr-defined]
+    fitting = [kind.__name__ for kind in _KINDS.values() if set(kind.positions) & set(positions)]
     return ", ".join(fitting) or "none"

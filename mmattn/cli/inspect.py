@@ -19,7 +19,7 @@ def doctor(
     One verdict per line, and exit code 1 if one of them is bad.
     """
     check_adapter_folder(folder)
-    from mmattn.inspect.folders import diagnose
+    from mmattn.inspect.diagnosis import diagnose
 
     report = diagnose(folder, host)
     typer.echo(str(report))

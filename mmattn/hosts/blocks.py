@@ -160,7 +160,7 @@ class OpenBlocks:
 
 
 def _owner(frame: FrameType | None) -> FrameType | None:
-    """The frame whose `with` opened a block: not of the hosts' own verbs, and not of a helper made by `contextmanager`."""
+    """The frame whose `with` opened a block, past the verbs of hosts and helpers made by `contextmanager`."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _CONTEXTLIB or file.startswith(_HOSTS):

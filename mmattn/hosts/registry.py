@@ -13,13 +13,13 @@ Kind = TypeVar("Kind", bound=type)
 _KINDS: dict[str, Any] = {}
 
 
-def register_host(cls: Kind) -> Kind:
+def register_host(host: Kind) -> Kind:
     """Make a kind of host known, so that `attach` and `load` put adapters on it.
 
     Kinds registered later are asked first whether a model is theirs.
 
     Args:
-        cls: a subclass of `AdaptedModel` with `kind`, `positions`, `matches` and `sites`.
+        host: a subclass of `AdaptedModel` with `kind`, `positions`, `matches` and `sites`.
 
     Returns:
         the class, so that this is a decorator.
@@ -27,17 +27,18 @@ def register_host(cls: Kind) -> Kind:
     Raises:
         ConfigError: something is missing, or another class has this kind.
     """
+    cls: Any = host
     lacks = [name for name in ("kind", "positions", "matches", "sites") if not getattr(cls, name, None)]
     if lacks:
         raise ConfigError(f"{cls.__name__} cannot be registered as a host: it lacks {lacks}")
-    known = _KINDS.get(cls.kind)  # type: ignore[attr-defined]
+    known = _KINDS.get(cls.kind)
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ConfigError(
-            f"{cls.__module__}.{cls.__name__} has the kind {cls.kind!r}, which {known.__module__}.{known.__name__} has "  # type: ignore[attr-defined]
+            f"{cls.__module__}.{cls.__name__} has the kind {cls.kind!r}, which {known.__module__}.{known.__name__} has "
             "already: give it another one"
         )
-    _KINDS[cls.kind] = cls  # type: ignore[attr-defined]
-    return cls
+    _KINDS[cls.kind] = cls
+    return host
 
 
 def host_kind(model: nn.Module) -> Any:

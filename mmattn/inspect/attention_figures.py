@@ -40,7 +40,8 @@ def attention_figures(weights: Tensor, allowed: Tensor) -> AttentionFigures:
         weights: (b, h, l, m).
         allowed: bool, broadcasting to the weights; True = may be attended to.
 
-    >>> attention_figures(torch.tensor([[[[0.25, 0.25, 0.0], [1.0, 0.0, 0.0]]]]), torch.tensor([[[[True, True, False]]]]))
+    >>> weights = torch.tensor([[[[0.25, 0.25, 0.0], [1.0, 0.0, 0.0]]]])
+    >>> attention_figures(weights, torch.tensor([[[[True, True, False]]]]))
     AttentionFigures(entropy=0.5, uniform=1.0, padding=0.0, null=0.25)
     """
     allowed = allowed.expand(weights.shape)
@@ -103,8 +104,8 @@ class _FiguresHook:
 class HeadFigures:
     """Statistics (h,) of the heads of one layer, over the queries that attend to a slot.
 
-    With l queries and m slots, query i is at position i / (l - 1) and slot j at j / (m - 1), and the distance of a
-    weight from the diagonal is the difference of the two.
+    With l queries and m slots, query i is at i / (l - 1) and slot j at j / (m - 1); the distance of a weight from the
+    diagonal is the difference of the two.
 
     Args:
         entropy: of the weights, in bits.

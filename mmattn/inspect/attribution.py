@@ -1,4 +1,4 @@
-"""Attribution: for each word of a text, the sources it looked at, and what it would be without each of them."""
+"""`attribute`: attention weights and leave-one-out probabilities of the tokens of a text, by source of the memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmattn.hosts.adapted import AdaptedModel
 from mmattn.inspect.recording import record
 from mmattn.inspect.rollout import own_weights, roll_out
 from mmattn.inspect.trace import Trace
-from mmattn.inspect.trial import real_slots, resting
+from mmattn.inspect.trial import evaluating
 from mmattn.memory import Memory
 
 
@@ -34,27 +34,34 @@ def attribute(
     name: str = "default",
     batch: int = 32,
 ) -> Trace:
-    """Which source each word of a text looked at, and the counterfactual: its probability without that source.
+    """The attention of each token of a text to each source, and the token's probability without that source.
 
-    A word's weights are those of the token that predicts it, the one before. Weights say where a model looked; whether
-    it mattered is what the probabilities say. All sources are dropped once, in batches.
+    The weights of a token are those at the position that predicts it, the one before. Weights tell what a model attends
+    to; the probabilities tell whether that matters. Each source is masked once, in batches.
 
     Args:
-        ids: (l,) or (1, l), such as `generate` returned. memory: one row.
-        words: the text of each token of `ids`; its number by default.
-        start: the first token to be explained, 1 or later: that behind the prompt.
-        sources: what each slot is from; slots of one name are one source, None is shown nowhere. By default the
-            memory's own sources, or the patches of `grid`, or the slots by number.
-        grid, picture, title: as in `Trace`.
-        name: of the adapter that looks; others get no memory. batch: rows of one call.
+        model: an adapted language model.
+        ids: (l,) or (1, l), such as `generate` returns.
+        memory: one row.
+        words: the text of each token of `ids`; its id by default.
+        start: the first token to be explained, 1 or later: the one after the prompt.
+        sources: the name of the source of each slot; slots of one name are one source, None is left out. By default
+            the memory's own sources, or the patches of `grid`, or the slots by number.
+        grid: as in `Trace`.
+        picture: as in `Trace`.
+        title: as in `Trace`.
+        name: of the adapter that attends to the memory; others get none.
+        batch: rows of one call.
 
     Raises:
-        ShapeError: more than one row, or names that do not fit. ConfigError: nothing to explain, or no source.
-        ConditionError: the model is no language model, or its adapter does not look at the slots that it is given
-            (a resampler, chunks).
+        ShapeError: more than one row, or names that do not fit.
+        ConfigError: no token to explain, or no source.
+        ConditionError: the model predicts no tokens, or its adapter does not attend to the slots that it is given
+            themselves (a resampler, chunks).
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import mmattn
+    >>> from mmattn.inspect import attribute
     >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
     ...                                   num_attention_heads=4))
     >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2, num_heads=3))
@@ -63,7 +70,7 @@ def attribute(
     (('6', '7'), ('a', 'b'), torch.Size([2, 3, 2, 2]), torch.Size([2, 2]))
     """
     if not model.predicts_tokens:
-        raise ConditionError(f"words of a language model are explained here, got {type(model).__name__}: use record()")
+        raise ConditionError(f"attribute explains tokens of a language model, got {type(model).__name__}: use record()")
     adapter = model.adapter(name)
     device = adapter.weight.device
     row = torch.as_tensor(ids, device=device).reshape(1, -1) if not isinstance(ids, Tensor) else ids.to(device)
@@ -80,36 +87,28 @@ def attribute(
         raise ShapeError(f"words must name each of {length} tokens, got {len(texts)}")
     names, owner = named_sources(memory, sources, grid)
     model = _twin(model)
-    with resting(model):
-        asked = {"input_ids": row, "memory": {name: memory}}
-        with record(model) as weights:
+    with evaluating(model):
+        with record(model) as recorded:
             probability = _probability(model, row, memory, name, start)[0]
-        layers = {layer: calls[0] for (other, layer), calls in weights.items() if other == name}
-        if not layers:
-            raise ConditionError(f"the adapter {name!r} does not attend to its memory: it has no weights to explain by")
-        for layer, seen in layers.items():
-            if tuple(seen.shape[::2]) != (1, length) or seen.shape[3] != memory.length:
-                raise ConditionError(
-                    f"the adapter {name!r} looks at {seen.shape[3]} vectors in rows of {seen.shape[2]} at layer "
-                    f"{layer}, not at the {memory.length} slots it is given (a resampler, chunks): they have no names"
-                )
+        weights = {layer: calls[0] for (other, layer), calls in recorded.items() if other == name}
+        _check_slots(weights, name, length, memory.length)
         with model.disable_adapter():
             without = _probability(model, row, None, name, start)[0]
         parts = torch.arange(len(names)).split(batch)
         dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
-        own = own_weights(model, **asked)
+        own = own_weights(model, input_ids=row, memory={name: memory})
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
-    by_layer = {layer: seen[0].float() @ belongs for layer, seen in sorted(layers.items())}
+    by_layer = {layer: one[0].float() @ belongs for layer, one in sorted(weights.items())}
     depth = max(by_layer) + 1
     rolled = None
     if own is not None and len(own) >= depth:
-        means = {layer: seen.mean(0) for layer, seen in by_layer.items()}
+        means = {layer: one.mean(0) for layer, one in by_layer.items()}
         rolled = roll_out(own, means, adapter.position == "before")[start - 1 : -1]
     return Trace(
         texts[start:],
         names,
-        torch.stack([seen[:, start - 1 : -1] for seen in by_layer.values()]),
+        torch.stack([one[:, start - 1 : -1] for one in by_layer.values()]),
         [f"layer {layer}" for layer in by_layer],
         title,
         rollout=rolled,
@@ -121,26 +120,28 @@ def attribute(
     )
 
 
-def _twin(model: AdaptedModel) -> AdaptedModel:
-    """The model with modules of its own and the same parameters and buffers.
-
-    What attribution changes (hooks, modes, how a host attends) belongs to a model, which other threads may be asking.
-    """
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
-
-
 def named_sources(
     memory: Memory, sources: Sequence[str | None] | None = None, grid: tuple[int, int] | None = None
 ) -> tuple[list[str], Tensor]:
-    """The names of a memory's sources, and the source (m,) of each slot, -1 for a slot that is masked or has none."""
+    """The names of a memory's sources, and the source (m,) of each slot, -1 for a slot that is masked or has none.
+
+    Args:
+        memory: one row.
+        sources: as in `attribute`.
+        grid: as in `Trace`.
+
+    Raises:
+        ShapeError: names or a grid that do not fit the slots.
+        ConfigError: no slot that may be attended to has a source.
+    """
     if grid is not None and (grid[0] * grid[1] != memory.length or sources is not None):
         raise ShapeError(
             f"a grid of {grid[0]} × {grid[1]} and names do not fit {memory.length} slots: give one of them"
         )
     if grid is not None:
-        # A grid is drawn whole: a masked patch is one that nobody looks at.
-        places = [f"row {i // grid[1] + 1}, column {i % grid[1] + 1}" for i in range(memory.length)]
-        return places, torch.arange(memory.length)
+        # A grid is drawn whole: the weights of a masked patch are 0.
+        patches = [f"row {i // grid[1] + 1}, column {i % grid[1] + 1}" for i in range(memory.length)]
+        return patches, torch.arange(memory.length)
     if sources is not None:
         if len(sources) != memory.length:
             raise ShapeError(f"sources must name each of {memory.length} slots, got {len(sources)}")
@@ -150,10 +151,10 @@ def named_sources(
     numbers: dict[str, int] = {}
     labels: list[str] = []
     owner = torch.full((memory.length,), -1)
-    for slot, (one, real) in enumerate(zip(given, real_slots(memory)[0].tolist(), strict=True)):
+    for slot, (one, real) in enumerate(zip(given, memory.real_slots()[0].tolist(), strict=True)):
         if one is None or not real:
             continue
-        # A source that names its slot is one passage all the same.
+        # The slots of one passage are one source, although each names its slot.
         whole = {key: value for key, value in one.items() if key != "slot"} if isinstance(one, dict) else one
         key = json.dumps(whole, sort_keys=True)
         if key not in numbers:
@@ -161,8 +162,28 @@ def named_sources(
             labels.append(_label(whole))
         owner[slot] = numbers[key]
     if not labels:
-        raise ConfigError("no slot of this memory may be looked at and has a source: there is nothing to explain it by")
+        raise ConfigError("no slot of this memory that may be attended to has a source: there is nothing to explain by")
     return labels, owner
+
+
+def _twin(model: AdaptedModel) -> AdaptedModel:
+    """The model with modules of its own and the same parameters and buffers.
+
+    What attribution changes (hooks, modes, the implementation of attention) would change calls of other threads.
+    """
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
+
+
+def _check_slots(weights: dict[int, Tensor], name: str, length: int, slots: int) -> None:
+    """Refuse weights that are not those of each token over each slot."""
+    if not weights:
+        raise ConditionError(f"the adapter {name!r} does not attend to its memory: it has no weights to explain by")
+    for layer, one in weights.items():
+        if tuple(one.shape[::2]) != (1, length) or one.shape[3] != slots:
+            raise ConditionError(
+                f"the adapter {name!r} attends to {one.shape[3]} vectors in rows of {one.shape[2]} at layer {layer}, "
+                f"not to the {slots} slots it is given (a resampler, chunks): these vectors have no names"
+            )
 
 
 def _label(source: Any) -> str:
@@ -172,15 +193,15 @@ def _label(source: Any) -> str:
 
 
 def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
-    """A row for each of these sources, in which it may not be looked at."""
+    """A memory with a row for each of these sources, in which the slots of that source are masked."""
     many = memory.expand(len(sources))
-    gone = (owner == sources[:, None]).to(memory.device)
-    return Memory(many.tokens, real_slots(many) & ~gone, many.segments, many.scores, check_finite=False)
+    masked = (owner == sources[:, None]).to(memory.device)
+    return Memory(many.tokens, many.real_slots() & ~masked, many.segments, many.scores, check_finite=False)
 
 
 def _probability(model: AdaptedModel, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
-    """(b, t) of the tokens from `start` on, after those before them."""
+    """The probabilities (b, t) of the tokens from `start` on, each after those before it."""
     ids = row if memory is None else row.expand(memory.batch, -1)
-    seen = {} if memory is None else {"memory": {name: memory}}
-    logits = model(input_ids=ids, **seen).logits[:, start - 1 : -1].float()
+    given = {} if memory is None else {"memory": {name: memory}}
+    logits = model(input_ids=ids, **given).logits[:, start - 1 : -1].float()
     return logits.log_softmax(-1).gather(2, ids[:, start:, None].to(logits.device))[..., 0].exp().cpu()

@@ -1,4 +1,4 @@
-"""What the doctor asks with: the memories in a user's batch, or a batch of random ones for any model."""
+"""Batches for the doctor: the memories in a batch as given, or a random batch for any adapter and host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from mmattn.errors import ConditionError, ConfigError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Call
-from mmattn.inspect.trial import real_slots
 from mmattn.memory import Memory
 
 # Rows of a random batch.
@@ -19,24 +18,24 @@ ROWS = 3
 
 
 def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Memory]:
-    """The memory of each active adapter in a batch, checked.
+    """The memory of each active adapter in a batch, by name.
 
     Args:
         model: the adapted model.
-        batch: what it takes, by name, `memory` with it.
+        batch: what it is called with, by name, `memory` included.
 
     Raises:
-        ConfigError: no batch with a memory to look at.
+        ConfigError: no batch with a memory that may be attended to.
         ConditionError: no adapter is active, or the batch has a cache.
     """
     if not isinstance(batch, Mapping) or batch.get("memory") is None:
         given = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConfigError(
-            f"doctor needs a batch as the model takes it, by name and with a memory (dict(input_ids=..., memory=...)); "
-            f"got {given}"
+            "doctor needs the arguments of a call by name, with a memory (dict(input_ids=..., memory=...)); got "
+            f"{given}"
         )
     if batch.get("past_key_values") is not None:
-        raise ConditionError("doctor asks many times, which would fill past_key_values: give the whole text instead")
+        raise ConditionError("doctor calls the model many times, which would fill past_key_values: give the whole text")
     sources = {name: source for name, source in model.bind(batch["memory"]).items() if name in model.active}
     if not sources:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
@@ -45,15 +44,20 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Memo
     with model.disable_adapter():
         memories = {name: source.as_memory(text) for name, source in sources.items()}
     for name, memory in memories.items():
-        if not bool(real_slots(memory).any()):
+        if not bool(memory.real_slots().any()):
             raise ConfigError(
-                f"no slot of the memory for adapter {name!r} may be attended to: give doctor one that may"
+                f"every slot of the memory for adapter {name!r} is masked: give doctor a memory with real slots"
             )
     return memories
 
 
 def random_batch(model: AdaptedModel, name: str = "default") -> dict[str, Any]:
-    """A batch of random numbers for one adapter of a model, some of the memory's slots masked."""
+    """A random batch for one adapter of a model, some slots of the memory masked.
+
+    Args:
+        model: the adapted model.
+        name: of the adapter.
+    """
     generator = torch.Generator().manual_seed(0)
     adapter = model.adapter(name)
     device = adapter.weight.device

@@ -1,4 +1,4 @@
-"""What is installed here, and what this machine can do: the first thing to read in a bug report."""
+"""Installed versions, hardware and hints for this machine, as text for a bug report: `mmattn env`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import sys
 from importlib import metadata
 
-#: The distribution that each extra brings, with the import name the package asks for.
+#: The distributions that each extra installs.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "vision": ("torchvision", "open_clip_torch"),
     "diffusion": ("diffusers",),
@@ -32,6 +32,9 @@ NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub
 def version(distribution: str) -> str | None:
     """The installed version of a distribution, or None; nothing is imported.
 
+    Args:
+        distribution: its name on PyPI.
+
     >>> version("no-such-distribution") is None
     True
     """
@@ -47,10 +50,10 @@ def extras() -> dict[str, dict[str, str | None]]:
 
 
 def hardware() -> dict[str, str]:
-    """What torch found: the processor's instructions, threads, accelerators, oneDNN."""
+    """Processor, threads, accelerators and oneDNN as torch reports them."""
     import torch
 
-    found = {
+    parts = {
         "platform": f"{platform.system()} {platform.machine()}",
         "processor": torch.backends.cpu.get_cpu_capability(),
         "cores": f"{os.cpu_count()}",
@@ -60,30 +63,30 @@ def hardware() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["accelerator"] = f"CUDA {torch.version.cuda}: {', '.join(names)}"
+        parts["accelerator"] = f"CUDA {torch.version.cuda}: {', '.join(names)}"
     elif torch.backends.mps.is_available():
-        found["accelerator"] = "Apple MPS"
-    return found
+        parts["accelerator"] = "Apple MPS"
+    return parts
 
 
 def hints() -> list[str]:
-    """What might be made faster here, each as one sentence to try and to measure."""
+    """Settings that may be faster on this machine, and missing packages: one sentence each."""
     import torch
 
-    found = []
+    advice = []
     cores = os.cpu_count() or 1
     if torch.get_num_threads() > cores:
-        found.append(f"torch uses {torch.get_num_threads()} threads on {cores} cores: set OMP_NUM_THREADS={cores}")
+        advice.append(f"torch uses {torch.get_num_threads()} threads on {cores} cores: set OMP_NUM_THREADS={cores}")
     if torch.backends.mkldnn.is_available() and _vendor() == "AuthenticAMD":
-        found.append(ONEDNN_HINT)
+        advice.append(ONEDNN_HINT)
     missing = [extra for extra, names in extras().items() if extra not in ("demo", "scale") and None in names.values()]
     if missing:
-        found.append(f"extras not complete: pip install 'mmattn[{','.join(missing)}]'")
-    return found
+        advice.append(f"extras not complete: pip install 'mmattn[{','.join(missing)}]'")
+    return advice
 
 
 def describe() -> str:
-    """Everything above as text, aligned for reading and plain enough to paste."""
+    """Versions, hardware, extras and hints as aligned plain text."""
     lines = [f"mmattn {version('mmattn') or 'from source'}, Python {sys.version.split()[0]}"]
     rows = {**hardware(), **{name: version(name) or "missing" for name in NEEDED}}
     lines += [f"  {name:<16} {value}" for name, value in rows.items()]
@@ -92,9 +95,9 @@ def describe() -> str:
         state = "installed" if None not in names.values() else "absent" if not any(names.values()) else "incomplete"
         parts = ", ".join(f"{name} {number or '(missing)'}" for name, number in names.items())
         lines.append(f"  {extra:<10} {state:<10}  {parts}")
-    found = hints()
-    if found:
-        lines += ["hints", *(f"  {hint}" for hint in found)]
+    advice = hints()
+    if advice:
+        lines += ["hints", *(f"  {hint}" for hint in advice)]
     return "\n".join(lines)
 
 

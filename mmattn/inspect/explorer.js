@@ -7,15 +7,15 @@
   const SHOWN = 12;
   const now = { trace: 0, word: 0, layer: "all", view: "mean" };
 
-  // Numbers from 0 to 1 are kept as 16 bits each.
+  // Numbers from 0 to 1 are stored in 16 bits each.
   function numbers(packed) {
     if (packed === null) return null;
     const raw = atob(packed);
-    const found = new Float64Array(raw.length / 2);
-    for (let i = 0; i < found.length; i++) {
-      found[i] = (raw.charCodeAt(2 * i) + 256 * raw.charCodeAt(2 * i + 1)) / 65535;
+    const shares = new Float64Array(raw.length / 2);
+    for (let i = 0; i < shares.length; i++) {
+      shares[i] = (raw.charCodeAt(2 * i) + 256 * raw.charCodeAt(2 * i + 1)) / 65535;
     }
-    return found;
+    return shares;
   }
   const traces = data.traces.map((one) => ({
     ...one,
@@ -24,20 +24,20 @@
     dropped: numbers(one.dropped),
   }));
 
-  // What one word has to do with each source, as the choices at the top of the page say.
+  // The value of each source for the selected word, for the layer and the kind of weights that are chosen.
   function values(trace) {
-    const s = trace.sources.length, l = trace.words.length, found = new Array(s).fill(0);
+    const s = trace.sources.length, l = trace.words.length, shares = new Array(s).fill(0);
     if (now.view === "rollout") return Array.from(trace.rollout.slice(now.word * s, (now.word + 1) * s));
     if (now.view === "dropped") {
-      return found.map((_, j) => trace.probability[now.word] - trace.dropped[now.word * s + j]);
+      return shares.map((_, j) => trace.probability[now.word] - trace.dropped[now.word * s + j]);
     }
     const layers = now.layer === "all" ? trace.layers.map((_, n) => n) : [Number(now.layer)];
     const heads = now.view === "mean" ? [...Array(trace.heads).keys()] : [Number(now.view)];
     for (const n of layers) for (const h of heads) {
       const begin = ((n * trace.heads + h) * l + now.word) * s;
-      for (let j = 0; j < s; j++) found[j] += trace.weights[begin + j] / (layers.length * heads.length);
+      for (let j = 0; j < s; j++) shares[j] += trace.weights[begin + j] / (layers.length * heads.length);
     }
-    return found;
+    return shares;
   }
 
   const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
@@ -48,13 +48,13 @@
 
   function make(kind, attributes = {}, text = null) {
     const svg = kind === "svg" || kind === "rect" || kind === "title";
-    const made = svg ? document.createElementNS(SVG, kind) : document.createElement(kind);
-    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, String(value));
-    if (text !== null) made.textContent = text;
-    return made;
+    const element = svg ? document.createElementNS(SVG, kind) : document.createElement(kind);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
+    if (text !== null) element.textContent = text;
+    return element;
   }
 
-  function figures(trace, found) {
+  function figures(trace, shares) {
     const word = JSON.stringify(trace.words[now.word]);
     const lines = [];
     if (trace.probability !== null) {
@@ -66,40 +66,40 @@
     if (now.view === "dropped") {
       lines.push("shown: how the probability changes when that source is dropped");
     } else {
-      const sum = found.reduce((a, b) => a + b, 0);
-      const entropy = found.reduce((bits, w) => bits - (w > 0 ? (w / sum) * Math.log2(w / sum) : 0), 0);
-      const whole = trace.looking === "words" ? `sum ${sum.toFixed(4)}, ${percent(Math.max(0, 1 - sum))} elsewhere`
-        : `sum ${sum.toFixed(4)} over ${found.length} places`;
-      lines.push(`${whole}; entropy ${entropy.toFixed(2)} of ${Math.log2(found.length).toFixed(2)} bits`);
+      const sum = shares.reduce((a, b) => a + b, 0);
+      const entropy = shares.reduce((bits, w) => bits - (w > 0 ? (w / sum) * Math.log2(w / sum) : 0), 0);
+      const whole = trace.queries === "words" ? `sum ${sum.toFixed(4)}, ${percent(Math.max(0, 1 - sum))} elsewhere`
+        : `sum ${sum.toFixed(4)} over ${shares.length} sources`;
+      lines.push(`${whole}; entropy ${entropy.toFixed(2)} of ${Math.log2(shares.length).toFixed(2)} bits`);
     }
     return lines.join("\n");
   }
 
   const number = (value) => now.view === "dropped" ? signed(-value) : percent(value, 2);
 
-  // What dropping a source does, where it is known and not what is shown anyway.
+  // The effect of dropping a source, where it is known and not what is shown anyway.
   function change(trace, j) {
     if (now.view === "dropped" || trace.dropped === null) return null;
     return `${signed(trace.dropped[now.word * trace.sources.length + j] - trace.probability[now.word])} if dropped`;
   }
 
-  const said = (trace, j, value) => [number(value), change(trace, j)].filter((part) => part !== null).join(", ");
+  const label = (trace, j, value) => [number(value), change(trace, j)].filter((part) => part !== null).join(", ");
 
-  function drawMap(trace, found, most) {
+  function drawMap(trace, shares, most) {
     const [rows, columns] = trace.grid;
     const map = make("div", { class: "map" });
     if (trace.picture !== null) map.append(make("img", { src: trace.picture, alt: "" }));
     const svg = make("svg", { viewBox: `0 0 ${columns} ${rows}`, preserveAspectRatio: "none", role: "img" });
-    const best = found.indexOf(Math.max(...found));
-    // Where places share their looks out among the words, each has some of every word: what differs is to be seen.
-    const least = trace.looking === "sources" && most > Math.min(...found) ? Math.min(...found) : 0;
+    const best = shares.indexOf(Math.max(...shares));
+    // Where patches attend to words, all have some weight on every word: their differences are what is drawn.
+    const least = trace.queries === "sources" && most > Math.min(...shares) ? Math.min(...shares) : 0;
     svg.setAttribute("aria-label", `weights over the picture, most at ${trace.sources[best]}`);
-    found.forEach((value, j) => {
+    shares.forEach((value, j) => {
       const rect = make("rect", {
         x: j % columns, y: Math.floor(j / columns), width: 1, height: 1, class: value < 0 ? "less" : "more",
         "fill-opacity": (0.75 * (Math.abs(value) - least) / (most - least)).toFixed(4),
       });
-      rect.append(make("title", {}, `${trace.sources[j]}: ${said(trace, j, value)}`));
+      rect.append(make("title", {}, `${trace.sources[j]}: ${label(trace, j, value)}`));
       svg.append(rect);
     });
     map.append(svg);
@@ -112,25 +112,25 @@
     return [map, legend];
   }
 
-  function drawChips(trace, found, most) {
+  function drawChips(trace, shares, most) {
     const row = make("div", { class: "row", role: "list", "aria-label": "sources in their order" });
-    found.forEach((value, j) => {
+    shares.forEach((value, j) => {
       const chip = make("span", { class: `chip ${value < 0 ? "less" : "more"}`, role: "listitem" }, trace.sources[j]);
-      chip.style.setProperty("--adapter-scale", (0.75 * Math.abs(value) / most).toFixed(4));
-      chip.setAttribute("title", said(trace, j, value));
+      chip.style.setProperty("--opacity", (0.75 * Math.abs(value) / most).toFixed(4));
+      chip.setAttribute("title", label(trace, j, value));
       row.append(chip);
     });
     return row;
   }
 
-  function drawList(trace, found, most) {
-    const order = found.map((_, j) => j).sort((a, b) => Math.abs(found[b]) - Math.abs(found[a]));
+  function drawList(trace, shares, most) {
+    const order = shares.map((_, j) => j).sort((a, b) => Math.abs(shares[b]) - Math.abs(shares[a]));
     const items = order.slice(0, SHOWN).map((j) => {
       const item = make("li"), track = make("span", { class: "track", "aria-hidden": "true" });
-      const bar = make("span", { class: `bar ${found[j] < 0 ? "less" : "more"}` });
-      bar.style.setProperty("--share", `${(100 * Math.abs(found[j])) / most}%`);
+      const bar = make("span", { class: `bar ${shares[j] < 0 ? "less" : "more"}` });
+      bar.style.setProperty("--share", `${(100 * Math.abs(shares[j])) / most}%`);
       track.append(bar);
-      item.append(make("span", { class: "number" }, number(found[j])), track);
+      item.append(make("span", { class: "number" }, number(shares[j])), track);
       item.append(make("span", { class: "name" }, trace.sources[j]));
       if (change(trace, j) !== null) item.append(make("span", { class: "change" }, change(trace, j)));
       return item;
@@ -140,44 +140,44 @@
   }
 
   function draw() {
-    const trace = traces[now.trace], found = values(trace);
-    const most = Math.max(1e-9, ...found.map(Math.abs));
-    at("figures").textContent = figures(trace, found);
+    const trace = traces[now.trace], shares = values(trace);
+    const most = Math.max(1e-9, ...shares.map(Math.abs));
+    at("figures").textContent = figures(trace, shares);
     const short = trace.sources.length <= 80 && Math.max(...trace.sources.map((name) => name.length)) <= 16;
     at("picture").replaceChildren(
-      ...(trace.grid !== null ? drawMap(trace, found, most) : short ? [drawChips(trace, found, most)] : [])
+      ...(trace.grid !== null ? drawMap(trace, shares, most) : short ? [drawChips(trace, shares, most)] : [])
     );
-    drawList(trace, found, most);
+    drawList(trace, shares, most);
     buttons.forEach((button, i) => {
       button.setAttribute("aria-pressed", String(i === now.word));
       button.tabIndex = i === now.word ? 0 : -1;
     });
   }
 
-  // A space in front says nothing here, and a word of nothing else is seen by a mark.
+  // Leading spaces are left out, and a word of nothing but spaces is shown as a mark.
   const visible = (word) => word.trim() || word.replace(/\n/g, "↵").replace(/\s/g, "␣");
 
   function makeWord(trace, word, i) {
     const gain = trace.without === null ? 0 : trace.probability[i] - trace.without[i];
     const button = make("button", { type: "button", class: gain < 0 ? "less" : "more" }, visible(word));
-    button.style.setProperty("--adapter-scale", Math.abs(gain).toFixed(4));
+    button.style.setProperty("--opacity", Math.abs(gain).toFixed(4));
     return button;
   }
 
-  // A word that is a patch of a picture shows itself.
+  // A word that is a patch of a picture is shown as that patch.
   function makeTile(trace, word, i) {
     const [rows, columns] = trace.word_grid;
     const button = make("button", { type: "button", "aria-label": word, title: word });
-    const place = (index, count) => `${count > 1 ? (100 * index) / (count - 1) : 0}%`;
+    const offset = (index, count) => `${count > 1 ? (100 * index) / (count - 1) : 0}%`;
     if (trace.word_picture !== null) button.style.setProperty("background-image", `url("${trace.word_picture}")`);
     button.style.setProperty("background-size", `${100 * columns}% ${100 * rows}%`);
     button.style.setProperty("background-position",
-      `${place(i % columns, columns)} ${place(Math.floor(i / columns), rows)}`);
+      `${offset(i % columns, columns)} ${offset(Math.floor(i / columns), rows)}`);
     return button;
   }
 
   let buttons = [];
-  function look(word) {
+  function select(word) {
     if (word === now.word) return;
     now.word = word;
     draw();
@@ -189,14 +189,14 @@
       Home: 0, End: last }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    if (to >= 0 && to <= last) look(to);
+    if (to >= 0 && to <= last) select(to);
     buttons[now.word].focus();
   }
 
-  function fill(select, options, chosen) {
-    select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
-    select.value = options.some(([value]) => value === chosen) ? chosen : options[0][0];
-    return select.value;
+  function fill(menu, options, chosen) {
+    menu.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
+    menu.value = options.some(([value]) => value === chosen) ? chosen : options[0][0];
+    return menu.value;
   }
 
   function open(number) {
@@ -213,9 +213,9 @@
     at("title").textContent = trace.title;
     buttons = trace.words.map((word, i) => {
       const button = trace.word_grid === null ? makeWord(trace, word, i) : makeTile(trace, word, i);
-      button.addEventListener("mouseenter", () => look(i));
-      button.addEventListener("focus", () => look(i));
-      button.addEventListener("click", () => look(i));
+      button.addEventListener("mouseenter", () => select(i));
+      button.addEventListener("focus", () => select(i));
+      button.addEventListener("click", () => select(i));
       return button;
     });
     at("words").setAttribute("class", trace.word_grid === null ? "" : "tiles");

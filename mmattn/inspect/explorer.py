@@ -1,6 +1,6 @@
-"""The page of `mmattn explore`: one file that opens offline and shows, word by word, what a run's texts looked at.
+"""The page of `mmattn explore`: one HTML file, to be opened offline, with the attention of each word of some texts.
 
-Data stand in it as JSON; a policy in its head lets the browser fetch nothing and run nothing but the page's own script.
+Traces are in it as JSON; a content security policy lets the browser load nothing and run only the page's own script.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ _HERE = Path(__file__).parent
 
 
 def write_page(
-    traces: Sequence[Trace], path: str | PathLike[str], *, heads: bool = False, title: str = "What it looked at"
+    traces: Sequence[Trace], path: str | PathLike[str], *, heads: bool = False, title: str = "Attention by word"
 ) -> list[str]:
-    """Write the page, under 2 MB, and return what had to be left out for that, in words; the page says it, too.
+    """Write the page, under 2 MB; returns notes on what had to be left out for that, which the page shows too.
 
     Args:
-        heads: keep the weights of every head and not only their mean.
+        traces: one or more.
+        path: the file.
+        heads: include the weights of every head and not only their mean.
+        title: of the page.
 
     Raises:
-        ConfigError: no traces. OSError: the folder is missing or not writable; what was there is unchanged.
+        ConfigError: no traces, or one of which not even a word fits.
+        OSError: the folder is missing or not writable; a file that was there is unchanged.
 
     >>> import os, tempfile
     >>> trace = Trace(["a", "<b>"], ["left", "right"], torch.full((1, 3, 2, 2), 0.5), ["layer 3"])
@@ -47,40 +51,48 @@ def write_page(
     if not traces:
         raise ConfigError("there are no traces to show: give one or more")
     room = LIMIT - len(_page([], [], title).encode()) - 1000
-    kept, notes = fitted([one if heads else mean_of_heads(one) for one in traces], room)
-    write_text(path, _page([described(trace) for trace in kept], notes, title))
+    shown, notes = fitted([one if heads else mean_of_heads(one) for one in traces], room)
+    write_text(path, _page([described(trace) for trace in shown], notes, title))
     return notes
 
 
 def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
-    """The traces as they fit into so many bytes, and a line for each thing that was given up.
+    """The traces, reduced to a number of bytes, and a note on each thing that was left out.
 
-    First single heads, then the last traces, then, of one alone, its layers and at last the end of its text.
+    Left out are first single heads, then the last traces, then, of one alone, its layers and at last the end of its
+    text.
+
+    Args:
+        traces: one or more.
+        room: bytes of their JSON, at most.
+
+    Raises:
+        ConfigError: one word does not fit.
     """
-    kept, notes = list(traces), []
-    if sum(map(_size, kept)) > room and any(trace.weights.shape[1] > 1 for trace in kept):
-        kept = [mean_of_heads(trace) for trace in kept]
+    shown, notes = list(traces), []
+    if sum(map(_size, shown)) > room and any(trace.weights.shape[1] > 1 for trace in shown):
+        shown = [mean_of_heads(trace) for trace in shown]
         notes.append("Single heads are left out, and their mean is shown: the page would be too large.")
     total, count = 0, 0
-    for trace in kept:
+    for trace in shown:
         total += _size(trace)
         count += total <= room
-    if max(count, 1) < len(kept):
-        notes.append(f"{max(count, 1)} of {len(kept)} samples are shown: the page would be too large.")
-        kept = kept[: max(count, 1)]
-    if _size(kept[0]) > room:
-        kept = [mean_of_layers(kept[0])]
+    if max(count, 1) < len(shown):
+        notes.append(f"{max(count, 1)} of {len(shown)} samples are shown: the page would be too large.")
+        shown = shown[: max(count, 1)]
+    if _size(shown[0]) > room:
+        shown = [mean_of_layers(shown[0])]
         notes.append("Single layers are left out, and their mean is shown: the page would be too large.")
-    if _size(kept[0]) > room:
-        length = len(kept[0].words)
-        words = max(1, length * room // (2 * _size(kept[0])))
-        kept = [first_words(kept[0], words)]
+    if _size(shown[0]) > room:
+        length = len(shown[0].words)
+        words = max(1, length * room // (2 * _size(shown[0])))
+        shown = [first_words(shown[0], words)]
         notes.append(f"{words} of {length} words are shown: the page would be too large.")
-    if _size(kept[0]) > room:
+    if _size(shown[0]) > room:
         raise ConfigError(
-            f"a page of one word takes {_size(kept[0]):,} bytes, and {room:,} are free: name fewer or shorter sources"
+            f"a page of one word takes {_size(shown[0]):,} bytes, and {room:,} are free: name fewer or shorter sources"
         )
-    return kept, notes
+    return shown, notes
 
 
 def mean_of_heads(trace: Trace) -> Trace:
@@ -103,18 +115,18 @@ def first_words(trace: Trace, count: int) -> Trace:
 
 
 def described(trace: Trace) -> dict[str, Any]:
-    """The trace as the page's script reads it."""
+    """The trace as JSON values, as the page's script reads it."""
     return {
         "title": trace.title,
         "words": list(trace.words),
         "sources": list(trace.sources),
         "layers": list(trace.layers),
         "heads": trace.weights.shape[1],
-        "looking": trace.looking,
+        "queries": trace.queries,
         "grid": trace.grid,
-        "picture": _address(trace.picture),
+        "picture": _data_url(trace.picture),
         "word_grid": trace.word_grid,
-        "word_picture": _address(trace.word_picture),
+        "word_picture": _data_url(trace.word_picture),
         "weights": _packed(trace.weights),
         "rollout": _packed(trace.rollout),
         "dropped": _packed(trace.dropped),
@@ -123,12 +135,12 @@ def described(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _address(picture: bytes | None) -> str | None:
+def _data_url(picture: bytes | None) -> str | None:
     return None if picture is None else f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
 
 
 def _packed(shares: Tensor | None) -> str | None:
-    """Numbers from 0 to 1 in 16 bits each, which is off by 0.000008 at most."""
+    """Numbers from 0 to 1 in 16 bits each, with an error of 0.000008 at most."""
     if shares is None:
         return None
     whole = (shares.clamp(0, 1) * 65535).round().to(torch.int32)
@@ -141,7 +153,7 @@ def _rounded(values: Tensor | None) -> list[float] | None:
 
 
 def _json(value: object) -> str:
-    """JSON that no HTML parser takes for a tag, or for the end of a script."""
+    """JSON in which no HTML parser sees a tag or the end of a script."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""Plots: weights as heat maps over pictures, as maps and as surfaces; masks and positions drawn. PNG, SVG or PDF."""
+"""Plots with matplotlib, as PNG, SVG or PDF: attention weights over pictures, as maps or surfaces; masks; positions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from mmattn.core.masks import Mask
 from mmattn.errors import ConfigError, ShapeError, import_extra
 from mmattn.inspect.trace import Trace
 
-Place = str | PathLike[str]
+File = str | PathLike[str]
 
 
-def plot_heat_maps(trace: Trace, path: Place, columns: int = 6) -> Path:
-    """For each word the picture under the weights of its patches, the mean over layers and heads.
+def plot_heat_maps(trace: Trace, path: File, columns: int = 6) -> Path:
+    """Plot for each word of a trace the weights of the patches over their picture, the mean over layers and heads.
+
+    Args:
+        trace: with a grid.
+        path: the file to write.
+        columns: pictures in a row, at most.
 
     Raises:
-        ConfigError: the sources are not the patches of a picture. MissingExtraError: there is no matplotlib.
+        ConfigError: the sources are not the patches of a picture.
+        MissingExtraError: there is no matplotlib.
     """
     if trace.grid is None:
         raise ConfigError("heat maps need a trace with a grid, whose sources are patches: use plot_map for others")
@@ -38,7 +44,7 @@ def plot_heat_maps(trace: Trace, path: Place, columns: int = 6) -> Path:
         height, width = trace.grid if picture is None else picture.shape[:2]
         if picture is not None:
             axes.imshow(picture)
-        # One scale for all words, or a word that looks nowhere would look as sharp as any.
+        # One scale for all words: else uniform weights would seem as sharp as any.
         axes.imshow(
             heat.numpy(), cmap="inferno", vmin=0, vmax=float(maps.max()), alpha=1 if picture is None else 0.6,
             extent=(0, width, height, 0), interpolation="bilinear",
@@ -46,11 +52,18 @@ def plot_heat_maps(trace: Trace, path: Place, columns: int = 6) -> Path:
     return _saved(figure, path)
 
 
-def plot_map(weights: Tensor, path: Place, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:
-    """Weights (l, s) as a map, a row for each word.
+def plot_map(weights: Tensor, path: File, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:
+    """Plot attention weights as a map with a row for each word.
+
+    Args:
+        weights: (l, s).
+        path: the file to write.
+        words: l names, or none.
+        sources: s names, or none.
 
     Raises:
-        ShapeError: not (l, s), or names that do not fit. MissingExtraError: there is no matplotlib.
+        ShapeError: weights that are not (l, s), or names that do not fit.
+        MissingExtraError: there is no matplotlib.
     """
     l, s = _check_map(weights, words, sources)
     figure = _figure(2 + 0.22 * min(s, 60), 1.5 + 0.22 * min(l, 60))
@@ -65,20 +78,27 @@ def plot_map(weights: Tensor, path: Place, words: Sequence[str] = (), sources: S
     return _saved(figure, path)
 
 
-def plot_surface(weights: Tensor, path: Place, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:
-    """Weights (l, s) as a surface over words and sources.
+def plot_surface(weights: Tensor, path: File, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:
+    """Plot attention weights as a surface over words and sources.
+
+    Args:
+        weights: (l, s).
+        path: the file to write.
+        words: l names, or none.
+        sources: s names, or none.
 
     Raises:
-        ShapeError: not (l, s), smaller than 2 × 2, or names that do not fit. MissingExtraError: there is no matplotlib.
+        ShapeError: weights that are not (l, s) or smaller than 2 × 2, or names that do not fit.
+        MissingExtraError: there is no matplotlib.
     """
     l, s = _check_map(weights, words, sources)
     if min(l, s) < 2:
         raise ShapeError(f"a surface needs two words and two sources or more, got {l} and {s}: use plot_map")
     figure = _figure(8, 6)
     axes = figure.add_subplot(projection="3d")
-    rows, places = torch.meshgrid(torch.arange(l), torch.arange(s), indexing="ij")
+    rows, columns = torch.meshgrid(torch.arange(l), torch.arange(s), indexing="ij")
     height = weights.detach().float().cpu().numpy()
-    axes.plot_surface(places.numpy(), rows.numpy(), height, cmap="viridis", linewidth=0, rcount=200, ccount=200)
+    axes.plot_surface(columns.numpy(), rows.numpy(), height, cmap="viridis", linewidth=0, rcount=200, ccount=200)
     axes.set(xlabel="source", ylabel="word", zlabel="weight")
     if words:
         axes.set_yticks(range(l), [_literal(word) for word in words], fontsize=6)
@@ -87,11 +107,17 @@ def plot_surface(weights: Tensor, path: Place, words: Sequence[str] = (), source
     return _saved(figure, path)
 
 
-def plot_mask(mask: Mask | Tensor, path: Place) -> Path:
-    """A mask as a picture for each row and head, four at most: dark where a query may look.
+def plot_mask(mask: Mask | Tensor, path: File) -> Path:
+    """Plot a mask for each row and head, four at most: dark where a query may attend to a slot.
+
+    Args:
+        mask: (l, m), (b, l, m) or (b, h, l, m) bool.
+        path: the file to write.
 
     Raises:
-        MaskError, ShapeError: as `Mask` does. MissingExtraError: there is no matplotlib.
+        MaskError: a mask that is not bool.
+        ShapeError: a mask of another shape.
+        MissingExtraError: there is no matplotlib.
     """
     rule = mask if isinstance(mask, Mask) else Mask(mask)
     grids = rule.tensor.reshape(-1, *rule.shape[-2:])
@@ -108,11 +134,16 @@ def plot_mask(mask: Mask | Tensor, path: Place) -> Path:
     return _saved(figure, path)
 
 
-def plot_positions(vectors: Tensor, path: Place) -> Path:
-    """Position vectors (p, d) of `mmattn.positions`, and beside them how alike (cosine) any two are.
+def plot_positions(vectors: Tensor, path: File) -> Path:
+    """Plot position vectors of `mmattn.positions`, and the cosine similarity of every two.
+
+    Args:
+        vectors: (p, d).
+        path: the file to write.
 
     Raises:
-        ShapeError: not (p, d). MissingExtraError: there is no matplotlib.
+        ShapeError: vectors that are not (p, d).
+        MissingExtraError: there is no matplotlib.
     """
     _check_map(vectors, (), ())
     vectors = vectors.detach().float().cpu()
@@ -122,7 +153,7 @@ def plot_positions(vectors: Tensor, path: Place) -> Path:
         axes = figure.add_subplot(1, 2, number + 1)
         largest = float(values.abs().max()) or 1.0
         figure.colorbar(axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto"))
-        axes.set(xlabel=across, ylabel="position", title=("vectors", "likeness")[number])
+        axes.set(xlabel=across, ylabel="position", title=("vectors", "cosine similarity")[number])
     return _saved(figure, path)
 
 
@@ -136,7 +167,7 @@ def _check_map(values: Tensor, words: Sequence[str], sources: Sequence[str]) -> 
 
 
 def _literal(text: str) -> str:
-    """Dollar signs begin mathematics in matplotlib."""
+    """A text of at most 24 characters in which matplotlib sees no mathematics."""
     short = text if len(text) <= 24 else f"{text[:23]}…"
     return short.replace("$", r"\$")
 
@@ -146,12 +177,12 @@ def _read(picture: bytes) -> Any:
 
 
 def _figure(width: float, height: float) -> Any:
-    """A figure of its own, without pyplot's list of open windows."""
+    """A figure that is not in pyplot's list of open ones."""
     figure = import_extra("matplotlib.figure", "viz").Figure(figsize=(width, height), layout="tight")
     import_extra("matplotlib.backends.backend_agg", "viz").FigureCanvasAgg(figure)
     return figure
 
 
-def _saved(figure: Any, path: Place) -> Path:
+def _saved(figure: Any, path: File) -> Path:
     figure.savefig(path, dpi=110, bbox_inches="tight")
     return Path(path)

@@ -38,8 +38,8 @@ _blocks: ContextVar[tuple[object, ...]] = ContextVar("mmattn_record", default=()
 def record(model: Attends) -> Iterator[RecordedWeights]:
     """Record the attention weights of each call of a model inside the block; its outputs do not change by a bit.
 
-    The weights are computed a second time beside the output, without gradients, and moved to the CPU. Calls of the
-    model by other threads are not recorded.
+    The weights are computed a second time beside the output, without gradients, and moved to the CPU. Calls by other
+    threads are not recorded.
 
     Args:
         model: an adapted model, or an `EncoderDecoder`.

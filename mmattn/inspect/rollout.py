@@ -7,8 +7,8 @@ those of the memory C (l, s), each the mean over heads, and c the row sums of C
     at the host's attention   R ← ½ R + ½ A R
     at an adapter's block     R ← (1 - ½ c) R + ½ C
 
-from R = 0. A row of R sums to 1 or less: the rest is the text itself. As in the paper, gates and the norms of values
-are left out.
+from R = 0. A row of R sums to 1 or less: the rest is the text itself. Gates and norms of values are left out, the
+latter as in the paper.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Traces: what one text looked at, word by word, with a picture of it; written beside a run for `mmattn explore`."""
+"""`Trace`: the attention of the words of a text to their sources; its file in the folder of a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeEr
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 
-FORMAT, VERSION = "mmattn-traces", 1
+FORMAT, VERSION = "mmattn-traces", 2
 #: The name of the file in a run's folder.
 FILE = "attention.safetensors"
-#: Pixels a side of a picture, at most.
+#: Largest width or height of a stored picture, in pixels.
 SIDE = 256
 _TENSORS = ("weights", "rollout", "probability", "without", "dropped")
 _PICTURES = ("picture", "word_picture")
@@ -27,23 +27,30 @@ _PICTURES = ("picture", "word_picture")
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The words of a text, the sources they could look at, and how they did. n layers, h heads, l words, s sources.
+    """Attention weights between the l words of a text and s sources, in n layers of h heads.
 
     Args:
-        words: l texts. sources: s texts: what names a patch, a passage, a token of another text.
-        weights: (n, h, l, s), those of a source's slots summed. layers: n names.
+        words: l texts.
+        sources: s texts that name a patch, a passage, a token of another text.
+        weights: (n, h, l, s), summed over the slots of a source.
+        layers: names of the n layers.
         title: a line above it.
-        looking: who shares its look out among the others: "words" among sources, so that rows sum to 1 or less, or
-            "sources" among words, as the places of a picture that is drawn do.
+        queries: which of the two attend, so that their weights sum to 1 or less: "words" to sources, or "sources" to
+            words, as the patches of a picture do that is drawn from a text.
         rollout: (l, s), see `mmattn.inspect.rollout`.
-        probability: (l,) of each word. without: (l,) without a memory. dropped: (l, s) without that source.
+        probability: (l,) of each word.
+        without: (l,) of each word without a memory.
+        dropped: (l, s) of each word without one source.
         grid: rows and columns, where the sources are the patches of a picture, row by row.
-        picture: an image of Pillow, kept small as JPEG, or the bytes of one.
-        word_grid, word_picture: the same of the words, where they are patches, too: those of an example that is
-            followed.
+        picture: that of `grid`, as an image of Pillow, which is stored as a small JPEG, or the bytes of a JPEG.
+        word_grid: rows and columns, where the words are the patches of a picture too.
+        word_picture: that of `word_grid`, as for `picture`.
 
     Raises:
-        ShapeError: sizes that do not fit. NonFiniteError: NaN or infinity. TextError: words that are no texts.
+        ShapeError: sizes that do not fit.
+        ConfigError: `queries` is neither.
+        NonFiniteError: NaN or infinity.
+        TextError: words, sources, layers or a title that are no texts.
 
     >>> trace = Trace(["a", "rose"], ["left", "right"], torch.tensor([[[[0.5, 0.5], [0.9, 0.1]]]]), ["layer 3"])
     >>> print(trace.draw(top=1))
@@ -58,7 +65,7 @@ class Trace:
     weights: Tensor
     layers: Sequence[str]
     title: str = ""
-    looking: str = "words"
+    queries: str = "words"
     rollout: Tensor | None = None
     probability: Tensor | None = None
     without: Tensor | None = None
@@ -72,7 +79,7 @@ class Trace:
         for name in ("words", "sources", "layers"):
             object.__setattr__(self, name, tuple(check_text(getattr(self, name))))
         check_text(self.title)
-        check_choice("looking", self.looking, ("words", "sources"))
+        check_choice("queries", self.queries, ("words", "sources"))
         l, s = len(self.words), len(self.sources)
         heads = self.weights.shape[1] if self.weights.dim() == 4 else "h"
         wanted = {
@@ -92,7 +99,7 @@ class Trace:
                     f"got {tuple(given.shape)}"
                 )
             if not torch.isfinite(given).all():
-                raise NonFiniteError(f"{name} of a trace has NaN or infinity: look at the model with doctor(...) first")
+                raise NonFiniteError(f"{name} of a trace has NaN or infinity: check the model with doctor(...) first")
             object.__setattr__(self, name, given.detach().float().cpu())
         for grid, count, kind in ((self.grid, s, "sources"), (self.word_grid, l, "words")):
             if grid is not None and grid[0] * grid[1] != count:
@@ -107,9 +114,13 @@ class Trace:
         return self.weights.mean((0, 1))
 
     def draw(self, top: int = 3, width: int = 20) -> str:
-        """The trace as text: under each word a bar for each of the sources it looked at most.
+        """The trace as text: under each word a bar for the weight of each of its largest sources.
 
-        Behind a source, where it is known, what leaving it out does to the word's probability.
+        After a source, where it is known, the change of the word's probability without it.
+
+        Args:
+            top: sources of each word.
+            width: characters of a bar of weight 1.
         """
         lines = [self.title] if self.title else []
         for number, (word, row) in enumerate(zip(self.words, self.mean(), strict=True)):
@@ -130,10 +141,15 @@ class Trace:
 
 
 def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
-    """Write traces into a run's folder, as `attention.safetensors`; what was there is replaced.
+    """Write traces to the file `attention.safetensors` in a folder, replacing one that is there.
+
+    Args:
+        traces: one or more.
+        run: the folder.
 
     Raises:
-        ConfigError: no traces. OSError: the folder is missing or not writable.
+        ConfigError: no traces.
+        OSError: the folder is missing or not writable.
     """
     if not traces:
         raise ConfigError("there are no traces to save: give one or more")
@@ -152,7 +168,7 @@ def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
                 "words": list(trace.words),
                 "sources": list(trace.sources),
                 "layers": list(trace.layers),
-                "looking": trace.looking,
+                "queries": trace.queries,
                 "grid": None if trace.grid is None else list(trace.grid),
                 "word_grid": None if trace.word_grid is None else list(trace.word_grid),
             }
@@ -163,10 +179,13 @@ def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
 
 
 def load_traces(run: str | PathLike[str]) -> list[Trace]:
-    """The traces that a run left in its folder.
+    """The traces in the folder of a run.
+
+    Args:
+        run: the folder.
 
     Raises:
-        AdapterFileError: there are none, they are of another version, or the file is torn or changed.
+        AdapterFileError: there are none, they are of a newer version, or the file is torn or changed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as run:
@@ -177,37 +196,44 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
     file = Path(run) / FILE
     if not file.is_file():
         raise AdapterFileError(
-            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag, diffusion and translate leave it "
-            "when they end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
+            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag, diffusion and translate write it "
+            "at their end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
         )
     tensors, about = read_tensors(file, FORMAT)
     version = about.get("format_version", 1)
-    if version != VERSION:
-        newer = "install a newer mmattn" if version > VERSION else "write it again with this one"
-        raise AdapterFileError(f"{file} is of version {version}, and this mmattn reads version {VERSION}: {newer}")
+    if version not in range(1, VERSION + 1):
+        raise AdapterFileError(
+            f"{file} is of version {version}, and this mmattn reads up to version {VERSION}: install a newer mmattn"
+        )
     try:
-        return [_restored(number, one, tensors) for number, one in enumerate(about["traces"])]
+        described = [_migrated(one) if version == 1 else one for one in about["traces"]]
+        return [_restored(number, one, tensors) for number, one in enumerate(described)]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise AdapterFileError(f"{file} does not hold what its version says: {error!r}; write it again") from error
+        raise AdapterFileError(f"{file} is not as its version demands: {error!r}; write it again") from error
+
+
+def _migrated(about: dict[str, Any]) -> dict[str, Any]:
+    """A trace of format 1 in format 2: `looking` is called `queries`, and `word_grid` may be missing."""
+    return {"word_grid": None} | {"queries" if name == "looking" else name: value for name, value in about.items()}
 
 
 def _restored(number: int, about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
-    found: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in _TENSORS if name != "weights"}
+    fields: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in _TENSORS if name != "weights"}
     for name in _PICTURES:
         picture = tensors.get(f"{number}.{name}")
-        found[name] = None if picture is None else picture.numpy().tobytes()
-    # The first files of this version know no grid of words.
-    for name, grid in (("grid", about["grid"]), ("word_grid", about.get("word_grid"))):
-        found[name] = None if grid is None else (int(grid[0]), int(grid[1]))
-    found |= {name: about[name] for name in ("words", "sources", "layers", "title", "looking")}
-    return Trace(weights=tensors[f"{number}.weights"], **found)
+        fields[name] = None if picture is None else picture.numpy().tobytes()
+    for name in ("grid", "word_grid"):
+        grid = about[name]
+        fields[name] = None if grid is None else (int(grid[0]), int(grid[1]))
+    fields |= {name: about[name] for name in ("words", "sources", "layers", "title", "queries")}
+    return Trace(weights=tensors[f"{number}.weights"], **fields)
 
 
 def _small(image: Any) -> bytes:
     """A picture as the bytes of a small JPEG."""
-    shown, file = image.convert("RGB"), io.BytesIO()
-    shown.thumbnail((SIDE, SIDE))
-    shown.save(file, "JPEG", quality=88)
+    small, file = image.convert("RGB"), io.BytesIO()
+    small.thumbnail((SIDE, SIDE))
+    small.save(file, "JPEG", quality=88)
     return file.getvalue()
 
 
@@ -217,5 +243,5 @@ def _bar(share: float, width: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, and nothing in it that moves a terminal's cursor."""
+    """A text on one line, without characters that move the cursor of a terminal."""
     return "".join(char if char.isprintable() else " " for char in text).strip() or repr(text)

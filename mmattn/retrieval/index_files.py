@@ -46,7 +46,10 @@ def save_index(path: Path, store: VectorStore, saved: dict[str, str]) -> None:
         saved: which save of each folder this one follows; it is brought up to date.
 
     Raises:
-        BlockingIOError: as for `write_version`, and so are IndexFileError, ConfigError and OSError.
+        BlockingIOError: another process has been saving here for long.
+        IndexFileError: what is there is no index.
+        ConfigError: settings that cannot be written.
+        OSError: the disk is full or the folder not writable; what was saved before stays.
     """
     about = {
         "store": store.kind,

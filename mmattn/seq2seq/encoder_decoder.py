@@ -299,7 +299,7 @@ class EncoderDecoder(nn.Module):
         return PagePool(len(self.decoder), h, self.dim // h, **made)
 
     def attentions(self) -> dict[tuple[str, int], CrossAttention]:
-        """The cross-attention of each layer of the decoder, by ("source", layer): what `mmattn.inspect.record` records."""
+        """The cross-attention of each decoder layer, by ("source", layer): what `mmattn.inspect.record` records."""
         blocks = [block for block in self.decoder if isinstance(block, TransformerBlock)]
         found = enumerate(block.cross_attention for block in blocks)
         return {("source", number): attention for number, attention in found if attention is not None}

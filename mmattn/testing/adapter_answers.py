@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import MmattnError, NonFiniteError, ShapeError
-from mmattn.inspect.trial import cut, emptied, padded, real_slots
+from mmattn.inspect.memory_variants import cut, emptied, padded
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, close, differ, each_tensor, refuses, rows_of, same
 from mmattn.testing.running import Check
@@ -119,7 +119,7 @@ def check_bad_memories_are_refused(case: Case) -> None:
     refuses(ShapeError, lambda: case.ask(model, wide), "twice the width")
     refuses(MmattnError, lambda: case.ask(model, "a memory"), "a string as memory")
     broken = case.slots()
-    broken.tokens.masked_fill_(real_slots(broken)[..., None], torch.nan)
+    broken.tokens.masked_fill_(broken.real_slots()[..., None], torch.nan)
 
     def enter(given: Any) -> None:
         with case.condition(model, given):

@@ -10,11 +10,10 @@ import torch
 
 from mmattn.errors import ConditionError
 from mmattn.inspect.attribution import attribute
-from mmattn.inspect.doctor import doctor
+from mmattn.inspect.diagnosis import doctor
 from mmattn.inspect.explorer import write_page
 from mmattn.inspect.recording import record
 from mmattn.inspect.trace import load_traces, save_traces
-from mmattn.inspect.trial import real_slots
 from mmattn.testing.case import Case, close, same
 from mmattn.testing.running import Check
 
@@ -47,7 +46,7 @@ def check_record(case: Case) -> None:
         slots = case.slots()
         for place, (seen, *_) in weights.items():
             if seen.shape[3] == slots.length:
-                hidden = seen.masked_fill(real_slots(slots)[:, None, None], 0)
+                hidden = seen.masked_fill(slots.real_slots()[:, None, None], 0)
                 assert not bool(hidden.any()), f"{place}: masked slots have weights"
     same(case.ask(model, memory), answer, "after the recording")
 

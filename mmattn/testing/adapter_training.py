@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from mmattn.inspect.trial import padded, real_slots
+from mmattn.inspect.memory_variants import padded
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, cast, close, differ, distance, same
 from mmattn.testing.running import Check
@@ -45,7 +45,7 @@ def check_gradients_reach_the_memory(case: Case) -> None:
         return tokens.grad, {name: value.clone() for name, value in found.items() if value is not None}
 
     plain, weights = gradients(memory)
-    real = real_slots(memory)
+    real = memory.real_slots()
     assert bool(torch.isfinite(plain).all()), "the gradient of the memory is not finite"
     assert not bool(plain[~real].any()), "masked slots get gradients"
     assert bool(plain.flatten(1).any(1).all()), "a row of the memory gets no gradient"
@@ -61,7 +61,7 @@ def check_rows_that_see_nothing_in_training(case: Case) -> None:
     model, memory = case.trained(), case.slots()
     for what, masked in (("one row", torch.arange(case.rows) == 0), ("all rows", torch.ones(case.rows).bool())):
         model.zero_grad()
-        mask = real_slots(memory) & ~masked[:, None]
+        mask = memory.real_slots() & ~masked[:, None]
         answer = case.call(model, Memory(memory.tokens, mask, memory.segments, memory.scores))
         if not answer.requires_grad:
             continue

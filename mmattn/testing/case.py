@@ -70,8 +70,7 @@ class Case:
     def slots(self, seed: int = 0) -> Memory:
         """A memory of vectors, which can be cut, masked and put in another order.
 
-        Raises:
-            SkipTest: this kind reads something else.
+        Skips (`unittest.SkipTest`): this kind reads something else.
         """
         memory = self.memory(seed)
         if not isinstance(memory, Memory):

@@ -15,8 +15,8 @@ import typer
 from mmattn.cli.app import _spelled, app
 from mmattn.cli.live import open_page
 from mmattn.encoders.text import TextEncoder
+from mmattn.inspect.diagnosis import diagnose
 from mmattn.inspect.explorer import write_page
-from mmattn.inspect.folders import diagnose
 from mmattn.recipes import copy_recipe, find_recipe, load_recipe, read_settings
 from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.index import Index

@@ -49,7 +49,7 @@ class FilmAdapter:
         if self.layers is None:
             return offered
         if not set(self.layers) <= set(range(len(offered))):
-            raise mmattn.AttachError(f"layers {self.layers} were asked for, and the host has {len(offered)}")
+            raise mmattn.errors.AttachError(f"layers {self.layers} were asked for, and the host has {len(offered)}")
         return [offered[layer] for layer in self.layers]
 
     def build(self, sites: Sequence[Site]) -> FilmLayers:
@@ -72,11 +72,18 @@ class FilmBlock(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(
-        self, x: Tensor, memory: Tensor | KeyValue, *, seen: Tensor | None, adapter_scale: Any, **slots: Tensor | None
+        self,
+        x: Tensor,
+        memory: KeyValue,
+        *,
+        attention_mask: Tensor | None = None,
+        seen: Tensor | None = None,
+        adapter_scale: Any = 1.0,
     ) -> Tensor:
         """x (b, l, d), modulated; a token that sees nothing passes through bit for bit."""
         wide = x.to(self.up.weight.dtype)
-        scale, shift = self.up(self.attention(self.down(wide), memory, **slots)).chunk(2, -1)
+        found = self.attention(self.down(wide), memory, attention_mask=attention_mask)
+        scale, shift = self.up(found).chunk(2, -1)
         out = (wide + adapter_scale * (wide * scale + shift)).to(x.dtype)
         return out if seen is None else torch.where(seen, out, x)
 
@@ -91,7 +98,7 @@ class FilmLayers(AdapterLayers):
     @property
     def weight(self) -> Tensor:
         """A weight on the device and in the dtype in which a memory is read."""
-        return self.attention(self.layers[0]).k_proj.weight
+        return self.block(self.layers[0]).down.weight
 
     def attention(self, layer: int) -> Any:
         """What attends at a layer."""

@@ -98,7 +98,7 @@ from tests import tiny
 try:
     model = mmattn.load(tiny.make("llama"), {str(folder)!r})
     print("loaded", model.adapter("default").config)
-except mmattn.AdapterFileError as error:
+except mmattn.errors.AdapterFileError as error:
     print("refused", error)
 """
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -129,7 +129,7 @@ def test_an_adapter_is_for_the_host_it_was_made_for(tmp_path: Path) -> None:
 def test_the_page_of_explore(tmp_path: Path) -> None:
     model = mmattn.attach(decoder(), FILM)
     stir(model.adapter("default"))
-    trace = mmattn.attribute(model, [5, 6, 7, 8], torch.randn(1, 5, tiny.MEMORY_DIM), ["a", "b", "c", "d"])
+    trace = mmattn.inspect.attribute(model, [5, 6, 7, 8], torch.randn(1, 5, tiny.MEMORY_DIM), ["a", "b", "c", "d"])
     save_traces([trace], tmp_path)
     done = CliRunner().invoke(app, ["explore", str(tmp_path), "--out", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""`mmattn.inspect.attribute`: weights are those of the call, counterfactuals those of a memory that lacks the source."""
+"""`mmattn.inspect.attribute`: weights are those of the call, counterfactuals those of a memory without the source."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
     with pytest.raises(ConfigError, match="no slot"):
         mmattn.inspect.attribute(model, IDS, mmattn.Memory(memory.tokens, torch.zeros(1, SLOTS, dtype=torch.bool)))
     resampled = tiny.attach(tiny.make("llama"), resampler=mmattn.Resampler(num_latents=3, num_heads=2, head_dim=8))
-    with pytest.raises(ConditionError, match="looks at 3 vectors"):
+    with pytest.raises(ConditionError, match="attends to 3 vectors"):
         mmattn.inspect.attribute(resampled, IDS, memory)
     with pytest.raises(ConditionError, match="language model"):
         mmattn.inspect.attribute(tiny_unets.attach(tiny_unets.make()), IDS, memory)

@@ -88,7 +88,14 @@ def test_a_healthy_model_passes(name: str) -> None:
     report = mmattn.doctor(model, given)
     assert report.ok, report
     asked = {question: ok for ok, question, _ in report.lines}
-    must = {"gates", "each layer adds something", "each layer heeds the memory", "another memory", "padding", "rows"}
+    must = {
+        "gates",
+        "each layer adds something",
+        "each layer depends on the memory",
+        "another memory",
+        "padding",
+        "rows",
+    }
     must |= {"empty memory", "disabled", "attention on padding"}
     assert all(asked[question] is True for question in must), report
     waits = name in ("latest", "previous", "resampled") or name.startswith("chunked")
@@ -160,8 +167,8 @@ class TestSickness:
         model = tiny.attach(tiny.make("llama"))
         torch.nn.init.zeros_(model.adapters["default"].block(0).gate.gate)
         report = mmattn.doctor(model, batch())
-        assert report.failed == ["gates", "each layer heeds the memory"]
-        assert "layers [0]" in answer(report, "each layer heeds the memory")
+        assert report.failed == ["gates", "each layer depends on the memory"]
+        assert "layers [0]" in answer(report, "each layer depends on the memory")
 
     def test_a_fresh_adapter(self) -> None:
         for model, given in (
@@ -180,10 +187,10 @@ class TestSickness:
 
         monkeypatch.setattr(model.adapters["default"].block(2), "forward", constant)
         report = mmattn.doctor(model, batch(lengths=[5, 2, 4]))
-        assert report.failed == ["each layer heeds the memory"]
-        assert "layers [2]" in answer(report, "each layer heeds the memory")
+        assert report.failed == ["each layer depends on the memory"]
+        assert "layers [2]" in answer(report, "each layer depends on the memory")
         monkeypatch.setattr(model.adapters["default"].block(0), "forward", constant)
-        assert mmattn.doctor(model, batch()).failed == ["each layer heeds the memory", "another memory"]
+        assert mmattn.doctor(model, batch()).failed == ["each layer depends on the memory", "another memory"]
 
     @pytest.mark.parametrize("leak", [lambda x: x.roll(1, 0), lambda x: x.mean(0, True).expand_as(x)])
     @pytest.mark.parametrize("kind", ["llama", "gpt2", "unet"])
@@ -224,7 +231,7 @@ class TestSickness:
         monkeypatch.setattr(projection, "attend_checked", without_mask)
         report = mmattn.doctor(model, given)
         assert report.failed == ["padding", "attention on padding"]
-        assert "being there" in answer(report, "padding")
+        assert "presence" in answer(report, "padding")
 
     def test_what_lies_in_padding(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny.attach(tiny.make("llama"))
@@ -318,7 +325,7 @@ def test_what_cannot_be_asked() -> None:
         mmattn.doctor(model, {"input_ids": tiny.text(2)})
     with pytest.raises(mmattn.errors.ConfigError, match="got Memory"):
         mmattn.doctor(model, tiny.memory(2))
-    with pytest.raises(mmattn.errors.ConfigError, match="no slot"):
+    with pytest.raises(mmattn.errors.ConfigError, match="every slot .* is masked"):
         mmattn.doctor(model, batch(lengths=[0, 0, 0]))
     with pytest.raises(mmattn.errors.ShapeError, match="2 rows"):
         mmattn.doctor(model, batch() | {"input_ids": tiny.text(2)})
@@ -328,4 +335,4 @@ def test_what_cannot_be_asked() -> None:
     with pytest.raises(mmattn.errors.ConditionError, match="no active adapter"):
         mmattn.doctor(model, batch())
     one = mmattn.doctor(tiny.attach(tiny.make("llama")), {"input_ids": tiny.text(1), "memory": tiny.memory(1)})
-    assert one.ok and answer(one, "rows").startswith("not asked")
+    assert one.ok and answer(one, "rows").startswith("not checked")

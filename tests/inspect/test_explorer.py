@@ -42,12 +42,12 @@ def evil() -> mmattn.inspect.Trace:
 
 
 def example() -> mmattn.inspect.Trace:
-    """Patches of a picture, 3 × 2 of them, that the places of another look at."""
+    """Patches of a picture, 3 × 2 of them, to which the patches of another attend."""
     torch.manual_seed(0)
-    weights, names = torch.rand(1, 2, 6, 4).softmax(2), [f"patch {i}" for i in range(6)]
-    places, picture = ["a", "b", "c", "d"], Image.new("RGB", (31, 37), (10, 90, 200))
+    weights, words = torch.rand(1, 2, 6, 4).softmax(2), [f"patch {i}" for i in range(6)]
+    sources, picture = ["a", "b", "c", "d"], Image.new("RGB", (31, 37), (10, 90, 200))
     shown = {"grid": (2, 2), "picture": picture, "word_grid": (3, 2), "word_picture": picture}
-    return mmattn.inspect.Trace(names, places, weights, ["layer 5"], looking="sources", **shown)
+    return mmattn.inspect.Trace(words, sources, weights, ["layer 5"], queries="sources", **shown)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ class TestReading:
         assert tiles["named"] == list(example().words) and tiles["words"] == [""] * 6
         shades = (0.75 * (mean - mean.min()) / (mean.max() - mean.min())).tolist()
         assert [float(one) for one in tiles["rects"]] == pytest.approx(shades, abs=2e-4), "from the least to the most"
-        assert "over 4 places" in tiles["figures"]
+        assert "over 4 sources" in tiles["figures"]
         assert (found["below"]["pressed"], found["below"]["focused"]) == (2, 2), "a row of two below the first"
 
 
@@ -326,9 +326,9 @@ def test_the_command_writes_a_page_of_runs(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as end:
         main(["explore", str(tmp_path / "one"), "-o", str(out)])
     assert end.value.code == 2 and "there is no attention.safetensors" in capsys.readouterr().err
-    write_tensors(tmp_path / "one" / FILE, {}, {"format": "mmattn-traces", "format_version": 2, "traces": []})
+    write_tensors(tmp_path / "one" / FILE, {}, {"format": "mmattn-traces", "format_version": 3, "traces": []})
     with pytest.raises(SystemExit) as end:
         main(["explore", str(tmp_path / "one"), "-o", str(out)])
     said = " ".join(capsys.readouterr().err.split())
-    assert end.value.code == 2 and "is of version 2, and this mmattn reads version 1" in said
+    assert end.value.code == 2 and "is of version 3, and this mmattn reads up to version 2" in said
     assert out.read_bytes() == before

@@ -15,6 +15,7 @@ from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeEr
 from mmattn.inspect.trace import FILE, SIDE
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
+GOLDEN = Path(__file__).parent / "golden" / "1"
 WORDS, SOURCES, LAYERS, HEADS = ("one", "two", "three"), ("a", "b", "c", "d", "e", "f"), ("layer 1", "layer 3"), 5
 
 
@@ -39,13 +40,13 @@ def made(**changes: Any) -> mmattn.inspect.Trace:
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
-    bare = made(rollout=None, probability=None, without=None, dropped=None, grid=None, picture=None, looking="sources")
+    bare = made(rollout=None, probability=None, without=None, dropped=None, grid=None, picture=None, queries="sources")
     patches = made(word_grid=(3, 1), word_picture=Image.new("RGB", (101, 307), (0, 90, 10)))
     given = [made(), bare, patches]
     file = inspect.save_traces(given, tmp_path)
     assert file == tmp_path / FILE
     for got, want in zip(inspect.load_traces(tmp_path), given, strict=True):
-        for name in ("words", "sources", "layers", "title", "looking", "grid", "picture", "word_grid", "word_picture"):
+        for name in ("words", "sources", "layers", "title", "queries", "grid", "picture", "word_grid", "word_picture"):
             assert getattr(got, name) == getattr(want, name)
         for name in ("weights", "rollout", "probability", "without", "dropped"):
             kept, own = getattr(got, name), getattr(want, name)
@@ -71,7 +72,7 @@ def test_a_picture_is_kept_small() -> None:
         ({"word_grid": (2, 3)}, ShapeError, "grid of 2 × 3 patches does not fit 3 words"),
         ({"rollout": torch.full((3, 6), torch.nan)}, NonFiniteError, "rollout"),
         ({"words": ["one", "two", None]}, TextError, "text 2"),
-        ({"looking": "heads"}, ConfigError, "looking"),
+        ({"queries": "heads"}, ConfigError, "queries"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -79,29 +80,39 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Excep
         made(**changes)
 
 
-def test_files_from_before_words_had_a_grid(tmp_path: Path) -> None:
-    file = inspect.save_traces([made()], tmp_path)
-    tensors, about = read_tensors(file, "mmattn-traces")
-    del about["traces"][0]["word_grid"]
-    write_tensors(file, tensors, about)
-    (trace,) = inspect.load_traces(tmp_path)
-    assert trace.words == WORDS and trace.word_grid is None and trace.grid == (2, 3)
+def test_files_of_format_1_load(tmp_path: Path) -> None:
+    """`looking` was what `queries` is, and the first of these files knew no grid of words."""
+    tensors, about = read_tensors(GOLDEN / FILE, "mmattn-traces")
+    assert about["format_version"] == 1 and [one["looking"] for one in about["traces"]] == ["words", "sources"]
+    text, patches = inspect.load_traces(GOLDEN)
+    assert (text.words, text.title, text.queries) == (("a", "b", "c", "d", "e"), "a title", "words")
+    assert (patches.sources, patches.queries) == (("a", "b", "c", "d"), "sources")
+    assert text.grid is text.word_grid is None and patches.grid == (2, 2) and patches.word_grid == (3, 2)
+    for name, tensor in tensors.items():
+        number, field = name.split(".")
+        got = getattr((text, patches)[int(number)], field)
+        assert got == tensor.numpy().tobytes() if isinstance(got, bytes) else torch.equal(got, tensor)
+    for one in about["traces"]:
+        del one["word_grid"]
+    write_tensors(tmp_path / FILE, tensors, about)
+    assert [trace.word_grid for trace in inspect.load_traces(tmp_path)] == [None, None]
 
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterFileError, match=r"no attention\.safetensors in .*train again"):
         inspect.load_traces(tmp_path)
-    write_tensors(tmp_path / FILE, {}, {"format": "mmattn-traces", "format_version": 2, "traces": []})
-    with pytest.raises(AdapterFileError, match="of version 2, and this mmattn reads version 1: install a newer"):
+    write_tensors(tmp_path / FILE, {}, {"format": "mmattn-traces", "format_version": 3, "traces": []})
+    with pytest.raises(AdapterFileError, match="of version 3, and this mmattn reads up to version 2: install a newer"):
         inspect.load_traces(tmp_path)
     write_tensors(tmp_path / FILE, {}, {"format": "mmattn-memory", "format_version": 1})
     with pytest.raises(AdapterFileError, match="'mmattn-memory'"):
         inspect.load_traces(tmp_path)
-    broken = {"title": "", "words": ["one"], "sources": ["a"], "layers": ["x"], "looking": "words", "grid": None}
+    broken = {"title": "", "words": ["one"], "sources": ["a"], "layers": ["x"], "queries": "words", "grid": None}
+    broken |= {"word_grid": None}
     for traces in ([broken], [{}], [3], 7, [broken | {"grid": [1]}]):
         tensors = {"0.weights": torch.ones(1, 1, 2, 1)}
-        write_tensors(tmp_path / FILE, tensors, {"format": "mmattn-traces", "format_version": 1, "traces": traces})
-        with pytest.raises(AdapterFileError, match="does not hold what its version says"):
+        write_tensors(tmp_path / FILE, tensors, {"format": "mmattn-traces", "format_version": 2, "traces": traces})
+        with pytest.raises(AdapterFileError, match="is not as its version demands"):
             inspect.load_traces(tmp_path)
     with pytest.raises(ConfigError, match="no traces"):
         inspect.save_traces([], tmp_path)

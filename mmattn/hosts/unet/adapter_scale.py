@@ -34,7 +34,9 @@ def check_adapter_scale(given: Any, layer_names: Sequence[str], rows: int) -> Ad
     """A adapter_scale that can be used for a memory of `rows` rows on a host whose attention layers have these names.
 
     Raises:
-        ConfigError: of another kind, or a block that the host lacks. ShapeError: other rows. NonFiniteError: NaN.
+        ConfigError: of another kind, or a block that the host lacks.
+        ShapeError: other rows.
+        NonFiniteError: NaN or infinity.
     """
     if isinstance(given, Mapping):
         for prefix in given:

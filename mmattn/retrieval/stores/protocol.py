@@ -37,12 +37,11 @@ class VectorStore(Protocol):
 
     The index calls `add`, `update`, `delete` and `save` one at a time, and `search`, `get`, `ids` and `len` from any
     thread at any moment: each of them sees the entries before a change or after it. Tensors are given on the CPU, and
-    belong to the store from then on.
+    belong to the store from then on. Further arguments are settings of the store, each with a default.
 
     Args:
         dim: width e of the vectors.
         metric: "cosine", "ip" or "l2".
-        **settings: whatever the store needs, each with a default.
 
     Attributes:
         kind: the name it is registered under.

@@ -35,7 +35,7 @@ def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert code == 0 and "\nok    gates" in out and "padding" not in out
     code, out, err = doctor(capsys, adapter, "--host", tmp_path / "host")
     assert code == 0, out + err
-    for question in ("weights of the host", "each layer heeds the memory", "rows", "padding", "empty memory"):
+    for question in ("weights of the host", "each layer depends on the memory", "rows", "padding", "empty memory"):
         assert f"\nok    {question} " in out
     tiny.make("llama", seed=1).save_pretrained(tmp_path / "other")
     code, out, _ = doctor(capsys, adapter, "--host", tmp_path / "other")
@@ -58,7 +58,7 @@ def test_a_unet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("pipeline", "pipeline/unet"):
         code, out, err = doctor(capsys, adapter, "--host", tmp_path / host)
         assert code == 0, out + err
-        assert "\nok    each layer heeds the memory " in out
+        assert "\nok    each layer depends on the memory " in out
     code, _, err = doctor(capsys, adapter, "--host", tmp_path)
     assert code == 2 and "no UNet can be loaded from" in err
 

@@ -1,0 +1,261 @@
+"""The checks of the doctor: each runs a model again with one thing changed, and compares the outputs.
+
+A check gives a verdict, True or False, or None for what is only reported or does not apply, and an answer in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConditionError
+from mmattn.inspect.memory_variants import cut, emptied, padded, shuffled
+from mmattn.inspect.trial import Trial, apart
+
+Verdict = tuple[bool | None, str]
+
+# Is the memory attended to -------------------------------------------------------------------------------------------
+
+
+def adds(trial: Trial) -> Verdict:
+    """Whether the adapter changes the hidden states at each of its layers."""
+    sizes = {index: apart(full, bare).max().item() for index, (full, _, bare) in trial.layer_outputs.items()}
+    silent = [index for index in trial.adapter.layers if not sizes.get(index, 0) > trial.negligible]
+    if silent:
+        return False, f"nothing at layers {silent}, as a fresh adapter does: train it, or see its gates"
+    return True, "relative to the hidden states: " + by_layer({index: f"{size:.1%}" for index, size in sizes.items()})
+
+
+def depends(trial: Trial) -> Verdict:
+    """Whether what is added at each layer depends on the memory; layers that add nothing are left to `adds`."""
+    outputs = trial.layer_outputs
+    adding = [index for index, (full, _, bare) in outputs.items() if apart(full, bare).max() > trial.negligible]
+    if not adding:
+        return None, "not checked: no layer adds anything"
+    constant = [index for index in adding if not apart(outputs[index][1], outputs[index][0]).max() > trial.negligible]
+    if constant:
+        return False, f"layers {constant} add the same for another memory: a gate at 0, or dead keys and values"
+    return True, "another memory changes what is added, for the same hidden states"
+
+
+def another_memory(trial: Trial) -> Verdict:
+    """Whether another memory changes the output of every row that has one."""
+    changes = apart(trial.other_output, trial.output)
+    attending = trial.memory.real_slots().any(1).to(changes.device)
+    constant = (attending & ~(changes > trial.negligible)).nonzero()[:, 0].tolist()
+    if constant:
+        return False, (
+            f"does not change the output of rows {constant}: no token of theirs may attend to a slot, or the adapter "
+            "adds nothing"
+        )
+    return True, f"changes every row with a memory, by {changes[attending].min():.1%} to {changes[attending].max():.1%}"
+
+
+# Is attended to only what may be -------------------------------------------------------------------------------------
+
+
+def padding(trial: Trial) -> Verdict:
+    """Whether masked slots change the output: their presence, numbers in them, NaN in them."""
+    plain = trial.run(padded(trial.memory, 0.0))
+    changes = {"presence": apart(plain, trial.output).max().item()}
+    for word, filling in (("large numbers", 1e3), ("NaN", torch.nan)):
+        changes[word] = apart(trial.run(padded(trial.memory, filling)), plain).max().item()
+    return no_influence(
+        changes, trial, "masked slots change the output by their", "the mask is lost before the softmax"
+    )
+
+
+def future(trial: Trial) -> Verdict:
+    """Whether tokens attend to slots that only later tokens may attend to."""
+    first = trial.first_tokens()
+    if first is None:
+        return None, "not checked: every token may attend to every slot"
+    first = torch.where(trial.memory.real_slots().cpu(), first, -1)
+    begins = sorted(set(first.flatten().tolist()) - {-1, 0})
+    changes = {}
+    for begin in begins[:: max(1, len(begins) // 3)]:
+        output = trial.run(shuffled(trial.memory, first >= begin))
+        changes[f"before token {begin}"] = apart(output[:, :begin], trial.output[:, :begin]).max().item()
+    if not changes:
+        return None, "not checked: no slot is for later tokens only"
+    return no_influence(
+        changes, trial, "slots for later tokens change the output", "segments, images or chunks are counted wrongly"
+    )
+
+
+def rows(trial: Trial) -> Verdict:
+    """Whether another memory in some rows changes the output of the others.
+
+    Rows are changed by the binary digits of their numbers: every two rows differ in one.
+    """
+    b = trial.memory.batch
+    if b < 2:
+        return None, "not checked: give a batch of two rows or more"
+    number, leaks = torch.arange(b), {}
+    for digit in range((b - 1).bit_length()):
+        odd = (number >> digit & 1).bool()
+        for changed in (odd, ~odd):
+            sizes = apart(trial.run(shuffled(trial.memory, changed)), trial.output).cpu()
+            same = number[~changed].tolist()
+            leaks.update({f"row {i}": sizes[i].item() for i in same if sizes[i] > trial.rounding})
+    if leaks:
+        return False, f"another memory in other rows changes {sizes_of(leaks)}: rows are mixed in the adapter or memory"
+    return True, "each depends on its own memory only"
+
+
+def empty(trial: Trial) -> Verdict:
+    """Whether the output is that of the host where no slot may be attended to."""
+    alone = {"0 slots": cut(trial.memory), "all slots masked": emptied(trial.memory)}
+    sizes = {word: apart(trial.run(memory), trial.host_output).max().item() for word, memory in alone.items()}
+    bad = {word: size for word, size in sizes.items() if size > trial.negligible}
+    if trial.memory.batch > 1:
+        some = torch.arange(trial.memory.batch) % 2 == 0
+        size = apart(trial.run(emptied(trial.memory, some)), trial.host_output).cpu()[some].max().item()
+        bad |= {"rows without slots among others": size} if size > trial.rounding else {}
+    if bad:
+        hint = "what is added must be masked where no slot may be attended to (biases, gates)"
+        return False, f"the output differs from the host's: {sizes_of(bad)}; {hint}"
+    return True, host_alone(trial)
+
+
+def disabled(trial: Trial) -> Verdict:
+    """Whether the output is that of the host while the adapter is disabled."""
+    size = apart(trial.run(None), trial.host_output).max().item()
+    if size > trial.negligible:
+        return False, f"the output differs from the host's by {size:.1e}: something acts outside of the adapter's call"
+    return True, host_alone(trial)
+
+
+# Figures ------------------------------------------------------------------------------------------------------------
+
+
+def gates(trial: Trial) -> Verdict:
+    """How far the gates are open, or for an adapter without gates the size of its value projections."""
+    return openings(dict(trial.adapter.named_parameters()))
+
+
+def openings(tensors: Mapping[str, Tensor]) -> Verdict:
+    """How far the gates among the tensors of an adapter are open, or else how large its value projections are.
+
+    Args:
+        tensors: its parameters, by name.
+    """
+    gates = {name: value for name, value in tensors.items() if name.endswith("gate.gate")}
+    projections = {
+        name: value for name, value in tensors.items() if name.startswith("blocks.") and name.endswith(".v_proj.weight")
+    }
+    if not (gates or projections):
+        return None, "not checked: this kind has neither gates nor value projections; see whether each layer adds"
+    if gates:
+        word = "open by"
+        sizes = {name.removesuffix(".gate"): value.detach().float().tanh() for name, value in gates.items()}
+    else:
+        word = "no gates; largest value weights"
+        sizes = {name.removesuffix(".v_proj.weight"): value.detach() for name, value in projections.items()}
+    largest = {name.removeprefix("blocks."): size.abs().max().item() for name, size in sizes.items()}
+    shut = [name for name, size in largest.items() if not size > 0]
+    if shut:
+        return False, f"at 0: {', '.join(shut)}; a fresh adapter adds nothing until it is trained"
+    return True, f"{word} {by_layer({name: f'{size:.3f}' for name, size in largest.items()})}"
+
+
+def padding_share(trial: Trial) -> Verdict:
+    """The largest share of a query's attention on slots that are masked for it: exactly 0."""
+    if not trial.figures:
+        return None, "not checked: this kind does not attend to its memory"
+    bad = {f"layer {index}": one.padding for index, one in trial.figures.items() if one.padding != 0}
+    if bad:
+        return False, f"{sizes_of(bad)}: the mask is lost before the softmax"
+    return True, "exactly 0"
+
+
+def entropy(trial: Trial) -> Verdict:
+    """The entropy of the attention weights, beside that of uniform weights."""
+    figures = {index: f"{one.entropy:.2f} of {one.uniform:.2f}" for index, one in trial.figures.items() if one.uniform}
+    return None, f"in bits, of uniform: {by_layer(figures)}" if figures else "no query attends to more than one slot"
+
+
+def null(trial: Trial) -> Verdict:
+    """The share of the attention on the null slot."""
+    if not getattr(trial.adapter.config, "null_slot", False):
+        return None, "there is none"
+    return None, "its share of the attention: " + by_layer({i: f"{one.null:.1%}" for i, one in trial.figures.items()})
+
+
+def cost(trial: Trial) -> Verdict:
+    """Bytes of keys and values cached for this memory."""
+    try:
+        prepared = trial.model.prepare({trial.name: trial.memory})[trial.name]
+    except ConditionError:
+        prepared = None
+    if not hasattr(prepared, "nbytes"):
+        return None, "not checked: this kind of memory is not prepared for many calls"
+    trial.run(prepared)
+    size, b = prepared.nbytes(), trial.memory.batch
+    tokens = trial.memory.tokens.nbytes
+    return None, f"{size:,} bytes of keys and values, {size // b:,} a row, for a memory of {tokens:,} bytes"
+
+
+def steady(trial: Trial) -> Verdict:
+    """Whether two equal calls give the same output, which the other checks rely on."""
+    if trial.noise == 0:
+        return True, "the same output, bit for bit"
+    if trial.noise > 1e-2:
+        return False, f"differs by {trial.noise:.1e}: random numbers in evaluation mode, or a nondeterministic kernel"
+    return None, f"differs by {trial.noise:.1e}: differences up to four times that count as none"
+
+
+CHECKS: dict[str, Callable[[Trial], Verdict]] = {
+    "the same call again": steady,
+    "gates": gates,
+    "each layer adds something": adds,
+    "each layer depends on the memory": depends,
+    "another memory": another_memory,
+    "padding": padding,
+    "slots for later tokens": future,
+    "rows": rows,
+    "empty memory": empty,
+    "disabled": disabled,
+    "attention on padding": padding_share,
+    "attention entropy": entropy,
+    "null slot": null,
+    "memory cost": cost,
+}
+
+
+# Answers ------------------------------------------------------------------------------------------------------------
+
+
+def no_influence(changes: dict[str, float], trial: Trial, fault: str, hint: str) -> Verdict:
+    """The verdict on changes of the output that may be nothing but rounding.
+
+    Args:
+        changes: of the output, by what caused them.
+        trial: the trial, for the size of its rounding.
+        fault: begins the answer if one is larger.
+        hint: ends it.
+    """
+    bad = {word: size for word, size in changes.items() if size > trial.rounding}
+    if bad:
+        return False, f"{fault}: {sizes_of(bad)}; {hint}"
+    largest = max(changes.values())
+    return True, f"no influence of {', '.join(changes)}" + (f" (rounding {largest:.0e})" if largest else "")
+
+
+def host_alone(trial: Trial) -> str:
+    """The answer where the output is that of the host."""
+    return "the output of the host, bit for bit" if trial.noise == 0 else "the output of the host"
+
+
+def sizes_of(sizes: Mapping[str, float]) -> str:
+    """Sizes by their cause, as text."""
+    return ", ".join(f"{word} {size:.1e}" for word, size in sizes.items())
+
+
+def by_layer(figures: Mapping[Any, str]) -> str:
+    """Figures by layer, as text; of many, the first and the last few."""
+    parts = [f"{layer} {figure}" for layer, figure in figures.items()]
+    return ", ".join(parts if len(parts) <= 8 else [*parts[:4], "…", *parts[-3:]])

@@ -1,0 +1,62 @@
+"""Memories that differ from a given one in one respect: other contents, no slots, other padding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmattn.memory import Memory
+
+# Masked slots that `padded` appends.
+EXTRA = 3
+
+
+def shuffled(memory: Memory, where: Tensor | None = None) -> Memory:
+    """Another memory of the same statistics: the channels of every vector in another order.
+
+    Args:
+        memory: (b, m, e).
+        where: (b,) or (b, m) bool, which rows or slots change; None for all.
+    """
+    order = torch.randperm(memory.dim, generator=torch.Generator().manual_seed(0)).to(memory.device)
+    tokens = memory.tokens[..., order]
+    if where is not None:
+        where = where.to(memory.device)
+        tokens = torch.where(where[..., None] if where.dim() == 2 else where[:, None, None], tokens, memory.tokens)
+    return memory.replace(tokens)
+
+
+def emptied(memory: Memory, where: Tensor | None = None) -> Memory:
+    """The memory with every slot of some rows masked.
+
+    Args:
+        memory: (b, m, e).
+        where: (b,) bool, which rows; None for all.
+    """
+    real = memory.real_slots()
+    mask = torch.zeros_like(real) if where is None else real & ~where.to(real.device)[:, None]
+    return Memory(memory.tokens, mask, memory.segments, memory.scores, check_finite=False)
+
+
+def cut(memory: Memory) -> Memory:
+    """The memory with 0 slots."""
+    segments, scores = (None if one is None else one[:, :0] for one in (memory.segments, memory.scores))
+    return Memory(memory.tokens[:, :0], None, segments, scores)
+
+
+def padded(memory: Memory, filling: float) -> Memory:
+    """The memory with a few more masked slots, and a number in all masked slots and their scores.
+
+    Args:
+        memory: (b, m, e).
+        filling: the number; every other channel is its negative.
+    """
+    real = memory.real_slots()
+    mask = F.pad(real, (0, EXTRA))
+    # A vector of equal numbers would be the same for any number after a LayerNorm.
+    garbage = filling * (1 - 2 * (torch.arange(memory.dim, device=memory.device) % 2)).to(memory.dtype)
+    tokens = torch.where(mask[..., None], F.pad(memory.tokens, (0, 0, 0, EXTRA)), garbage)
+    segments, scores = (None if one is None else F.pad(one, (0, EXTRA)) for one in (memory.segments, memory.scores))
+    scores = None if scores is None else scores.masked_fill(~mask.to(scores.device), filling)
+    return Memory(tokens, mask, segments, scores, check_finite=False)

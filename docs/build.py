@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 API = Path(__file__).resolve().parent / "api"
-PARTS = ("core", "adapters", "hosts", "encoders", "retrieval", "inspect", "training")
+PARTS = ("core", "adapters", "hosts", "encoders", "retrieval", "inspect", "training", "testing")
 MODULES = (
     "mmattn",
     "mmattn.errors",
@@ -25,6 +25,7 @@ MODULES = (
     "mmattn.retrieval",
     "mmattn.inspect",
     "mmattn.training",
+    "mmattn.testing",
 )
 #: Modules all of whose own functions and classes are public, and the name by which users import them.
 WHOLE = {

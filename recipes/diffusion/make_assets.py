@@ -23,7 +23,7 @@ Made by the recipe `diffusion` from scikit-learn's digits (Alpaydin and Kaynak, 
 | `unet`, `text` | stage A, in the formats of diffusers and transformers | `config.yaml` | {text} |
 | `adapter`, `style.safetensors` | stage B: decoupled adapter, style encoder | `config_style.yaml` | {style} |
 
-Put together by `recipes/diffusion/make_assets.py`. Two x86 cores; what they reach stands in the recipe's README.
+Put together by `recipes/diffusion/make_assets.py`. Two x86 cores; the recipe's README has what they reach.
 """
 
 

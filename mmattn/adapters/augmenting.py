@@ -208,7 +208,7 @@ class AugmentedSource:
         adapter: the trainable part of a composed adapter.
     """
 
-    rows = None
+    rows: int | None = None
     follows_text = True
 
     def __init__(self, model: AugmentingModel, adapter: Any) -> None:

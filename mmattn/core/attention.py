@@ -364,18 +364,17 @@ def _attend_finite(
             allowed, seen = bias != float("-inf"), None
     q = _fold(q, b, g)
 
-    if seen is True:
-        seen = None
-    elif allowed is not None:
-        # A row without any True would divide 0 by 0: it attends to everything, and its output is set to 0.
-        known = seen is not None
-        seen = allowed.any(-1, keepdim=True) if seen is None else seen
-        if not known and may_read(seen) and bool(seen.all()):
-            seen = None
+    # A row without any True would divide 0 by 0: it attends to everything, and its output is set to 0.
+    empty = None
+    if allowed is not None and seen is not True:
+        known = isinstance(seen, Tensor)
+        empty = ~seen if isinstance(seen, Tensor) else ~allowed.any(-1, keepdim=True)
+        if not known and may_read(empty) and not bool(empty.any()):
+            empty = None
         elif bias is None:
-            allowed = allowed | ~seen
+            allowed = allowed | empty
         else:
-            bias = bias.masked_fill(~seen, 0)
+            bias = bias.masked_fill(empty, 0)
 
     rule = allowed if bias is None else bias
     weights = None
@@ -385,9 +384,9 @@ def _attend_finite(
         if rule is not None:
             rule = rule.expand(-1, -1, q.shape[2], m)
         out = F.scaled_dot_product_attention(q, k, v, rule, dropout, causal, scale=scale)
-    if seen is not None:
-        out = out.masked_fill(~seen, 0)
-        weights = None if weights is None else weights.masked_fill(~seen, 0)
+    if empty is not None:
+        out = out.masked_fill(empty, 0)
+        weights = None if weights is None else weights.masked_fill(empty, 0)
     out = _unfold(out, rows, h)
     return (out, _unfold(weights, rows, h)) if return_weights and weights is not None else out
 

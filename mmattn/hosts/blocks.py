@@ -144,7 +144,7 @@ class OpenBlocks:
         owned: dict[FrameType | None, list[Block]] = {}
         for block in list(self._open):
             owned.setdefault(block.frame, []).append(block)
-        held = set()
+        held: set[Block] = set()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(held) < len(self._open):
             for block in reversed(owned.get(frame, ())):

@@ -52,7 +52,7 @@ class ForwardStep:
         nested: calls of other parts of the host that are within this one, and belong to it.
     """
 
-    model: nn.Module
+    model: Any
     module: nn.Module
     outer: ForwardStep | None
     actions: Mapping[tuple[int, str], list[Action]]

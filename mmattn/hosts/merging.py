@@ -42,7 +42,7 @@ def weighted_sum(parts: Any, weights: Sequence[float]) -> dict[str, Tensor]:
             )
     states = [part.state_dict() for part in parts]
     return {
-        key: sum(  # type: ignore[misc]
+        key: sum(
             share * state[key].to(value.device, torch.float64) for share, state in zip(shares, states, strict=True)
         ).to(value.dtype)
         for key, value in states[0].items()

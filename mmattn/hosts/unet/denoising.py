@@ -141,19 +141,19 @@ def forget_context(host: nn.Module) -> None:
             module.__dict__["_gradient_checkpointing_func"] = checkpoint.checkpoint
 
 
-def rows_before(rows: int, guided: bool, name: str, memory_rows: int) -> int:
+def rows_before(rows: int, guided: bool, name: str, memory_rows: int | None) -> int:
     """How many rows of the sample come before those that see the memory: 0, or half of them under guidance.
 
     Args:
         rows: of the sample.
         guided: the first half may see no memory.
         name: of the adapter.
-        memory_rows: rows of its memory.
+        memory_rows: rows of its memory; None fits any sample.
 
     Raises:
         ShapeError: the sample has other rows.
     """
-    if rows == memory_rows:
+    if memory_rows is None or rows == memory_rows:
         return 0
     if guided and rows == 2 * memory_rows:
         return memory_rows

@@ -256,16 +256,18 @@ class AdaptedUNet(AdaptedModel):
         """What the adapters do for queries (rows, h, l, k) where only a part of the host was called."""
         call, disabled = self.current_call()
         actions: dict[tuple[int, str], list[Action]] = {}
-        for name, source in ({} if call is None else call.sources).items():
+        if not isinstance(call, DenoisingCall):
+            return ()
+        for name, source in call.sources.items():
             if name not in self.active or name in disabled or index not in self.adapter(name).layers:
                 continue
-            scale = call.scales[name]  # type: ignore[union-attr]
+            scale: Any = call.scales[name]
             if callable(scale) and not isinstance(scale, Tensor):
                 raise ConditionError("an adapter_scale that follows the time step needs the call of the whole UNet")
             scale = at_layer(scale, self.layer_names[index])
             if isinstance(scale, Tensor) and scale.dim() == 3:
                 raise ConditionError("an adapter_scale by pixel needs the call of the whole UNet")
-            first = rows_before(q.shape[0], call.guided, name, source.rows)  # type: ignore[union-attr]
+            first = rows_before(q.shape[0], call.guided, name, source.rows)
             self._add_actions(actions, name, source, first, scale, (1, q.shape[2]), index)
         return actions.get((index, "inside"), ())
 

@@ -36,8 +36,8 @@ def test_the_numbers_are_those_of_calls(batch: int) -> None:
     assert_close(trace.probability, probability(model, memory)[2:])
     assert_close(trace.without, probability(tiny.make("llama"), None)[2:])
     for slot in range(SLOTS):
-        kept = torch.arange(SLOTS)[None] != slot
-        assert_close(trace.dropped[:, slot], probability(model, mmattn.Memory(memory.tokens, kept))[2:])
+        others = torch.arange(SLOTS)[None] != slot
+        assert_close(trace.dropped[:, slot], probability(model, mmattn.Memory(memory.tokens, others))[2:])
     assert tiny.differs(trace.dropped.T, trace.probability.expand(SLOTS, -1)), "no source matters"
 
 
@@ -65,8 +65,8 @@ def test_a_memory_with_scores_keeps_them() -> None:
                 parameter.fill_(1.0)
     tokens, scores = tiny.memory(1, SLOTS).tokens, torch.linspace(-2, 3, SLOTS)[None]
     trace = mmattn.inspect.attribute(model, IDS, mmattn.Memory(tokens, scores=scores))
-    kept = torch.arange(SLOTS)[None] != 1
-    assert_close(trace.dropped[:, 1], probability(model, mmattn.Memory(tokens, kept, scores=scores)))
+    others = torch.arange(SLOTS)[None] != 1
+    assert_close(trace.dropped[:, 1], probability(model, mmattn.Memory(tokens, others, scores=scores)))
 
 
 def test_the_model_is_as_it_was() -> None:

@@ -20,7 +20,7 @@ ROWS, LENGTH, SLOTS = 3, 7, 5
 
 
 def batch(**memory: Any) -> dict[str, Any]:
-    """A text and its memory, every slot of it real unless told."""
+    """A text and its memory, every slot of it real unless given otherwise."""
     return {"input_ids": tiny.text(ROWS, LENGTH), "memory": tiny.memory(ROWS, SLOTS, **memory)}
 
 
@@ -37,10 +37,10 @@ def answer(report: Any, question: str) -> str:
     return found
 
 
-def latest(look: str = "latest", **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """A model whose tokens look at images before them, and a batch with two images."""
+def latest(visible: str = "latest", **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """A model whose tokens attend to images before them, and a batch with two images."""
     token = 3
-    model = tiny.attach(tiny.make("llama"), visible_segments=look, media_token=token, **settings)
+    model = tiny.attach(tiny.make("llama"), visible_segments=visible, media_token=token, **settings)
     ids = tiny.text(ROWS, 11).masked_fill_(tiny.text(ROWS, 11) == token, 4)
     ids[:, 1] = token
     ids[:2, 6] = token
@@ -296,7 +296,7 @@ class TestSickness:
 
 @contextmanager
 def early(model: Any) -> Iterator[None]:
-    """Inside the block tokens read the neighbours of their own chunk: the text looks a chunk longer than it is."""
+    """Inside the block tokens read the neighbours of their own chunk: as if the text were a chunk longer."""
     from mmattn.adapters.neighbours import GivenNeighbours
 
     places = GivenNeighbours.places

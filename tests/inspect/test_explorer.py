@@ -36,7 +36,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromi
 
 
 def evil() -> mmattn.inspect.Trace:
-    """A text that would be HTML: words that look at words, and no picture."""
+    """A text that would be HTML: words that attend to words, and no picture."""
     weights = torch.full((1, 1, 2, 3), 0.25)
     return mmattn.inspect.Trace([EVIL, "two"], [EVIL, "b", "c"], weights, [EVIL], EVIL)
 
@@ -210,8 +210,8 @@ class TestSight:
             browser.point(f"#words button:nth-child({word})")
             seen = Image.open(io.BytesIO(browser.picture())).convert("RGB")
             middles = [(int(cell["x"] + cell["width"] / 2), int(cell["y"] + cell["height"] / 2)) for cell in cells]
-            # The picture has one colour, less red than what is over it: the more, the more it was looked at.
-            reds = [seen.getpixel(middles[place])[0] for place in made().mean()[word - 1].argsort().tolist()]
+            # The picture has one colour, less red than what is over it: the more, the larger its weight.
+            reds = [seen.getpixel(middles[patch])[0] for patch in made().mean()[word - 1].argsort().tolist()]
             assert all(after >= before for before, after in pairwise(reds)) and reds[-1] > reds[0] + 20, reds
 
     def test_bars_are_as_long_as_shares(self, browser: Chromium, page: Path) -> None:

@@ -46,8 +46,8 @@ def test_masks_and_positions(tmp_path: Path) -> None:
     with Image.open(tmp_path / "causal.png") as image:
         grey = torch.tensor(list(image.convert("L").tobytes())).view(image.height, image.width)
     corner = grey[image.height // 2 :, : image.width // 2], grey[: image.height // 2, image.width // 2 :]
-    assert (corner[0] < 50).float().mean() > (corner[1] < 50).float().mean() + 0.3, "dark where it may look"
+    assert (corner[0] < 50).float().mean() > (corner[1] < 50).float().mean() + 0.3, "dark where a query may attend"
     inspect.plot_mask(masks.causal(5) & masks.padding([2, 5], 5), tmp_path / "rows.png")
-    assert shades(inspect.plot_positions(positions.sinusoidal(torch.arange(11), 6), tmp_path / "places.png")) > 100
+    assert shades(inspect.plot_positions(positions.sinusoidal(torch.arange(11), 6), tmp_path / "positions.png")) > 100
     with pytest.raises(MaskError):
         inspect.plot_mask(torch.ones(3, 5), tmp_path / "none.png")

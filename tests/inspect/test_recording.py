@@ -72,7 +72,7 @@ def test_calls_of_other_threads_are_theirs() -> None:
         pool.submit(model, ids, memory=other).result()
     for got, want in ((weights, alone), (beside, theirs)):
         assert got.keys() == want.keys() and all(len(calls) == 1 for calls in got.values())
-        assert all(torch.equal(calls[0], want[place][0]) for place, calls in got.items())
+        assert all(torch.equal(calls[0], want[key][0]) for key, calls in got.items())
 
 
 def test_a_call_may_come_while_hooks_are_being_made() -> None:

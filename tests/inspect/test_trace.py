@@ -1,4 +1,4 @@
-"""Traces: sizes that fit, files that are whole or refused, and what they look like in a terminal."""
+"""Traces: sizes that fit, files that are whole or refused, and how they are drawn in a terminal."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
         for name in ("words", "sources", "layers", "title", "queries", "grid", "picture", "word_grid", "word_picture"):
             assert getattr(got, name) == getattr(want, name)
         for name in ("weights", "rollout", "probability", "without", "dropped"):
-            kept, own = getattr(got, name), getattr(want, name)
-            assert (kept is None and own is None) or torch.equal(kept, own)
+            loaded, own = getattr(got, name), getattr(want, name)
+            assert (loaded is None and own is None) or torch.equal(loaded, own)
 
 
 def test_a_picture_is_kept_small() -> None:

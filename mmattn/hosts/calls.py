@@ -48,6 +48,7 @@ class ForwardStep:
         outer: the forward, of this or another host, inside of which this one runs.
         actions: by number of the layer and position.
         details: what a kind of host keeps besides.
+        call: what this forward sees.
         visited: the layers whose hooks have run.
         nested: calls of other parts of the host that are within this one, and belong to it.
     """
@@ -57,6 +58,7 @@ class ForwardStep:
     outer: ForwardStep | None
     actions: Mapping[tuple[int, str], list[Action]]
     details: Any = None
+    call: Call | None = None
     visited: set[int] = field(default_factory=set)
     nested: int = 0
 

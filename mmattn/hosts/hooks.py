@@ -110,7 +110,7 @@ class BeforeHost:
         if torch.compiler.is_compiling() and not any(source.follows_text for source in call.sources.values()):
             return  # a compiler cannot follow the variable, and the layers can do without
         step = model.forward_step(call, disabled, host, args, kwargs)
-        step.outer = outer
+        step.outer, step.call = outer, call
         FORWARD.set(step)
 
 

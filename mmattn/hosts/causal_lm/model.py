@@ -220,7 +220,7 @@ class AdaptedCausalLM(AdaptedModel):
             ShapeError: a memory that does not fit.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images)):
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images), is_condition=True):
             yield self
 
     def generate(

@@ -180,7 +180,7 @@ class AdaptedUNet(AdaptedModel):
             ConfigError: a scale of another kind.
         """
         call = self.make_call(memory, adapter_scale, text_mask=text_mask, guided=guided)
-        with self.open_blocks.conditioned(call):
+        with self.open_blocks.conditioned(call, is_condition=True):
             yield self
 
     def make_call(  # type: ignore[override]

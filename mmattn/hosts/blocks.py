@@ -1,8 +1,8 @@
 """Blocks that give a host a memory, or take adapters away: which are open, and which hold for the call under way.
 
 A block holds in the context it was entered in and in copies of that context (threads, tasks). Where a generator entered
-it, the context is not enough: generators share that of whoever resumes them. Such a block holds while its generator runs,
-whichever thread resumes it and whichever other generators are suspended meanwhile.
+it, the context is not enough: generators share that of whoever resumes them. Such a block holds while its generator
+runs, whichever thread resumes it and whichever other generators are suspended meanwhile.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class OpenBlocks:
         try:
             yield
         finally:
-            # Its own entry and no other: blocks need not be left in the order they were entered in, nor where they were.
+            # Its own entry and no other: blocks may be left in another order than entered, and in another thread.
             block.is_open, block.call = False, None
             if not traced:
                 self._open.remove(block)

@@ -1,4 +1,4 @@
-"""Blocks left in another order than entered, by generators, helpers and tasks: each sees its own memory, and nothing stays."""
+"""Blocks left in another order than entered, by generators, helpers and tasks: each sees its own, and nothing stays."""
 
 from __future__ import annotations
 

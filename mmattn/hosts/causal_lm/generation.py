@@ -114,11 +114,12 @@ class InThreads:
 
     Args:
         model: the adapted model.
+        host: whose method it stands for.
         name: of the method.
     """
 
-    def __init__(self, model: Any, name: str) -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: Any, host: nn.Module, name: str) -> None:
+        self.model, self.host, self.name = model, host, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, _ = self.model.current_call()
@@ -127,4 +128,16 @@ class InThreads:
                 f"{self.name} generates in a thread of its own, mixing requests in one row, and the memory given here "
                 "would not reach it: use generate(input_ids, memory=memory)"
             )
-        return getattr(type(self.model.host), self.name)(self.model.host, *args, **kwargs)
+        return getattr(type(self.host), self.name)(self.host, *args, **kwargs)
+
+
+def guard_threads(model: Any, host: nn.Module) -> None:
+    """Have the host refuse to generate in a thread of its own while a memory is given here."""
+    inner = inner_host(host)
+    inner.__dict__.update({name: InThreads(model, inner, name) for name in IN_THREADS if hasattr(type(inner), name)})
+
+
+def unguard_threads(host: nn.Module) -> None:
+    """Undo `guard_threads`."""
+    for name in IN_THREADS:
+        inner_host(host).__dict__.pop(name, None)

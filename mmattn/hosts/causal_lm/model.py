@@ -19,15 +19,15 @@ from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Call
 from mmattn.hosts.causal_lm.generation import (
-    IN_THREADS,
-    InThreads,
     expansions_of,
     forget_texts,
+    guard_threads,
     inner_host,
     note_texts,
     past_length,
     prompt_of,
     refuse_packed,
+    unguard_threads,
 )
 from mmattn.hosts.causal_lm.keywords import check_keywords
 from mmattn.hosts.causal_lm.layer_search import find_layers
@@ -62,7 +62,7 @@ class AdaptedCausalLM(AdaptedModel):
     kind: ClassVar[str] = "causal_lm"
     attaches_bare: ClassVar[bool] = False
     predicts_tokens: ClassVar[bool] = True
-    replaced = ("generate", *IN_THREADS)
+    replaced = ("generate",)
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
         super().__init__(host, require_memory)
@@ -268,14 +268,14 @@ class AdaptedCausalLM(AdaptedModel):
     def join(self) -> None:
         """Freeze the host, and take part in its ways to generate."""
         super().join()
-        own = type(self.host)
-        if hasattr(own, "generate"):
+        if hasattr(type(self.host), "generate"):
             self.host.__dict__["generate"] = self._host_generate
-        self.host.__dict__.update({name: InThreads(self, name) for name in IN_THREADS if hasattr(own, name)})
+        guard_threads(self, self.host)
 
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         forget_texts(self.host)
+        unguard_threads(self.host)
         return super().unload()
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------

@@ -204,7 +204,9 @@ def test_the_streamer_of_transformers(told, started):
     """`TextIteratorStreamer`: generate in a thread, read in this one."""
     model, ids, memory = told.model, tiny.text(1), tiny.memory(1)
     settings = {"max_new_tokens": NEW, "do_sample": False}
-    want = [words().decode(model.generate(ids, memory=given, **settings)[0, ids.shape[1] :]) for given in (memory, None)]
+    want = [
+        words().decode(model.generate(ids, memory=given, **settings)[0, ids.shape[1] :]) for given in (memory, None)
+    ]
     assert want[0] != want[1]
     given = {"memory": memory} if started == "with memory=" else {}
     generate = model.generate if given else model.host.generate

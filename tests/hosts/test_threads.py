@@ -63,7 +63,7 @@ def in_a_thread(work):
 
 
 def test_a_stream_driven_from_pool_threads(told):
-    """Starlette, anyio and asyncio.to_thread resume a generator in any thread, each time with a fresh copy of the context."""
+    """Starlette, anyio and asyncio.to_thread resume a generator in any thread, each time with a copied context."""
 
     async def serve(name):
         stream, seen = told.stream(name), []
@@ -117,7 +117,7 @@ def test_a_block_left_in_another_thread(told):
 
 
 def test_a_pool_thread_does_not_remember_the_block_of_another_request(told):
-    """A framework enters a block in a worker thread and leaves it in another; the first works on for others meanwhile."""
+    """A framework enters a block in a worker thread and leaves it in another, and the first works for others meanwhile."""
     block = told.model.condition(told.A)
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         first.submit(contextvars.copy_context().run, block.__enter__).result()

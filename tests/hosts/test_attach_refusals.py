@@ -1,4 +1,4 @@
-"""What `attach` refuses, in words and with nothing changed: hosts of other shapes, names, options, hosts without weights."""
+"""What `attach` refuses, in words and with nothing changed: hosts of other shapes, names, options, hosts on meta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads: a memory arrives in them, or one warning or an error says what to do; never another's, and never silently none."""
+"""Threads: a memory arrives in them, or one warning or an error says what to do; never another, never silently none."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_block_left_in_another_thread(told):
 
 
 def test_a_pool_thread_does_not_remember_the_block_of_another_request(told):
-    """A framework enters a block in a worker thread and leaves it in another, and the first works for others meanwhile."""
+    """A framework enters a block in one worker thread and leaves it in another; the first works for others meanwhile."""
     block = told.model.condition(told.A)
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         first.submit(contextvars.copy_context().run, block.__enter__).result()

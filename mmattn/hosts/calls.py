@@ -24,6 +24,7 @@ class Call:
         prompt: ids (b, l) or embeddings (b, l, d) that `generate` was called with.
         expansions: inside `generate`, how many rows of text a row of the prompt may become.
         generation: what `generate` last prepared for the host.
+        early_exit: inside a `generate` whose drafts leave out the last layers.
     """
 
     sources: Mapping[str, MemorySource]
@@ -32,6 +33,7 @@ class Call:
     prompt: Tensor | None = None
     expansions: frozenset[int] = frozenset()
     generation: GenerationInput | None = None
+    early_exit: bool = False
 
 
 # What a hook does at a site: a view, the block that it applies, and what multiplies the result.

@@ -34,16 +34,21 @@ def prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def expansions_of(host: Any, kwargs: dict[str, Any]) -> frozenset[int]:
     """How many rows of text `generate` may make of a row of the prompt: one, or the beams and samples asked for."""
-    config = kwargs.get("generation_config") or getattr(host, "generation_config", None)
 
-    def asked(name: str) -> int:
-        value = kwargs.get(name, getattr(config, name, None))
+    def number(name: str) -> int:
+        value = asked(host, kwargs, name)
         return value if isinstance(value, int) else 1
 
-    expansions = {1, max(asked("num_beams"), asked("num_return_sequences"))}
-    if kwargs.get("penalty_alpha", getattr(config, "penalty_alpha", None)):
-        expansions.add(asked("top_k"))
+    expansions = {1, max(number("num_beams"), number("num_return_sequences"))}
+    if asked(host, kwargs, "penalty_alpha"):
+        expansions.add(number("top_k"))
     return frozenset(expansions)
+
+
+def asked(host: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """What `generate` was asked for under this name, by its arguments or its config."""
+    config = kwargs.get("generation_config") or getattr(host, "generation_config", None)
+    return kwargs.get(name, getattr(config, name, None))
 
 
 def refuse_packed(kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, ClassVar
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of, embeddings_of, text_config, width_of
+from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
+from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Call
 from mmattn.hosts.causal_lm.generation import (
+    asked,
     expansions_of,
     forget_texts,
     guard_threads,
@@ -120,6 +122,22 @@ class AdaptedCausalLM(AdaptedModel):
             prompt=call.prompt,
             expansions=call.expansions,
             generation=generation,
+        )
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design.
+
+        Raises:
+            ConditionError: layers were replaced, or not run.
+        """
+        super().check_reached(layers)
+        call = self.open_blocks.in_force().call
+        if self.host.training or (call is not None and call.early_exit):
+            return  # LayerDrop, and drafts of the first layers alone
+        raise ConditionError(
+            f"layers {list(layers)} of {type(self.host).__name__} were not run, or lost their hooks, so memory did not "
+            f"reach them (its config says num_hidden_layers={depth_of(self.host)}): unload() before the host is "
+            "changed, and attach again after it"
         )
 
     def install_hooks(self) -> list[Any]:
@@ -261,7 +279,13 @@ class AdaptedCausalLM(AdaptedModel):
         rows = 1 if prompt is None else prompt.shape[0]
         for name, source in call.sources.items():
             TextState(rows, 0).check_rows(source.rows, name)
-        inner = replace(call, prompt=prompt, expansions=expansions_of(self.host, kwargs), generation=None)
+        inner = replace(
+            call,
+            prompt=prompt,
+            expansions=expansions_of(self.host, kwargs),
+            generation=None,
+            early_exit=call.early_exit or asked(self.host, kwargs, "assistant_early_exit") is not None,
+        )
         with self.open_blocks.conditioned(inner):
             return own.generate(self.host, *args, **kwargs)
 

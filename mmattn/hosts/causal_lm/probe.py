@@ -63,8 +63,8 @@ def probe(host: nn.Module, layers: Sequence[tuple[int, nn.Module]], position: st
     """
     if any(hasattr(layer, "backward_pass") for _, layer in layers):
         raise AttachError(
-            f"the layers of {type(host).__name__} are reversible: the backward pass runs them again without what adapters "
-            "added, and gradients would be wrong; no adapter can be put on it"
+            f"the layers of {type(host).__name__} are reversible: the backward pass runs them again without what "
+            "adapters added, and gradients would be wrong; no adapter can be put on it"
         )
     modes = [(module, module.training) for module in host.modules()]
     hooks = []

@@ -159,7 +159,8 @@ class AdapterLayers(nn.Module, ABC):
         """The memory on the device and in the dtype of the weights, padding set to 0."""
         weight = self.weight
         tokens = memory.tokens.to(weight.device)
-        if not torch.is_autocast_enabled(tokens.device.type):
+        # Norms take narrower states than their weights under autocast, and never wider ones.
+        if not torch.is_autocast_enabled(tokens.device.type) or tokens.element_size() > weight.element_size():
             tokens = tokens.to(weight.dtype)
         if memory.mask is not None:
             tokens = tokens.masked_fill(~memory.mask.to(tokens.device)[..., None], 0)

@@ -58,10 +58,10 @@ def check_name(name: object) -> str:
     """
     plain = isinstance(name, str) and _NAME.fullmatch(name) is not None and "." not in name
     # An `nn.ModuleDict` has attributes that its entries cannot be named after.
-    if not plain or hasattr(nn.ModuleDict, str(name)):
+    if not plain or hasattr(nn.ModuleDict(), str(name)):
         raise AttachError(
             f"an adapter's name must be 1 to 100 letters (a to z), digits, '_' and '-', beginning with a letter, digit "
-            f"or '_', and none of Python's words for dictionaries ('keys', …); got {name!r:.120}"
+            f"or '_', and no attribute of torch's dictionaries of modules ('keys', 'training', …); got {name!r:.120}"
         )
     return str(name)
 

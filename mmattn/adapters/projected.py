@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import combine_masks, visible_rows
 from mmattn.core.kv import KeyValue
-from mmattn.core.tensor_cache import TensorCache
+from mmattn.core.tensor_cache import TensorCache, autocast_dtype
 from mmattn.memory import Memory
 
 # Cached keys and values decode faster at every size measured, but the memory itself is stored once for all layers:
@@ -123,8 +123,7 @@ class PreparedMemory:
 
     def cache_of(self, adapter: Reader) -> TensorCache:
         """What this adapter has computed of the memory, in the dtype of the autocast that is on."""
-        device = adapter.weight.device.type
-        key = adapter.name, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = adapter.name, autocast_dtype(adapter.weight.device)
         entry = self._entries.get(key)
         # Another host may have an adapter of this name.
         if entry is None or entry.adapter() is not adapter:

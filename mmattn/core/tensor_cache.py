@@ -72,3 +72,9 @@ class TensorCache:
     def nbytes(self) -> int:
         """Bytes of the values that tell their own size: keys and values."""
         return sum(value.nbytes() for _, value in self._entries.values() if callable(getattr(value, "nbytes", None)))
+
+
+def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
+    """The dtype of autocast on a device, None where it is off: part of the key of what is computed under it."""
+    kind = torch.device(device).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -265,7 +265,7 @@ class AdaptedModel(AttachedModel):
             ShapeError: a memory that does not fit.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale)):
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale), is_condition=True):
             yield self
 
     def forward(self, *args: Any, memory: Any = None, adapter_scale: float = 1.0, **kwargs: Any) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.interop.peft import has_peft, refuse_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
 
@@ -93,7 +95,21 @@ class AttachedModel(nn.Module):
         except AttributeError:
             if name == "host":
                 raise
+            if name == "peft_config":
+                refuse_peft(sys._getframe(1))
             return getattr(super().__getattr__("host"), name)
+
+    # What peft looks at before it changes a model, with prompts and with layers.
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The host and the adapters."""
+        refuse_peft(sys._getframe(1))
+        return super().named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Every module of host and adapters, as of any module."""
+        refuse_peft(sys._getframe(1))
+        return super().named_modules(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttachedModel:
         twin = type(self).__new__(type(self))
@@ -111,11 +127,6 @@ class AttachedModel(nn.Module):
 def adapted(host: nn.Module) -> Any:
     """The adapted model of a host that has adapters, or None."""
     return host.__dict__.get(_MARK)
-
-
-def has_peft(host: nn.Module) -> bool:
-    """Whether peft has put layers into a host, so that it says what is trained."""
-    return getattr(host, "peft_config", None) is not None or any(hasattr(part, "base_layer") for part in host.modules())
 
 
 def forget_compiled() -> None:

@@ -1,30 +1,31 @@
 """Blocks that give a host a memory, or take adapters away: which are open, and which hold for the call under way.
 
-A block belongs to the frame that opened it, and holds for what that frame calls: a generator that is resumed by another
-thread, or beside another generator, sees its own memory and no other. Where the frame is not on the stack (a thread or
-task that was given a copy of the context; a block opened by a helper), the context variable decides.
+A block holds in the context it was entered in and in copies of that context (threads, tasks). Where a generator entered
+it, the context is not enough: generators share that of whoever resumes them. Such a block holds while its generator
+runs, whichever thread resumes it and whichever other generators are suspended meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-_HOSTS = str(Path(__file__).resolve().parent) + os.sep
+from mmattn.hosts.calls import FORWARD
+
 _CONTEXTLIB = contextlib.__file__
-_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_COROUTINE = inspect.CO_COROUTINE
 _UNCHANGED = object()
+_OUTERMOST = sys.maxsize
 
 
 class Block:
@@ -34,18 +35,29 @@ class Block:
         home: the blocks of its host.
         call: what calls inside it see; None is no memory.
         disabled: adapters that do not exist inside it.
+        is_condition: a caller's `condition` block, inside of which other threads may be started.
     """
 
-    def __init__(self, home: OpenBlocks, call: Any, disabled: frozenset[str]) -> None:
+    def __init__(self, home: OpenBlocks, call: Any, disabled: frozenset[str], is_condition: bool) -> None:
         self.home, self.call, self.disabled = home, call, disabled
+        self.gives_memory = is_condition and call is not None
         self.is_open = True
-        self.frame: FrameType | None = None
+        self.generator: FrameType | None = None
+        self.is_task = False
         self.thread = 0
 
-    def is_suspended(self) -> bool:
-        """Whether a generator opened it that is not running now, although this is its thread."""
-        frame = self.frame
-        return frame is not None and bool(frame.f_code.co_flags & _GENERATORS) and self.thread == threading.get_ident()
+    def holds(self, entered: bool, depths: dict[FrameType, int]) -> tuple[bool, int]:
+        """Whether it holds for a call made here, and how deep on the stack its generator is.
+
+        Args:
+            entered: whether it was entered in the context of the call, or in one that was copied for it.
+            depths: the frames on the stack; 0 is the innermost.
+        """
+        depth = _OUTERMOST if self.generator is None else depths.get(self.generator, _OUTERMOST)
+        if self.generator is None or self.is_task:
+            return entered, depth
+        # While its generator is suspended, it holds for no one but the threads that were started inside it.
+        return depth != _OUTERMOST or (entered and self.thread != threading.get_ident()), depth
 
 
 # One variable for all hosts: the blocks entered in this context, those since closed elsewhere among them.
@@ -74,9 +86,14 @@ class OpenBlocks:
         self._warned = False
 
     @contextlib.contextmanager
-    def conditioned(self, call: Any) -> Iterator[None]:
-        """Calls inside the block see this; None is no memory."""
-        with self._opened(call, frozenset()):
+    def conditioned(self, call: Any, is_condition: bool = False) -> Iterator[None]:
+        """Calls inside the block see this; None is no memory.
+
+        Args:
+            call: what they see.
+            is_condition: a caller's `condition` block, inside of which other threads may be started.
+        """
+        with self._opened(call, frozenset(), is_condition):
             yield
 
     @contextlib.contextmanager
@@ -91,84 +108,101 @@ class OpenBlocks:
             yield
 
     @contextlib.contextmanager
-    def _opened(self, call: Any, disabled: frozenset[str]) -> Iterator[None]:
-        block = Block(self, call, disabled)
+    def _opened(self, call: Any, disabled: frozenset[str], is_condition: bool = False) -> Iterator[None]:
+        block = Block(self, call, disabled, is_condition)
         traced = torch.compiler.is_compiling()
         if not traced:
-            block.frame, block.thread = _owner(sys._getframe(1)), threading.get_ident()
+            block.generator, block.is_task = _generator_around(sys._getframe(1))
+            block.thread = threading.get_ident()
             self._open.append(block)
         _entered.set((*(other for other in _entered.get() if other.is_open), block))
         try:
             yield
         finally:
-            # Its own entry and no other: blocks need not be left in the order they were entered in, nor where they
-            # were.
-            block.is_open = False
+            # Its own entry and no other: blocks may be left in another order than entered, and in another thread.
+            block.is_open, block.call = False, None
             if not traced:
                 self._open.remove(block)
-                block.frame = None
+                block.generator = None
+                _end_forward_of(call)
             _entered.set(tuple(other for other in _entered.get() if other.is_open))
 
     def in_force(self) -> InForce:
         """What holds for a call made here."""
         found, call = False, None
         disabled: frozenset[str] = frozenset()
-        # Blocks that disable adapters hold from outside of those that give a memory, too.
-        some_disable = torch.compiler.is_compiling() or any(block.disabled for block in self._open)
         for block in self._holding():
+            # Blocks that disable adapters hold from outside of those that give a memory, too.
             disabled |= block.disabled
             if not found and block.call is not _UNCHANGED:
                 found, call = True, block.call
-                if not some_disable:
-                    break
         return InForce(found, call, disabled)
 
     def warn_of_others(self) -> None:
-        """Say once that a memory is open elsewhere, where a call finds none."""
-        if self._warned or not any(block.call is not None and block.call is not _UNCHANGED for block in self._open):
+        """Say once that a memory is open elsewhere, or no longer, where a call finds none."""
+        if self._warned:
+            return
+        here = threading.get_ident()
+        if any(block.gives_memory for block in self._open):
+            where = (
+                "a condition block that gives it one is open elsewhere: in another thread, or in a generator that is "
+                "suspended"
+            )
+        elif any(b.gives_memory and b.home is self and not b.is_open and b.thread != here for b in _entered.get()):
+            where = "the condition block whose context this thread was given has ended"
+        else:
             return
         self._warned = True
         warnings.warn(
-            "this host is called without a memory while a block that gives it one is open elsewhere: in another "
-            "thread, or in a generator that is suspended. If the call was meant to see that memory, give it memory= "
-            "itself, or start the thread with the block's context: Thread(target=contextvars.copy_context().run, "
-            "args=(work,))",
+            f"this host is called without a memory while {where}. If the call was meant to see that memory, give it "
+            "memory= itself, or start the thread inside the block with the block's context: "
+            "Thread(target=contextvars.copy_context().run, args=(work,))",
             stacklevel=2,
         )
 
-    def _holding(self) -> Iterator[Block]:
+    def _holding(self) -> list[Block]:
         """The blocks that hold here, innermost first."""
-        if torch.compiler.is_compiling():
-            yield from (block for block in reversed(_entered.get()) if block.home is self and block.is_open)
-            return
-        owned: dict[FrameType | None, list[Block]] = {}
-        for block in list(self._open):
-            owned.setdefault(block.frame, []).append(block)
-        held: set[Block] = set()
+        entered = [block for block in _entered.get() if block.home is self and block.is_open]
+        if torch.compiler.is_compiling() or not any(block.generator for block in self._open):
+            return entered[::-1]
+        depths: dict[FrameType, int] = {}
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and len(held) < len(self._open):
-            for block in reversed(owned.get(frame, ())):
-                held.add(block)
-                yield block
+        while frame is not None:
+            depths[frame] = len(depths)
             frame = frame.f_back
-        for block in reversed(_entered.get()):
-            if block.home is self and block.is_open and block not in held and not block.is_suspended():
-                yield block
+        held = []
+        for order, block in enumerate(list(self._open)):
+            holds, depth = block.holds(block in entered, depths)
+            if holds:
+                held.append((depth, -order, block))
+        return [block for _, _, block in sorted(held, key=lambda one: one[:2])]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpenBlocks:
         return OpenBlocks()
 
 
-def _owner(frame: FrameType | None) -> FrameType | None:
-    """The frame whose `with` opened a block, past the verbs of hosts and helpers made by `contextmanager`."""
+def _is(frame: FrameType, flags: int) -> bool:
+    return bool(frame.f_code.co_flags & flags)
+
+
+def _generator_around(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+    """The innermost generator on the stack, and whether a task was begun inside it, which has a context of its own.
+
+    Helpers made by `contextmanager` are left out: they are suspended while their block is open.
+    """
+    is_task = False
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file == _CONTEXTLIB or file.startswith(_HOSTS):
-            frame = frame.f_back
-            continue
         back = frame.f_back
-        helper = frame.f_code.co_flags & _GENERATORS and back is not None and back.f_code.co_filename == _CONTEXTLIB
-        if not helper:
-            return frame
+        is_helper = back is not None and back.f_code.co_filename == _CONTEXTLIB
+        if _is(frame, _GENERATOR) and not is_helper:
+            return frame, is_task
+        is_task |= _is(frame, _COROUTINE) and not (back is not None and _is(back, _COROUTINE | _GENERATOR))
         frame = back
-    return None
+    return None, is_task
+
+
+def _end_forward_of(call: Any) -> None:
+    """End a forward that was interrupted: torch runs no hooks after KeyboardInterrupt."""
+    step = FORWARD.get()
+    if step is not None and call is not None and step.call is call:
+        FORWARD.set(step.outer)

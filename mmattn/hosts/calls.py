@@ -24,6 +24,7 @@ class Call:
         prompt: ids (b, l) or embeddings (b, l, d) that `generate` was called with.
         expansions: inside `generate`, how many rows of text a row of the prompt may become.
         generation: what `generate` last prepared for the host.
+        early_exit: inside a `generate` whose drafts leave out the last layers.
     """
 
     sources: Mapping[str, MemorySource]
@@ -32,6 +33,7 @@ class Call:
     prompt: Tensor | None = None
     expansions: frozenset[int] = frozenset()
     generation: GenerationInput | None = None
+    early_exit: bool = False
 
 
 # What a hook does at a site: a view, the block that it applies, and what multiplies the result.
@@ -48,6 +50,7 @@ class ForwardStep:
         outer: the forward, of this or another host, inside of which this one runs.
         actions: by number of the layer and position.
         details: what a kind of host keeps besides.
+        call: what this forward sees.
         visited: the layers whose hooks have run.
         nested: calls of other parts of the host that are within this one, and belong to it.
     """
@@ -57,6 +60,7 @@ class ForwardStep:
     outer: ForwardStep | None
     actions: Mapping[tuple[int, str], list[Action]]
     details: Any = None
+    call: Call | None = None
     visited: set[int] = field(default_factory=set)
     nested: int = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class BeforeHost:
         if outer is not None and outer.model is model and outer.module is not host:
             outer.nested += 1  # peft calls the model that it has wrapped
             return
+        refuse_misplaced(host, kwargs)
         call, disabled = model.current_call()
         model.check_host_call(host)
         if call is None:
@@ -110,8 +112,22 @@ class BeforeHost:
         if torch.compiler.is_compiling() and not any(source.follows_text for source in call.sources.values()):
             return  # a compiler cannot follow the variable, and the layers can do without
         step = model.forward_step(call, disabled, host, args, kwargs)
-        step.outer = outer
+        step.outer, step.call = outer, call
         FORWARD.set(step)
+
+
+def refuse_misplaced(host: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse what only the adapted model reads and a host that takes any keyword would drop in silence.
+
+    Raises:
+        ConditionError: a memory was given to the host.
+    """
+    for name in ("memory", "adapter_scale"):
+        if name in kwargs and name not in inspect.signature(type(host).forward).parameters:
+            raise ConditionError(
+                f"{name}= was given to the host, {type(host).__name__}, which does not read it: give it to what attach "
+                "returned, or call the host inside its condition(memory)"
+            )
 
 
 class AfterHost:

@@ -34,16 +34,21 @@ def prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def expansions_of(host: Any, kwargs: dict[str, Any]) -> frozenset[int]:
     """How many rows of text `generate` may make of a row of the prompt: one, or the beams and samples asked for."""
-    config = kwargs.get("generation_config") or getattr(host, "generation_config", None)
 
-    def asked(name: str) -> int:
-        value = kwargs.get(name, getattr(config, name, None))
+    def number(name: str) -> int:
+        value = asked(host, kwargs, name)
         return value if isinstance(value, int) else 1
 
-    expansions = {1, max(asked("num_beams"), asked("num_return_sequences"))}
-    if kwargs.get("penalty_alpha", getattr(config, "penalty_alpha", None)):
-        expansions.add(asked("top_k"))
+    expansions = {1, max(number("num_beams"), number("num_return_sequences"))}
+    if asked(host, kwargs, "penalty_alpha"):
+        expansions.add(number("top_k"))
     return frozenset(expansions)
+
+
+def asked(host: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """What `generate` was asked for under this name, by its arguments or its config."""
+    config = kwargs.get("generation_config") or getattr(host, "generation_config", None)
+    return kwargs.get(name, getattr(config, name, None))
 
 
 def refuse_packed(kwargs: Any) -> None:
@@ -115,11 +120,12 @@ class InThreads:
 
     Args:
         model: the adapted model.
+        host: whose method it stands for.
         name: of the method.
     """
 
-    def __init__(self, model: Any, name: str) -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: Any, host: nn.Module, name: str) -> None:
+        self.model, self.host, self.name = model, host, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, _ = self.model.current_call()
@@ -128,4 +134,16 @@ class InThreads:
                 f"{self.name} generates in a thread of its own, mixing requests in one row, and the memory given here "
                 "would not reach it: use generate(input_ids, memory=memory)"
             )
-        return getattr(type(self.model.host), self.name)(self.model.host, *args, **kwargs)
+        return getattr(type(self.host), self.name)(self.host, *args, **kwargs)
+
+
+def guard_threads(model: Any, host: nn.Module) -> None:
+    """Have the host refuse to generate in a thread of its own while a memory is given here."""
+    inner = inner_host(host)
+    inner.__dict__.update({name: InThreads(model, inner, name) for name in IN_THREADS if hasattr(type(inner), name)})
+
+
+def unguard_threads(host: nn.Module) -> None:
+    """Undo `guard_threads`."""
+    for name in IN_THREADS:
+        inner_host(host).__dict__.pop(name, None)

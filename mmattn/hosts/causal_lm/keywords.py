@@ -34,7 +34,8 @@ def check_keywords(host: nn.Module, names: Iterable[str]) -> None:
         return  # Python itself refuses them
     from transformers.utils import TransformersKwargs
 
-    known = {*OWN, *DECORATED, *TransformersKwargs.__annotations__}
+    # peft takes some for itself, by a list of its own.
+    known = {*OWN, *DECORATED, *TransformersKwargs.__annotations__, *getattr(host, "special_peft_forward_args", ())}
     for kind in {type(part) for part in host.modules()}:
         known |= _named(kind.forward)
     for name in unknown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, ClassVar
@@ -12,22 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
-from mmattn.adapters.language_models import device_of, embeddings_of, text_config, width_of
+from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
+from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Call
 from mmattn.hosts.causal_lm.generation import (
-    IN_THREADS,
-    InThreads,
+    asked,
     expansions_of,
     forget_texts,
+    guard_threads,
     inner_host,
     note_texts,
     past_length,
     prompt_of,
     refuse_packed,
+    unguard_threads,
 )
 from mmattn.hosts.causal_lm.keywords import check_keywords
 from mmattn.hosts.causal_lm.layer_search import find_layers
@@ -63,7 +65,7 @@ class AdaptedCausalLM(AdaptedModel):
     attaches_bare: ClassVar[bool] = False
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images")
     predicts_tokens: ClassVar[bool] = True
-    replaced = ("generate", *IN_THREADS)
+    replaced = ("generate",)
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
         super().__init__(host, require_memory)
@@ -121,6 +123,22 @@ class AdaptedCausalLM(AdaptedModel):
             prompt=call.prompt,
             expansions=call.expansions,
             generation=generation,
+        )
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design.
+
+        Raises:
+            ConditionError: layers were replaced, or not run.
+        """
+        super().check_reached(layers)
+        call = self.open_blocks.in_force().call
+        if self.host.training or (call is not None and call.early_exit):
+            return  # LayerDrop, and drafts of the first layers alone
+        raise ConditionError(
+            f"layers {list(layers)} of {type(self.host).__name__} were not run, or lost their hooks, so memory did not "
+            f"reach them (its config says num_hidden_layers={depth_of(self.host)}): unload() before the host is "
+            "changed, and attach again after it"
         )
 
     def install_hooks(self) -> list[Any]:
@@ -221,7 +239,7 @@ class AdaptedCausalLM(AdaptedModel):
             ShapeError: a memory that does not fit.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images)):
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images), is_condition=True):
             yield self
 
     def generate(
@@ -262,21 +280,27 @@ class AdaptedCausalLM(AdaptedModel):
         rows = 1 if prompt is None else prompt.shape[0]
         for name, source in call.sources.items():
             TextState(rows, 0).check_rows(source.rows, name)
-        inner = replace(call, prompt=prompt, expansions=expansions_of(self.host, kwargs), generation=None)
+        inner = replace(
+            call,
+            prompt=prompt,
+            expansions=expansions_of(self.host, kwargs),
+            generation=None,
+            early_exit=call.early_exit or asked(self.host, kwargs, "assistant_early_exit") is not None,
+        )
         with self.open_blocks.conditioned(inner):
             return own.generate(self.host, *args, **kwargs)
 
     def join(self) -> None:
         """Freeze the host, and take part in its ways to generate."""
         super().join()
-        own = type(self.host)
-        if hasattr(own, "generate"):
+        if hasattr(type(self.host), "generate"):
             self.host.__dict__["generate"] = self._host_generate
-        self.host.__dict__.update({name: InThreads(self, name) for name in IN_THREADS if hasattr(own, name)})
+        guard_threads(self, self.host)
 
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         forget_texts(self.host)
+        unguard_threads(self.host)
         return super().unload()
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------

@@ -58,9 +58,14 @@ def probe(host: nn.Module, layers: Sequence[tuple[int, nn.Module]], position: st
         width: d of the hidden states.
 
     Raises:
-        AttachError: the host cannot be called with token ids, gives no logits, or hands on other states.
+        AttachError: the host cannot be called with token ids, gives no logits, hands on other states, or is reversible.
         ConditionError: a layer whose output does not matter.
     """
+    if any(hasattr(layer, "backward_pass") for _, layer in layers):
+        raise AttachError(
+            f"the layers of {type(host).__name__} are reversible: the backward pass runs them again without what "
+            "adapters added, and gradients would be wrong; no adapter can be put on it"
+        )
     modes = [(module, module.training) for module in host.modules()]
     hooks = []
     ids = torch.ones(len(layers) + 1, 2, dtype=torch.long, device=device_of(embeddings_of(host)))

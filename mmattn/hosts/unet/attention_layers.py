@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,13 +15,36 @@ def find_layer_names(host: nn.Module) -> tuple[str, ...]:
     """Names of the cross-attention layers of a UNet, in the order of its `attn_processors`.
 
     Raises:
-        AttachError: it has none.
+        AttachError: it has none, or others than UNets have.
     """
     names = tuple(name for name in attention_names(host) if reads_text(host.get_submodule(name)))
+    other = next((attn for attn in map(host.get_submodule, names) if not is_beside_text(attn)), None)
+    if other is not None:
+        raise AttachError(
+            f"no adapter can act beside the attention of {type(host).__name__}: its {type(other).__name__} layers are "
+            "not those of UNets, or join text and picture in one softmax; a UNet2DConditionModel has layers that fit"
+        )
     if not names:
         raise AttachError(
             f"{type(host).__name__} has no cross-attention layers at which an adapter could attend to a memory; a "
             "UNet2DConditionModel with cross-attention blocks has"
+        )
+    return names
+
+
+def forward_arguments(host: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a host's forward, in their order; of the model that peft has wrapped.
+
+    Raises:
+        AttachError: it takes no picture and time step.
+    """
+    get_base: Any = getattr(host, "get_base_model", None)
+    inner = host if get_base is None else get_base()
+    names = tuple(inspect.signature(type(inner).forward).parameters)[1:]
+    if "timestep" not in names or not {"sample", "hidden_states"} & set(names):
+        raise AttachError(
+            f"{type(host).__name__} is called with {', '.join(names)}: no picture (sample or hidden_states) and "
+            "timestep, which adapters beside cross-attention layers must know"
         )
     return names
 
@@ -34,6 +58,12 @@ def attention_names(host: nn.Module) -> list[str]:
 def reads_text(attn: Any) -> bool:
     """Whether this is an `Attention` of diffusers that attends to the text."""
     return bool(getattr(attn, "is_cross_attention", False)) or getattr(attn, "added_kv_proj_dim", None) is not None
+
+
+def is_beside_text(attn: Any) -> bool:
+    """Whether a layer is an `Attention` of diffusers in which the picture alone asks, and gets one answer."""
+    known = ("heads", "inner_dim", "inner_kv_dim", "spatial_norm", "group_norm", "norm_q", "rescale_output_factor")
+    return all(hasattr(attn, name) for name in known) and getattr(attn, "add_q_proj", None) is None
 
 
 def text_width(host: nn.Module) -> int:

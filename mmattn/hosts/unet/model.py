@@ -29,7 +29,13 @@ from mmattn.hosts.calls import Action, ForwardStep
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.registry import register_host
 from mmattn.hosts.unet.adapter_scale import at_layer, at_step, check_adapter_scale, check_aspect, is_zero
-from mmattn.hosts.unet.attention_layers import attention_names, find_layer_names, head_size, text_width
+from mmattn.hosts.unet.attention_layers import (
+    attention_names,
+    find_layer_names,
+    forward_arguments,
+    head_size,
+    text_width,
+)
 from mmattn.hosts.unet.denoising import (
     DenoisingCall,
     InsideAttention,
@@ -65,6 +71,7 @@ class AdaptedUNet(AdaptedModel):
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         super().__init__(host, require_memory)
         self.layer_names = find_layer_names(host)
+        self.arguments = forward_arguments(host)
         self.own = [TextAttention(self, index, self.layer(index)) for index in range(len(self.layer_names))]
         self._processors: dict[int, Any] = {}
 
@@ -138,7 +145,11 @@ class AdaptedUNet(AdaptedModel):
             text_mask: as in `condition`.
             kwargs: the host's own.
         """
-        given = (sample, timestep, encoder_hidden_states)
+        given: tuple[Any, ...] = (sample, timestep, encoder_hidden_states)
+        if self.arguments[:3] != ("sample", "timestep", "encoder_hidden_states"):
+            name = "sample" if "sample" in self.arguments else "hidden_states"
+            kwargs |= {name: sample, "timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
+            given = ()
         if memory is None:
             check_unused(adapter_scale=(adapter_scale, 1.0))
             if text_mask is None:
@@ -179,7 +190,7 @@ class AdaptedUNet(AdaptedModel):
             ConfigError: a scale of another kind.
         """
         call = self.make_call(memory, adapter_scale, text_mask=text_mask, guided=guided)
-        with self.open_blocks.conditioned(call):
+        with self.open_blocks.conditioned(call, is_condition=True):
             yield self
 
     def make_call(  # type: ignore[override]
@@ -236,10 +247,10 @@ class AdaptedUNet(AdaptedModel):
         """What the adapters do in one forward of the host, at its picture's size and its time step."""
         if torch.is_grad_enabled():
             keep_context(host)
-        given = dict(zip(("sample", "timestep"), args, strict=False)) | dict(kwargs)
-        if "sample" not in given or "timestep" not in given:
+        given = dict(zip(self.arguments, args, strict=False)) | dict(kwargs)
+        sample, timestep = given.get("sample", given.get("hidden_states")), given.get("timestep")
+        if sample is None or timestep is None:
             return ForwardStep(self, host, None, {})  # the host says itself what it misses
-        sample, timestep = given["sample"], given["timestep"]
         rows, size = sample.shape[0], (sample.shape[-2], sample.shape[-1])
         actions: dict[tuple[int, str], list[Action]] = {}
         for name, source in call.sources.items():

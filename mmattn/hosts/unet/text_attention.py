@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmattn.core.kv import KeyValue
 from mmattn.core.projection import KeyValueProjection
+from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.unet.attention_layers import query_heads
 from mmattn.hosts.unet.denoising import DenoisingCall, added_heads
@@ -143,7 +144,7 @@ class TextAttention:
         if call is not None and self.is_cacheable(text):
             norm = attn.norm_cross.parameters() if attn.norm_cross else ()
             sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
-            key = (self.index, torch.is_autocast_enabled(text.device.type))
+            key = (self.index, autocast_dtype(text.device))
             memory = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
         else:
             memory = normed()

@@ -1,0 +1,39 @@
+"""peft on the same host: which parameters are its own to train, and on which object it must be put."""
+
+from __future__ import annotations
+
+import gc
+from types import FrameType
+
+from torch import nn
+
+from mmattn.errors import AttachError
+
+
+def has_peft(host: nn.Module) -> bool:
+    """Whether peft has put layers into a host or prompts before it, so that it says what is trained."""
+    return any(_is_of_peft(type(part).__module__) for part in host.modules()) or any(
+        # Prompts leave no mark on the host: only the model around it knows of them.
+        isinstance(one, dict) and one.get("base_model") is host and "prompt_encoder" in one
+        for one in gc.get_referrers(host)
+    )
+
+
+def refuse_peft(caller: FrameType) -> None:
+    """Refuse to be looked at by peft, which would freeze the adapters or put its layers into them.
+
+    Args:
+        caller: the frame that asks.
+
+    Raises:
+        AttachError: it is a function of peft.
+    """
+    if _is_of_peft(caller.f_globals.get("__name__", "")):
+        raise AttachError(
+            "peft was given the adapted model and would freeze its adapters: give it the host, "
+            "get_peft_model(model.host, config), before or after attach; or attach to the model that peft returns"
+        )
+
+
+def _is_of_peft(module: str) -> bool:
+    return module.partition(".")[0] == "peft"

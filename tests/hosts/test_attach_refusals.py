@@ -1,0 +1,340 @@
+"""What `attach` refuses, in words and with nothing changed: hosts of other shapes, names, options, hosts on meta."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+from hypothesis import example, given, settings, strategies as st
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+import mmattn
+from mmattn.errors import AttachError, ConditionError
+from tests import tiny, tiny_unets
+from tests.tiny import own
+
+SMALL = {"vocab_size": tiny.VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+HEADS = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
+EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8, "index_n_heads": 2, "index_head_dim": 16}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
+
+
+def language(family: str, seq2seq: bool = False, **sizes):
+    auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
+    return auto.from_config(CONFIG_MAPPING[family](**SMALL, **sizes)).eval()
+
+
+def called_once(host):
+    """Some routers note their input's dtype on themselves at the first call."""
+    host(input_ids=torch.ones(1, 2, dtype=torch.long), decoder_input_ids=torch.ones(1, 2, dtype=torch.long))
+    return host
+
+
+def traces(host) -> list:
+    """What shows that someone was here: attributes, hooks, what is trained, modes and weights."""
+    return [
+        tiny_unets.traces(host),
+        [module.training for module in host.modules()],
+        [(name, one.requires_grad, one.device.type) for name, one in host.named_parameters()],
+        [float(one.detach().double().sum()) for one in host.parameters() if one.device.type != "meta"],
+    ]
+
+
+def refused(host, adapter, match: str, error: type[Exception] = AttachError, **options) -> None:
+    before = traces(host)
+    with pytest.raises(error, match=match):
+        mmattn.attach(host, adapter, **options)
+    assert traces(host) == before, "something was left on the host"
+
+
+# Hosts of other shapes
+
+
+GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
+BEFORE = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8, position="before")
+LANGUAGE = {
+    "deepseek_v4": (
+        lambda: language(
+            "deepseek_v4",
+            **HEADS,
+            **EXPERTS,
+            **LATENT,
+            num_key_value_heads=1,
+            o_lora_rank=8,
+            o_groups=2,
+            sliding_window=9,
+        ),
+        None,
+        r"\(b, l, 32\).*\(3, 2, 4, 32\)",
+    ),
+    "hy_v4": (
+        lambda: language(
+            "hy_v4",
+            **HEADS,
+            **EXPERTS,
+            **LATENT,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            intermediate_size=48,
+        ),
+        None,
+        r"\(b, l, 32\).*\(3, 2, 4, 32\)",
+    ),
+    "xlnet": (lambda: language("xlnet", d_model=32, n_layer=3, n_head=4, d_inner=48), None, "causal language model"),
+    "reformer, whose backward pass runs layers again": (
+        lambda: language(
+            "reformer",
+            hidden_size=32,
+            num_attention_heads=4,
+            is_decoder=True,
+            attn_layers=["local"] * 3,
+            axial_pos_embds=False,
+            max_position_embeddings=64,
+            feed_forward_size=48,
+        ),
+        None,
+        "reversible",
+    ),
+    "a body without its head": (lambda: tiny.make("llama").model, None, "no logits.*AutoModelForCausalLM"),
+    "t5": (lambda: language("t5", True, **T5), None, "path="),
+    "t5, as advised": (lambda: language("t5", True, **T5), "decoder.block", "causal language model"),
+    "pegasus, as advised": (
+        lambda: language(
+            "pegasus",
+            True,
+            d_model=32,
+            encoder_layers=3,
+            decoder_layers=3,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=64,
+        ),
+        "model.decoder.layers",
+        "causal language model",
+    ),
+    "switch_transformers": (
+        lambda: called_once(language("switch_transformers", True, **T5, num_experts=2, expert_capacity=8)),
+        "decoder.block",
+        "causal language model",
+    ),
+}
+
+
+@pytest.mark.parametrize("adapter", [GATED, BEFORE], ids=["after", "before"])
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_language_models_whose_layers_hand_on_something_else(name, adapter):
+    make, path, match = LANGUAGE[name]
+    refused(make(), adapter, match, path=path)
+
+
+SIZES = {"attention_head_dim": 16, "num_attention_heads": 2, "num_layers": 1, "in_channels": 4}
+PICTURES = {
+    "flux": lambda: diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        num_single_layers=1,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+        **SIZES,
+    ),
+    "sd3": lambda: diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=1,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        **SIZES,
+    ),
+    "dit": lambda: diffusers.DiTTransformer2DModel(sample_size=8, norm_num_groups=4, num_embeds_ada_norm=8, **SIZES),
+    "wan": lambda: diffusers.WanTransformer3DModel(text_dim=16, freq_dim=8, ffn_dim=16, rope_max_seq_len=32, **SIZES),
+    "autoencoder": lambda: diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_models_of_diffusers_beside_whose_attention_nothing_fits(name):
+    host = PICTURES[name]()
+    for adapter in (mmattn.DecoupledAdapter(memory_dim=9), None):
+        refused(host, adapter, f"{type(host).__name__}.*UNet2DConditionModel")
+    refused(host, GATED, type(host).__name__)
+
+
+@pytest.mark.parametrize("by", ["position", "keyword"])
+def test_a_picture_under_another_name(by):
+    """PixArt calls its sample hidden_states, and takes the time step elsewhere; memory arrives however it is called."""
+    host = diffusers.PixArtTransformer2DModel(
+        sample_size=8, patch_size=2, out_channels=8, cross_attention_dim=32, caption_channels=17, **SIZES
+    ).eval()
+    model = tiny_unets.open_values(mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM)))
+    x, text, time = torch.randn(2, 4, 8, 8), torch.randn(2, 7, 17), torch.tensor([3, 5])
+    sizes = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+
+    def run():
+        with torch.no_grad():
+            if by == "position":
+                return host(x, text, time, **sizes).sample
+            return host(hidden_states=x, encoder_hidden_states=text, timestep=time, **sizes).sample
+
+    with model.condition(tiny.memory(2)):
+        seeing = run()
+    assert tiny.differs(seeing, run())
+    with torch.no_grad():
+        assert torch.equal(model(x, time, text, memory=tiny.memory(2), **sizes).sample, seeing)
+
+
+# Names
+
+
+def saved_and_loaded(name, folder) -> bool:
+    """Whether an adapter can be attached by this name; then it can be saved and loaded by it, too."""
+    lm = tiny.make("llama", num_hidden_layers=1)
+    before = traces(lm)
+    try:
+        model = tiny.attach(lm, name=name, layers=(0,))
+    except AttachError as error:
+        assert "name" in str(error) and traces(lm) == before
+        return False
+    model.save_adapter(folder, name)
+    again = mmattn.load(tiny.make("llama", num_hidden_layers=1), folder, name)
+    ids, memory = tiny.text(2), {name: tiny.memory(2)}
+    with torch.no_grad():
+        assert torch.equal(again(ids, memory=memory).logits, model(ids, memory=memory).logits)
+    again.set_adapter(name)
+    assert model.unload() is lm
+    return True
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("names")
+
+
+@settings(max_examples=12)
+@given(st.one_of(st.text(max_size=12), st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)))
+@example("1")
+@example("x" * 100)
+@example("T")
+@example("class")
+def test_a_name_that_attach_takes_can_be_saved_and_loaded(folder, name):
+    saved_and_loaded(name, folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my pictures",
+        "bilder-ü",
+        "a/b",
+        "-x",
+        "x" * 101,
+        "",
+        "a.b",
+        "keys",
+        "items",
+        "training",
+        "_modules",
+        "_buffers",
+        "a\n",
+    ]
+    + [3, None, True, b"x"],
+)
+def test_a_name_that_could_not_be_saved_is_refused_at_once(folder, name):
+    assert not saved_and_loaded(name, folder)
+
+
+def test_names_are_checked_by_every_verb(tmp_path):
+    model = tiny.attach(tiny.make("llama"))
+    model.save_adapter(tmp_path)
+    for verb in (
+        lambda: model.add_adapter("my pictures", GATED),
+        lambda: mmattn.load(model, tmp_path, "my pictures"),
+        lambda: mmattn.attach(model, GATED, "my pictures"),
+        lambda: model.add_weighted_adapter(["default"], [1.0], "my pictures"),
+    ):
+        with pytest.raises(AttachError, match="my pictures"):
+            verb()
+    assert list(model.adapters) == ["default"] == model.active
+
+
+# Options
+
+
+def test_a_second_attach_drops_no_option(ids):
+    model = mmattn.attach(tiny.make("llama"), GATED, path="model.layers")
+    mmattn.attach(model, GATED, "second", path="model.layers")
+    for options, match in (
+        ({"path": "model.other"}, "model.other.*model.layers"),
+        ({"require_memory": True}, "require_memory"),
+    ):
+        for host in (model, model.host):
+            with pytest.raises(AttachError, match=match):
+                mmattn.attach(host, GATED, "third", **options)
+    assert list(model.adapters) == ["default", "second"] and not model.require_memory
+    # Asked for again, what was decided at first holds.
+    strict = mmattn.attach(tiny.make("llama"), GATED, require_memory=True)
+    mmattn.attach(strict, GATED, "second", require_memory=True)
+    mmattn.attach(strict, GATED, "third")
+    with pytest.raises(ConditionError, match="require_memory"):
+        strict(ids)
+
+
+def test_a_unet_has_no_path(tmp_path):
+    unet = tiny_unets.make()
+    refused(unet, tiny_unets.adapter(), "path=.*UNet2DConditionModel", path="down_blocks")
+    model = tiny_unets.attach(unet)
+    model.save_adapter(tmp_path)
+    with pytest.raises(AttachError, match="path="):
+        mmattn.attach(model, tiny_unets.adapter(), "second", path="down_blocks")
+    with pytest.raises(mmattn.MmattnError, match="path="):
+        mmattn.load(tiny_unets.make(), tmp_path, path="down_blocks")
+    with pytest.raises(AttachError, match="require_memory"):
+        mmattn.attach(model, tiny_unets.adapter(), "second", require_memory=True)
+    assert list(model.adapters) == ["default"]
+
+
+# Hosts whose weights are elsewhere
+
+
+def test_a_host_without_weights_is_refused():
+    with torch.device("meta"):
+        host = AutoModelForCausalLM.from_config(tiny.config("llama"))
+    refused(host, GATED, "meta device.*load weights first", ConditionError)
+    unet = tiny_unets.make().to("meta")
+    refused(unet, tiny_unets.adapter(), "load weights first", ConditionError)
+
+
+@torch.no_grad()
+def test_a_host_that_accelerate_has_offloaded(ids):
+    """Its weights are on the meta device between calls; hooks bring them in."""
+    from accelerate import cpu_offload
+
+    memory = tiny.memory(ids.shape[0])
+    want = tiny.attach(tiny.make("llama"))(ids, memory=memory).logits
+    lm = tiny.make("llama")
+    cpu_offload(lm, torch.device("cpu"))
+    assert {one.device.type for one in lm.parameters()} == {"meta"}
+    model = tiny.attach(lm)
+    assert torch.equal(model(ids, memory=memory).logits, want) and torch.equal(model(ids).logits, own(ids))
+    assert model.generate(ids, memory=memory, max_new_tokens=2).shape == (3, 9)
+    assert model.unload() is lm and torch.equal(lm(ids).logits, own(ids))
+
+
+@torch.no_grad()
+def test_a_host_spread_by_a_device_map(ids, tmp_path):
+    """As `device_map="auto"` does it where not all fits: some layers on disk."""
+    lm, memory = tiny.make("llama"), tiny.memory(ids.shape[0])
+    want = tiny.attach(tiny.make("llama"))(ids, memory=memory).logits
+    lm.save_pretrained(tmp_path / "host")
+    where = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    where |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    spread = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "host", device_map=where, offload_folder=tmp_path / "disk", dtype=torch.float32
+    ).eval()
+    assert {one.device.type for one in spread.parameters()} == {"meta", "cpu"}
+    model = tiny.attach(spread)
+    assert torch.equal(model(ids, memory=memory).logits, want)
+    assert model.unload() is spread and torch.equal(spread(ids).logits, own(ids))

@@ -1,0 +1,318 @@
+"""Threads: a memory arrives in them, or one warning or an error says what to do; never another, never silently none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import itertools
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import peft
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+)
+
+import mmattn
+from mmattn.errors import ConditionError
+from tests import tiny
+from tests.hosts.told import Told
+from tests.tiny import own
+
+# peft 0.21 asks transformers 5.23 by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+NEW = 4
+
+
+@pytest.fixture
+def told(model, ids):
+    return Told(model, ids)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer that knows one word for each id of the tiny hosts."""
+    vocabulary = {f"w{i}": i for i in range(tiny.VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w1")
+
+
+def recorded(work):
+    """What a piece of work returns, and the warnings that it gave meanwhile, in whichever thread."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = work()
+    return result, [str(one.message) for one in caught]
+
+
+def in_a_thread(work):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+# Streams that a web framework drives
+
+
+def test_a_stream_driven_from_pool_threads(told):
+    """Starlette, anyio and asyncio.to_thread resume a generator in any thread, each time with a copied context."""
+
+    async def serve(name):
+        stream, seen = told.stream(name), []
+        for _ in range(4):
+            seen.append(await asyncio.to_thread(next, stream))
+        await asyncio.to_thread(stream.close)
+        return "".join(seen)
+
+    async def everyone():
+        return await asyncio.gather(*[serve(name) for name in "ABABAB"])
+
+    assert asyncio.run(everyone()) == [name * 4 for name in "ABABAB"]
+    assert told() == "none"
+
+
+def test_a_stream_ends_by_itself_in_a_pool_thread(told):
+    """As `iterate_in_threadpool` does it: until a sentinel, without a close."""
+
+    def three():
+        with told.model.condition(told.A):
+            for _ in range(3):
+                yield told()
+
+    async def serve():
+        stream, seen = three(), []
+        while (one := await asyncio.to_thread(next, stream, None)) is not None:
+            seen.append(one)
+        return "".join(seen), told()
+
+    assert asyncio.run(serve()) == ("AAA", "none")
+
+
+def test_each_step_in_a_thread_of_its_own(told):
+    streams = {name: told.stream(name) for name in "AB"}
+    for name in "ABBA":
+        assert in_a_thread(functools.partial(next, streams[name])) == name
+    in_a_thread(streams["A"].close)
+    assert in_a_thread(functools.partial(next, streams["B"])) == "B"
+    streams["B"].close()
+    assert told() == "none" == in_a_thread(told)
+
+
+def test_a_block_left_in_another_thread(told):
+    block = told.model.condition(told.A)
+    block.__enter__()
+    assert told() == "A"
+    in_a_thread(lambda: block.__exit__(None, None, None))
+    assert told() == "none"
+    in_a_thread(told.model.condition(told.B).__enter__)
+    assert told.quietly() == "none"
+
+
+def test_a_pool_thread_does_not_remember_the_block_of_another_request(told):
+    """A framework enters a block in one worker thread and leaves it in another; the first serves others meanwhile."""
+    block = told.model.condition(told.A)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        first.submit(contextvars.copy_context().run, block.__enter__).result()
+        assert first.submit(contextvars.copy_context().run, told.quietly).result() == "none"
+        second.submit(contextvars.copy_context().run, block.__exit__, None, None, None).result()
+        assert first.submit(told).result() == "none"
+
+
+# Threads started inside a block
+
+
+def test_a_thread_without_the_context_is_told_once_what_to_do(told):
+    with told.model.condition(told.A):
+        seen, said = recorded(lambda: [in_a_thread(told) for _ in range(3)])
+        assert told() == "A"
+    assert seen == ["none"] * 3
+    assert len(said) == 1 and "memory=" in said[0] and "copy_context" in said[0]
+
+
+def test_a_thread_with_the_context_sees_the_memory(told):
+    with told.model.condition(told.A), ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(contextvars.copy_context().run, told) for _ in range(4)]
+        with told.model.condition(told.B):
+            jobs += [pool.submit(contextvars.copy_context().run, told) for _ in range(4)]
+            assert "".join(job.result() for job in jobs) == "AAAABBBB"
+    assert told() == "none"
+
+
+def test_a_thread_started_by_a_stream_sees_its_memory(told):
+    """The stream is suspended while its thread works."""
+
+    def stream(memory):
+        with told.model.condition(memory), ThreadPoolExecutor(1) as pool:
+            job = pool.submit(contextvars.copy_context().run, lambda: (go.wait(), told())[1])
+            yield
+            yield job.result()
+
+    go = threading.Event()
+    a, b = stream(told.A), stream(told.B)
+    next(a), next(b)
+    go.set()
+    assert [next(a), next(b)] == ["A", "B"]
+
+
+def test_a_thread_that_outlives_its_block_is_told(told):
+    with told.model.condition(told.A):
+        context = contextvars.copy_context()
+    seen, said = recorded(lambda: in_a_thread(lambda: [context.run(told), context.run(told)]))
+    assert seen == ["none", "none"] and len(said) == 1 and "ended" in said[0] and "memory=" in said[0]
+    assert told() == "none"
+
+
+def test_a_required_memory_is_missed_in_a_thread(ids):
+    settings = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
+    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), settings, require_memory=True))
+    memory = tiny.memory(3)
+    with model.condition(memory):
+        for call in (lambda: model.host(ids), lambda: model.host.generate(ids, max_new_tokens=2)):
+            with pytest.raises(ConditionError, match="require_memory.*thread"):
+                in_a_thread(call)
+            in_a_thread(functools.partial(contextvars.copy_context().run, call))
+
+
+def test_calls_with_memory_do_not_alarm_the_others(told):
+    """Only a condition block is meant for what others call: `memory=` in one thread is no reason to warn another."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_):
+        inside.set()
+        go_on.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        handle = tiny.decoder_layers(told.model.host)[1].register_forward_pre_hook(wait)
+        job = pool.submit(told.model.generate, told.ids, memory=told.A, max_new_tokens=1)
+        assert inside.wait(20)
+        handle.remove()
+        assert told() == "none"
+        go_on.set()
+        job.result()
+
+
+@pytest.mark.parametrize("started", ["with the context", "without", "with memory="])
+def test_the_streamer_of_transformers(told, started):
+    """`TextIteratorStreamer`: generate in a thread, read in this one."""
+    model, ids, memory = told.model, tiny.text(1), tiny.memory(1)
+    settings = {"max_new_tokens": NEW, "do_sample": False}
+    want = [
+        words().decode(model.generate(ids, memory=given, **settings)[0, ids.shape[1] :]) for given in (memory, None)
+    ]
+    assert want[0] != want[1]
+    given = {"memory": memory} if started == "with memory=" else {}
+    generate = model.generate if given else model.host.generate
+
+    def stream():
+        streamer = TextIteratorStreamer(words(), skip_prompt=True, timeout=60)
+        with model.condition(memory):
+            work = functools.partial(generate, ids, streamer=streamer, **settings, **given)
+            if started == "with the context":
+                thread = threading.Thread(target=contextvars.copy_context().run, args=(work,))
+            else:
+                thread = threading.Thread(target=work)
+            thread.start()
+            yield from streamer
+            thread.join()
+
+    got, said = recorded(lambda: "".join(stream()))
+    if started == "without":
+        assert got.split() == want[1].split()
+        assert len(said) == 1 and "memory=" in said[0] and "copy_context" in said[0]
+    else:
+        assert got.split() == want[0].split() and not said
+    assert told() == "none"
+
+
+def test_eight_threads_eight_memories(told):
+    """Blocks, arguments, streams and prepared memories at the same time: no answer is another's."""
+    model, ids = told.model, told.ids
+    memories = [tiny.memory(3, m=3 + i, seed=i) for i in range(8)]
+    with torch.no_grad():
+        want = [model(ids, memory=memory).logits for memory in memories]
+
+    def in_block(memory):
+        with model.condition(memory):
+            return model.host(ids).logits
+
+    def stream(memory):
+        with model.condition(memory):
+            while True:
+                yield model.host(ids).logits
+
+    ways = [
+        in_block,
+        lambda memory: model(ids, memory=memory).logits,
+        lambda memory: model(ids, memory=model.prepare(memory)).logits,
+        lambda memory: list(itertools.islice(stream(memory), 3))[-1],
+    ]
+
+    @torch.no_grad()
+    def work(number):
+        answers = [ways[(number + turn) % len(ways)](memories[number]) for turn in range(12)]
+        return all(torch.equal(answer, want[number]) for answer in answers)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+    assert told() == "none"
+
+
+# Libraries that generate in a thread of their own
+
+
+def paged() -> dict:
+    """Greedy settings with a cache of a size for tests, not for servers."""
+    return {
+        "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32),
+    }
+
+
+IN_THREADS = {
+    "generate_batch": lambda host, ids: host.generate_batch(ids.tolist(), **paged()),
+    "init_continuous_batching": lambda host, ids: host.init_continuous_batching(**paged()),
+    "continuous_batching_context_manager": lambda host, ids: host.continuous_batching_context_manager(
+        **paged()
+    ).__enter__(),
+}
+
+
+def attached(where: str):
+    """An adapter on a tiny LLaMA, and the object that is asked to generate."""
+    lm = tiny.make("llama")
+    if where == "on a LoRA":
+        guest = peft.get_peft_model(lm, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        return tiny.attach(guest), guest
+    model = tiny.attach(lm)
+    if where == "under a LoRA":
+        return model, peft.get_peft_model(lm, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    return model, model if where == "the adapted model" else lm
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+@pytest.mark.parametrize("where", ["the host", "the adapted model", "on a LoRA", "under a LoRA"])
+def test_continuous_batching_is_refused_a_memory(ids, name, where):
+    """Many requests share a row there, and the thread would not even see the block."""
+    model, asked = attached(where)
+    with model.condition(tiny.memory(3)), pytest.raises(ConditionError, match=f"{name}.*generate"):
+        IN_THREADS[name](asked, ids)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, own(ids))
+
+
+def test_continuous_batching_without_a_memory_is_the_hosts_own(ids):
+    want = tiny.make("llama").generate(ids, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :].tolist()
+    model = tiny.attach(tiny.make("llama"))
+    for host in (model, model.host):
+        with model.condition(None):
+            out = IN_THREADS["generate_batch"](host, ids)
+        assert sorted(one.generated_tokens for one in out.values()) == sorted(want)
+    assert "generate_batch" not in model.unload().__dict__

@@ -1,0 +1,45 @@
+"""Asking a host which memory it sees, by comparing its answer bit for bit with those of known memories."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from tests import tiny
+
+
+class Told:
+    """A host with two memories, "A" and "B", and its answers with each and with "none".
+
+    Args:
+        model: the adapted model.
+        ids: (b, l) that it is asked with.
+    """
+
+    def __init__(self, model, ids: Tensor) -> None:
+        self.model, self.ids = model, ids
+        self.A = tiny.memory(ids.shape[0])
+        self.B = tiny.memory(ids.shape[0], m=11, seed=1)
+        with torch.no_grad():
+            self.answers = {name: model(ids, memory=getattr(self, name)).logits for name in "AB"}
+            self.answers["none"] = model(ids).logits
+
+    def __call__(self) -> str:
+        """Name of the memory that a call of the host sees here."""
+        with torch.no_grad():
+            logits = self.model.host(self.ids).logits
+        return next((name for name, answer in self.answers.items() if torch.equal(answer, logits)), "another")
+
+    def quietly(self) -> str:
+        """The same where a block is known to be open elsewhere, of which the host warns."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self()
+
+    def stream(self, name: str):
+        """What a generator sees that holds a block of its own open."""
+        with self.model.condition(getattr(self, name)):
+            while True:
+                yield self()

@@ -84,7 +84,7 @@ def traces(
     with inspect.record(model) as weights:
         made = draw(model, models, [sentence], steps, 1.0, seed=seed, memory=memory)
     words, side = models.words.tokens(sentence), model.host.config.sample_size
-    given: dict[str, Any] = {"looking": "sources", "grid": (side, side), "picture": enlarged(made[0])}
+    given: dict[str, Any] = {"queries": "sources", "grid": (side, side), "picture": enlarged(made[0])}
     found = [inspect.Trace(words, patches(side), *maps(weights, "text", len(words), side), sentence, **given)]
     if memory is not None and example is not None:
         edge = round(memory.length**0.5)

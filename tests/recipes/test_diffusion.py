@@ -141,7 +141,7 @@ def test_stage_a_leaves_models_that_read_sentences(recipe: SimpleNamespace, base
     }
     assert names <= {path.name for path in base.iterdir()}
     for trace in inspect.load_traces(base):
-        assert (trace.words[0], trace.words[-1], trace.looking) == ("[begin]", "[end]", "sources")
+        assert (trace.words[0], trace.words[-1], trace.queries) == ("[begin]", "[end]", "sources")
         assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "attention sums to 1"
     rows = json.loads((base / "table.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["1", "1.1", "1.3", "2", "3", "5"]

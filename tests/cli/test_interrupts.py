@@ -73,7 +73,7 @@ def test_an_index_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
     assert again.returncode == 0 and "embedding 1/1" in printed, printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "lines.txt"]
     index = Index.load(tmp_path / "index")
-    assert len(index) == len(texts) and index.state.entries.texts[10_000] == texts[10_000]
+    assert len(index) == len(texts) and index[index.ids[10_000]].text == texts[10_000]
 
 
 @pytest.mark.slow

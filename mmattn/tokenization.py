@@ -137,7 +137,7 @@ def text_length(max_length: int | None, longest: int, model: Any, name: object) 
     positions = getattr(model.config, "max_position_embeddings", None)
     for module_name, module in model.named_modules():
         if module_name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            positions = module.num_embeddings - module.padding_idx - 1  # RoBERTa and its kin count from behind the pad
+            positions = module.num_embeddings - module.padding_idx - 1  # RoBERTa and its kin count from after the pad
     if max_length is not None:
         return check_int("max_length", max_length, at_most=positions)
     longest = min(longest, positions or longest)

@@ -12,7 +12,7 @@ def grouped(labels: Tensor) -> tuple[list[int], Tensor]:
     """Where equal labels (n,) stand; negative ones belong nowhere.
 
     Returns:
-        the k labels there are, rising; their places (k, most) in rising order, -1 behind those of a rarer label.
+        the k labels there are, rising; their places (k, most) in rising order, -1 after those of a rarer label.
 
     >>> grouped(torch.tensor([7, -1, 2, 7, 7]))
     ([2, 7], tensor([[ 2, -1, -1],

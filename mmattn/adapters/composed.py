@@ -45,7 +45,7 @@ class ComposedAdapter(BlockAdapter):
         memory_dim: e, width of the augmenting model.
         augmenting_layers: for each of the host's layers, in the order given, the layer of the augmenting model whose
             states it reads, counted from 0; those of the same numbers by default. The states of its last layer are
-            taken behind its final norm.
+            taken after its final norm.
         rotary: rotary positions (arXiv 2104.09864) for queries and keys.
         own_place: queries and keys have learned biases that begin so that a token looks at the state of its own place
             (with head_dim 16 or more); needs rotary.

@@ -1,6 +1,6 @@
 """Decoupled cross-attention (IP-Adapter, arXiv 2308.06721, section 3.2.2 and equation 5).
 
-With Q, K, V the queries, keys and values of a host's cross-attention, M (b, m, e) the memory and s the strength:
+With Q, K, V the queries, keys and values of a host's cross-attention, M (b, m, e) the memory and s the adapter_scale:
 
     Z = attend(Q, K, V) + s · attend(Q, M Wk', M Wv')
 

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     130 after Ctrl-C.
 
     Args:
-        arguments: the words behind `mmattn`; by default those of this process.
+        arguments: the words after `mmattn`; by default those of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words

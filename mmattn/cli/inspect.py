@@ -32,7 +32,7 @@ def explore(
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("explore.html"),
     heads: Annotated[bool, typer.Option("--heads", help="Keep every head, not only their mean.")] = False,
 ) -> None:
-    """Write a page that shows what the texts of runs looked at, word by word; it opens offline."""
+    """Write a page that shows what the texts of runs attended to, word by word; it opens offline."""
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.trace import load_traces
 

@@ -14,7 +14,7 @@ def demo() -> None:
     """Train on drawn flowers, caption pictures, print the table; write digits in the hand of examples; ask for facts.
 
     The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
-    It ends with a page that shows what all of them looked at (see `mmattn explore`).
+    It ends with a page that shows what all of them attended to (see `mmattn explore`).
     """
     from mmattn.recipes import find_recipe, load_recipe
     from mmattn.storage.pretrained import without_progress_bars
@@ -24,7 +24,7 @@ def demo() -> None:
         drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
         typer.echo(f"digits in the hand of examples {drawn}")
         load_recipe(find_recipe("rag").folder, "demo").demo(run)
-    typer.echo("\nwhat all of them looked at, word by word, as a page:")
+    typer.echo("\nwhat all of them attended to, word by word, as a page:")
     explore([file.parent for file in sorted(run.rglob("attention.safetensors"))], run / "explore.html")
 
 

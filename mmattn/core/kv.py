@@ -17,7 +17,7 @@ class KeyValue:
     It has one of three layouts, by `lengths` and `absorbed`:
 
     * padded: keys (b, g, m, k), values (b, g, m, k), with `mask` (b, m) or None;
-    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one behind the other, n in all;
+    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one after the other, n in all;
       padding is neither projected nor attended to; `mask` still tells which of the m slots they were;
     * absorbed: keys and values are the memory itself, (b, 1, m, e) or packed (1, 1, n, e), shared by every layer; the
       projections are applied to the query and to the result instead. With `lengths` and b rows, only the first slots
@@ -147,7 +147,7 @@ def real_slots_first(mask: Tensor, lengths: tuple[int, ...]) -> bool:
 
 
 def pack(tensor: Tensor, mask: Tensor, lengths: tuple[int, ...], first: bool) -> Tensor:
-    """The real slots of all rows of a tensor (b, m, …), one behind the other (1, n, …).
+    """The real slots of all rows of a tensor (b, m, …), one after the other (1, n, …).
 
     Args:
         tensor: (b, m, …).

@@ -54,7 +54,7 @@ class GrowingCache:
         held = self._layers[layer]
         if [*held[0].shape[:2], held[0].shape[3]] != [*keys.shape[:2], keys.shape[3]]:
             raise ShapeError(
-                f"the cache holds keys {tuple(held[0].shape)} (b, g, m, k) and got {tuple(keys.shape)} to put behind "
+                f"the cache holds keys {tuple(held[0].shape)} (b, g, m, k) and got {tuple(keys.shape)} to append to "
                 "them: reorder it to the rows of the text, or begin a new one"
             )
         self._layers[layer] = torch.cat([held[0], keys], 2), torch.cat([held[1], values], 2)

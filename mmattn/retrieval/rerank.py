@@ -80,7 +80,7 @@ class Reranker(nn.Module):
         Args:
             queries: one, or b of them.
             texts: k texts for one query, or b lists of k. None where there is none.
-            mask: (b, k) bool, True = there is a text. What lies behind the mask is not read.
+            mask: (b, k) bool, True = there is a text. Masked texts are not read.
             batch_size: pairs the model reads at once.
 
         A UserWarning names the texts that were cut to fit beside their query, counted over all that are there.

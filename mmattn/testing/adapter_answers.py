@@ -62,7 +62,7 @@ def check_masked_slots_are_nothing(case: Case) -> None:
     """What lies in masked slots changes nothing, be it large, NaN or infinite, in vectors and in scores."""
     model, memory = case.trained(), case.slots()
     plain = case.ask(model, padded(memory, 0.0))
-    close(plain, case.ask(model, memory), "masked slots behind the others")
+    close(plain, case.ask(model, memory), "masked slots after the others")
     for filling in (1e4, torch.nan, torch.inf):
         same(case.ask(model, padded(memory, filling)), plain, f"{filling} in masked slots")
 

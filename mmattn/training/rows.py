@@ -34,7 +34,7 @@ class Row:
         prompt: what stands before the text and is not learned.
         images: part of the memory: paths, or anything `mmattn.load_image` reads.
         passages: part of the memory: texts.
-        memory: part of the memory, behind those: a file that `Memory.save` wrote, or a memory of one row.
+        memory: part of the memory, after those: a file that `Memory.save` wrote, or a memory of one row.
         picture: what a UNet learns to draw.
     """
 

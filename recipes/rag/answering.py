@@ -1,4 +1,4 @@
-"""Questions with a memory: how hits become what an adapter looks at, how answers are learned and written."""
+"""Questions with a memory: how hits become what an adapter attends to, how answers are learned and written."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def write_answers(
 
 
 def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Memory) -> mmattn.inspect.Trace:
-    """Which entries of one row of memory each word of an answer looked at."""
+    """Which entries of one row of memory each word of an answer attended to."""
     begin, end = training.bos_and_eos(tokenizer)
     given = tokenizer(asked)["input_ids"]
     ids = [begin, *given, *tokenizer(f" {answer}")["input_ids"], end]

@@ -25,7 +25,7 @@ from mmattn.recipes import assets_folder, read_settings
 
 @dataclass(frozen=True)
 class Source:
-    """An entry that was looked at, and how much: its share of the weights."""
+    """An entry that was attended to, and how much: its share of the weights."""
 
     text: str
     weight: float
@@ -57,7 +57,7 @@ class Asked:
         self.view = view
 
     def __call__(self, question: str) -> tuple[str, list[Source]]:
-        """An answer or a continuation, and the entries that were looked at, the most first.
+        """An answer or a continuation, and the entries that were attended to, the most first.
 
         The weights are those of the first word of an answer, where what is left of 1 went to "nothing here", and the
         mean over all words that could look of a continuation.
@@ -77,7 +77,7 @@ class Asked:
         return answer, sorted(found, key=lambda source: -source.weight)
 
     def trace(self, question: str) -> mmattn.inspect.Trace:
-        """What is written word by word: which entries each looked at, and what it would be without them."""
+        """What is written word by word: which entries each attended to, and what it would be without them."""
         if self.reader is not None:
             return Continuation(self.index, self.model, self.tokenizer, self.reader, self.settings.docs).trace(question)
         prompt, memory = self.given(question)
@@ -104,7 +104,7 @@ class Continuation:
 
     @torch.no_grad()
     def __call__(self, text: str, new: int = 48) -> tuple[str, list[Source]]:
-        """What the model writes behind a text, and the passages it looked at."""
+        """What the model writes after a text, and the passages it attended to."""
         memory = self.model.prepare(self.retrieve)
         out, begin = self.write(text, memory, new)
         with mmattn.inspect.record(self.model) as weights:

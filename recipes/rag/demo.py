@@ -25,7 +25,7 @@ def build(folder: Path, cache: Path) -> list[Fact]:
 
 
 def demo(run: Path) -> Path:
-    """Make an index of held-out facts, ask some of them and one that is not in it, and show what was looked at."""
+    """Make an index of held-out facts, ask some of them and one that is not in it, and show what was attended to."""
     folder = run / "facts"
     facts = build(folder, run / "cache")
     asked, picks = Asked(folder), Random(2)

@@ -44,7 +44,7 @@ class Measure:
         return rows
 
     def traces(self, model: Any, count: int = 6) -> list[mmattn.inspect.Trace]:
-        """What the answers to some questions over the smallest index looked at."""
+        """What the answers to some questions over the smallest index attended to."""
         world = self.worlds[min(self.worlds)][0]
         asked = world.asked[:count]
         top_k = min(self.config.data.view, len(world.rows))
@@ -56,7 +56,7 @@ class Measure:
         return [trace(model, self.tokenizer, one, answer, memory[row]) for row, (one, answer) in rows]
 
     def answers(self, model: Any, world: World, how: str | None) -> list[dict[str, Any]]:
-        """For each question of a world what was right, what was said, and what was looked at most."""
+        """For each question of a world what was right, what was said, and what was attended to most."""
         entries, facts = self.entries, [self.entries.facts[row] for row in world.asked]
         prompts, memory, hits = [prompt(fact, []) for fact in facts], None, None
         if how is not None:

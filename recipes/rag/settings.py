@@ -15,7 +15,7 @@ class DataSettings(Strict):
     train: int = Field(12_000, ge=200)  # facts to train on, of 43,000
     ask: int = Field(300, ge=1)  # held-out questions for each size, half of them without an answer
     sizes: tuple[int, ...] = (10, 100, 1000, 10_000)  # entries of an index when measured
-    view: int = Field(100, ge=2)  # entries that are looked at, at most, in training and after
+    view: int = Field(100, ge=2)  # entries that are attended to, at most, in training and after
     absent: float = Field(0.3, ge=0, lt=1)  # share of questions whose answer is left out, in training
     cache: str = "runs/cache"  # embeddings are kept here, by encoder and texts
 

@@ -90,7 +90,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
 
 
 def show(config: Config, run: training.RunFolder, count: int = 3) -> None:
-    """Leave how the adapter of a run goes on with the openings of held-out topics, and what it looked at."""
+    """Leave how the adapter of a run goes on with the openings of held-out topics, and what it attended to."""
     asked = Asked(run.path / "index", run.path / "adapter", config.lm)
     openings = {name: " ".join(text.split()[:40]) for name, text in list(load_topics()[1].items())[:count]}
     texts = []

@@ -1,4 +1,4 @@
-"""Which word of a source each word of its translation looked at: as numbers, as text, as a picture."""
+"""Which word of a source each word of its translation attended to: as numbers, as text, as a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Alignment:
     weights: Tensor
 
     def __str__(self) -> str:
-        """Each word of the translation with the word it looked at most: "Je→I suis→am"."""
+        """Each word of the translation with the word it attended to most: "Je→I suis→am"."""
         best = self.weights.argmax(1).tolist()
         return " ".join(f"{word}→{self.source[place]}" for word, place in zip(self.target, best, strict=True))
 

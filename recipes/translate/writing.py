@@ -102,7 +102,7 @@ class Translator:
 
     @torch.no_grad()
     def trace(self, source: str) -> mmattn.inspect.Trace:
-        """By layer and head where each word looked when it was written, and its probability without what it looked at.
+        """By layer and head what each word attended to when it was written, and its probability without that.
 
         Raises:
             ConfigError: the model was trained without a source.
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sentences", nargs="+")
     parser.add_argument("--run", type=Path, required=True, help="the folder of a run")
     parser.add_argument("--beams", type=int, default=4)
-    parser.add_argument("--picture", type=Path, help="where to draw what each word looked at")
+    parser.add_argument("--picture", type=Path, help="where to draw what each word attended to")
     parser.add_argument("--layer", type=int, help="of the decoder; the mean of all by default")
     parser.add_argument("--read", action="store_true", help="where a word looks when it is read, not written")
     given = parser.parse_args(arguments)

@@ -42,7 +42,7 @@ class Captioner:
 
     @torch.no_grad()
     def __call__(self, image: Any) -> mmattn.inspect.Trace:
-        """The caption of a picture, as the title, and which patches each of its words looked at.
+        """The caption of a picture, as the title, and which patches each of its words attended to.
 
         Beside it stands the picture as the encoder saw it, on which the patches lie.
 
@@ -55,7 +55,7 @@ class Captioner:
         with mmattn.inspect.record(self.model) as weights:
             self.model(input_ids=torch.tensor([ids], device=memory.device), memory=memory)
         rows, columns = self.eye.grid
-        # What a token looked at is seen where it was predicted: at the one before.
+        # What a token attended to is seen where it was predicted: at the one before.
         return mmattn.inspect.Trace(
             [self.tokenizer.decode([one]) for one in ids[1:-1]],
             [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],

@@ -61,7 +61,7 @@ def reads_text(attn: Any) -> bool:
 
 
 def is_beside_text(attn: Any) -> bool:
-    """Whether a layer is an `Attention` of diffusers in which the picture alone asks, and gets one answer."""
+    """Whether a layer is an `Attention` of diffusers in which only the picture has queries, and there is one output."""
     known = ("heads", "inner_dim", "inner_kv_dim", "spatial_norm", "group_norm", "norm_q", "rescale_output_factor")
     return all(hasattr(attn, name) for name in known) and getattr(attn, "add_q_proj", None) is None
 

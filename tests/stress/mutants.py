@@ -29,11 +29,12 @@ from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("core", "adapters", "hosts", "retrieval", "training")
-#: The tests of each room, the quickest to notice first; those that name the changed module come before all others.
+_HOSTS = ("tests/adapters", "tests/hosts", "tests/foreign", "tests/inspect")
+#: The tests of each room, as folders or patterns; those that name the changed module come before all others.
 TESTS = {
-    "core": ("tests/core", "tests/test_contract.py", "tests/hosts/test_language_settings.py", "tests/seq2seq"),
-    "adapters": ("tests/adapters", "tests/test_golden.py", "tests/hosts", "tests/test_contract.py", "tests/inspect"),
-    "hosts": ("tests/hosts", "tests/adapters", "tests/test_golden.py", "tests/test_contract.py", "tests/inspect"),
+    "core": ("tests/test_*.py", "tests/hosts/test_language_settings.py", "tests/seq2seq"),
+    "adapters": ("tests/test_golden.py", "tests/hosts/test_language_*.py", "tests/test_contract.py", *_HOSTS),
+    "hosts": ("tests/test_golden.py", "tests/hosts/test_*_calls.py", "tests/test_contract.py", *_HOSTS),
     "retrieval": ("tests/retrieval", "tests/foreign"),
     "training": ("tests/training",),
 }
@@ -114,22 +115,22 @@ def compiles(source: str) -> bool:
     return True
 
 
-def tests_for(module: str) -> list[str]:
+def tests_for(module: str, files_at_most: int | None = None) -> list[str]:
     """The files of tests to run for a module, those that name it first."""
     room, name = module.split("/")[1], Path(module).stem
-    files = [
+    found = (
         path
         for entry in TESTS[room]
-        for path in (sorted((ROOT / entry).rglob("test_*.py")) if (ROOT / entry).is_dir() else [ROOT / entry])
-        if path.exists()
-    ]
+        for path in sorted((ROOT / entry).rglob("test_*.py") if (ROOT / entry).is_dir() else ROOT.glob(entry))
+    )
+    files = list(dict.fromkeys(found))
     dotted = module.removesuffix(".py").replace("/", ".")
 
     def distance(path: Path) -> int:
         text = path.read_text(encoding="utf-8")
         return 0 if dotted in text else 1 if name.strip("_") in path.stem else 2
 
-    return [str(path.relative_to(ROOT)) for path in sorted(files, key=distance)]
+    return [str(path.relative_to(ROOT)) for path in sorted(files, key=distance)[:files_at_most]]
 
 
 def copies(workers: int, folder: Path) -> Iterator[Path]:
@@ -146,7 +147,7 @@ def copies(workers: int, folder: Path) -> Iterator[Path]:
         yield copy
 
 
-def is_noticed(mutant: Mutant, copy: Path, python: str) -> str:
+def is_noticed(mutant: Mutant, copy: Path, python: str, files_at_most: int | None = None) -> str:
     """What the tests say of a tree with this fault: "killed", "lived" or "timed out"."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
@@ -156,7 +157,7 @@ def is_noticed(mutant: Mutant, copy: Path, python: str) -> str:
     try:
         path.write_text(mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence), encoding="utf-8")
         words = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-        words += ["-m", "not slow and not gpu", *tests_for(mutant.module)]
+        words += ["-m", "not slow and not gpu", *tests_for(mutant.module, files_at_most)]
         environment = {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -176,6 +177,7 @@ def main() -> None:
     words.add_argument("--count", type=int, default=300)
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--workers", type=int, default=1)
+    words.add_argument("--files", type=int, help="run so many files of tests for a fault, the nearest; all by default")
     words.add_argument("--python", default=sys.executable, help="what runs the tests")
     words.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants.jsonl")
     given = words.parse_args()
@@ -196,7 +198,7 @@ def main() -> None:
         def attempt(mutant: Mutant) -> tuple[Mutant, str]:
             copy = free.get()
             try:
-                return mutant, is_noticed(mutant, copy, str(Path(given.python).absolute()))
+                return mutant, is_noticed(mutant, copy, str(Path(given.python).absolute()), given.files)
             finally:
                 free.put(copy)
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from mmattn.adapters.gated import GatedAdapter, GatedLayout
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, check_choice, check_int
+from mmattn.storage.released_weights import refuse_keys
 from mmattn.storage.tensor_files import check_values
-from mmattn.storage.weights import refuse_keys
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from mmattn.errors import AdapterFileError
+from mmattn.storage.released_weights import refuse_keys
 from mmattn.storage.tensor_files import check_values
-from mmattn.storage.weights import refuse_keys
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from torch import nn
 
 import mmattn.core.projection
 from mmattn import CrossAttention
-from mmattn.core.projection import KeyValueProjection, upgrade_state_names
+from mmattn.core.projection import KeyValueProjection
+from mmattn.core.state_names import upgrade_state_names
 from mmattn.errors import ShapeError
 from tests.core import MASK, B, E, L, M, make_layer
 from tests.reference import assert_close, attend_reference

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mmattn.adapters.file_format import FORMAT_VERSION
-from mmattn.core.projection import upgrade_state_names
+from mmattn.core.state_names import upgrade_state_names
 
 Value = TypeVar("Value")
 

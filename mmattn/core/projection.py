@@ -7,9 +7,8 @@ keys and values once where many queries follow one another.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +21,6 @@ from mmattn.core.masks import Mask, causal as causal_mask
 from mmattn.core.positions import Rotary
 from mmattn.core.tracing import autocast, may_read, readable
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask
-
-Value = TypeVar("Value")
-
-#: What stood in the attention itself in files written before keys and values had a module of their own.
-_OWNED = (
-    *("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"),
-    *("k_norm.weight", "null_key", "null_value", "score_scale"),
-)
 
 
 class KeyValueProjection(nn.Module):
@@ -515,29 +506,6 @@ def norm_heads(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
     """Queries or keys (b, h, l, k) normalised, in their dtype."""
     # Autocast does not know RMSNorm, which warns of weights of another dtype.
     return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
-
-
-def upgrade_state_names(state: Mapping[str, Value]) -> dict[str, Value]:
-    """The entries of a state dict under the names of today, the others and new ones as they are.
-
-    Before `CrossAttention` had a `kv_proj`, the weights of keys and values stood beside its `q_proj.weight`, which is
-    how they differ from those of a `KeyValueProjection` on its own.
-
-    Args:
-        state: anything by the names of parameters: tensors, shapes.
-
-    >>> upgrade_state_names({"block.q_proj.weight": 1, "block.k_proj.weight": 2, "k_proj.weight": 3})
-    {'block.q_proj.weight': 1, 'block.kv_proj.k_proj.weight': 2, 'k_proj.weight': 3}
-    """
-    renamed = {}
-    for name, value in state.items():
-        for owned in _OWNED:
-            prefix = name.removesuffix(owned)
-            if prefix != name and prefix[-1:] in ("", ".") and f"{prefix}q_proj.weight" in state:
-                name = f"{prefix}kv_proj.{owned}"
-                break
-        renamed[name] = value
-    return renamed
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:

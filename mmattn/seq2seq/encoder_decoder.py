@@ -16,7 +16,7 @@ from mmattn.core.kv import KeyValue
 from mmattn.core.layers import CrossAttention
 from mmattn.core.paged_cache import PagePool
 from mmattn.core.positions import Learned, Rotary, alibi, sinusoidal, token_positions
-from mmattn.core.projection import upgrade_state_names
+from mmattn.core.state_names import upgrade_state_names
 from mmattn.core.text_cache import Cache, GrowingCache
 from mmattn.core.transformer import TransformerBlock
 from mmattn.errors import (

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.core.projection import upgrade_state_names
+from mmattn.core.state_names import upgrade_state_names
 from mmattn.errors import AdapterFileError
 from mmattn.storage.atomic import sync_folder
 from mmattn.storage.tensor_files import read_tensors, write_tensors

@@ -1,0 +1,160 @@
+"""Rows inside `generate`: a row never reads the memory of another row, nor states of a text that is not its own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+from mmattn.errors import ShapeError
+from tests import composing, tiny
+
+NEW = 4
+ROWS = 2
+
+
+class Asking(LogitsProcessor):
+    """Calls the host on a text of its own in the middle of `generate`.
+
+    Args:
+        host: the language model.
+        rows: of that text; 0 asks nothing.
+    """
+
+    def __init__(self, host, rows: int) -> None:
+        self.host, self.rows, self.asked = host, rows, []
+
+    def __call__(self, input_ids, scores):
+        if self.rows:
+            self.asked.append(self.host(tiny.text(self.rows, 3)).logits)
+        return scores
+
+
+WAYS = {
+    "greedy": ({}, {2}),
+    "sampling": ({"do_sample": True}, {2}),
+    "beams": ({"num_beams": 3}, {2, 6}),
+    "beams and answers": ({"num_beams": 3, "num_return_sequences": 2}, {2, 6}),
+    "answers": ({"do_sample": True, "num_return_sequences": 2}, {2, 4}),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_with_other_rows_inside_generate_is_refused(way, rows):
+    """Rows of memory are repeated for the beams that were asked for, and for nothing else."""
+    settings, fitting = WAYS[way]
+    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(ROWS), tiny.memory(ROWS)
+
+    def run(processor):
+        torch.manual_seed(3)
+        how = {"max_new_tokens": NEW, "do_sample": False} | settings
+        return model.generate(ids, memory=memory, logits_processor=LogitsProcessorList([processor]), **how)
+
+    want = run(Asking(model.host, 0))
+    if rows not in fitting:
+        with pytest.raises(ShapeError, match=f"{rows} rows.*has {ROWS}"):
+            run(Asking(model.host, rows))
+    else:
+        asking = Asking(model.host, rows)
+        assert torch.equal(run(asking), want) and asking.asked
+    # A text of its own has a memory of its own, or none.
+    with torch.no_grad():
+        text = tiny.text(rows, 3)
+        alone = model(text).logits
+        seeing = model(text, memory=tiny.memory(rows, seed=4)).logits
+
+    class Apart(Asking):
+        def __call__(self, input_ids, scores):
+            with model.condition(None):
+                assert torch.equal(model.host(text).logits, alone)
+            assert torch.equal(model(text, memory=tiny.memory(rows, seed=4)).logits, seeing)
+            return scores
+
+    assert torch.equal(run(Apart(model.host, rows)), want)
+    assert torch.equal(run(Asking(model.host, 0)), want)
+
+
+@pytest.mark.parametrize("way", ["beams", "answers", "assistant", "prompt lookup", "guidance", "early exit"])
+@torch.no_grad()
+def test_ways_to_generate_that_call_the_host_with_other_rows(way):
+    """What `generate` does by itself goes on working, each row with its own memory."""
+    model, memory = tiny.attach(tiny.make("llama")), tiny.memory(ROWS)
+    how = {
+        "beams": {"num_beams": 3, "num_return_sequences": 3},
+        "answers": {"do_sample": True, "num_return_sequences": 2, "top_k": 1},
+        "assistant": {"assistant_model": tiny.make("gpt2")},
+        "prompt lookup": {"prompt_lookup_num_tokens": 2},
+        "guidance": {"guidance_scale": 1.7},
+        "early exit": {"assistant_early_exit": 2},
+    }[way]
+    how = {"max_new_tokens": NEW, "do_sample": False} | how
+    single = way in ("assistant", "prompt lookup", "early exit")
+    ids = tiny.text(ROWS)
+    alone = torch.cat([model.generate(ids[i : i + 1], memory=memory[i], **how) for i in range(ROWS)])
+    blind = torch.cat([model.generate(ids[i : i + 1], **how) for i in range(ROWS)])
+    assert not torch.equal(alone, blind)
+    if single:
+        plain = {"max_new_tokens": NEW, "do_sample": False}
+        assert torch.equal(alone, model.generate(ids, memory=memory, **plain))
+    else:
+        assert torch.equal(model.generate(ids, memory=memory, **how), alone)
+
+
+# What a model that reads along keeps of a text
+
+
+@pytest.mark.parametrize("kept", [(2, 5), (5, 2), (0, 5), (3, 3)])
+@torch.no_grad()
+def test_rows_of_the_next_turn_diverge_at_different_tokens(kept):
+    """Only what ALL rows share with the text before is gone on from: a row that diverges earlier is read anew.
+
+    Args:
+        kept: how many of the words written in the first turn each row of the second begins with.
+    """
+    s = composing.scene("llama")
+    ids = s.ids[:ROWS]
+    how = {"max_new_tokens": 6, "do_sample": False}
+    with s.model.condition(composing.along()):
+        cache = DynamicCache()
+        first = s.model.host.generate(ids, past_key_values=cache, **how)
+        texts = []
+        for row, count in zip(first, kept, strict=True):
+            own = row[: composing.LENGTH + count]
+            texts.append(torch.cat([own, tiny.text(1, 13 - len(own), seed=8)[0]]))
+        text = torch.stack(texts)
+        # The host's own cache holds what both rows share with it.
+        cache.crop(composing.LENGTH + min(kept) - cache.get_seq_length())
+        second = s.model.host.generate(text, past_key_values=cache, **how)
+    want = s.model.generate(text, memory=composing.along(), use_cache=False, **how)
+    assert torch.equal(second, want)
+    assert not torch.equal(second, s.model.generate(text, **how))
+
+
+@pytest.mark.parametrize("beams", [2, 3])
+@torch.no_grad()
+def test_beams_of_several_rows_diverge_at_different_tokens(beams):
+    s = composing.scene("llama")
+    how = {"num_beams": beams, "num_return_sequences": beams, "max_new_tokens": 8, "do_sample": False}
+    got = s.model.generate(s.ids, memory=composing.along(), **how)
+    assert torch.equal(got, s.model.generate(s.ids, memory=composing.along(), use_cache=False, **how))
+    one = [s.model.generate(s.ids[i : i + 1], memory=composing.along(), **how) for i in range(len(s.ids))]
+    assert torch.equal(got, torch.cat(one))
+
+
+@torch.no_grad()
+def test_drafts_that_are_refused_at_every_length():
+    """An assistant whose drafts are sometimes right: what is taken back is unread, whatever its length."""
+    s = composing.scene("llama")
+    assistant = copy.deepcopy(tiny.make("llama"))
+    for row in range(composing.ROWS):
+        ids = s.ids[row : row + 1]
+        want = s.model.generate(ids, memory=composing.along(), use_cache=False, max_new_tokens=8, do_sample=False)
+        for drafts in (1, 3, 5):
+            assistant.generation_config.num_assistant_tokens = drafts
+            got = s.model.generate(
+                ids, memory=composing.along(), assistant_model=assistant, max_new_tokens=8, do_sample=False
+            )
+            assert torch.equal(got, want)

@@ -49,7 +49,8 @@ def test_there_is_one_of_every_kind_and_of_every_format() -> None:
     versions = {path.parent.name for path in ADAPTERS}
     assert versions == {str(version) for version in range(1, FORMAT_VERSION + 1)}
     newest = {path.name.partition("-")[0] for path in ADAPTERS if path.parent.name == str(FORMAT_VERSION)}
-    assert newest == set(adapter_kinds())
+    # Kinds that other tests registered have none.
+    assert newest == {name for name, kind in adapter_kinds().items() if kind.__module__.startswith("mmattn.")}
 
 
 def test_one_changed_weight_of_a_golden_host_is_said() -> None:

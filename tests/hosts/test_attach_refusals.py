@@ -289,7 +289,7 @@ def test_a_unet_has_no_path(tmp_path):
     model.save_adapter(tmp_path)
     with pytest.raises(AttachError, match="path="):
         mmattn.attach(model, tiny_unets.adapter(), "second", path="down_blocks")
-    with pytest.raises(mmattn.MmattnError, match="path="):
+    with pytest.raises(mmattn.errors.MmattnError, match="path="):
         mmattn.load(tiny_unets.make(), tmp_path, path="down_blocks")
     with pytest.raises(AttachError, match="require_memory"):
         mmattn.attach(model, tiny_unets.adapter(), "second", require_memory=True)

@@ -196,9 +196,16 @@ class Folder:
         model.unload()
         if values.keys() != self.values.keys() or not all(torch.equal(values[x], self.values[x]) for x in values):
             return "it loaded other values"
-        if any(name not in found or json.dumps(found[name]) != json.dumps(value) for name, value in settings.items()):
+        if not says(found, settings):
             return f"it loaded as {found}"
         return None
+
+
+def says(found: Any, settings: Any) -> bool:
+    """Whether settings were loaded as a file has them; one that it leaves out, within a layout too, has its default."""
+    if isinstance(found, dict) and isinstance(settings, dict):
+        return all(name in found and says(found[name], value) for name, value in settings.items())
+    return json.dumps(found) == json.dumps(settings)
 
 
 @dataclass

@@ -120,7 +120,7 @@ def main(minutes: int = 10, seed: int = 0) -> int:
         except AssertionError as error:
             print(f"after {done} things done: {error}")
             return 1
-        life.unload()
+        life.detach()
     print(f"{minutes} minutes, {done} things done: the host is what it was")
     return 0
 

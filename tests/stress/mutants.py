@@ -147,8 +147,8 @@ def copies(workers: int, folder: Path) -> Iterator[Path]:
         yield copy
 
 
-def is_noticed(mutant: Mutant, copy: Path, python: str, files_at_most: int | None = None) -> str:
-    """What the tests say of a tree with this fault: "killed", "lived" or "timed out"."""
+def is_noticed(mutant: Mutant, copy: Path, python: str, files_at_most: int | None = None) -> tuple[str, str]:
+    """What the tests say of a tree with this fault: "killed", "lived" or "timed out", and the test that noticed."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -166,10 +166,11 @@ def is_noticed(mutant: Mutant, copy: Path, python: str, files_at_most: int | Non
         }
         done = subprocess.run(words, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return "timed out"
+        return "timed out", ""
     finally:
         path.write_text(source, encoding="utf-8")
-    return "lived" if done.returncode == 0 else "killed"
+    test = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+    return ("lived" if done.returncode == 0 else "killed"), test
 
 
 def main() -> None:
@@ -195,18 +196,20 @@ def main() -> None:
         for copy in copies(given.workers, Path(folder)):
             free.put(copy)
 
-        def attempt(mutant: Mutant) -> tuple[Mutant, str]:
+        def attempt(mutant: Mutant) -> tuple[Mutant, str, str]:
             copy = free.get()
             try:
-                return mutant, is_noticed(mutant, copy, str(Path(given.python).absolute()), given.files)
+                return mutant, *is_noticed(mutant, copy, str(Path(given.python).absolute()), given.files)
             finally:
                 free.put(copy)
 
-        for number, (mutant, outcome) in enumerate(pool.map(attempt, left), 1):
+        for number, (mutant, outcome, test) in enumerate(pool.map(attempt, left), 1):
             known[mutant.module, mutant.operator, mutant.occurrence] = outcome
             with given.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**asdict(mutant), "outcome": outcome}) + "\n")
-            print(f"{number}/{len(left)} {outcome:9} {mutant.module}:{mutant.line} {mutant.operator}", flush=True)
+                file.write(json.dumps({**asdict(mutant), "outcome": outcome, "test": test}) + "\n")
+            print(
+                f"{number}/{len(left)} {outcome:9} {mutant.module}:{mutant.line} {mutant.operator} {test}", flush=True
+            )
     outcomes = [known[one.module, one.operator, one.occurrence] for one in mutants]
     for mutant, outcome in zip(mutants, outcomes, strict=True):
         if outcome == "lived":

@@ -100,6 +100,16 @@ def test_a_text_may_stand_for_none(memory):
     assert_close(found, 3 * alone(model, 500, memory=memory) - 2 * null)
 
 
+@pytest.mark.parametrize("length", [3, TEXT_LENGTH])
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_a_null_text_has_its_own_length_and_the_text_its_own_mask(model, memory, mask, length):
+    empty = tiny_unets.text(1, seed=1)[:, :length]
+    found = predicted(model, mmattn.Guidance(3.0), times=[500], null_text=empty, text_mask=mask, memory=memory)[0]
+    with torch.no_grad():
+        null = model(tiny_unets.picture(), 500, empty.expand(ROWS, -1, -1)).sample
+    assert_close(found, 3 * alone(model, 500, text_mask=mask, memory=memory) - 2 * null)
+
+
 def test_keys_and_values_are_made_once_for_all_steps(model, memory):
     places = range(len(model.layer_names))
     text = [model.layer(index).to_k for index in places]

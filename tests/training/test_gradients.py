@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from mmattn import training
 from mmattn.training.checkpoints import load_checkpoint, with_prefix
+from tests import tiny
 from tests.tiny import assert_close
 from tests.training import small_run
 
@@ -82,3 +84,18 @@ def test_averaged_weights_follow_the_formula(tmp_path: Path) -> None:
             assert not torch.allclose(averaged[name], weights[name], rtol=1e-4, atol=1e-6), "or nothing is shown"
     after = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all(torch.equal(after[name], value) for name, value in averaged.items()), "they are what the run leaves"
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_gradient_checkpointing_runs_each_block_again_in_the_backward_pass(on: bool) -> None:
+    """What it gives back no figure shows: the activations of a block are not held until then."""
+    model, ran = opened().train(), []
+    blocks = model.adapter("default").blocks
+    for name, block in blocks.items():
+        block.attention.register_forward_hook(lambda *_, name=name: ran.append(name))
+    with training.gradient_checkpointing(model) if on else contextlib.nullcontext():
+        loss = model(tiny.text(2), memory=tiny.memory(2)).logits.sum()
+        assert sorted(ran) == sorted(blocks)
+        loss.backward()
+    assert sorted(ran) == sorted([*blocks, *(blocks if on else ())])
+    assert not any("forward" in vars(block) for block in blocks.values())

@@ -14,7 +14,7 @@ def tracked(total: int, label: str, progress: bool = True, note: Callable[[], st
         total: number of steps.
         label: before the progress.
         progress: show it.
-        note: called for text behind the progress, such as the current loss.
+        note: called for text after the progress, such as the current loss.
     """
     if not progress:
         yield from range(total)

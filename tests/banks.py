@@ -31,7 +31,7 @@ settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTIN
 
 
 def entries(n=ENTRIES, m=SLOTS, seed=0):
-    """Entries of 1 to m real slots; behind them there is garbage."""
+    """Entries of 1 to m real slots; after them there is garbage."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, m + 1, (n, 1), generator=draw)
     mask = torch.arange(m) < lengths

@@ -55,7 +55,7 @@ def by_prefixes(anchor: nn.Module, lm: nn.Module, ids: Tensor, adapter: nn.Modul
     """
     states = [lm(ids[:, : t + 1], output_hidden_states=True).hidden_states for t in range(ids.shape[1])]
 
-    def behind(layer: int) -> Any:
+    def after(layer: int) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
             x = output if isinstance(output, Tensor) else output[0]
             block, at = adapter.block(layer), adapter.augmenting_layers[layer] + 1
@@ -73,7 +73,7 @@ def by_prefixes(anchor: nn.Module, lm: nn.Module, ids: Tensor, adapter: nn.Modul
         return hook
 
     layers = tiny.decoder_layers(anchor)
-    hooks = [layers[layer].register_forward_hook(behind(layer)) for layer in adapter.layers]
+    hooks = [layers[layer].register_forward_hook(after(layer)) for layer in adapter.layers]
     try:
         return anchor(ids).logits
     finally:

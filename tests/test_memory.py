@@ -81,7 +81,7 @@ def test_other_bad_input():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_values_that_are_not_finite(value, dtype):
-    """FAULTS 12: NaN or infinity where one may look is refused by row; behind the mask, or on request, it is not."""
+    """FAULTS 12: NaN or infinity where one may look is refused by row; in masked slots, or on request, it is not."""
     tokens = TOKENS.to(dtype, copy=True)
     tokens[1, 3, 2] = value
     mask = torch.ones(B, M, dtype=torch.bool)
@@ -130,7 +130,7 @@ def test_pad_refuses(rows):
 
 
 def test_cat():
-    """Slots one behind the other; a memory without mask is all real, without segments one segment."""
+    """Slots one after the other; a memory without mask is all real, without segments one segment."""
     first, second = full(), Memory(torch.randn(B, 2, E))
     joined = Memory.cat([first, second])
     assert joined.length == M + 2 and joined.lengths == [n + 2 for n in LENGTHS]
@@ -268,7 +268,7 @@ def test_load_checks_values(tmp_path):
     mask = torch.ones(B, M, dtype=torch.bool)
     mask[2, 1] = False
     Memory(tokens, mask).save(path)
-    assert Memory.load(path).lengths == [5, 5, 4], "what lies behind the mask does not matter"
+    assert Memory.load(path).lengths == [5, 5, 4], "masked slots do not matter"
 
 
 def test_a_memory_does_not_share_its_sources():

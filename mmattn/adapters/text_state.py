@@ -90,12 +90,12 @@ class TextState:
                 "what this adapter reads depends on the whole text, and only a part of the host was called: call the "
                 "object that was given to attach"
             )
-        noted = self.generation
-        mask = self.attention_mask if noted is None else noted.mask
+        generation = self.generation
+        mask = self.attention_mask if generation is None else generation.mask
         total = None if self.past is None else self.past + self.length
-        if total is None and noted is not None:
+        if total is None and generation is not None:
             embedded = 0 if self.prompt is None or not self.prompt.is_floating_point() else self.prompt.shape[1]
-            total = embedded + noted.ids.shape[1]
+            total = embedded + generation.ids.shape[1]
         if mask is None and total is not None:
             real = torch.ones(self.rows, total, dtype=torch.bool, device=self.inputs.device)
         elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == total:
@@ -108,8 +108,8 @@ class TextState:
                 f"{past} in the cache, and attention_mask is {given}; give it as (b, all tokens so far), or use "
                 "generate"
             )
-        ids = self.inputs if noted is None else noted.ids
-        if noted is not None and ids.shape[1] != total and self.prompt is not None:
+        ids = self.inputs if generation is None else generation.ids
+        if generation is not None and ids.shape[1] != total and self.prompt is not None:
             # A prompt that is prefilled in chunks is prepared chunk by chunk.
             ids = self.prompt[:, :total].repeat_interleave(self.rows // self.prompt.shape[0], 0)
         return real, ids if ids.shape == real.shape and not ids.is_floating_point() else None

@@ -50,7 +50,7 @@ def chunk(
     """Cut documents into chunks of at most `size` tokens or sentences, of which neighbours share `overlap`.
 
     A chunk never reaches from one document into the next, and no end of a document is repeated in a chunk of its own.
-    Sentences end at full stops before a gap and a letter that is not small, but not behind an initial or a title such
+    Sentences end at full stops before a gap and a letter that is not small, but not after an initial or a title such
     as "Dr."; at full-width stops; and at empty lines.
 
     Args:
@@ -103,15 +103,15 @@ def _windows(counts: list[int], size: int, overlap: int) -> Iterator[tuple[int, 
     """The first and the last unit of each chunk, where unit i counts as `counts[i]`."""
     first = 0
     while first < len(counts):
-        behind, total = first + 1, counts[first]
-        while behind < len(counts) and total + counts[behind] <= size:
-            total += counts[behind]
-            behind += 1
-        yield first, behind - 1
-        if behind == len(counts):
+        end, total = first + 1, counts[first]
+        while end < len(counts) and total + counts[end] <= size:
+            total += counts[end]
+            end += 1
+        yield first, end - 1
+        if end == len(counts):
             return
-        begin, shared = behind, 0
-        room = min(overlap, size - counts[behind])  # or the next chunk would end where this one does
+        begin, shared = end, 0
+        room = min(overlap, size - counts[end])  # or the next chunk would end where this one does
         while begin - 1 > first and shared + counts[begin - 1] <= room:
             begin -= 1
             shared += counts[begin]
@@ -133,8 +133,8 @@ def _tokens(document: str, tokenizer: Any) -> list[tuple[Span, int]]:
         start, end = _trimmed(document, *offsets)
         blank = start == end
         if units and (blank or start < units[-1][0][1]):
-            (begin, behind), count = units[-1]
-            units[-1] = ((begin, behind if blank else max(end, behind)), count + 1)
+            (begin, previous_end), count = units[-1]
+            units[-1] = ((begin, previous_end if blank else max(previous_end, end)), count + 1)
         elif not blank:
             units.append(((start, end), 1))
     return units

@@ -44,7 +44,7 @@ def mean_and_spread(values: Sequence[float | None], scale: float, form: str, uni
         values: of each run.
         scale: factor of all of them.
         form: a format specification; counts, which have a "," in it, have no spread.
-        unit: written behind.
+        unit: written after the figure.
 
     >>> mean_and_spread([3.0, 3.2, 3.1], 1, "+.2f", "")
     '+3.10 ± 0.10'

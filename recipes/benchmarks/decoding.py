@@ -27,7 +27,7 @@ def make_host(dtype: torch.dtype) -> torch.nn.Module:
 
 
 def decoder(host: torch.nn.Module, rows: int, prompt: int = 16) -> Callable[..., None]:
-    """A step of decoding behind a prompt of 16 tokens; the cache is cut back, so that every step is the same."""
+    """A step of decoding after a prompt of 16 tokens; the cache is cut back, so that every step is the same."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=host.config)

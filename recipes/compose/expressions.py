@@ -83,7 +83,7 @@ class World:
         return Expression((first, second), values, random.choice([*OPERATORS]), self.working)
 
     def knowing(self, random: Random, done: float = 1.0, known: bool = True) -> Pair:
-        """What m_A learns: the value of a key that it has just read, or both values of an expression, behind : and =.
+        """What m_A learns: the value of a key that it has just read, or both values of an expression, after : and =.
 
         Args:
             done: share of the training. A tenth of the keys come first and all after a third of it: with all from the

@@ -41,7 +41,7 @@ class Alone:
 
     @torch.no_grad()
     def write(self, prompts: dict[str, Tensor], longest: int) -> Tensor:
-        """The new tokens (b, longest or fewer) behind prompts, greedily."""
+        """The new tokens (b, longest or fewer) after prompts, greedily."""
         out = self.model.generate(**prompts, **self.beside(prompts), max_new_tokens=longest, do_sample=False)
         return out[:, prompts["input_ids"].shape[1] :]
 

@@ -112,7 +112,7 @@ def quantisation(kind: str) -> Any:
 def write_texts(
     model: Any, tokenizer: Any, memory: mmattn.Memory, prompt: str = "", max_new_tokens: int = 64, num_beams: int = 1
 ) -> list[str]:
-    """What the model writes behind a prompt, a text for each row of the memory."""
+    """What the model writes after a prompt, a text for each row of the memory."""
     begin, end = training.bos_and_eos(tokenizer)
     ids = [begin, *(tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else [])]
     device = next(model.parameters()).device

@@ -67,7 +67,7 @@ def answer_batch(
 def write_answers(
     model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Memory | None, batch: int = 64, longest: int = 24
 ) -> list[str]:
-    """What the model writes behind each prompt, greedily."""
+    """What the model writes after each prompt, greedily."""
     out: list[str] = []
     begin, end = training.bos_and_eos(tokenizer)
     for start in range(0, len(prompts), batch):

@@ -156,7 +156,7 @@ class Continuation:
         )
 
     def write(self, text: str, memory: Any, new: int) -> tuple[Tensor, int]:
-        """Ids (1, l) of a text and what the model writes behind it, and where that begins."""
+        """Ids (1, l) of a text and what the model writes after it, and where that begins."""
         asked = self.tokenizer(text)["input_ids"]
         # Whole chunks, so that the last one ends with the question and what it finds is read at once.
         line = self.tokenizer("\n")["input_ids"][-1:]

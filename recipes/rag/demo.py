@@ -17,7 +17,7 @@ ENTRIES, QUESTIONS = 300, 4
 
 
 def build(folder: Path, cache: Path) -> list[Fact]:
-    """Make an index of held-out facts in a folder; they, and behind them some that are not in it."""
+    """Make an index of held-out facts in a folder; they, and after them some that are not in it."""
     _, held = load_facts()
     facts = some(held, ENTRIES + 20, 0)
     Entries.of(facts, mmattn.TextEncoder(), cache).index(range(ENTRIES)).save(folder)

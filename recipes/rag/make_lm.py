@@ -32,7 +32,7 @@ CONTEXT = 256
 
 
 def prompt(fact: Fact, told: list[Fact]) -> str:
-    """A question behind some facts; the answer follows after a space."""
+    """A question after some facts; the answer follows after a space."""
     return "".join(f"{one.sentence}\n" for one in told) + f"Question: {fact.question}\nAnswer:"
 
 

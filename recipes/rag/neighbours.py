@@ -34,7 +34,7 @@ def answer_states(
 def answer_by_neighbours(
     lm: Any, tokenizer: Any, prompts: Sequence[str], keys: Tensor, values: Tensor, longest: int = 24
 ) -> list[str]:
-    """What the mixture writes behind each prompt, greedily."""
+    """What the mixture writes after each prompt, greedily."""
     begin, end = training.bos_and_eos(tokenizer)
     out = []
     for text in prompts:

@@ -99,7 +99,7 @@ class Window:
 
 
 def windows(passages: Passages, found: Sequence[Sequence[int]], chunks: int) -> list[Window]:
-    """Windows of at most `chunks` chunks, one behind the other, none across documents."""
+    """Windows of at most `chunks` chunks, one after the other, none across documents."""
     made: list[Window] = []
     start = 0
     while start < len(passages):

@@ -22,7 +22,7 @@ def read(lm: Any, texts: Sequence[list[int]], layer: int, batch_size: int = 64) 
     for start in range(0, len(texts), batch_size):
         part = texts[start : start + batch_size]
         longest = max(map(len, part))
-        # Behind its end a text may go on with anything: no token looks ahead.
+        # After its end a text may go on with anything: no token looks ahead.
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part])
         states = lm(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[layer]
         before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)

@@ -41,7 +41,7 @@ def load_pairs(settings: DataSettings, seed: int) -> tuple[list[Pair], list[Ques
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The pairs of a file, each once: a source, a tab, its translation; what stands behind a second tab is left out.
+    """The pairs of a file, each once: a source, a tab, its translation; what stands after a second tab is left out.
 
     Raises:
         ConfigError: no such file, not UTF-8, or a line without a source or a translation, which is named.

@@ -94,7 +94,7 @@ def train_model(
         sources, targets = next(order)
         source, mask = padded(sources, pad)
         target, _ = padded(targets, pad)
-        # The padding lies behind the targets: no token of theirs sees it.
+        # The padding comes after the targets: no token of theirs sees it.
         logits = model(source, target[:, :-1], source_mask=mask)
         labels = target[:, 1:].flatten()
         return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=pad, label_smoothing=optim.label_smoothing)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the table, the losses, the captions, and where the adapter looked."""
+"""What a run leaves behind: the table, the losses, the captions, and what the adapter attended to."""
 
 from __future__ import annotations
 

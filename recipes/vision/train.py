@@ -168,7 +168,7 @@ def train_lora(
 
 
 def pair_order(data: Data, settings: Config) -> training.PairSampler:
-    """Pictures and, if asked for, their mirror images behind them, each with one of its texts, once an epoch."""
+    """Pictures and, if asked for, their mirror images after them, each with one of its texts, once an epoch."""
     texts = [picture.texts for picture in data.train]
     return training.PairSampler(texts * (2 if settings.data.flip else 1), settings.optim.batch_size, settings.seed)
 

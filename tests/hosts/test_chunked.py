@@ -84,7 +84,7 @@ def test_the_slow_definition(setting, where):
 
 @torch.no_grad()
 def test_who_sees_what_is_the_chunk_mask():
-    """Behind the last layer a token's answer changes exactly where `masks.chunk` lets it see the slot that changed."""
+    """After the last layer a token's answer changes exactly where `masks.chunk` lets it see the slot that changed."""
     model = attach(tiny.make("llama"), layers=(tiny.LAYERS - 1,))
     ids, memory = tiny.text(1, LENGTH), neighbours(1)
     order = memory.segments[0].argsort(stable=True)

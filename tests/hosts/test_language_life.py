@@ -115,10 +115,10 @@ def test_24_layers_that_return_tuples_and_layers_that_do_not():
     assert kinds == {tuple, torch.Tensor}
 
 
-@pytest.mark.parametrize("which", ["handle", "host"])
+@pytest.mark.parametrize("which", ["model", "host"])
 def test_25_modes_and_dtypes_reach_the_adapter(ids, which):
     model = tiny.attach(tiny.make("llama"))
-    thing = model if which == "handle" else model.host
+    thing = model if which == "model" else model.host
     assert not model.training and not any(part.training for part in model.adapters.modules())
     thing.train()
     assert all(part.training for part in model.adapters.modules())

@@ -210,18 +210,18 @@ def memories():
     yield None
 
 
-@pytest.mark.parametrize("compiled", ["host", "handle"])
+@pytest.mark.parametrize("compiled", ["host", "model"])
 @torch.no_grad()
 def test_31_a_compiled_host_reads_each_memory_it_is_given(ids, compiled, dynamo):
     model = tiny.attach(shallow(), layers=(0,))
     given = list(memories()) if compiled == "host" else [tiny.memory(ROWS), tiny.memory(ROWS, m=7), None]
     want = [model(ids, memory=memory).logits for memory in given]
-    # Inside a block the host is one graph, and a break is an error; the handle itself stays outside its host's graph.
+    # Inside a block the host is one graph, and a break is an error; the adapted model stays outside of it.
     thing = model.host if compiled == "host" else model
     fast = torch.compile(thing, backend=dynamo, fullgraph=compiled == "host")
     for _ in range(2):
         for memory, expected in zip(given, want, strict=True):
-            if compiled == "handle":
+            if compiled == "model":
                 got = fast(ids, memory=memory).logits
             else:
                 with model.condition(memory):

@@ -93,7 +93,7 @@ def faults():
         "depth": ("idefics", good, idefics_host(num_hidden_layers=3), "do not divide the 3 layers"),
         "width": ("idefics", good, idefics_host(**wide), "32 wide, and this host is 48 wide"),
         "norms": ("idefics", good, tiny.make("gpt2", n_layer=4), "epsilon None"),
-        "behind the last": ("mllama", trailing, idefics_host(num_hidden_layers=3), "before layer 3"),
+        "after the last": ("mllama", trailing, idefics_host(num_hidden_layers=3), "before layer 3"),
         "one after another": ("mllama", mllama((1, 2)).state_dict(), idefics_host(num_hidden_layers=3), "follow"),
         "layers left in": ("mllama", mllama().state_dict(), idefics_host(num_hidden_layers=5), "3 others"),
         "too deep": ("openflamingo", open_flamingo((7,)), tiny.make("llama"), "layers 0 to 2"),

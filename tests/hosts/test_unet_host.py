@@ -119,13 +119,13 @@ def test_compiled_afterwards(model):
 
 
 @pytest.mark.parametrize("core", [False, True])
-@pytest.mark.parametrize("which", ["handle", "host"])
+@pytest.mark.parametrize("which", ["model", "host"])
 @torch.no_grad()
 def test_copies_are_independent(model, which, core):
     memory = tiny.memory(ROWS)
     model.use_core(core)
     want = run(model, memory)
-    other = copy.deepcopy(model) if which == "handle" else copy.deepcopy(model.host)._mmattn
+    other = copy.deepcopy(model) if which == "model" else copy.deepcopy(model.host)._mmattn
     assert other is not model and other.host is not model.host
     assert torch.equal(run(other, memory), want)
     for parameter in other.adapters.parameters():
@@ -139,10 +139,10 @@ def test_copies_are_independent(model, which, core):
         assert torch.equal(model.host(*tiny_unets.given()[0]).sample, tiny_unets.own())
 
 
-@pytest.mark.parametrize("which", ["handle", "host"])
+@pytest.mark.parametrize("which", ["model", "host"])
 @torch.no_grad()
 def test_modes_and_dtypes_reach_the_adapter(model, which):
-    thing, memory, args = model if which == "handle" else model.host, tiny.memory(ROWS), tiny_unets.given()[0]
+    thing, memory, args = model if which == "model" else model.host, tiny.memory(ROWS), tiny_unets.given()[0]
     assert not any(part.training for part in model.modules())
     thing.train()
     assert all(part.training for part in model.modules())

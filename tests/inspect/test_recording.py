@@ -33,7 +33,7 @@ def test_weights_of_every_block_and_the_same_logits() -> None:
     (mean,) = weights.mean()
     assert torch.allclose(mean, sum(seen[0].mean(1) for seen in weights.values()) / 2)
     model(ids, memory=memory)
-    assert all(len(calls) == 1 for calls in weights.values()), "recording goes on behind the block"
+    assert all(len(calls) == 1 for calls in weights.values()), "recording goes on after the block"
 
 
 def test_dropout_stays_where_it_was() -> None:

@@ -243,7 +243,7 @@ def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: 
         assert torch.equal(model(ids, memory=memory).logits, host(ids).logits), "it adds nothing yet"
         with mmattn.inspect.record(model) as weights:
             model(ids, memory=memory)
-        # Of tokens 6 to 12, which see the chunk's memory, those from 7 on are the first ones again: behind them the
+        # Of tokens 6 to 12, which see the chunk's memory, those from 7 on are the first ones again: after them the
         # text goes on with slots 1 to 6.
         rows = weights.mean()[0][0][1:7]
         right[lookup] = sum(int(row.argmax()) == slot for slot, row in enumerate(rows, start=1))

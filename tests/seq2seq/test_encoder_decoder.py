@@ -37,11 +37,11 @@ def logits(model: EncoderDecoder, source: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_padding_in_front_behind_or_none(positions: str) -> None:
     model = tiny(positions)
-    behind = logits(model, SOURCE, TARGET)
+    after = logits(model, SOURCE, TARGET)
     front = logits(model, SOURCE.roll((3), 1).where(torch.tensor([[False], [True]]), SOURCE), TARGET)
     alone = model(SOURCE[1:, :4], TARGET[1:, :3])
-    torch.testing.assert_close(front, behind)
-    torch.testing.assert_close(alone[0], behind[1, :3])
+    torch.testing.assert_close(front, after)
+    torch.testing.assert_close(alone[0], after[1, :3])
     shifted = torch.tensor([[0, 0, 1, 25, 26]])
     torch.testing.assert_close(logits(model, SOURCE[1:, :4], shifted)[0, 2:], alone[0])
 

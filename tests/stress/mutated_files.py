@@ -244,9 +244,9 @@ def fuzz(count: int, seed: int) -> Found:
                 problem = "it was refused and left an adapter on the host"
             if problem is not None:
                 found.wrong.append(f"mutation {number} of seed {seed}: {problem[:500]}")
-                handle = adapted(folder.host)
-                if handle is not None:
-                    handle.unload()
+                model = adapted(folder.host)
+                if model is not None:
+                    model.unload()
             if number % 1000 == 0:
                 found.growth = max(found.growth, process.memory_info().rss - before)
     found.growth = max(found.growth, process.memory_info().rss - before)

@@ -47,7 +47,7 @@ def rows(count: int = 23) -> list[training.Row]:
 
 
 def attach(shard: bool = False, **settings: Any) -> Any:
-    """A tiny host, whole or in pieces on several processes, with a fresh adapter behind every layer."""
+    """A tiny host, whole or in pieces on several processes, with a fresh adapter after every layer."""
     host = tiny.make("llama")
     if shard:
         # A process that waits for others in vain gives up before whoever started it does.

@@ -1,4 +1,4 @@
-"""`generate` and its relatives on a host with adapters: the whole text is noted, beams share their row's memory."""
+"""`generate` and its relatives on a host with adapters: the whole text is recorded, beams share their row's memory."""
 
 from __future__ import annotations
 

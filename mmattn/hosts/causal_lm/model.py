@@ -105,7 +105,7 @@ class AdaptedCausalLM(AdaptedModel):
             probe(self.host, layers, adapter.position, adapter.sites[0].width)
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
-        """The ids or embeddings of this forward, what is cached, and what `generate` has noted."""
+        """The ids or embeddings of this forward, what is cached, and what `generate` was given."""
         refuse_packed(kwargs)
         inputs = kwargs.get("input_ids", args[0] if args else None)
         if inputs is None:

@@ -164,9 +164,9 @@ class QdrantStore:
     def add(self, entries: Entries) -> None:
         """Add entries after those that are here."""
         about = self._about()
-        first, behind = about["next_place"], about["next_place"] + len(entries)
-        points = as_points(entries, range(first, behind), self.metric)
-        self._write([about_point({**about, "next_place": behind}), *points])
+        first, end = about["next_place"], about["next_place"] + len(entries)
+        points = as_points(entries, range(first, end), self.metric)
+        self._write([about_point({**about, "next_place": end}), *points])
 
     def update(self, entries: Entries) -> None:
         """Replace entries."""

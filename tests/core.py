@@ -116,10 +116,21 @@ def compare_layer(
     *,
     through=None,
     scale: float | None = None,
-    small: float = 1e-9,
+    floor: float = 0.0,
     **given_,
 ) -> Tensor:
-    """`layer` against the definition: output, gradients of the inputs and of every parameter; returns the output."""
+    """`layer` against the definition: output, gradients of the inputs and of every parameter; returns the output.
+
+    Args:
+        layer: the claim.
+        x: queries (b · beams, l, d).
+        memory: slots (b, m, e).
+        through: calls the layer in place of `layer(x, memory, ...)`.
+        scale: of the scores, where it is not that of the layer.
+        floor: errors of a gradient smaller than this share of the largest are relative to that share; where the
+            gradients of a softmax all but cancel, they are as exact as their terms.
+        **given_: the other inputs.
+    """
     dtype = layer.q_proj.weight.dtype
     slow = {name: weight.detach().double().requires_grad_() for name, weight in named_weights(layer).items()}
     inputs = {"x": x, "memory": memory} | ({"values": given_.pop("values")} if "values" in given_ else {})
@@ -147,8 +158,9 @@ def compare_layer(
     largest = torch.stack([right.abs().max() for right in expected_grads if right.numel()]).max()
     for grad, right in zip(grads, expected_grads, strict=True):
         # Some gradients are 0 but for rounding: of a key bias, which every slot gets alike, or of the only slot's key.
-        vanishing = right.numel() and right.abs().max() <= small * largest
-        assert_close(grad, right, dtype, "grad", size=largest if vanishing else None)
+        size = right.abs().max() if right.numel() else largest
+        yardstick = largest if size <= 1e-9 * largest else floor * largest if size <= floor * largest else None
+        assert_close(grad, right, dtype, "grad", size=yardstick)
     fast = dict(fast_inputs, **given_)
     again, found = layer(fast.pop("x"), fast.pop("memory"), **fast, return_weights=True)
     assert_close(again, expected, dtype)

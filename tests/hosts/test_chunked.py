@@ -173,7 +173,10 @@ def test_where_there_are_no_neighbours_the_host_answers(family):
     with s.model.disable_adapter():
         assert torch.equal(s.model(s.ids, memory=neighbours()).logits, s.own)
     short = s.ids[:, : SIZE - 1]
-    assert_close(s.model(short, memory=neighbours()).logits, tiny.own(short, family), 1e-6)
+    if family in tiny.RUNNING_STATE:  # two hosts of equal weights differ by one rounding where their memory lies
+        assert_close(s.model(short, memory=neighbours()).logits, tiny.own(short, family), 1e-6)
+    else:
+        assert torch.equal(s.model(short, memory=neighbours()).logits, tiny.own(short, family))
     assert torch.equal(s.model(short, memory=neighbours()).logits, s.model.host(short).logits)
 
 

@@ -290,9 +290,10 @@ def test_finding_may_ask_the_host_itself():
         assert torch.equal(got, generate(model, ids, memory=lambda chunks: find(chunks, twin)))
 
 
+@pytest.mark.parametrize("family", ["llama", "mamba"])  # mamba does not say how much text it has read
 @torch.no_grad()
-def test_embeddings_have_no_chunks_to_ask_for():
-    s = scene("llama")
+def test_embeddings_have_no_chunks_to_ask_for(family):
+    s = scene(family)
     embeddings = s.model.host.get_input_embeddings()(s.ids)
     memory = neighbours(chunks=7)
     out = s.model.generate(inputs_embeds=embeddings, memory=memory, max_new_tokens=NEW, do_sample=False)

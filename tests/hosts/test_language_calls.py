@@ -56,7 +56,10 @@ def test_embeddings_instead_of_ids(family, ids):
 def test_the_hosts_keywords_and_output_are_its_own(model, ids):
     memory = tiny.memory(ROWS)
     full = model(input_ids=ids, memory=memory)
-    assert_close(model(ids, memory=memory, logits_to_keep=2).logits, full.logits[:, -2:], 1e-6)
+    kept = model(ids, memory=memory, logits_to_keep=2).logits
+    with model.condition(memory):
+        assert torch.equal(kept, model.host(ids, logits_to_keep=2).logits)
+    assert_close(kept, full.logits[:, -2:], 1e-6)
     assert torch.equal(model(ids, memory=memory, return_dict=False)[0], full.logits)
     assert torch.equal(
         model.generate(input_ids=ids, memory=memory, max_new_tokens=2, do_sample=False),

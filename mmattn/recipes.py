@@ -9,9 +9,13 @@ from __future__ import annotations
 import codecs
 import difflib
 import importlib
+import importlib.machinery
+import importlib.util
+import os
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +110,8 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
 def load_recipe(folder: Path, name: str) -> ModuleType:
     """Import `name`.py of a recipe's folder, which may be one that `mmattn cp` made.
 
-    A recipe's files import each other by their plain names, as scripts in one folder do; the folder therefore leads
-    `sys.path` from here on, and files of the same names from another recipe give way.
+    The folder is a package of its own under a private name, so that its files import each other with relative imports
+    and never meet modules of the same names: not another recipe's, and not the user's own.
 
     Args:
         folder: of the recipe.
@@ -119,14 +123,13 @@ def load_recipe(folder: Path, name: str) -> ModuleType:
     folder = folder.resolve()
     if not (folder / f"{name}.py").is_file():
         _fail(f"{folder} has no {name}.py, so it is not a recipe that can do this")
-    for own in folder.glob("*.py"):
-        file = getattr(sys.modules.get(own.stem), "__file__", None)
-        if file is not None and Path(file).resolve() != own:
-            del sys.modules[own.stem]
-    if sys.path[0] != str(folder):
-        sys.path.insert(0, str(folder))
+    package = f"_mmattn_recipe_{zlib.crc32(os.fsencode(folder)):08x}"
+    if package not in sys.modules:
+        spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        sys.modules[package] = importlib.util.module_from_spec(spec)
     importlib.invalidate_caches()
-    return importlib.import_module(name)
+    return importlib.import_module(f"{package}.{name}")
 
 
 def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from random import Random
 from typing import Any
 
 import torch
-from expressions import END, PAD, Pair, World
-from settings import Config, ModelSettings
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmattn import training
+
+from .expressions import END, PAD, Pair, World
+from .settings import Config, ModelSettings
 
 
 def build(world: World, settings: ModelSettings, seed: int) -> LlamaForCausalLM:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from expressions import World
-from settings import AdapterSettings
 from torch import Tensor
 
 import mmattn
+
+from .expressions import World
+from .settings import AdapterSettings
 
 
 class Alone:

@@ -7,13 +7,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from expressions import TASKS, World
-from models import build, teach, tune
-from readers import Alone, Along, Leaky, PromptOnly, measure
-from settings import Config
-from tables import table
-
 from mmattn import training
+
+from .expressions import TASKS, World
+from .models import build, teach, tune
+from .readers import Alone, Along, Leaky, PromptOnly, measure
+from .settings import Config
+from .tables import table
 
 # What a composition is trained on: the paper's text has it in two ways; the third keeps what both could do.
 WAYS = {"substitution": TASKS[:1], "KV-arithmetic": TASKS[2:], "all three": TASKS}

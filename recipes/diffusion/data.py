@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attributes import INK, LIGHT, Attributes, Subject
-from settings import DataSettings
 from torch import Tensor
 
 import mmattn
 from mmattn.errors import ConfigError
+
+from .attributes import INK, LIGHT, Attributes, Subject
+from .settings import DataSettings
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 KINDS = {"ink": INK, "light": LIGHT}

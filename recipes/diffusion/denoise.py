@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from diffusers.training_utils import compute_snr
-from settings import Config
 from torch import Tensor, nn
 
 from mmattn import training
+
+from .settings import Config
 
 
 def denoising_loss(scheduler: Any, predict: Any, clean: Tensor, min_snr: float) -> Tensor:

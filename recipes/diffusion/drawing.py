@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from data import away_from_paper
-from models import load_models
-from sampling import as_image, draw as sample, traces
-from style import load_encoder
 from torch import Tensor
 
 import mmattn
 from mmattn import inspect
 from mmattn.errors import ImageError
 from mmattn.recipes import assets_folder
+
+from .data import away_from_paper
+from .models import load_models
+from .sampling import as_image, draw as sample, traces
+from .style import load_encoder
 
 SCALE = 16  # pixels of the file for each pixel drawn
 
@@ -87,7 +88,7 @@ class Pen:
 
 def demo(out: Path, steps: int = 20) -> Path:
     """A grid of the ten digits: without an example, in the style of each shipped one; the attention of two drawings."""
-    from pictures import grid
+    from .pictures import grid
 
     pen = Pen()
     models, model, encoder = pen.models, pen.model, pen.encoder

@@ -11,8 +11,9 @@ import shutil
 from pathlib import Path
 
 import yaml
-from data import load_data
 from PIL import Image
+
+from .data import load_data
 
 CARD = """# Handwritten digits: a UNet, a text encoder, and an adapter for style
 

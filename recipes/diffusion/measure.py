@@ -10,10 +10,11 @@ from random import Random
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attributes import THRESHOLD, Subject
-from data import Pictures
 from scipy.linalg import sqrtm
 from torch import Tensor
+
+from .attributes import THRESHOLD, Subject
+from .data import Pictures
 
 
 @dataclass

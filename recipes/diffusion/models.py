@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attributes import Subject
 from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 from mmattn.errors import ConfigError, TextError
+
+from .attributes import Subject
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL

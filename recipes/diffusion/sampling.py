@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import Models
 from torch import Tensor
 
 import mmattn
 from mmattn import inspect, training
+
+from .models import Models
 
 
 @torch.no_grad()

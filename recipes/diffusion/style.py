@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from data import Pictures
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import mmattn
 from mmattn import training
+
+from .data import Pictures
 
 WIDTH = 64
 SEEN = 32  # larger pictures are scaled down to it

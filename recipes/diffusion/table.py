@@ -1,15 +1,15 @@
 """The table of one stage over several seeds: mean ± spread (half the distance from the lowest to the highest).
 
-python recipes/diffusion/table.py recipes/diffusion/config.yaml [key=value …] --seeds 0 1 2
-python recipes/diffusion/table.py recipes/diffusion/config_style.yaml unet=runs/diffusion/seed-{seed} --seeds 0 1 2
+python -m recipes.diffusion.table recipes/diffusion/config.yaml [key=value …] --seeds 0 1 2
+python -m recipes.diffusion.table recipes/diffusion/config_style.yaml unet=runs/diffusion/seed-{seed} --seeds 0 1 2
 """
 
 from __future__ import annotations
 
-from tables import table
-from train import main as train
-
 from mmattn.recipes import over_seeds
+
+from .tables import table
+from .train import main as train
 
 if __name__ == "__main__":
     over_seeds(__doc__ or "", train, table)

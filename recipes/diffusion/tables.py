@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from data import Pictures
-from measure import Judge, mean, questions, similarity
-from models import Models
-from sampling import draw
-from style import StyleEncoder
-from train_style import Concatenated
 
 import mmattn
 from mmattn import training
+
+from .data import Pictures
+from .measure import Judge, mean, questions, similarity
+from .models import Models
+from .sampling import draw
+from .style import StyleEncoder
+from .train_style import Concatenated
 
 GUIDANCE_SCALES = (1.0, 1.1, 1.3, 2.0, 3.0, 5.0)
 ADAPTER_SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)

@@ -6,21 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attributes import Subject
-from data import Pictures, load_data
-from measure import Judge
-from models import Models, load_models, save_models
-from pictures import grid, plot_losses, word_maps
-from sampling import draw, traces, word_attention
-from settings import Config
-from style import StyleEncoder, save_encoder, train_encoder
-from tables import style_rows, table, text_rows
-from train_style import Concatenated, train_style
-from train_text import shown, train_text
 
 import mmattn
 from mmattn import inspect, training
 from mmattn.recipes import assets_folder
+
+from .attributes import Subject
+from .data import Pictures, load_data
+from .measure import Judge
+from .models import Models, load_models, save_models
+from .pictures import grid, plot_losses, word_maps
+from .sampling import draw, traces, word_attention
+from .settings import Config
+from .style import StyleEncoder, save_encoder, train_encoder
+from .tables import style_rows, table, text_rows
+from .train_style import Concatenated, train_style
+from .train_text import shown, train_text
 
 EXPLORED = 4  # sentences, or examples, that `mmattn explore` shows, at most
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 from random import Random
 
 import torch
-from attributes import Subject, asked_for
-from data import Pictures
-from denoise import denoising_loss, fit
-from models import Models
-from settings import Config
-from style import WIDTH, StyleEncoder
 from torch import Tensor, nn
 
 import mmattn
 from mmattn import training
+
+from .attributes import Subject, asked_for
+from .data import Pictures
+from .denoise import denoising_loss, fit
+from .models import Models
+from .settings import Config
+from .style import WIDTH, StyleEncoder
 
 NEAREST = 8
 

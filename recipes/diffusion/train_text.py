@@ -5,18 +5,19 @@ from __future__ import annotations
 from random import Random
 
 import torch
-from attributes import Subject, asked_for
-from data import Pictures
-from denoise import denoising_loss, fit
 from diffusers.training_utils import EMAModel
-from models import Models, make_unet, make_words, noise_schedule
-from pictures import grid, plot_losses
-from sampling import draw
-from settings import Config
 from torch import Tensor
 
 import mmattn
 from mmattn import training
+
+from .attributes import Subject, asked_for
+from .data import Pictures
+from .denoise import denoising_loss, fit
+from .models import Models, make_unet, make_words, noise_schedule
+from .pictures import grid, plot_losses
+from .sampling import draw
+from .settings import Config
 
 
 def train_text(

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from language import load_lm, write_texts
-from memories import load_pictures
-from settings import Config
 
 import mmattn
 from mmattn import training
 from mmattn.errors import AdapterFileError
 from mmattn.recipes import read_settings
+
+from .language import load_lm, write_texts
+from .memories import load_pictures
+from .settings import Config
 
 USED = ("lm", "quantise", "encoder", "lora", "caption")
 

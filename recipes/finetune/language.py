@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from settings import Config, place
 
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError, import_extra
+
+from .settings import Config, place
 
 
 class Language:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from settings import Config, place
-
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
+
+from .settings import Config, place
 
 
 def load_pictures(name: str, device: Any = "cpu") -> Any:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memories import without
-from settings import Config, place
 
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError, TextError
+
+from .memories import without
+from .settings import Config, place
 
 
 class Painting:

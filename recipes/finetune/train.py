@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
-from language import Language, write_texts
-from memories import exchanged, row_memories, without
-from painting import Painting
-from settings import Config, place
 from transformers.utils import logging as transformers_said
 
 from mmattn import training
+
+from . import report
+from .language import Language, write_texts
+from .memories import exchanged, row_memories, without
+from .painting import Painting
+from .settings import Config, place
 
 
 def main(config: dict[str, Any]) -> Path:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from settings import Config, ScoreSettings
 from torch import Tensor
 
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
 from mmattn.recipes import assets_folder
+
+from .settings import Config, ScoreSettings
 
 
 def load_lm(name: str) -> tuple[Any, Any]:

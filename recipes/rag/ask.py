@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from answering import load_lm, looked_at, looks, trace, write_answers
-from passages import sayable
-from reading import read
-from settings import Config, DocsSettings
 from torch import Tensor
 
 import mmattn
 from mmattn import training
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.recipes import assets_folder, read_settings
+
+from .answering import load_lm, looked_at, looks, trace, write_answers
+from .passages import sayable
+from .reading import read
+from .settings import Config, DocsSettings
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from ask import Asked
-from entries import Entries
-from facts import Fact, load_facts
-from train import some
-
 import mmattn
 from mmattn import inspect
+
+from .ask import Asked
+from .entries import Entries
+from .facts import Fact, load_facts
+from .train import some
 
 ENTRIES, QUESTIONS = 300, 4
 

@@ -10,11 +10,12 @@ from random import Random
 from typing import Any
 
 import torch
-from facts import Fact
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import mmattn
+
+from .facts import Fact
 
 
 def embed(encoder: Any, texts: Sequence[str], cache: Path, progress: bool = False) -> Tensor:

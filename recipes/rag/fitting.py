@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from settings import Config
 from torch import nn
 
 from mmattn import training
+
+from .settings import Config
 
 
 def fit(

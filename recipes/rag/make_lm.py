@@ -19,12 +19,13 @@ from pathlib import Path
 from random import Random
 
 import torch
-from documents import load_docstrings, load_topics
-from facts import UNKNOWN, Fact, load_facts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mmattn import training
+
+from .documents import load_docstrings, load_topics
+from .facts import UNKNOWN, Fact, load_facts
 
 HERE = Path(__file__).parent
 END, PAD = "<|endoftext|>", "<|pad|>"

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from answering import looked_at, looks, trace, write_answers
-from entries import Entries, World, worlds
-from facts import UNKNOWN
-from make_lm import prompt
-from neighbours import answer_by_neighbours, answer_states
-from settings import Config
-
 import mmattn
+
+from .answering import looked_at, looks, trace, write_answers
+from .entries import Entries, World, worlds
+from .facts import UNKNOWN
+from .make_lm import prompt
+from .neighbours import answer_by_neighbours, answer_states
+from .settings import Config
 
 TOLD = 6  # facts in a prompt, as the language model was trained to read them
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from answering import answer_batch
 from torch import Tensor
 
 from mmattn import training
 from mmattn.retrieval import knn_log_probs
+
+from .answering import answer_batch
 
 NEAREST, TEMPERATURE, WEIGHT = 16, 10.0, 0.9
 

@@ -8,10 +8,11 @@ from random import Random
 from typing import Any
 
 import torch
-from reading import read
 from torch import Tensor
 
 import mmattn
+
+from .reading import read
 
 KINDS = ("neighbours", "continuations", "both")
 

@@ -1,15 +1,15 @@
 """The table of one part over several seeds: mean ± spread (half the distance from the lowest to the highest).
 
-python recipes/rag/table.py recipes/rag/config.yaml [key=value …] --seeds 0 1 2
-python recipes/rag/table.py recipes/rag/config_docs.yaml --seeds 0 1 2
+python -m recipes.rag.table recipes/rag/config.yaml [key=value …] --seeds 0 1 2
+python -m recipes.rag.table recipes/rag/config_docs.yaml --seeds 0 1 2
 """
 
 from __future__ import annotations
 
-from tables import table
-from train import main as train
-
 from mmattn.recipes import over_seeds
+
+from .tables import table
+from .train import main as train
 
 if __name__ == "__main__":
     over_seeds(__doc__ or "", train, table)

@@ -7,18 +7,19 @@ from random import Random
 from typing import Any
 
 import torch
-from answering import adapter_settings, answer_batch, load_lm
-from entries import Entries
-from facts import UNKNOWN, Fact, load_facts
-from fitting import fit
-from make_lm import prompt
-from measure import Measure
-from settings import Config
-from tables import plot_bits, plot_sizes, table
-from train_docs import show, train_documents
 
 import mmattn
 from mmattn import inspect, training
+
+from .answering import adapter_settings, answer_batch, load_lm
+from .entries import Entries
+from .facts import UNKNOWN, Fact, load_facts
+from .fitting import fit
+from .make_lm import prompt
+from .measure import Measure
+from .settings import Config
+from .tables import plot_bits, plot_sizes, table
+from .train_docs import show, train_documents
 
 LESS = {"without null slot": {"null_slot": False}, "without size normalisation": {"length_norm": False}}
 

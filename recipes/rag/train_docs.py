@@ -12,16 +12,17 @@ from random import Random
 from typing import Any
 
 import torch
-from answering import load_lm
-from ask import Asked
-from documents import load_topics
-from fitting import fit
-from passages import KINDS, Passages, Window, found_by_nobody, memory_of, neighbours, some_of, windows
-from reading import begin_as_lookup
-from settings import Config
 
 import mmattn
 from mmattn import inspect, training
+
+from .answering import load_lm
+from .ask import Asked
+from .documents import load_topics
+from .fitting import fit
+from .passages import KINDS, Passages, Window, found_by_nobody, memory_of, neighbours, some_of, windows
+from .reading import begin_as_lookup
+from .settings import Config
 
 Choice = Callable[[list[int]], list[int]]
 Memories = Callable[[list[Window]], mmattn.Memory]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pairs import Question
-from sentences import read_sources
-from writing import Translator
-
 import mmattn
 from mmattn.errors import import_extra
+
+from .pairs import Question
+from .sentences import read_sources
+from .writing import Translator
 
 # Missed here, before anything is trained.
 sacrebleu = import_extra("sacrebleu", "translate")

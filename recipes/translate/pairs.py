@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from dates import write_pairs
-from settings import DataSettings
-
 from mmattn.errors import ConfigError
+
+from .dates import write_pairs
+from .settings import DataSettings
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from itertools import count
 from typing import Any
 
 import torch
-from pairs import Pair
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mmattn import training
+
+from .pairs import Pair
 
 PAD, START, END = "<pad>", "<s>", "</s>"
 

@@ -1,14 +1,14 @@
 """The table over several seeds: mean ± spread (half the distance from the lowest to the highest).
 
-python recipes/translate/table.py recipes/translate/config.yaml [key=value …] --seeds 0 1 2
+python -m recipes.translate.table recipes/translate/config.yaml [key=value …] --seeds 0 1 2
 """
 
 from __future__ import annotations
 
-from tables import table
-from train import main as train
-
 from mmattn.recipes import over_seeds
+
+from .tables import table
+from .train import main as train
 
 if __name__ == "__main__":
     over_seeds(__doc__ or "", train, table)

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from alignment import draw
-from measure import measure, measure_pages
-from pairs import Question, load_pairs
-from sentences import Batches, padded, train_tokenizer
-from settings import Config
-from tables import table
-from writing import Translator
 
 import mmattn
 from mmattn import inspect, training
 from mmattn.errors import ConfigError
+
+from .alignment import draw
+from .measure import measure, measure_pages
+from .pairs import Question, load_pairs
+from .sentences import Batches, padded, train_tokenizer
+from .settings import Config
+from .tables import table
+from .writing import Translator
 
 CODES = ("sinusoidal", "learned", "rotary", "alibi")
 NO_SOURCE = "no cross-attention"

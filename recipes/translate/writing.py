@@ -1,6 +1,6 @@
 """A trained model with its tokenizer: translations, and where each word of them looked.
 
-python recipes/translate/writing.py "I am a guy" --run runs/translate-pairs --picture guy.png
+python -m recipes.translate.writing "I am a guy" --run runs/translate-pairs --picture guy.png
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from alignment import Alignment, aligned, draw, words
-from sentences import padded, read_sources
-from settings import AlignmentSettings, WritingSettings
 from torch import Tensor
 
 import mmattn
 from mmattn.errors import ConfigError
+
+from .alignment import Alignment, aligned, draw, words
+from .sentences import padded, read_sources
+from .settings import AlignmentSettings, WritingSettings
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import write_captions
-from seeing import load_encoder, load_lm
-from settings import Config
 
 import mmattn
 from mmattn import training
 from mmattn.errors import AdapterFileError
 from mmattn.recipes import read_settings
+
+from .measure import write_captions
+from .seeing import load_encoder, load_lm
+from .settings import Config
 
 
 def caption(images: Sequence[Any], adapter: str | Path, *, progress: bool = False) -> list[str]:

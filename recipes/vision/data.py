@@ -10,11 +10,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import flora
 import yaml
-from settings import DataSettings
 
 from mmattn.errors import ConfigError
+
+from . import flora
+from .settings import DataSettings
 
 PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 

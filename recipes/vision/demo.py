@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 
 import torch
-from caption import open_run
-from report import caption_grid
-from settings import place
-from train import main as train
 
 from mmattn.recipes import read_settings
+
+from .caption import open_run
+from .report import caption_grid
+from .settings import place
+from .train import main as train
 
 HERE = Path(__file__).parent
 

@@ -19,9 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 import yaml
-from flora_draw import paint
-from flora_shapes import PAINTERS
 from PIL import Image
+
+from .flora_draw import paint
+from .flora_shapes import PAINTERS
 
 SPLITS = ("train", "held-out")
 

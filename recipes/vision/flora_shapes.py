@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flora_draw import GREEN, Brush, Painter, rounded
+
+from .flora_draw import GREEN, Brush, Painter, rounded
 
 Spec = Mapping[str, Any]
 TAU = 2 * math.pi

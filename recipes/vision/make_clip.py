@@ -15,15 +15,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import flora
 import numpy as np
 import open_clip
 import torch
-from make_lm import END, train_tokenizer
 from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from . import flora
+from .make_lm import END, train_tokenizer
 
 HERE = Path(__file__).parent
 NAME, SIZE, CONTEXT = "tiny-flora", 64, 64

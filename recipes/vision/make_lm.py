@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-import flora
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from . import flora
 
 HERE = Path(__file__).parent
 END, PAD = "<|endoftext|>", "<|pad|>"

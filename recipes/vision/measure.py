@@ -14,10 +14,11 @@ from random import Random
 from typing import Any
 
 import torch
-from data import Data, Picture, Species
 
 import mmattn
 from mmattn import training
+
+from .data import Data, Picture, Species
 
 
 @dataclass

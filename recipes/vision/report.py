@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy
 import torch
-from data import Data
-from measure import Row
-from settings import Config
 
 import mmattn
 from mmattn import training
+
+from .data import Data
+from .measure import Row
+from .settings import Config
 
 HEADER = (
     "",
@@ -146,7 +147,7 @@ def caption_grid(
     path: Path, model: Any, tokenizer: Any, images: Sequence[Any], memory: mmattn.Memory, grid: tuple[int, int] | None
 ) -> list[str]:
     """Write captions of pictures and draw each picture twice: plain, and under the attention it got."""
-    from measure import write_captions
+    from .measure import write_captions
 
     captions = write_captions(model, tokenizer, memory)
     rows = training.encode_texts(tokenizer, [text or " " for text in captions])

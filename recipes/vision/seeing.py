@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Data, Picture
-from settings import AdapterSettings, Config, place
 
 import mmattn
 from mmattn.errors import ConfigError
+
+from .data import Data, Picture
+from .settings import AdapterSettings, Config, place
 
 
 def load_encoder(name: str, device: str = "cpu") -> Any:

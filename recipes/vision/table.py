@@ -1,17 +1,17 @@
 """The table over several seeds: mean ± spread (half the distance from the lowest to the highest).
 
-python recipes/vision/table.py recipes/vision/config.yaml [key=value …] --seeds 0 1 2
+python -m recipes.vision.table recipes/vision/config.yaml [key=value …] --seeds 0 1 2
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from report import HEADER
-from train import main as train
-
 from mmattn import training
 from mmattn.recipes import over_seeds
+
+from .report import HEADER
+from .train import main as train
 
 HOW = {
     "perplexity": (1, ".2f", ""),

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
-from data import Data, load_data
-from measure import Measure, Row, strangers, write_captions
-from seeing import adapter_settings, load_encoder, load_lm, see
-from settings import Config
 
 import mmattn
 from mmattn import inspect, training
+
+from . import report
+from .data import Data, load_data
+from .measure import Measure, Row, strangers, write_captions
+from .seeing import adapter_settings, load_encoder, load_lm, see
+from .settings import Config
 
 EXPLORED = 6  # captions that `mmattn explore` shows, at most
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -23,12 +24,13 @@ optim:
   steps: 5
 """
 TRAIN = """\
+import importlib
 import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from sums import double
+from .sums import double
 
 
 class Optim(BaseModel):
@@ -59,10 +61,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "sums.py").write_text("def double(x):\n    return 2 * x\n")
     (folder / "README.md").write_text("# Toy\n\nA **toy** to\nlearn with. And more.\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    for name in ("train", "sums", "caption", "demo"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     return folder
 
 
@@ -129,6 +128,17 @@ class TestTrain:
         code, out, err = call(capsys, "train", "mine.yaml")
         assert code == 0, err
         assert '"seed": 5' in out and '"steps": 7' in out
+
+    def test_modules_of_the_users_own_are_left_alone(
+        self, toy: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "sums.py").write_text("MINE = True\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "sums", raising=False)
+        mine, before = importlib.import_module("sums"), list(sys.path)
+        code, out, err = call(capsys, "train", toy / "config.yaml")
+        assert code == 0 and '"double": 6' in out, err
+        assert sys.modules["sums"] is mine and mine.MINE and sys.path == before
 
     def test_a_copy_runs_its_own_files(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert call(capsys, "train", shelf / "_recipes/toy/config.yaml")[1].count('"double": 6') == 1

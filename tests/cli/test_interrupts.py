@@ -136,8 +136,6 @@ def test_half_a_drawing_is_not_left_behind(
         "    out.write_bytes(b'whole')\n    return out\n"
     )
     monkeypatch.setattr(recipes, "_PACKAGE", tmp_path / "package")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "drawing", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     folder = tmp_path / "drawn"
     folder.mkdir()
@@ -162,8 +160,6 @@ class TestSeveralSeeds:
 
 class TestHandler:
     def test_a_command_that_catches_it(self, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.delitem(sys.modules, "train", raising=False)
         (recipe / "train.py").write_text(
             "import signal\n\n\ndef main(config):\n    try:\n        signal.raise_signal(signal.SIGINT)\n"
             "    except KeyboardInterrupt:\n        print('caught')\n"

@@ -24,8 +24,7 @@ BOLD, SLANTED = (ASSETS / "digits" / f"{name}.png" for name in ("bold", "slanted
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An adapter that a run of seconds leaves; the search path is put back."""
-    before = list(sys.path)
+    """An adapter that a run of seconds leaves."""
     folder = tmp_path_factory.mktemp("run")
     data = {"kind": "flora", "train_per_species": 1, "held_out_per_species": 1, "cache": str(folder / "cache")}
     train = load_recipe(find_recipe("vision").folder, "train")
@@ -40,8 +39,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "caption": {"max_new_tokens": 11},
         }
     )
-    yield Path(run) / "adapter"
-    sys.path[:] = before
+    return Path(run) / "adapter"
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ def test_every_command_is_compared() -> None:
 
 @pytest.mark.parametrize("name", PASSED_ON)
 def test_an_option_is_named_as_the_argument_it_becomes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
     passed, apart = PASSED_ON[name]
     functions = [given() if given.__name__ == "<lambda>" else given for given in passed]
     known = {argument for function in functions for argument in inspect.signature(function).parameters}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -19,13 +18,8 @@ RECIPE, ASSETS = ROOT / "recipes" / "vision", ROOT / "assets"
 
 
 @pytest.fixture(scope="module")
-def flora():
-    sys.path.insert(0, str(RECIPE))
-    try:
-        import flora
-    finally:
-        sys.path.remove(str(RECIPE))
-    return flora
+def flora(load_files):
+    return load_files("vision", "flora").flora
 
 
 @pytest.fixture(scope="module")

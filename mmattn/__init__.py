@@ -30,6 +30,7 @@ _HOME = {
     "AugmentingModel": "mmattn.adapters.augmenting",
     "Guidance": "mmattn.hosts.unet.guidance",
     "doctor": "mmattn.inspect.diagnosis",
+    "pipeline": "mmattn.pipelines.load",
     # What memories come from
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "OpenCLIPTextEncoder": "mmattn.encoders.openclip",
@@ -45,7 +46,19 @@ _HOME = {
 }
 _MODULES = {"errors": "mmattn.errors", "masks": "mmattn.core.masks", "positions": "mmattn.core.positions"}
 # Rooms that `import mmattn` gives by their names, too: mmattn.inspect.record, mmattn.seq2seq.EncoderDecoder, …
-_ROOMS = ("adapters", "core", "encoders", "hosts", "inspect", "retrieval", "seq2seq", "storage", "testing", "training")
+_ROOMS = (
+    "adapters",
+    "core",
+    "encoders",
+    "hosts",
+    "inspect",
+    "pipelines",
+    "retrieval",
+    "seq2seq",
+    "storage",
+    "testing",
+    "training",
+)
 
 __all__ = [*_HOME, *_MODULES]
 
@@ -72,6 +85,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.unet.guidance import Guidance
     from mmattn.inspect.diagnosis import doctor
     from mmattn.memory import Memory
+    from mmattn.pipelines.load import pipeline
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.stores.registry import register_store

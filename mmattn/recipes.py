@@ -58,6 +58,23 @@ def assets_folder() -> Path:
     return _carried("assets")
 
 
+def asset_path(name: str) -> Path:
+    """The place of "assets/…": in the working folder where it exists there, else in the installation.
+
+    Args:
+        name: "assets/" and a path below it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if Path(name).exists():
+        return Path(name)
+    shipped = assets_folder() / name.removeprefix("assets/")
+    if not shipped.exists():
+        _fail(f"this installation carries no {name}; name another, or use a checkout")
+    return shipped
+
+
 def list_recipes() -> list[Recipe]:
     """Every recipe of this installation, by name."""
     folders = sorted(p for p in recipes_folder().iterdir() if p.is_dir() and not p.name.startswith((".", "_")))

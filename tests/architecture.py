@@ -20,6 +20,7 @@ ROOMS = (
     ("training", "inspect"),
     ("testing",),
     ("recipes",),
+    ("pipelines",),
     ("cli",),
     ("__main__",),
 )
@@ -30,7 +31,7 @@ BESIDE = {
 }
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
-    "transformers": ("hosts", "training", "storage.pretrained", "adapters.augmenting"),
+    "transformers": ("hosts", "training", "pipelines", "storage.pretrained", "adapters.augmenting"),
     "accelerate": ("training",),
     "datasets": ("training",),
     "peft": ("training",),
@@ -60,7 +61,15 @@ KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet"}
 DRAWERS = {"utils", "util", "common", "base", "config", "helpers", "misc"}
 ATTENTION_CALLS = {"softmax", "Softmax", "_softmax", "scaled_dot_product_attention", "flex_attention"}
 #: What recipes may import by a longer name than `mmattn` itself.
-FRONT_ROOMS = {"mmattn", "mmattn.errors", "mmattn.inspect", "mmattn.recipes", "mmattn.retrieval", "mmattn.seq2seq"}
+FRONT_ROOMS = {
+    "mmattn",
+    "mmattn.errors",
+    "mmattn.inspect",
+    "mmattn.pipelines",
+    "mmattn.recipes",
+    "mmattn.retrieval",
+    "mmattn.seq2seq",
+}
 
 
 @dataclass(frozen=True)

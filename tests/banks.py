@@ -23,6 +23,7 @@ SETTINGS = {
     "null slot": {"null_slot": True},
     "null slot and length norm": {"null_slot": True, "length_norm": 17.0},
     "score bias": {"score_bias": True},
+    "standardised scores": {"score_bias": True, "score_mean": 0.7, "score_std": 0.3, "null_slot": True},
     "score bias and null slot": {"score_bias": True, "null_slot": True, "num_heads": 4, "num_kv_heads": 2},
     "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
     "latest hit": {"visible_segments": "latest"},

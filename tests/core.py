@@ -144,6 +144,8 @@ def compare_layer(
         num_kv_heads=layer.num_kv_heads,
         scale=scale,
         length_norm=layer.kv_proj.length_norm,
+        score_mean=layer.kv_proj.score_mean,
+        score_std=layer.kv_proj.score_std,
         **rotary,
         **given_,
     )

@@ -203,6 +203,8 @@ def cross_attention_reference(
     causal: bool = False,
     scale: float | None = None,
     scores: Tensor | None = None,
+    score_mean: float = 0.0,
+    score_std: float = 1.0,
     query_positions: Tensor | None = None,
     memory_positions: Tensor | None = None,
     rotary_base: float | None = None,
@@ -219,7 +221,10 @@ def cross_attention_reference(
         x: (b, l, d).
         memory: (b, m, e), read for keys, and for values too unless `values` (b, m, …) is given. Its rows may be fewer
             than those of x by a whole multiple, as in `attend_reference`.
-        scores: (b, m), added to the attention scores times `score_scale`.
+        scores: (b, m), added to the attention scores times `score_scale`, once `score_mean` is taken off and they are
+            divided by `score_std`.
+        score_mean: of the scores.
+        score_std: of the scores.
         query_positions: as `rotary_reference` takes them; 0, 1, … unless given.
         memory_positions: likewise for keys.
         rotary_base: queries and keys are rotated when it is given.
@@ -254,7 +259,8 @@ def cross_attention_reference(
         q = rotary_reference(q, torch.arange(l) if query_positions is None else query_positions, rotary_base, axes)
         k = rotary_reference(k, torch.arange(m) if memory_positions is None else memory_positions, rotary_base, axes)
     if scores is not None:
-        learned = state["score_scale"].double() * torch.where(used, scores.double(), 0.0)
+        standardised = (scores.double() - score_mean) / score_std
+        learned = state["score_scale"].double() * torch.where(used, standardised, 0.0)
         learned = learned.repeat_interleave(b // memories, dim=0).reshape(b, 1, 1, m)
         bias = learned if bias is None else bias.double() + learned
     attended, weights = attend_reference(

@@ -150,6 +150,7 @@ VARIANTS = {
     "null slot": {"null_slot": True},
     "length norm": {"null_slot": True, "length_norm": 29.0},
     "score bias": {"score_bias": True},
+    "standardised scores": {"score_bias": True, "score_mean": 0.7, "score_std": 0.3, "null_slot": True},
     "scale": {"scale": 0.7},
     "all": {"qk_norm": True, "rotary": Rotary(8), "null_slot": True, "length_norm": 5.0, "score_bias": True},
 }

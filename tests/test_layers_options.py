@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+import mmattn
 from mmattn import CrossAttention
 from mmattn.core.positions import Rotary, grid
 from mmattn.errors import ConfigError, MaskError, ShapeError
@@ -148,3 +149,18 @@ def test_bad_calls():
             make(**options).project(memory, absorb=True)
     with pytest.raises(ConfigError, match="absorbed"):
         layer.project(memory, values=memory, absorb=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"score_bias": True, "score_std": 0.0}, "score_std must be above 0"),
+        ({"score_bias": True, "score_mean": float("nan")}, "score_mean must be a finite number"),
+        ({"score_mean": 0.5}, "give score_bias=True, or leave them out"),
+    ],
+)
+def test_settings_of_scores_that_are_none(options, match):
+    with pytest.raises(ConfigError, match=match):
+        make(**options)
+    with pytest.raises(ConfigError, match=match):
+        mmattn.GatedAdapter(memory_dim=8, **options)

@@ -13,7 +13,7 @@ from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.gated_block import GATES, BlockLayout, GatedBlock, check_bool
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.resampler import Resampler
-from mmattn.core.layers import CrossAttention
+from mmattn.core.layers import CrossAttention, check_score_settings
 from mmattn.errors import AttachError, ConfigError, ShapeError, check_choice, check_float, check_int
 from mmattn.memory import Memory
 
@@ -120,24 +120,29 @@ class SlotAdapter(BlockAdapter):
 
     Args:
         score_bias: as in `CrossAttention`; the memory must have scores.
+        score_mean: as in `CrossAttention`.
+        score_std: as in `CrossAttention`.
         resampler: turn the memory into few latents first.
 
     The others are those of `BlockAdapter`.
     """
 
     score_bias: bool = False
+    score_mean: float = 0.0
+    score_std: float = 1.0
     resampler: Resampler | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bool("score_bias", self.score_bias)
+        check_score_settings(self.score_bias, self.score_mean, self.score_std)
         as_settings(self, "resampler", Resampler, optional=True)
         if self.resampler is not None and self.score_bias:
             raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
 
     def attention_settings(self) -> dict[str, Any]:
         """Scores, where they are read."""
-        return {"score_bias": self.score_bias}
+        return {"score_bias": self.score_bias, "score_mean": self.score_mean, "score_std": self.score_std}
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
         """A random memory (rows, 5, e), some slots masked, with scores where they are read."""

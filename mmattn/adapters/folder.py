@@ -24,7 +24,7 @@ from torch import Tensor
 from mmattn.adapters.file_format import FORMAT, Shapes, check_config
 from mmattn.adapters.migrations import migrate_config, migrate_names
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.storage.atomic import Path, fcntl, replacing, sync_folder
+from mmattn.storage.atomic import Path, fcntl, replacing, sync_folder, write_text
 from mmattn.storage.json_files import read_json, write_json
 from mmattn.storage.tensor_files import check_values, read_header, read_tensors, write_tensors
 
@@ -136,6 +136,20 @@ def _replace(folder: str, config: Mapping[str, Any], tensors: Mapping[str, Tenso
             _settle(folder)
         raise
     os.unlink(pending)
+
+
+def replace_card(folder: Path, change: Callable[[str], str]) -> None:
+    """Write the `README.md` of a saved adapter anew; one that mmattn did not write stays.
+
+    Args:
+        folder: of the adapter.
+        change: from the text that is there, without the mark, to the new one.
+    """
+    path = os.path.join(os.path.realpath(folder), CARD)
+    if os.path.lexists(path) and _is_our_card(path):
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        write_text(path, change(text.replace(CARD_MARK, "").rstrip() + "\n").rstrip() + f"\n\n{CARD_MARK}\n")
 
 
 def _settle(folder: str) -> None:

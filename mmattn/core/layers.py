@@ -39,7 +39,10 @@ class CrossAttention(FromWeights, nn.Module):
             that sees no real slot.
         length_norm: C; adds log C − log M to the scores of the M real slots a query sees, so that the null slot keeps
             its weight when the memory grows (arXiv 2410.10450); without a null slot it changes nothing.
-        score_bias: adds a learned temperature times `scores` to the attention scores.
+        score_bias: adds a learned temperature times the standardised `scores`, (score - score_mean) / score_std, to the
+            attention scores.
+        score_mean: with `score_bias`, the score that adds nothing.
+        score_std: with `score_bias`, how far from `score_mean` a score adds one temperature.
         dropout: probability of dropping a weight, in training.
         norm_eps: ε of `qk_norm`.
         scale: of the scores, 1/√k by default.
@@ -71,6 +74,8 @@ class CrossAttention(FromWeights, nn.Module):
         null_slot: bool = False,
         length_norm: float | None = None,
         score_bias: bool = False,
+        score_mean: float = 0.0,
+        score_std: float = 1.0,
         dropout: float = 0.0,
         norm_eps: float = 1e-6,
         scale: float | None = None,
@@ -89,6 +94,7 @@ class CrossAttention(FromWeights, nn.Module):
         k = check_int("head_dim", d // h if head_dim is None else head_dim)
         v = e if value_dim is None else check_int("value_dim", value_dim)
         check_float("norm_eps", norm_eps, at_least=0)
+        check_score_settings(score_bias, score_mean, score_std)
         if rotary is not None and rotary.head_dim != k:
             raise ShapeError(f"rotary must be built for head_dim {k}, got one for {rotary.head_dim}")
         self.query_dim, self.num_heads = d, h
@@ -110,6 +116,8 @@ class CrossAttention(FromWeights, nn.Module):
             null_slot=null_slot,
             length_norm=None if length_norm is None else check_float("length_norm", length_norm, at_least=1),
             score_bias=score_bias,
+            score_mean=score_mean,
+            score_std=score_std,
             dropout=check_float("dropout", dropout, at_least=0, below=1),
             scale=None if scale is None else check_float("scale", scale),
             backend=None if backend is None else check_choice("backend", backend, BACKENDS),
@@ -381,3 +389,24 @@ class SelfAttention(CrossAttention):
         out, weights = attended if isinstance(attended, tuple) else (attended, None)
         out = self._output(out, allowed, x.dtype)
         return out if weights is None else (out, weights)
+
+
+def check_score_settings(score_bias: bool, score_mean: float, score_std: float) -> None:
+    """Refuse settings of scores that are none, or that nothing would read.
+
+    Args:
+        score_bias: as in `CrossAttention`.
+        score_mean: as in `CrossAttention`.
+        score_std: as in `CrossAttention`.
+
+    Raises:
+        ConfigError: not finite, a deviation that is not positive, or either without `score_bias`.
+    """
+    check_float("score_mean", score_mean)
+    if check_float("score_std", score_std) <= 0:
+        raise ConfigError(f"score_std must be above 0, got {score_std}")
+    if not score_bias and (score_mean, score_std) != (0.0, 1.0):
+        raise ConfigError(
+            f"score_mean={score_mean} and score_std={score_std} are for the scores that score_bias=True reads: give "
+            "score_bias=True, or leave them out"
+        )

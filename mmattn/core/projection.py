@@ -42,6 +42,8 @@ class KeyValueProjection(nn.Module):
         null_slot: a learned slot in front of every row.
         length_norm: C of arXiv 2410.10450, as in `CrossAttention`.
         score_bias: a learned temperature times `scores` is added to the attention scores.
+        score_mean: as in `CrossAttention`.
+        score_std: as in `CrossAttention`.
         dropout: probability of dropping a weight in training.
         scale: of the scores, 1/√k by default.
         backend: as in `attend`.
@@ -69,6 +71,8 @@ class KeyValueProjection(nn.Module):
         null_slot: bool = False,
         length_norm: float | None = None,
         score_bias: bool = False,
+        score_mean: float = 0.0,
+        score_std: float = 1.0,
         dropout: float = 0.0,
         scale: float | None = None,
         backend: str | None = None,
@@ -77,6 +81,7 @@ class KeyValueProjection(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.memory_dim, self.value_dim = memory_dim, memory_dim if value_dim is None else value_dim
         self.length_norm, self.dropout, self.backend = length_norm, dropout, backend
+        self.score_mean, self.score_std = score_mean, score_std
         self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
         self.k_proj, self.v_proj = k_proj, v_proj
         self.k_norm = k_norm
@@ -295,6 +300,7 @@ class KeyValueProjection(nn.Module):
         """
         if scores is None or self.score_scale is None:
             return None
+        scores = (scores - self.score_mean) / self.score_std
         clean = scores if mask is None else scores.masked_fill(~mask, 0)
         return self.score_scale * clean.to(self.score_scale.dtype)
 

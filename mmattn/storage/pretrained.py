@@ -27,7 +27,7 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def load_pretrained(
-    kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = ()
+    kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any
 ) -> tuple[Any, Any]:
     """Load the tokenizer and the model under a name on the hub or in a folder.
 
@@ -36,6 +36,7 @@ def load_pretrained(
         name: a name on the hub or a folder.
         what: what was asked for, in messages.
         unused: submodules that do not run, and need not be among the weights.
+        **options: further arguments of the model's `from_pretrained`; `revision` is the tokenizer's, too.
 
     Raises:
         AdapterFileError: nothing to load, or weights that are incomplete, damaged or no safetensors.
@@ -43,14 +44,15 @@ def load_pretrained(
     """
     import transformers
 
+    revision = {"revision": options["revision"]} if "revision" in options else {}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **revision)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         _refuse(name, what, error)
-    return tokenizer, load_model(kind, name, what, unused)
+    return tokenizer, load_model(kind, name, what, unused, **options)
 
 
-def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = ()) -> Any:
+def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
     """Load the model under a name on the hub or in a folder, without its tokenizer.
 
     Args:
@@ -58,6 +60,7 @@ def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple
         name: a name on the hub or a folder.
         what: what was asked for, in messages.
         unused: submodules that do not run, and need not be among the weights.
+        **options: further arguments of `from_pretrained`.
 
     Raises:
         AdapterFileError: nothing to load, or weights that are incomplete, damaged or no safetensors.
@@ -68,7 +71,7 @@ def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple
 
     try:
         model, found = getattr(transformers, kind).from_pretrained(
-            name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            name, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         _refuse(name, what, error)

@@ -21,6 +21,7 @@ SETTINGS = {
     "null slot": {"null_slot": True},
     "length norm": {"length_norm": 17.0},
     "score bias": {"score_bias": True},
+    "standardised scores": {"score_bias": True, "score_mean": 0.7, "score_std": 0.3, "null_slot": True},
     "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
     "before the layer": {"position": "before"},
     "RMS norm": {"layout": {"norm": "rms", "norm_eps": 1e-3}, "qk_norm": True},

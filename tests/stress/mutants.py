@@ -38,7 +38,7 @@ TESTS = {
     "retrieval": ("tests/retrieval", "tests/foreign"),
     "training": ("tests/training",),
 }
-SECONDS = 900
+SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -147,30 +147,52 @@ def copies(workers: int, folder: Path) -> Iterator[Path]:
         yield copy
 
 
-def is_noticed(mutant: Mutant, copy: Path, python: str, files_at_most: int | None = None) -> tuple[str, str]:
-    """What the tests say of a tree with this fault: "killed", "lived" or "timed out", and the test that noticed."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
+class Runner:
+    """A process that runs pytest again and again in one copy of the tree.
 
-    path = copy / mutant.module
-    source = path.read_text(encoding="utf-8")
-    try:
-        path.write_text(mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence), encoding="utf-8")
-        words = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-        words += ["-m", "not slow and not gpu", *tests_for(mutant.module, files_at_most)]
+    Args:
+        copy: the tree.
+        python: what runs the tests.
+    """
+
+    def __init__(self, copy: Path, python: str) -> None:
+        self.copy = copy
         environment = {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PATH": "/usr/bin:/bin",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        done = subprocess.run(words, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return "timed out", ""
-    finally:
-        path.write_text(source, encoding="utf-8")
-    test = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
-    return ("lived" if done.returncode == 0 else "killed"), test
+        words = [python, str(copy / "tests" / "stress" / "forked_tests.py")]
+        self.process = subprocess.Popen(
+            words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def __call__(self, mutant: Mutant, files_at_most: int | None = None) -> tuple[str, str]:
+        """What the tests say of the tree with this fault: "killed", "lived" or "timed out"; the test that noticed."""
+        from cosmic_ray.mutating import mutate_code
+        from cosmic_ray.plugins import get_operator
+
+        path = self.copy / mutant.module
+        source = path.read_text(encoding="utf-8")
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-m", "not slow and not gpu"]
+        arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
+        arguments += tests_for(mutant.module, files_at_most)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            path.write_text(mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence), encoding="utf-8")
+            asked = {"cwd": str(self.copy), "arguments": arguments, "seconds": SECONDS}
+            self.process.stdin.write(json.dumps(asked) + "\n")
+            self.process.stdin.flush()
+            answer = json.loads(self.process.stdout.readline())
+        finally:
+            path.write_text(source, encoding="utf-8")
+        if answer["code"] is None:
+            return "timed out", ""
+        if answer["code"] not in (0, 1):
+            raise RuntimeError(f"pytest ended with code {answer['code']}: {answer['out'][-2000:]}")
+        test = next((line for line in answer["out"].splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+        return ("lived" if answer["code"] == 0 else "killed"), test
 
 
 def main() -> None:
@@ -191,17 +213,17 @@ def main() -> None:
             known[one["module"], one["operator"], one["occurrence"]] = one["outcome"]
     left = [one for one in mutants if (one.module, one.operator, one.occurrence) not in known]
     print(f"{len(mutants)} faults, {len(left)} to try", flush=True)
-    free: Queue[Path] = Queue()
+    free: Queue[Runner] = Queue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.workers) as pool:
         for copy in copies(given.workers, Path(folder)):
-            free.put(copy)
+            free.put(Runner(copy, str(Path(given.python).absolute())))
 
         def attempt(mutant: Mutant) -> tuple[Mutant, str, str]:
-            copy = free.get()
+            runner = free.get()
             try:
-                return mutant, *is_noticed(mutant, copy, str(Path(given.python).absolute()), given.files)
+                return mutant, *runner(mutant, given.files)
             finally:
-                free.put(copy)
+                free.put(runner)
 
         for number, (mutant, outcome, test) in enumerate(pool.map(attempt, left), 1):
             known[mutant.module, mutant.operator, mutant.occurrence] = outcome
@@ -210,6 +232,8 @@ def main() -> None:
             print(
                 f"{number}/{len(left)} {outcome:9} {mutant.module}:{mutant.line} {mutant.operator} {test}", flush=True
             )
+        while not free.empty():
+            free.get().process.kill()
     outcomes = [known[one.module, one.operator, one.occurrence] for one in mutants]
     for mutant, outcome in zip(mutants, outcomes, strict=True):
         if outcome == "lived":

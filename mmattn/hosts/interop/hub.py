@@ -11,6 +11,8 @@ from typing import Any
 from mmattn.adapters.folder import CARD, CONFIG, TENSORS
 from mmattn.errors import AdapterFileError, ConfigError
 
+#: What a folder may hold beside the adapter: what a pipeline needs to run it.
+FURTHER = ("pipeline_config.json",)
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -34,7 +36,7 @@ def local_folder(folder: str | PathLike[str], revision: str | None) -> str | Pat
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(folder, revision=revision, allow_patterns=[CONFIG, TENSORS, CARD])
+        return snapshot_download(folder, revision=revision, allow_patterns=[CONFIG, TENSORS, CARD, *FURTHER])
     except (OSError, ValueError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise AdapterFileError(
@@ -83,7 +85,7 @@ def push(
                 folder_path=folder,
                 revision=revision,
                 commit_message=message or f"Adapter {name}",
-                allow_patterns=[CONFIG, TENSORS, CARD],
+                allow_patterns=[CONFIG, TENSORS, CARD, *FURTHER],
             )
         except Exception as error:  # its client lets the errors of several libraries through
             raise AdapterFileError(

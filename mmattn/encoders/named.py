@@ -1,0 +1,26 @@
+"""Encoders of images by the names that settings and files have for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmattn.encoders.openclip import OpenCLIPEncoder
+from mmattn.encoders.torchvision import TorchvisionEncoder
+
+
+def load_image_encoder(name: str, device: Any = None) -> OpenCLIPEncoder | TorchvisionEncoder:
+    """The encoder of a name.
+
+    Args:
+        name: "torchvision:NAME[:WEIGHTS FILE]", a folder of open_clip, or "NAME:TAG" of open_clip.
+        device: where it runs.
+
+    Raises:
+        MissingExtraError: what loads it is not installed.
+        AdapterFileError: there is none of this name.
+    """
+    if name.startswith("torchvision:"):
+        _, network, *weights = name.split(":", 2)
+        return TorchvisionEncoder(network, weights=weights[0] if weights else None, device=device)
+    return OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)

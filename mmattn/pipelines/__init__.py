@@ -1,0 +1,42 @@
+"""Pipelines: an adapter with everything it needs, found from its own folder.
+
+`mmattn.pipeline(folder)` gives an `ImageToTextPipeline`, a `QuestionAnsweringPipeline` or a `TextGenerationPipeline`;
+`PipelineConfig(...).save(folder)` writes what it reads.
+"""
+
+from __future__ import annotations
+
+from mmattn.pipelines.entries import build_index
+from mmattn.pipelines.image_to_text import ImageToTextPipeline
+from mmattn.pipelines.load import pipeline
+from mmattn.pipelines.models import default_device, load_host, quantization_config
+from mmattn.pipelines.passages import read_passages, searchable
+from mmattn.pipelines.pipeline_config import (
+    EncoderReference,
+    MemoryConfig,
+    ModelReference,
+    PipelineConfig,
+    tokenizer_fingerprint,
+)
+from mmattn.pipelines.question_answering import Answer, QuestionAnsweringPipeline, Source
+from mmattn.pipelines.text_generation import TextGenerationPipeline
+
+__all__ = [
+    "Answer",
+    "EncoderReference",
+    "ImageToTextPipeline",
+    "MemoryConfig",
+    "ModelReference",
+    "PipelineConfig",
+    "QuestionAnsweringPipeline",
+    "Source",
+    "TextGenerationPipeline",
+    "build_index",
+    "default_device",
+    "load_host",
+    "pipeline",
+    "quantization_config",
+    "read_passages",
+    "searchable",
+    "tokenizer_fingerprint",
+]

@@ -1,0 +1,127 @@
+"""Pictures to captions: an encoder, a language model, and an adapter that attends to the patches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmattn.encoders.images import as_list, load_image
+from mmattn.encoders.named import load_image_encoder
+from mmattn.errors import ImageError
+from mmattn.inspect.recording import record
+from mmattn.inspect.trace import Trace
+from mmattn.memory import Memory
+from mmattn.pipelines.generation import generate_texts, prompt_rows, stream_text
+from mmattn.pipelines.models import check_encoder, resolve
+from mmattn.pipelines.pipeline_config import PipelineConfig
+
+
+class ImageToTextPipeline:
+    """Captions of pictures.
+
+    Args:
+        config: what the adapter's folder says.
+        model: the adapted language model.
+        tokenizer: of its host.
+        folder: of the adapter.
+        fingerprint: of the encoder that the adapter was trained with, where its file names it.
+
+    Attributes:
+        encoder: what sees the pictures.
+
+    Raises:
+        AdapterFileError: the encoder has changed since the training.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, model: Any, tokenizer: Any, folder: Path, fingerprint: str | None
+    ) -> None:
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        name = resolve(config.encoder.name, folder)
+        self.encoder: Any = load_image_encoder(name, next(model.parameters()).device)
+        check_encoder(self.encoder, config.encoder.name, folder, fingerprint)
+
+    def __call__(self, images: Any, *, batch_size: int = 64, progress: bool = False, **options: Any) -> Any:
+        """A caption of a picture, or a list of them for a list of pictures.
+
+        Args:
+            images: one or a list: files, folders of pictures, bytes, arrays, tensors, images of Pillow.
+            batch_size: pictures at once.
+            progress: show a bar while pictures are encoded.
+            **options: of `generate`, before those of the adapter's folder.
+
+        Raises:
+            ImageError: a picture that cannot be read.
+        """
+        one = not isinstance(images, (list, tuple))
+        pictures = as_list(images) if one else list(images)
+        memory = self._memory(pictures, progress)
+        texts = generate_texts(
+            self.model,
+            self.tokenizer,
+            [self.config.prompt] * memory.batch,
+            memory,
+            batch_size=batch_size,
+            options=self.config.generation | options,
+        )
+        return texts[0] if one else texts
+
+    def stream(self, image: Any, **options: Any) -> Iterator[str]:
+        """The caption of a picture, piece by piece.
+
+        Args:
+            image: one picture.
+            **options: as in a call.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+        memory = self._memory([image], False)
+        given = self.config.generation | options
+        return stream_text(self.model, self.tokenizer, self.config.prompt, memory, options=given)
+
+    @torch.no_grad()
+    def trace(self, image: Any) -> Trace:
+        """The caption of a picture, as the title, and which patches each of its words attended to.
+
+        Beside it stands the picture as the encoder saw it, on which the patches lie.
+
+        Args:
+            image: one picture.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+        if image is None:
+            raise ImageError("there is no picture to caption: give one")
+        memory, text = self._memory([image], False), self(image)
+        (begin,) = prompt_rows(self.tokenizer, [self.config.prompt])
+        (ids,) = prompt_rows(self.tokenizer, [self.config.prompt + (text or " ")])
+        with record(self.model) as weights:
+            self.model(input_ids=torch.tensor([ids], device=memory.device), memory=memory)
+        rows, columns = self.encoder.grid
+        # What a token attended to is seen where it was predicted: at the one before.
+        first = len(begin) - 1
+        return Trace(
+            [self.tokenizer.decode([one]) for one in ids[first + 1 :]],
+            [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],
+            torch.stack([calls[0][0, :, first:-1] for _, calls in sorted(weights.items())]).cpu(),
+            [f"layer {layer}" for _, layer in sorted(weights)],
+            text,
+            grid=self.encoder.grid,
+            picture=self._seen(image),
+        )
+
+    def _memory(self, images: list[Any], progress: bool) -> Memory:
+        memory: Memory = self.encoder(images, progress=progress)
+        return memory.to(torch.float32)
+
+    def _seen(self, image: Any) -> Any:
+        """A picture as the encoder sees it: small, and of a long one the middle."""
+        prepared = self.encoder.image_processor
+        (pixels,) = prepared([image])
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (prepared.mean, prepared.std))
+        return load_image((255 * (pixels * std + mean)).round().clamp(0, 255).byte())

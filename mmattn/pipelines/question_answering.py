@@ -1,0 +1,227 @@
+"""Questions to answers: a retriever, a language model, and an adapter that attends to the hits."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConfigError, TextError
+from mmattn.inspect.attribution import attribute
+from mmattn.inspect.recording import record
+from mmattn.inspect.trace import Trace
+from mmattn.memory import Memory
+from mmattn.pipelines.entries import load_index, load_text_encoder
+from mmattn.pipelines.generation import generate_texts, left_padded, prompt_rows, stream_text
+from mmattn.pipelines.pipeline_config import PipelineConfig
+from mmattn.retrieval.index import Index
+from mmattn.tokenization import check_text
+from mmattn.training.text_batches import bos_and_eos
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry of an index that was attended to.
+
+    Args:
+        id: of the entry.
+        text: of the entry.
+        score: of the retriever.
+        weight: its share of the attention.
+    """
+
+    id: Any
+    text: str | None
+    score: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, or a continuation of a text, and what it attended to.
+
+    Args:
+        text: what was written.
+        sources: the entries that were attended to, the largest weight first; of an answer at its first word, where
+            what is left of 1 went to "nothing here"; of a continuation the mean over all its words.
+        refused: whether the answer says that nothing in the index answers.
+    """
+
+    text: str
+    sources: tuple[Source, ...]
+    refused: bool = False
+
+
+class QuestionAnsweringPipeline:
+    """Answers from the entries of an index.
+
+    Args:
+        config: what the adapter's folder says.
+        model: the adapted language model.
+        tokenizer: of its host.
+        folder: of the adapter.
+        fingerprint: of the encoder that the adapter was trained with, where its file names it.
+        index: the index or its folder; or give one at each call.
+
+    Attributes:
+        encoder: of the questions.
+
+    Raises:
+        AdapterFileError: the encoder has changed since the training.
+        ConfigError: the entries of the index have no encoded tokens.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        model: Any,
+        tokenizer: Any,
+        folder: Path,
+        fingerprint: str | None,
+        index: Index | str | PathLike[str] | None = None,
+    ) -> None:
+        self.config, self.model, self.tokenizer, self.folder = config, model, tokenizer, folder
+        self.encoder = load_text_encoder(config, folder, fingerprint, next(model.parameters()).device)
+        self.index = None if index is None else self._checked(index)
+
+    def __call__(
+        self, questions: str | Sequence[str], *, index: Any = None, batch_size: int = 32, **options: Any
+    ) -> Any:
+        """The `Answer` to a question, or a list of them for a list of questions.
+
+        Args:
+            questions: one or a list.
+            index: answers from this index, or folder of one, instead of that of the pipeline.
+            batch_size: questions at once.
+            **options: of `generate`, before those of the adapter's folder.
+
+        Raises:
+            TextError: an empty question.
+            ConfigError: there is no index, or its entries have no encoded tokens.
+        """
+        asked = self._asked(questions)
+        answers: list[Answer] = []
+        for start in range(0, len(asked), batch_size):
+            answers += self._answer(asked[start : start + batch_size], index, options)
+        return answers[0] if isinstance(questions, str) else answers
+
+    def stream(self, question: str, *, index: Any = None, **options: Any) -> Iterator[str]:
+        """The answer to a question, piece by piece.
+
+        Args:
+            question: one.
+            index: as in a call.
+            **options: as in a call.
+
+        Raises:
+            TextError: an empty question.
+            ConfigError: as in a call.
+        """
+        (prompt,) = self._prompts(self._asked(question))
+        memory = self._memory([question], index)
+        return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
+
+    def trace(self, question: str, *, index: Any = None) -> Trace:
+        """The answer word by word: which entries each attended to, and what it would be without them.
+
+        Args:
+            question: one.
+            index: as in a call.
+
+        Raises:
+            TextError: an empty question.
+            ConfigError: as in a call.
+        """
+        (prompt,) = self._prompts(self._asked(question))
+        memory = self._memory([question], index)
+        (text,) = generate_texts(self.model, self.tokenizer, [prompt], memory, options=self.config.generation)
+        begin, end = bos_and_eos(self.tokenizer)
+        given = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = [begin, *given, *self.tokenizer(f" {text}", add_special_tokens=False)["input_ids"], end]
+        words = [self.tokenizer.decode([one]) for one in ids]
+        return attribute(self.model, ids, memory, words, start=1 + len(given), title=f"{prompt} {text}")
+
+    def _answer(self, questions: list[str], index: Any, options: dict[str, Any]) -> list[Answer]:
+        prompts, memory = self._prompts(questions), self._memory(questions, index)
+        texts = generate_texts(
+            self.model,
+            self.tokenizer,
+            prompts,
+            memory,
+            batch_size=len(prompts),
+            options=self.config.generation | options,
+        )
+        weights = self._first_weights(prompts, memory)
+        return [
+            Answer(text, sources_of(memory, row, weights[row].tolist()), text == self.config.refusal)
+            for row, text in enumerate(texts)
+        ]
+
+    @torch.no_grad()
+    def _first_weights(self, prompts: Sequence[str], memory: Memory) -> Tensor:
+        """For each prompt the weights (b, m) of the slots at its last token: the mean over layers and heads."""
+        ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, prompts), memory.device)
+        with record(self.model) as weights:
+            self.model(input_ids=ids, attention_mask=mask, memory=memory)
+        return weights.mean()[0][:, -1].cpu()
+
+    def _asked(self, questions: str | Sequence[str]) -> list[str]:
+        asked = check_text(questions)
+        for number, question in enumerate(asked):
+            if not question.strip():
+                raise TextError(
+                    f"question {number} is empty: ask something"
+                    if len(asked) > 1
+                    else "the question is empty: ask something"
+                )
+        return asked
+
+    def _prompts(self, questions: list[str]) -> list[str]:
+        return [self.config.prompt.replace("{question}", question.strip()) for question in questions]
+
+    def _memory(self, questions: list[str], index: Any) -> Memory:
+        chosen = self.index if index is None else self._checked(index)
+        if chosen is None:
+            raise ConfigError(
+                f"the adapter in {str(self.folder)!r} answers from an index, and there is none: give index=, such as "
+                f"one made by: mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
+            )
+        assert self.config.memory is not None
+        hits = chosen.search(questions, top_k=self.config.memory.top_k)
+        memory: Memory = hits.memory(tokens=self.config.memory.fields is not None)
+        return memory.to(next(self.model.parameters()).device)
+
+    def _checked(self, index: Any) -> Index:
+        loaded = load_index(index, self.encoder)
+        if self.config.memory is not None and self.config.memory.fields and len(loaded) and not loaded.has_tokens:
+            fields = " and ".join(self.config.memory.fields)
+            raise ConfigError(
+                f"the entries of {index} have no encoded tokens, which this adapter reads: make an index for it with "
+                f"mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}, where each line of FILE is a "
+                f"JSON object with {fields}"
+            )
+        return loaded
+
+
+def sources_of(memory: Memory, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
+    """The entries behind the slots of a row of memory, the largest weight first.
+
+    Args:
+        memory: as hits give it.
+        row: its number.
+        weights: of the slots of the row.
+    """
+    named = memory.sources[row] if memory.sources else []
+    scores = memory.scores[row].tolist() if memory.scores is not None else [0.0] * len(named)
+    found = [
+        Source(one.get("id"), one.get("text"), score, weight)
+        for one, score, weight in zip(named, scores, weights, strict=False)
+        if one
+    ]
+    return tuple(sorted(found, key=lambda source: -source.weight))

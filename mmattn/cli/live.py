@@ -8,14 +8,16 @@ from __future__ import annotations
 import functools
 import html
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mmattn.encoders.images import load_image
-from mmattn.errors import ImageError, MmattnError, TextError, check_float, check_int, import_extra
+from mmattn.errors import AdapterFileError, ImageError, MmattnError, TextError, check_float, check_int, import_extra
 from mmattn.inspect.plots import plot_heat_maps
+from mmattn.pipelines.entries import load_index
+from mmattn.pipelines.load import pipeline
+from mmattn.pipelines.question_answering import Answer
 from mmattn.recipes import assets_folder, find_recipe, load_recipe
 from mmattn.storage.pretrained import without_progress_bars
 
@@ -25,21 +27,6 @@ STEPS, ADAPTER_SCALE, GUIDANCE_SCALE = 100, 2.0, 6.0
 ABOUT = """# mmattn
 Small frozen models with adapters that attend to a memory. They know little: drawn flowers, the names of countries,
 digits."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer and the entries of the index that were attended to.
-
-    Args:
-        text: of the answer.
-        refused: whether it says that nothing in the index answers the question.
-        sources: (text, share of the attention), the largest share first; what is left of 1 went to "nothing here".
-    """
-
-    text: str
-    refused: bool
-    sources: Sequence[tuple[str, float]]
 
 
 class Live:
@@ -57,11 +44,16 @@ class Live:
     """
 
     def __init__(self, adapter: Path, folder: Path) -> None:
-        vision, rag, diffusion = (find_recipe(name).folder for name in ("vision", "rag", "diffusion"))
-        self._captioner = load_recipe(vision, "caption").Captioner(adapter)
-        facts = load_recipe(rag, "demo").build(folder / "facts", folder / "cache")
-        self._asked = load_recipe(rag, "ask").Asked(folder / "facts")
-        self._unknown = load_recipe(rag, "facts").UNKNOWN
+        rag, diffusion = (find_recipe(name).folder for name in ("rag", "diffusion"))
+        self._captions: Any = pipeline(adapter)
+        if self._captions.config.task != "image-to-text":
+            raise AdapterFileError(
+                f"the adapter in {adapter} is for {self._captions.config.task}; name one of pictures"
+            )
+        answers: Any = pipeline("assets/rag/adapter")
+        facts = load_recipe(rag, "demo").build(folder / "facts", answers)
+        answers.index = load_index(folder / "facts", answers.encoder)
+        self._answers: Any = answers
         self._pen = load_recipe(diffusion, "drawing").Pen()
         self.questions = [facts[row].question for row in (0, 70, 140, 210, -1)]
 
@@ -76,7 +68,7 @@ class Live:
         """
         if picture is None:
             raise ImageError("there is no picture to caption: give one")
-        trace = self._captioner(load_image(picture))
+        trace = self._captions.trace(load_image(picture))
         with tempfile.TemporaryDirectory() as folder:
             return trace.title, load_image(plot_heat_maps(trace, Path(folder) / "words.png", columns=8))
 
@@ -89,8 +81,8 @@ class Live:
         Raises:
             TextError: an empty question, or one that is too long.
         """
-        answer, sources = self._asked(_checked("question", question))
-        return Answer(answer, answer == self._unknown, [(source.text, source.weight) for source in sources])
+        answer: Answer = self._answers(_checked("question", question))
+        return answer
 
     def draw(
         self,
@@ -152,8 +144,8 @@ def page(live: Live) -> Any:
 
     def ask(question: str) -> tuple[str, dict[str, float]]:
         answer = live.ask(question)
-        shares = dict(answer.sources[:5])
-        shares["nothing here"] = max(0.0, 1 - sum(share for _, share in answer.sources))
+        shares = {str(source.text): source.weight for source in answer.sources[:5]}
+        shares["nothing here"] = max(0.0, 1 - sum(source.weight for source in answer.sources))
         return f"{answer.text} (nothing in the index answers this)" if answer.refused else answer.text, shares
 
     with gradio.Blocks(title="mmattn", analytics_enabled=False, delete_cache=(3600, 3600)) as blocks:

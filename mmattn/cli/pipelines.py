@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,23 +11,21 @@ from mmattn.cli.arguments import check_adapter_folder
 
 
 def caption(
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format.")],
-    adapter: Annotated[Path, typer.Option(help="The adapter's folder, such as runs/vision/adapter.")],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format, or folders.")],
+    adapter: Annotated[Path, typer.Option(help="The adapter's folder, such as runs/vision/adapter, or ORG/NAME.")],
+    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:
     """Describe pictures with a trained adapter."""
-    from mmattn.errors import ImageError
-    from mmattn.recipes import find_recipe, load_recipe, read_settings
-    from mmattn.storage.pretrained import without_progress_bars
+    from mmattn.encoders.images import picture_files
+    from mmattn.errors import ConfigError
 
-    for image in images:
-        if not Path(image).is_file():
-            raise ImageError(f"cannot caption {image}: there is no such file")
-    check_adapter_folder(adapter)
-    run = adapter.parent / "config.resolved.yaml"
-    recipe = read_settings(run).get("recipe", "vision") if run.is_file() else "vision"
-    with without_progress_bars():
-        texts = load_recipe(find_recipe(str(recipe)).folder, "caption").caption(images, adapter)
-    for image, text in zip(images, texts, strict=True):
+    files = picture_files(images)
+    pipe = _pipeline(adapter, device)
+    if pipe.config.task != "image-to-text":
+        raise ConfigError(
+            f"the adapter in {adapter} is for {pipe.config.task}, and captions need one that sees pictures"
+        )
+    for image, text in zip(files, pipe(files), strict=True):
         typer.echo(f"{image}: {text}")
 
 
@@ -63,27 +61,25 @@ def draw(
 
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help='Such as "What is the currency of Allemagne?"')],
-    index: Annotated[Path, typer.Option(help="The folder of an index.")],
-    adapter: Annotated[Path | None, typer.Option(help="The folder of an adapter; the shipped one by default.")] = None,
-    lm: Annotated[str, typer.Option(help="The language model that the adapter was trained on.")] = "assets/rag",
+    index: Annotated[Path, typer.Option(help="The folder of an index, as `mmattn index build --for` makes it.")],
+    adapter: Annotated[Path, typer.Option(help="The folder of an adapter, or ORG/NAME.")] = Path("assets/rag/adapter"),
     show_sources: Annotated[bool, typer.Option(help="Print the entries that were attended to.")] = True,
     sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,
+    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:
     """Answer a question from what an index holds, and print what was attended to.
 
     The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
     with the text instead, and the number is the share over all of it.
     """
-    from mmattn.recipes import find_recipe, load_recipe
-    from mmattn.storage.pretrained import without_progress_bars
+    from mmattn.errors import ConfigError
 
-    if adapter is not None:
-        check_adapter_folder(adapter)
-    with without_progress_bars():
-        asked = load_recipe(find_recipe("rag").folder, "ask").Asked(index, adapter, lm)
-    answer, found = asked(question)
-    typer.echo(answer)
-    for source in found[:sources] if show_sources else []:
+    pipe = _pipeline(adapter, device, index=index)
+    if pipe.config.task == "image-to-text":
+        raise ConfigError(f"the adapter in {adapter} sees pictures, and reads no index: use mmattn caption")
+    answer = pipe(question)
+    typer.echo(answer.text)
+    for source in answer.sources[:sources] if show_sources else []:
         typer.echo(f"{source.weight:6.1%}  {source.text}")
 
 
@@ -102,3 +98,13 @@ def live(
     from mmattn.cli.live import open_page
 
     open_page(adapter, host, port, share)
+
+
+def _pipeline(adapter: Path, device: str | None, **options: Any) -> Any:
+    """The pipeline of an adapter's folder, what is no adapter refused before anything heavy is imported."""
+    name = str(adapter)
+    if not name.startswith("assets/") and (adapter.exists() or name.count("/") != 1):
+        check_adapter_folder(adapter)
+    from mmattn.pipelines import pipeline
+
+    return pipeline(name, device=device, **options)

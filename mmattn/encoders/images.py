@@ -103,6 +103,32 @@ def as_list(images: Any) -> list[Any]:
     raise ImageError(f"pictures were expected, got {type(images).__name__}; give {_ACCEPTED}, or a list of these")
 
 
+def picture_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Files of pictures: those given, and of a folder all that have the name of a picture, in order.
+
+    Args:
+        paths: of files and folders.
+
+    Raises:
+        ImageError: there is none of this name, or a folder without pictures.
+        MissingExtraError: Pillow is not installed.
+    """
+    known = {end for end, kind in import_extra("PIL.Image", "vision").registered_extensions().items() if kind != "PDF"}
+    found: list[str] = []
+    for given in paths:
+        path = os.fspath(given)
+        if os.path.isdir(path):
+            names = sorted(name for name in os.listdir(path) if os.path.splitext(name)[1].lower() in known)
+            if not names:
+                raise ImageError(f"the folder {path!r} has no pictures; name one that has, or the pictures themselves")
+            found += [os.path.join(path, name) for name in names]
+        elif os.path.isfile(path):
+            found.append(path)
+        else:
+            raise ImageError(f"there is no file {path!r}: name a picture, or a folder of pictures")
+    return found
+
+
 def _from_path(path: str | bytes, max_pixels: int) -> Image:
     name = os.fsdecode(path)
     if name.lower().startswith(("http://", "https://", "data:", "s3://", "gs://")):

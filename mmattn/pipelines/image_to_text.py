@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmattn.encoders.images import as_list, load_image
+from mmattn.encoders.images import as_list, load_image, picture_files
 from mmattn.encoders.named import load_image_encoder
 from mmattn.errors import ImageError
 from mmattn.inspect.recording import record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
-from mmattn.pipelines.generation import generate_texts, prompt_rows, stream_text
+from mmattn.pipelines.generation import arguments, generate_texts, left_padded, prompt_rows, stream_text
 from mmattn.pipelines.models import check_encoder, resolve
 from mmattn.pipelines.pipeline_config import PipelineConfig
 
@@ -48,7 +49,8 @@ class ImageToTextPipeline:
         """A caption of a picture, or a list of them for a list of pictures.
 
         Args:
-            images: one or a list: files, folders of pictures, bytes, arrays, tensors, images of Pillow.
+            images: one or a list: files, bytes, arrays, tensors, images of Pillow; or a folder of pictures, whose
+                captions come in the order of their names.
             batch_size: pictures at once.
             progress: show a bar while pictures are encoded.
             **options: of `generate`, before those of the adapter's folder.
@@ -56,8 +58,9 @@ class ImageToTextPipeline:
         Raises:
             ImageError: a picture that cannot be read.
         """
-        one = not isinstance(images, (list, tuple))
-        pictures = as_list(images) if one else list(images)
+        folder = isinstance(images, (str, os.PathLike)) and os.path.isdir(images)
+        pictures: list[Any] = picture_files([images]) if folder else as_list(images)
+        one = not folder and len(pictures) == 1 and not isinstance(images, (list, tuple))
         memory = self._memory(pictures, progress)
         texts = generate_texts(
             self.model,
@@ -97,16 +100,21 @@ class ImageToTextPipeline:
         """
         if image is None:
             raise ImageError("there is no picture to caption: give one")
-        memory, text = self._memory([image], False), self(image)
-        (begin,) = prompt_rows(self.tokenizer, [self.config.prompt])
-        (ids,) = prompt_rows(self.tokenizer, [self.config.prompt + (text or " ")])
+        memory = self._memory([image], False)
+        ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, [self.config.prompt]), memory.device)
+        given = arguments(self.model, self.tokenizer, ids, mask, self.config.generation)
+        made = self.model.generate(**given, memory=memory)
+        if made[0, -1] == given["eos_token_id"]:
+            made = made[:, :-1]
         with record(self.model) as weights:
-            self.model(input_ids=torch.tensor([ids], device=memory.device), memory=memory)
+            self.model(input_ids=made, memory=memory)
         rows, columns = self.encoder.grid
+        new = made[0, ids.shape[1] :].tolist()
+        text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
         # What a token attended to is seen where it was predicted: at the one before.
-        first = len(begin) - 1
+        first = ids.shape[1] - 1
         return Trace(
-            [self.tokenizer.decode([one]) for one in ids[first + 1 :]],
+            [self.tokenizer.decode([one]) for one in new],
             [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],
             torch.stack([calls[0][0, :, first:-1] for _, calls in sorted(weights.items())]).cpu(),
             [f"layer {layer}" for _, layer in sorted(weights)],

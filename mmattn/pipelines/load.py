@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,14 @@ def pipeline(
     config = PipelineConfig.load(place)
     if index is not None and config.task == "image-to-text":
         raise ConfigError(
-            f"index={index!r} is for adapters that answer from an index; the one in {name!r} sees pictures"
+            f"index={index!r} is for adapters that answer from an index; the one in {name!r} sees pictures: leave it out"
         )
     with without_progress_bars():
         host, tokenizer = load_host(config.host, place, torch.device(device or default_device()), dtype)
-        model = load(host, place).eval()
+        with warnings.catch_warnings():
+            if dtype is not None:  # in another dtype the weights have another fingerprint
+                warnings.filterwarnings("ignore", message="the weights of this .* are not those")
+            model = load(host, place).eval()
         fingerprint = read_json(place / CONFIG).get("encoder")
         if config.task == "image-to-text":
             return ImageToTextPipeline(config, model, tokenizer, place, fingerprint)

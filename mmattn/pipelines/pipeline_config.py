@@ -173,7 +173,7 @@ class PipelineConfig(_Strict):
             plain: the README that `save_adapter` wrote.
         """
         title, _, rest = plain.partition("\n```python\n")
-        _, _, end = rest.partition("\n```\n")
+        end = rest[max(rest.rfind("\nWritten by mmattn"), 0) :]
         parts = [title, f"\n```python\n{self._usage()}\n```\n"]
         if self.trained_on:
             listed = ", ".join(f"{name} {value}" for name, value in self.training.items())

@@ -1,0 +1,111 @@
+"""Captions through the pipeline of a run's folder, beside the same steps by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn import pipelines
+from mmattn.errors import AdapterFileError, ConfigError, ImageError
+from mmattn.recipes import asset_path
+from tests import tiny
+from tests.cli.running import call
+
+pytest.importorskip("open_clip", reason="open_clip is not installed; it comes with mmattn[vision]")
+FLOWERS = sorted(str(path) for path in asset_path("assets/flora").glob("*.png"))[:3]
+NEW = 7
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Any:
+    return mmattn.OpenCLIPEncoder(f"local-dir:{asset_path('assets/clip')}")
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, encoder: Any) -> Path:
+    """A folder with an adapter that was opened instead of trained."""
+    folder = tmp_path_factory.mktemp("run") / "adapter"
+    host, tokenizer = pipelines.load_host(pipelines.ModelReference(name="assets/lm"), folder, torch.device("cpu"), None)
+    settings = mmattn.GatedAdapter(memory_dim=encoder.dim, layers=(0, 2), num_heads=2, head_dim=8)
+    model = tiny.open_gates(mmattn.attach(host, settings))
+    model.save_adapter(folder, encoder=encoder.fingerprint)
+    pipelines.PipelineConfig(
+        task="image-to-text",
+        host=pipelines.ModelReference(
+            name="assets/lm", tokenizer_fingerprint=pipelines.tokenizer_fingerprint(tokenizer)
+        ),
+        encoder=pipelines.EncoderReference(name="assets/clip"),
+        prompt="A photo of",
+        generation={"max_new_tokens": NEW},
+        trained_on="Nothing: its gates were opened by hand.",
+    ).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipe(adapter: Path) -> Any:
+    return mmattn.pipeline(adapter, device="cpu")
+
+
+@torch.no_grad()
+def by_hand(pipe: Any, encoder: Any, image: Any) -> str:
+    ids = torch.tensor([[pipe.tokenizer.bos_token_id, *pipe.tokenizer("A photo of")["input_ids"]]])
+    end = pipe.tokenizer.eos_token_id
+    out = pipe.model.generate(
+        ids, memory=encoder([image]), max_new_tokens=NEW, do_sample=False, eos_token_id=end, pad_token_id=end
+    )
+    return str(pipe.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+def test_captions_are_those_of_the_single_steps(pipe: Any, encoder: Any) -> None:
+    want = [by_hand(pipe, encoder, flower) for flower in FLOWERS]
+    assert len(set(want)) > 1, "the pictures must matter"
+    assert pipe(FLOWERS) == want and pipe(FLOWERS, batch_size=2) == want
+    assert [pipe(flower) for flower in FLOWERS] == want
+    assert pipe(mmattn.load_image(FLOWERS[0])) == want[0] == pipe(Path(FLOWERS[0]).read_bytes())
+    assert "".join(pipe.stream(FLOWERS[1])).strip() == want[1]
+    assert pipe(FLOWERS[0], max_new_tokens=2) != want[0] and want[0].startswith(pipe(FLOWERS[0], max_new_tokens=2))
+    trace = pipe.trace(FLOWERS[0])
+    assert trace.title == want[0] and "".join(trace.words).strip() == want[0]
+
+
+def test_a_folder_of_pictures(pipe: Any, tmp_path: Path) -> None:
+    for number, flower in enumerate(FLOWERS):
+        (tmp_path / f"{number}.png").write_bytes(Path(flower).read_bytes())
+    (tmp_path / "notes.txt").write_text("no picture")
+    assert pipe(tmp_path) == pipe(FLOWERS)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ImageError, match="has no pictures"):
+        pipe(tmp_path / "empty")
+
+
+def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "pictures" / "one.png"
+    copy.parent.mkdir()
+    copy.write_bytes(Path(FLOWERS[1]).read_bytes())
+    code, out, err = call(capsys, "caption", FLOWERS[0], copy.parent, "--adapter", adapter)
+    assert code == 0 and "Loading weights" not in err, err
+    assert out.splitlines() == [f"{FLOWERS[0]}: {pipe(FLOWERS[0])}", f"{copy}: {pipe(FLOWERS[1])}"]
+    code, _, err = call(capsys, "caption", "nowhere.png", "--adapter", adapter)
+    assert code == 2 and "there is no file 'nowhere.png'" in err
+    code, _, err = call(capsys, "caption", FLOWERS[0], "--adapter", asset_path("assets/rag/adapter"))
+    assert code == 2 and "is for question-answering" in err
+    code, _, err = call(capsys, "ask", "a?", "--index", tmp_path, "--adapter", adapter)
+    assert code == 2 and "sees pictures" in err
+
+
+def test_an_index_is_not_for_pictures(adapter: Path) -> None:
+    with pytest.raises(ConfigError, match="sees pictures: leave it out"):
+        mmattn.pipeline(adapter, index="somewhere")
+
+
+def test_another_encoder_than_that_of_the_training(adapter: Path, tmp_path: Path, encoder: Any) -> None:
+    host, _ = pipelines.load_host(pipelines.ModelReference(name="assets/lm"), adapter, torch.device("cpu"), None)
+    mmattn.load(host, adapter).save_adapter(tmp_path / "adapter", encoder="0" * 64)
+    pipelines.PipelineConfig.load(adapter).save(tmp_path / "adapter")
+    with pytest.raises(AdapterFileError, match="memories of another encoder than assets/clip"):
+        mmattn.pipeline(tmp_path / "adapter")

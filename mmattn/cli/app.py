@@ -44,9 +44,20 @@ index_app.command("info")(index.describe_index)
 app.add_typer(index_app, name="index")
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        import mmattn
+
+        typer.echo(f"mmattn {mmattn.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
 ) -> None:
     """Let any frozen model look at something it was never built to see."""
 

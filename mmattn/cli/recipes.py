@@ -85,10 +85,10 @@ def list_all(
 
 
 def copy(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `mmattn ls`.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `mmattn ls`, or: assets.")],
     destination: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="Default: its name, here.")] = None,
 ) -> None:
-    """Copy a recipe, to be changed; nothing is overwritten."""
+    """Copy a recipe, to be changed, or the small models and pictures of the examples; nothing is overwritten."""
     from mmattn.recipes import copy_recipe
 
     target = copy_recipe(recipe, destination)

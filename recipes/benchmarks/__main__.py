@@ -15,9 +15,9 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 import torch
 
-from recipes.benchmarks import bank, core, decoding, denoising, search, training_memory
+from recipes.benchmarks import bank, core, decoding, denoising, prompting, search, training_memory
 
-PARTS = ("core", "decoding", "beams", "bank", "denoising", "search", "training")
+PARTS = ("core", "decoding", "beams", "prompting", "bank", "denoising", "search", "training")
 
 
 def main() -> None:
@@ -38,6 +38,7 @@ def main() -> None:
         "core": lambda: print_core(dtypes, asked.quick),
         "decoding": lambda: print_decoding(dtypes, asked.quick),
         "beams": lambda: print_beams(dtypes, asked.quick),
+        "prompting": lambda: print_prompting(dtypes, asked.quick),
         "bank": lambda: print_bank(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
@@ -94,6 +95,21 @@ def print_beams(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, f
     }
     print(f"## Four beams: time of 16 tokens for each unit of the host alone\n\n{table('memory', rows)}\n", flush=True)
     return rows
+
+
+def print_prompting(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Passages as a memory, for each unit of the same passages in the prompt."""
+    results = {}
+    print("## Prompting: time to the first token for each unit of reading the passages in the prompt\n")
+    for dtype in dtypes:
+        rows = {
+            f"{passages} passages": prompting.measure(passages, dtype, 1.0 if quick else 20.0)
+            for passages in (prompting.QUICK_PASSAGES if quick else prompting.PASSAGES)
+        }
+        what = str(dtype).removeprefix("torch.")
+        print(f"### {what}\n\n{table('passages of 64 tokens', rows)}\n", flush=True)
+        results |= {f"{what}: {name}": row for name, row in rows.items()}
+    return results
 
 
 def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
@@ -161,12 +177,17 @@ def print_training() -> dict[str, dict[str, float]]:
     return rows
 
 
+def figure(value: float) -> str:
+    """Two digits behind the point, three below a tenth."""
+    return f"{value:,.3f}" if abs(value) < 0.0995 else f"{value:,.2f}"
+
+
 def table(corner: str, rows: dict[str, dict[str, float]]) -> str:
     """Rows of figures as a table in markdown; a column that some rows lack is left empty there."""
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     lines = [f"| {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, row in rows.items():
-        cells = [f"{row[column]:,.2f}" if column in row else "" for column in columns]
+        cells = [figure(row[column]) if column in row else "" for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -36,10 +36,10 @@ def make_encoder(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda passages: encoder(input_ids=passages).last_hidden_state
 
 
-def make_reader(dtype: torch.dtype) -> mmattn.hosts.AdaptedCausalLM:
-    """The host with three gated adapters whose gates are open."""
+def make_reader(dtype: torch.dtype, positions: int = 1024) -> mmattn.hosts.AdaptedCausalLM:
+    """The host, for texts of so many tokens, with three gated adapters whose gates are open."""
     torch.manual_seed(0)
-    model = mmattn.attach(make_host(dtype), mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
+    model = mmattn.attach(make_host(dtype, positions), mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
     model.adapters.to(dtype)
     for name, parameter in model.adapters.named_parameters():
         if "gate" in name:

@@ -18,11 +18,12 @@ from recipes.benchmarks.timing import interleaved, ratio
 WIDTH = 768
 
 
-def make_host(dtype: torch.dtype) -> torch.nn.Module:
-    """A random GPT-2 small; its answers do not matter, its sizes do."""
+def make_host(dtype: torch.dtype, positions: int = 1024) -> torch.nn.Module:
+    """A random GPT-2 small for texts of so many tokens; its answers do not matter, its sizes do."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(bos_token_id=None, eos_token_id=None, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    dropouts = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    config = GPT2Config(n_positions=positions, bos_token_id=None, eos_token_id=None, **dropouts)
     return GPT2LMHeadModel(config).to(dtype).eval()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import mmattn
 from mmattn import recipes
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError, MmattnError
@@ -288,6 +289,10 @@ class TestAdapters:
         assert out == "a.png: a by \nb.png: b by \n"
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "--version") == (0, f"mmattn {mmattn.__version__}\n", "")
+
+
 class TestShelf:
     def test_ls(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         code, out, _ = call(capsys, "ls")
@@ -304,6 +309,14 @@ class TestShelf:
         code, out, _ = call(capsys, "cp", "toy")
         assert code == 0 and "toy copied to toy" in out
         assert {p.name for p in (tmp_path / "toy").rglob("*")} == {"config.yaml", "train.py", "sums.py", "README.md"}
+
+    def test_cp_assets(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        (shelf / "_assets/lm").mkdir(parents=True)
+        (shelf / "_assets/lm/config.json").write_text("{}")
+        code, out, err = call(capsys, "cp", "assets")
+        assert (code, out) == (0, "assets copied to assets\n"), err
+        assert (tmp_path / "assets/lm/config.json").read_text() == "{}"
+        assert call(capsys, "cp", "assets")[0] == 2
 
     def test_cp_overwrites_nothing(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (tmp_path / "toy").mkdir()

@@ -13,9 +13,8 @@ from mmattn import inspect, training
 
 from .answering import adapter_settings, answer_batch, load_lm
 from .entries import Entries
-from .facts import UNKNOWN, Fact, load_facts
+from .facts import UNKNOWN, Fact, load_facts, prompt
 from .fitting import fit
-from .make_lm import prompt
 from .measure import Measure
 from .settings import Config
 from .tables import plot_bits, plot_sizes, table
@@ -109,7 +108,7 @@ def make_batch(config: Config, known: Entries, random: Random) -> tuple[list[str
         parts.append(
             mmattn.Memory(known.slots(rows)[None], scores=config.scores.scale * (scores[None] - config.scores.middle))
         )
-        prompts.append(prompt(known.facts[asked], []))
+        prompts.append(prompt(known.facts[asked]))
         answers.append(UNKNOWN if absent else known.facts[asked].value)
     return prompts, answers, mmattn.Memory.stack(parts)
 

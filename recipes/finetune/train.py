@@ -110,7 +110,7 @@ class Run:
         model = self.host.attach(memories)
         if self.first:
             model.print_trainable_parameters()
-        done = self._tune(model, self.host.loss(model, memories), "adapter", self.config, memories.fingerprint)
+        done = self._train(model, self.host.loss(model, memories), "adapter", self.config, memories.fingerprint)
         if self.first:
             self._write_config(self.folder)
             model.save_adapter(self.out / "adapter", encoder=memories.fingerprint)
@@ -140,7 +140,7 @@ class Run:
     def _write_config(self, folder: Any) -> None:
         folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
 
-    def _tune(self, model: Any, loss: Any, name: str, config: training.TrainingConfig, encoder: str | None) -> Any:
+    def _train(self, model: Any, loss: Any, name: str, config: training.TrainingConfig, encoder: str | None) -> Any:
         """Train, with checkpoints and metrics of this name."""
         own = name == "adapter"
         checkpoints = self.out / ("checkpoints" if own else f"checkpoints_{name}")
@@ -155,7 +155,7 @@ class Run:
             step = figures.pop("step")
             self.accelerator.log({f"{name}/{key}": value for key, value in figures.items()}, step=step)
 
-        return training.tune(
+        return training.train(
             model,
             loss,
             self.batches,
@@ -219,7 +219,7 @@ class Run:
         loss = self.host.loss(lora, None)
         rate = self.settings.optim.lora_learning_rate
         config = replace(self.config, learning_rate=rate, gate_learning_rate=None, gradient_checkpointing=False)
-        done = self._tune(lora, loss, "lora", config, None)
+        done = self._train(lora, loss, "lora", config, None)
         found = self._measured(lora, loss, self.held_out)
         count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
         undo()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -130,22 +131,33 @@ def main() -> None:
     model = build(len(tokenizer), end, int(tokenizer.convert_tokens_to_ids(PAD)))
     picks = torch.Generator().manual_seed(given.seed)
 
-    def compute_loss(step: int) -> torch.Tensor:
+    groups = training.parameter_groups(model.train(), given.learning_rate, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: training.learning_rate_factor(step, given.steps, 100)
+    )
+    began = time.perf_counter()
+    for step in range(given.steps):
         rows = []
         for one in streams:
             starts = torch.randint(0, len(one) - CONTEXT, (given.batch // 2, 1), generator=picks)
             rows.append(one[starts + torch.arange(CONTEXT)])
         ids = torch.cat(rows)
-        return model(input_ids=ids, labels=ids).loss
-
-    groups = training.parameter_groups(model.train(), given.learning_rate, weight_decay=0.05)
-    fitted = training.fit(groups, compute_loss, given.steps, warmup_steps=100, label="language model")
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == given.steps - 1:
+            print(f"step {step} loss {loss.item():.3f} {time.perf_counter() - began:.0f} s", flush=True)
+    seconds = time.perf_counter() - began
     reached = bits_per_byte(model.eval(), tokenizer, [text for part in topics for text in part.values()])
     model.half().save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)
     text = CARD.format(
         parameters=sum(p.numel() for p in model.parameters()), vocabulary=len(tokenizer), context=CONTEXT,
-        seed=given.seed, steps=given.steps, seconds=fitted.seconds, threads=given.threads,
+        seed=given.seed, steps=given.steps, seconds=seconds, threads=given.threads,
         tokens=sum(map(len, streams)), held=reached, python=platform.python_version(),
     )  # fmt: skip
     (given.out / "README.md").write_text(text, encoding="utf-8")

@@ -126,7 +126,7 @@ class _Run:
         self.total = total_steps(config, batches)
         if config.eval_steps and not len(eval_rows):
             raise ConfigError("eval_steps is set and there are no eval_rows: hold some rows out, or set it to 0")
-        self.batch_size = getattr(batches, "batch_size", None)
+        self.batch_size: Any = getattr(batches, "batch_size", None)
         if len(eval_rows) and self.batch_size is None:
             raise ConfigError(
                 f"eval_rows are evaluated in batches of the same size, and batches={type(batches).__name__} has no "

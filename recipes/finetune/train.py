@@ -131,7 +131,7 @@ class Run:
         """The run's folder, in the first process."""
         if not self.first:
             return None
-        folder = training.RunFolder(self.out, fresh=False)
+        folder = training.RunFolder(self.out)
         # A run that is to go on may yet be refused for its settings, and must not leave them here then.
         if not (self.settings.resume and training.last_step(self.out / "checkpoints")):
             self._write_config(folder)
@@ -155,7 +155,7 @@ class Run:
             step = figures.pop("step")
             self.accelerator.log({f"{name}/{key}": value for key, value in figures.items()}, step=step)
 
-        return training.train(
+        done = training.train(
             model,
             loss,
             self.batches,
@@ -170,6 +170,12 @@ class Run:
             progress=self.progress,
             save_more=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
         )
+        if done.stopped_early:
+            self.accelerator.print(
+                f"{name}: stopped early after {done.global_step} steps, since {done.evals_without_improvement} "
+                f"evaluations were no better; the weights are those of step {done.best_global_step}"
+            )
+        return done
 
     def _samples(self, model: Any, memories: training.RowMemories) -> None:
         """What is written or drawn of the first few held-out rows."""

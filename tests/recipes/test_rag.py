@@ -31,7 +31,7 @@ HELD = {"tests": "A test calls a function and compares the value.\n\nArguments m
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
     names = ("settings", "facts", "documents", "entries", "answering", "measure", "passages", "train")
-    return load_files("rag", *names, "train_docs", "reading", "tables", "table", "ask", "neighbours")
+    return load_files("rag", *names, "train_docs", "reading", "tables", "ask", "neighbours")
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,24 @@ class TestRunFolder:
         assert text == '{"step": 1, "loss": null}\n{"step": 2, "loss": 0.5}\n'
         run.write_config({"b": 1, "a": {"c": None}})
         assert (run.path / "config.resolved.yaml").read_text() == "b: 1\na:\n  c: null\n"
-        assert (training.RunFolder(run.path).path / "metrics.jsonl").read_text() == ""
+        assert (training.RunFolder(run.path).path / "metrics.jsonl").read_text() == text
+
+    def test_a_finished_run_is_left_as_it_is(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        settings = {"out": "here", "seed": 3, "optim": {"betas": (1, 2)}, "progress": True}
+        run = training.RunFolder(tmp_path / "run")
+        assert run.begin(settings)
+        run.log(step=1)
+        assert run.begin(settings), "it has no table yet"
+        run.log(step=2)
+        run.write_json("table.json", {"rows": []})
+        capsys.readouterr()
+        again = training.RunFolder(tmp_path / "run")
+        assert not again.begin(settings | {"progress": False, "out": "there"})
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1 and f"{tmp_path / 'run'} holds the finished run" in said and "out=FOLDER" in said
+        assert (run.path / "metrics.jsonl").read_text() == '{"step": 2}\n'
+        assert again.begin(settings | {"seed": 4}), "other settings"
+        assert not (run.path / "table.json").exists() and (run.path / "metrics.jsonl").read_text() == ""
 
 
 def test_memory_rows_must_be_the_texts() -> None:

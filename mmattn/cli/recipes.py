@@ -126,7 +126,7 @@ def run_recipe(config: Path, settings: dict[str, Any], seeds: Sequence[int] | No
         if "recipe" not in model.model_fields:
             settings = {key: value for key, value in settings.items() if key != "recipe"}
         settings = check_settings(settings, model)
-    table = getattr(module, "table", None)
+    table: Any = getattr(module, "table", None)
     if seeds is not None and (table is None or "out" not in settings):
         raise ConfigError(
             f"--seeds makes one table of several runs: train.py of {recipe_of(config, settings)} must have a function "

@@ -29,7 +29,7 @@ class RunFolder:
     def begin(self, settings: Mapping[str, Any]) -> bool:
         """Begin a run: write its settings, and remove metrics and table of an earlier one.
 
-        Where a run with the same settings left its `table.json`, one line says so, and nothing is changed.
+        A finished run of the same settings is left as it is, and one line says so.
 
         Args:
             settings: of the run, as JSON values.
@@ -37,22 +37,33 @@ class RunFolder:
         Returns:
             Whether there is anything to do.
         """
-        import yaml
-
-        config, table = self.path / "config.resolved.yaml", self.path / "table.json"
-        if table.is_file() and config.is_file():
-            earlier = yaml.safe_load(config.read_text(encoding="utf-8"))
-            if isinstance(earlier, dict) and _learned_from(earlier) == _learned_from(settings):
-                print(
-                    f"{self.path} holds the finished run of these settings, and its table is left as it is; to begin "
-                    "anew remove that folder, or name another: out=FOLDER"
-                )
-                return False
+        if finished := self.finished(settings):
+            print(finished)
+            return False
         for name in ("table.json", "table.md"):
             (self.path / name).unlink(missing_ok=True)
         self.write_config(settings)
         self.write_text("metrics.jsonl", "")
         return True
+
+    def finished(self, settings: Mapping[str, Any]) -> str:
+        """What to say where a run with the same settings left its `table.json`; otherwise nothing.
+
+        Args:
+            settings: as they were given to `begin` or `write_config`.
+        """
+        import yaml
+
+        config = self.path / "config.resolved.yaml"
+        if not (self.path / "table.json").is_file() or not config.is_file():
+            return ""
+        earlier = yaml.safe_load(config.read_text(encoding="utf-8"))
+        if not isinstance(earlier, dict) or _learned_from(earlier) != _learned_from(settings):
+            return ""
+        return (
+            f"{self.path} holds the finished run of these settings, and its table is left as it is; to begin anew "
+            "remove that folder, or name another: out=FOLDER"
+        )
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         """Write all settings as they were used, as `config.resolved.yaml`."""
@@ -99,7 +110,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _learned_from(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a table depends on, as JSON has them."""
-    return {name: _plain(value) for name, value in settings.items() if name not in ("out", "progress")}
+    return {name: _plain(value) for name, value in settings.items() if name not in ("out", "progress", "resume")}
 
 
 def _plain(value: Any) -> Any:

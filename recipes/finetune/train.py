@@ -38,7 +38,11 @@ def main(config: dict[str, Any]) -> Path:
     if not accelerator.is_main_process:
         # Their bars are not asked whether they may.
         transformers_said.disable_progress_bar()
-    Run(settings, accelerator).run()
+    finished = training.RunFolder(settings.out).finished({"recipe": "finetune", **settings.model_dump()})
+    if finished and settings.resume:
+        accelerator.print(finished)
+    else:
+        Run(settings, accelerator).run()
     training.end_training(accelerator)
     return Path(settings.out)
 
@@ -51,6 +55,16 @@ class Line:
     loss: float
     parameters: int
     seconds: float
+
+
+def table(contents: list[dict[str, Any]]) -> str:
+    """The lines of several `table.json`, each figure as mean ± half the range."""
+    columns = {
+        "loss": ("held-out loss", 1, ".4f", ""),
+        "parameters": ("trained parameters", 1, ",.0f", ""),
+        "seconds": ("seconds", 1, ".0f", ""),
+    }
+    return training.spread_table("", columns, [content["rows"] for content in contents])
 
 
 class Run:

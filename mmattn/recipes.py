@@ -171,56 +171,48 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def over_seeds(
-    description: str,
-    train: Callable[[dict[str, Any]], None],
+    main: Callable[[dict[str, Any]], Any],
     table: Callable[[list[dict[str, Any]]], str],
-    arguments: Sequence[str] | None = None,
-) -> None:
-    """Run a recipe for several seeds, print one table of all and write it to table.md: a command line.
+    settings: dict[str, Any],
+    seeds: Sequence[int],
+) -> str:
+    """Run a recipe for several seeds, and write one table of all, each figure as mean ± half the range, to `table.md`.
 
-    Its words are CONFIG [key=value …] --seeds 0 1 2. Every seed has a folder `seed-N` in that of the settings; "{seed}"
-    in a setting stands for the seed. A seed that has its table is not trained again. Ctrl-C ends the command with exit
-    code 130.
+    Every seed has a folder `seed-N` in that of the settings; "{seed}" in a setting stands for the seed.
 
     Args:
-        description: of the command, for --help.
-        train: runs a recipe with settings that name `seed` and `out`, and writes `table.json` into `out`.
+        main: runs the recipe with settings that name `seed` and `out`, writes `table.json` into `out`, and leaves a run
+            that is finished as it is.
         table: from the contents of all `table.json` to text.
-        arguments: the words of the command line; by default those of this process.
+        settings: of the recipe, with `out`.
+        seeds: to run with.
+
+    Returns:
+        The table.
 
     Raises:
-        ConfigError: the settings cannot be read.
         AdapterFileError: a `table.json` is damaged.
-        SystemExit: the training was interrupted.
+        SystemExit: with 130, of a run that Ctrl-C ended before its table.
     """
-    import argparse
-
     from mmattn.storage.atomic import write_text
     from mmattn.storage.json_files import read_json
 
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    given = parser.parse_intermixed_args(arguments)
-    settings = read_settings(given.config, given.overrides)
-    name = settings.pop("recipe", "run")
-    out = Path(settings.get("out", f"runs/{name}"))
     tables = []
-    for seed in given.seeds:
-        run = out / f"seed-{seed}"
-        own = {
-            key: value.replace("{seed}", str(seed)) if isinstance(value, str) else value
-            for key, value in settings.items()
-        }
-        if not (run / "table.json").is_file():
-            train({**own, "seed": seed, "out": str(run)})
-        if not (run / "table.json").is_file():  # Ctrl-C ended the training
+    for seed in seeds:
+        out = Path(settings["out"]) / f"seed-{seed}"
+        main({**_of_seed(settings, seed), "seed": seed, "out": str(out)})
+        if not (out / "table.json").is_file():
             raise SystemExit(130)
-        tables.append(read_json(run / "table.json", max_bytes=64 << 20))
+        tables.append(read_json(out / "table.json", max_bytes=64 << 20))
     text = table(tables)
-    write_text(out / "table.md", text + "\n")
-    print(text)
+    write_text(Path(settings["out"]) / "table.md", text + "\n")
+    return text
+
+
+def _of_seed(value: Any, seed: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _of_seed(inner, seed) for key, inner in value.items()}
+    return value.replace("{seed}", str(seed)) if isinstance(value, str) else value
 
 
 def check_settings(settings: dict[str, Any], model: Any) -> dict[str, Any]:

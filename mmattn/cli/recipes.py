@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,16 +32,22 @@ def demo() -> None:
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as a recipe's config.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Settings to change.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="0,1,2", help="Run once with each of these seeds; one table of all.")
+    ] = None,
 ) -> None:
     """Run a recipe with the settings of CONFIG.
 
     Unknown keys are errors, and overrides are KEY=VALUE with dots between sections: optim.lr=1e-3.
     CONFIG's own folder is the recipe if it holds a train.py (a copy made by `mmattn cp`); otherwise its key `recipe`
     names one of `mmattn ls`.
+    With --seeds every seed has a folder seed-N in that of the settings, where {seed} in a setting stands for the seed;
+    the table there has the mean of each figure ± half its range. Run again, the
+    command leaves the seeds that are finished as they are.
     """
     from mmattn.recipes import read_settings
 
-    run_recipe(config, read_settings(config, overrides or ()))
+    run_recipe(config, read_settings(config, overrides or ()), None if seeds is None else _numbers(seeds))
 
 
 def schema(
@@ -97,19 +104,21 @@ def copy(
         typer.echo(f"next: mmattn train {target / 'config.yaml'}")
 
 
-def run_recipe(config: Path, settings: dict[str, Any]) -> None:
+def run_recipe(config: Path, settings: dict[str, Any], seeds: Sequence[int] | None = None) -> None:
     """Run a recipe with settings, checked against its own `Config` first.
 
     Args:
         config: the file of the settings, beside the recipe's train.py or with a key `recipe`.
         settings: what the file holds, overrides applied.
+        seeds: to run with, one after the other; None for the one of the settings.
 
     Raises:
-        ConfigError: no recipe, an unknown key, or a value of the wrong kind.
+        ConfigError: no recipe, an unknown key, a value of the wrong kind, or seeds of a recipe that has no table.
     """
     from pydantic import ValidationError
 
-    from mmattn.recipes import check_settings, load_recipe, raise_settings_error
+    from mmattn.errors import ConfigError
+    from mmattn.recipes import check_settings, load_recipe, over_seeds, raise_settings_error
 
     module = load_recipe(recipe_of(config, settings), "train")
     model = getattr(module, "Config", None)
@@ -117,10 +126,36 @@ def run_recipe(config: Path, settings: dict[str, Any]) -> None:
         if "recipe" not in model.model_fields:
             settings = {key: value for key, value in settings.items() if key != "recipe"}
         settings = check_settings(settings, model)
+    table: Any = getattr(module, "table", None)
+    if seeds is not None and (table is None or "out" not in settings):
+        raise ConfigError(
+            f"--seeds makes one table of several runs: train.py of {recipe_of(config, settings)} must have a function "
+            "`table(contents)`, and its settings an `out`"
+        )
     try:
-        module.main(settings)
+        if seeds is None:
+            module.main(settings)
+        else:
+            typer.echo(over_seeds(module.main, table, settings, seeds))
     except ValidationError as error:
         raise_settings_error(error)
+
+
+def _numbers(text: str) -> list[int]:
+    """The seeds of "0,1,2".
+
+    Raises:
+        ConfigError: no numbers, or one of them twice.
+    """
+    from mmattn.errors import ConfigError
+
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds takes different whole numbers with commas between them (0,1,2), got {text!r}")
+    return seeds
 
 
 def recipe_of(config: Path, settings: dict[str, Any]) -> Path:

@@ -11,11 +11,11 @@ from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
 from mmattn.training.evaluation import mean_loss
-from mmattn.training.fitting import FitResult, fit
+from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
 from mmattn.training.metrics import Metrics
-from mmattn.training.optimization import parameter_groups
+from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.row_datasets import DatasetRows, StreamRows, read_rows, split_rows
 from mmattn.training.row_files import read_folder, read_lines
 from mmattn.training.row_memories import RowMemories
@@ -24,14 +24,13 @@ from mmattn.training.run_folder import RunFolder, markdown_table
 from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
 from mmattn.training.seed_tables import mean_and_spread, spread_table
 from mmattn.training.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
-from mmattn.training.training_config import TrainingConfig, TrainingResult
-from mmattn.training.tuning import tune
+from mmattn.training.training_config import Loss, TrainingConfig, TrainingResult
 
 __all__ = [
     "AdapterTrainer",
     "DatasetRows",
-    "FitResult",
     "LengthGroupedSampler",
+    "Loss",
     "Metrics",
     "PairSampler",
     "Row",
@@ -51,9 +50,9 @@ __all__ = [
     "derive_seed",
     "encode_texts",
     "end_training",
-    "fit",
     "gradient_checkpointing",
     "last_step",
+    "learning_rate_factor",
     "load_lora",
     "make_accelerator",
     "make_row",
@@ -74,7 +73,7 @@ __all__ = [
     "text_nats",
     "token_nats",
     "tracked",
-    "tune",
+    "train",
 ]
 
 

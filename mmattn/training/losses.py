@@ -36,7 +36,7 @@ def mean_nats(model: Any, batch: TextBatch) -> Tensor:
 
 
 def sum_nats(model: Any, batch: TextBatch) -> tuple[Tensor, int]:
-    """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `tune`."""
+    """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`."""
     return token_nats(model, batch).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
 
 

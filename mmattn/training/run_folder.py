@@ -17,17 +17,53 @@ class RunFolder:
 
     Args:
         path: of the folder, which is created where it is missing.
-        fresh: empty `metrics.jsonl`; False for a run that is resumed.
 
     Raises:
         OSError: the folder cannot be created or written to.
     """
 
-    def __init__(self, path: str | os.PathLike[str], fresh: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        if fresh:
-            write_text(self.path / "metrics.jsonl", "")
+
+    def begin(self, settings: Mapping[str, Any]) -> bool:
+        """Begin a run: write its settings, and remove metrics and table of an earlier one.
+
+        A finished run of the same settings is left as it is, and one line says so.
+
+        Args:
+            settings: of the run, as JSON values.
+
+        Returns:
+            Whether there is anything to do.
+        """
+        if finished := self.finished(settings):
+            print(finished)
+            return False
+        for name in ("table.json", "table.md"):
+            (self.path / name).unlink(missing_ok=True)
+        self.write_config(settings)
+        self.write_text("metrics.jsonl", "")
+        return True
+
+    def finished(self, settings: Mapping[str, Any]) -> str:
+        """What to say where a run with the same settings left its `table.json`; otherwise nothing.
+
+        Args:
+            settings: as they were given to `begin` or `write_config`.
+        """
+        import yaml
+
+        config = self.path / "config.resolved.yaml"
+        if not (self.path / "table.json").is_file() or not config.is_file():
+            return ""
+        earlier = yaml.safe_load(config.read_text(encoding="utf-8"))
+        if not isinstance(earlier, dict) or _learned_from(earlier) != _learned_from(settings):
+            return ""
+        return (
+            f"{self.path} holds the finished run of these settings, and its table is left as it is; to begin anew "
+            "remove that folder, or name another: out=FOLDER"
+        )
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         """Write all settings as they were used, as `config.resolved.yaml`."""
@@ -41,8 +77,8 @@ class RunFolder:
             file.write(json.dumps(_plain(figures)) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a text file and return its path."""
-        write_text(self.path / name, text if text.endswith("\n") else text + "\n")
+        """Write a text file, closed by a line break, and return its path."""
+        write_text(self.path / name, text if not text or text.endswith("\n") else text + "\n")
         return self.path / name
 
     def write_json(self, name: str, content: Any) -> Path:
@@ -70,6 +106,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]
     return "\n".join([line(header), "| " + " | ".join(rule) + " |", *(line(row) for row in rows)])
+
+
+def _learned_from(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a table depends on, as JSON has them."""
+    return {name: _plain(value) for name, value in settings.items() if name not in ("out", "progress", "resume")}
 
 
 def _plain(value: Any) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from mmattn.errors import ConfigError, check_int
 from mmattn.training.row_datasets import DatasetRows, Rows, StreamRows
@@ -148,6 +148,10 @@ class RowBatches:
             rng.shuffle(taken)
             parts = _cut(taken, [row.text_length for row in taken], self.batch_size, rng)
             yield from parts[max(0, start - block * BUCKET) :]
+
+
+Batches: TypeAlias = RowBatches | Iterable[Sequence[Any]]
+"""What `train` takes its batches from."""
 
 
 def text_lengths(rows: Sequence[Row]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,15 +11,15 @@ from torch import Tensor
 from mmattn.errors import ConfigError, check_choice, check_float, check_int
 from mmattn.training.optimization import SCHEDULES
 from mmattn.training.rows import Row
-from mmattn.training.sampling import RowBatches
+from mmattn.training.sampling import Batches, RowBatches
 
 Loss = Callable[[Sequence[Row], Sequence[int]], tuple[Tensor, int]]
-"""From rows and a seed for each of them to the sum of the losses of all targets, and the number of targets."""
+"""From the rows of a batch and a seed for each to the sum of the losses of all targets, and the number of targets."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Settings of `tune`, in the words of `transformers.TrainingArguments` where both have them.
+    """Settings of `train`, in the words of `transformers.TrainingArguments` where both have them.
 
     Args:
         max_steps: steps of the optimizer; None where `num_train_epochs` is given.
@@ -120,7 +120,7 @@ class TrainingResult:
     resumed_from_step: int = 0
 
 
-def total_steps(config: TrainingConfig, batches: RowBatches) -> int:
+def total_steps(config: TrainingConfig, batches: Batches) -> int:
     """Steps of the optimizer from the first to the last epoch.
 
     Raises:
@@ -129,6 +129,10 @@ def total_steps(config: TrainingConfig, batches: RowBatches) -> int:
     if config.max_steps is not None:
         return config.max_steps
     assert config.num_train_epochs is not None
-    if batches.batches_per_epoch is None:
+    if isinstance(batches, RowBatches):
+        per_epoch = batches.batches_per_epoch
+    else:
+        per_epoch = len(batches) if isinstance(batches, Sized) else None
+    if per_epoch is None:
         raise ConfigError("a stream has no length, so epochs cannot be counted in steps: give max_steps")
-    return max(1, round(config.num_train_epochs * batches.batches_per_epoch))
+    return max(1, round(config.num_train_epochs * per_epoch))

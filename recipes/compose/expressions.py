@@ -62,10 +62,13 @@ class World:
 
     Args:
         count: of the keys. values: numbers from 0 to one less. share: of the keys that compositions are trained on.
-        working: answers begin with the numbers.
+        working: answers begin with the numbers. device: of batches.
     """
 
-    def __init__(self, count: int, values: int, share: float, working: bool, seed: int) -> None:
+    def __init__(
+        self, count: int, values: int, share: float, working: bool, seed: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.device = torch.device(device)
         random = Random(seed)
         names = [a + b + c for a in ascii_lowercase for b in ascii_lowercase for c in ascii_lowercase]
         self.values = {key: random.randrange(values) for key in random.sample(names, count)}
@@ -125,7 +128,7 @@ class World:
         for text in texts:
             learned = [(token, right) for pair in text for right, part in enumerate(pair) for token in part]
             rows.append(torch.tensor([(self.ids[token], right) for token, right in (*learned, (END, 1))]))
-        ids, right = pad_sequence(rows, batch_first=True, padding_value=-1).unbind(-1)
+        ids, right = pad_sequence(rows, batch_first=True, padding_value=-1).to(self.device).unbind(-1)
         mask = ids >= 0
         ids = ids.masked_fill(~mask, pad)
         return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(right != 1, -100)}
@@ -134,8 +137,8 @@ class World:
         """What is asked, to be gone on with: padded on the left."""
         rows = [[self.ids[token] for token in asked] for asked, _ in pairs]
         longest = max(map(len, rows))
-        ids = torch.tensor([[self.ids[PAD]] * (longest - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        ids = torch.tensor([[self.ids[PAD]] * (longest - len(row)) + row for row in rows], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.device)
         return {"input_ids": ids, "attention_mask": mask}
 
     def said(self, ids: Sequence[int]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -59,6 +61,7 @@ class OptimSettings(Strict):
 class Config(Strict):
     out: str = "runs/compose"
     seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu"] = "auto"
     controls: bool = True  # LoRA, other augmenting models, one that reads the prompt only, and one that leaks
     progress: bool = True
     data: DataSettings = DataSettings()

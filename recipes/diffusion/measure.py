@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,16 @@ import torch.nn.functional as F
 from scipy.linalg import sqrtm
 from torch import Tensor
 
+import mmattn
+
 from .attributes import THRESHOLD, Subject
 from .data import Pictures
+from .models import Models
+from .sampling import draw
+from .style import StyleEncoder
+
+GUIDANCE_SCALES = (1.0, 1.1, 1.3, 2.0, 3.0, 5.0)
+ADAPTER_SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 @dataclass
@@ -109,6 +118,60 @@ class Judge:
             "diversity": spread(pictures, asked.classes) / spread(self.real.pictures, self.real.classes),
             "frechet": self.frechet(pictures),
         }
+
+
+def text_rows(
+    model: mmattn.hosts.AdaptedUNet, models: Models, judge: Judge, steps: int, seed: int, each: int
+) -> list[dict[str, Any]]:
+    """For each guidance scale: classes and attributes as asked, diversity, and the distance to real pictures."""
+    asked, rows = questions(judge.subject, each, seed), []
+    for guidance_scale in GUIDANCE_SCALES:
+        made = draw(model, models, asked.sentences, steps, guidance_scale, seed=seed)
+        rows.append({"name": f"{guidance_scale:g}", **judge.obedience(asked, made)})
+    return rows
+
+
+def style_rows(
+    model: mmattn.hosts.AdaptedUNet,
+    models: Models,
+    judge: Judge,
+    encoder: StyleEncoder,
+    held_out: Pictures,
+    concatenated: Any,
+    steps: int,
+    guidance_scale: float,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """For each adapter_scale: likeness to a held-out example of another class, and the class read as the text asked."""
+    generator = torch.Generator().manual_seed(seed)
+    n, classes = len(held_out), len(judge.subject.classes)
+    asked = (held_out.classes + torch.randint(1, classes, (n,), generator=generator)) % classes
+    sentences = [judge.subject.plain(number) for number in asked.tolist()]
+    wanted = judge.style(held_out.pictures)
+    memory = encoder.encode(held_out.pictures)
+    # Each example exchanged for the one half the pictures further on.
+    shuffled = memory[[(index + n // 2) % n for index in range(n)]]
+
+    def row(name: str, **given: Any) -> dict[str, Any]:
+        made = draw(model, models, sentences, steps, guidance_scale, seed=seed, **given)
+        found = similarity(wanted, judge.style(made))
+        return {
+            "name": name,
+            **dict(zip(judge.subject.attributes.names, found, strict=True)),
+            "likeness": mean(found),
+            "read": float((judge.read(made) == asked).float().mean()),
+        }
+
+    rows = [row("no example")]
+    rows += [
+        row(f"decoupled, adapter_scale {adapter_scale}", memory=memory, adapter_scale=adapter_scale)
+        for adapter_scale in ADAPTER_SCALES
+    ]
+    rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
+    if concatenated is not None:
+        rows.append(row("concatenated with the text", concatenated=concatenated, memory=memory))
+        rows.append(row("concatenated, shuffled examples", concatenated=concatenated, memory=shuffled))
+    return rows
 
 
 def pixels(pictures: Tensor) -> np.ndarray:

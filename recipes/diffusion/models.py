@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
+from diffusers.training_utils import compute_snr
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
@@ -44,8 +45,10 @@ class Words(nn.Module):
             row = int(unknown.any(1).nonzero()[0])
             known = sorted(word for word in self.tokenizer.get_vocab() if not word.startswith("["))
             raise TextError(f"{sentences[row]!r} has words this model never saw; it knows: {', '.join(known)}")
-        found = self.encoder(input_ids=ids, attention_mask=given["attention_mask"]).last_hidden_state
-        return found, mask & torch.tensor([text is not None for text in sentences])[:, None]
+        device = self.encoder.device
+        found = self.encoder(input_ids=ids.to(device), attention_mask=given["attention_mask"].to(device))
+        mask = mask & torch.tensor([text is not None for text in sentences])[:, None]
+        return found.last_hidden_state, mask.to(device)
 
     def null(self) -> Tensor | None:
         """What stands for no text; None is a real nothing."""
@@ -63,7 +66,7 @@ class Prompts(Words):
         """(b, m, e) and (b, m) bool, all of it real."""
         ids = self.tokenizer(
             [text or "" for text in sentences], padding="max_length", truncation=True, return_tensors="pt"
-        )["input_ids"]
+        )["input_ids"].to(self.encoder.device)
         return self.encoder(input_ids=ids).last_hidden_state, torch.ones_like(ids, dtype=torch.bool)
 
     def null(self) -> Tensor:
@@ -87,6 +90,13 @@ class Models:
     schedule: DDPMScheduler
     vae: AutoencoderKL | None = None
 
+    def to(self, device: torch.device) -> Models:
+        """Itself, on a device."""
+        for part in (self.unet, self.words, self.vae):
+            if part is not None:
+                part.to(device)
+        return self
+
     @property
     def scale(self) -> int:
         """Pixels for each place that the UNet sees."""
@@ -104,7 +114,8 @@ class Models:
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
-        """What the UNet sees of pictures from -1 to 1."""
+        """What the UNet sees of pictures from -1 to 1, on its device."""
+        pictures = pictures.to(self.unet.device)
         if self.vae is None:
             return pictures
         return self.vae.encode(pictures).latent_dist.sample() * self.vae.config.scaling_factor
@@ -182,6 +193,18 @@ def make_unet(size: int, channels: tuple[int, ...], colours: int = 1) -> UNet2DC
 def noise_schedule() -> DDPMScheduler:
     """A thousand steps of a squared cosine; the UNet predicts v (arXiv 2202.00512)."""
     return DDPMScheduler(1000, beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")
+
+
+def denoising_loss(
+    schedule: DDPMScheduler, predict: Any, clean: Tensor, noise: Tensor, times: Tensor, min_snr: float
+) -> Tensor:
+    """The min-SNR weighted error (b,) (arXiv 2303.09556) of the predicted v, or noise, of pictures at time steps."""
+    noisy, snr = schedule.add_noise(clean, noise, times), compute_snr(schedule, times)
+    if schedule.config.prediction_type == "v_prediction":
+        wanted, weight = schedule.get_velocity(clean, noise, times), snr.clamp(max=min_snr) / (snr + 1)
+    else:
+        wanted, weight = noise, snr.clamp(max=min_snr) / snr
+    return weight * (predict(noisy, times) - wanted).square().mean((1, 2, 3))
 
 
 def save_models(folder: Path, unet: UNet2DConditionModel, words: Words) -> None:

@@ -57,11 +57,10 @@ def word_maps(words: Sequence[str], times: Sequence[int], maps: Tensor, drawn: T
     plt.close(figure)
 
 
-def plot_losses(losses: Sequence[float], path: Path, span: int = 50) -> None:
-    """The loss over steps, as the mean of `span` steps."""
-    means = [sum(losses[i : i + span]) / len(losses[i : i + span]) for i in range(0, len(losses), span)]
+def plot_losses(losses: Sequence[tuple[int, float]], path: Path) -> None:
+    """Losses by step."""
     figure, axis = plt.subplots(figsize=(5, 3))
-    axis.plot([span * i for i in range(len(means))], means)
+    axis.plot(*zip(*losses, strict=True))
     axis.set_xlabel("step")
     axis.set_ylabel("loss")
     axis.set_yscale("log")

@@ -29,7 +29,7 @@ def draw(
     concatenated: Any = None,
     progress: bool = False,
 ) -> Tensor:
-    """Pictures (b, c, size, size) from -1 to 1, one for each sentence; equal seeds start from equal noise.
+    """Pictures (b, c, size, size) from -1 to 1 on the CPU, one for each sentence; equal seeds start from equal noise.
 
     Args:
         model: the UNet, attached.
@@ -45,11 +45,13 @@ def draw(
     """
     scheduler = models.sampler(steps)
     (text, mask), null = models.words(list(sentences)), models.words.null()
+    memory = None if memory is None else memory.to(text.device)
     if concatenated is not None:
         (text, mask), memory = concatenated(text, mask, memory), None
     settings = model.host.config
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(len(text), settings.in_channels, settings.sample_size, settings.sample_size, generator=generator)
+    x = x.to(text.device)
     guidance = mmattn.Guidance(guidance_scale)
     given = {"text_mask": mask, "null_text": null, "memory": memory, "adapter_scale": adapter_scale}
     with guidance.run(model, text, **given) as predict:
@@ -58,7 +60,7 @@ def draw(
             # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.
             clipped = {"use_clipped_model_output": True} if scheduler.config.clip_sample else {}
             x = scheduler.step(predict(x, time), time, x, **clipped).prev_sample
-    return models.decode(x)
+    return models.decode(x).cpu()
 
 
 def traces(
@@ -99,7 +101,7 @@ def maps(weights: Any, name: str, count: int, side: int) -> tuple[Tensor, list[s
     """Of the slots of a memory, (layers, heads, slots, places) over a square of side × side, and the layers' names."""
     found, names = [], []
     for index, calls in ((index, calls) for (owner, index), calls in weights.items() if owner == name):
-        seen = torch.stack(calls)[:, 0].mean(0)[..., :count]  # (heads, places, slots)
+        seen = torch.stack(calls)[:, 0].mean(0)[..., :count].cpu()  # (heads, places, slots)
         height = round(seen.shape[1] ** 0.5)
         square = seen.transpose(1, 2).unflatten(2, (height, height))
         found.append(F.interpolate(square, size=(side, side), mode="bilinear", align_corners=False).flatten(2))
@@ -139,7 +141,7 @@ def word_attention(
     words = models.words.tokens(sentence)
     side, maps = model.host.config.sample_size, []
     for calls in (calls for (name, _), calls in weights.items() if name == "text"):
-        seen = torch.stack(calls)[:, 0].mean(1)[..., : len(words)]  # (steps, places, words)
+        seen = torch.stack(calls)[:, 0].mean(1)[..., : len(words)].cpu()  # (steps, places, words)
         height = round(seen.shape[1] ** 0.5)
         square = seen.transpose(1, 2).unflatten(2, (height, height))
         maps.append(F.interpolate(square, size=(side, side), mode="bilinear", align_corners=False))

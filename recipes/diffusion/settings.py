@@ -56,6 +56,7 @@ class Config(Strict):
     stage: Literal["text", "style"] = "text"
     unet: str = "assets/diffusion"  # style: what stays frozen; a run of stage A, or a Stable Diffusion (folder, hub)
     seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu"] = "auto"
     conditioning_dropout_prob: float = Field(0.1, ge=0, lt=1)  # of each condition in training, for guidance
     progress: bool = True
     data: DataSettings = DataSettings()

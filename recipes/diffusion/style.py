@@ -32,7 +32,8 @@ class StyleEncoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> mmattn.Memory:
-        """A memory (b, 16, 64)."""
+        """A memory (b, 16, 64), on the device of the encoder."""
+        pictures = pictures.to(self.head.weight.device)
         return mmattn.Memory(self.body(small(pictures)).flatten(2).transpose(1, 2))
 
     def forward(self, pictures: Tensor) -> Tensor:
@@ -50,14 +51,20 @@ def train_encoder(data: Pictures, steps: int, seed: int, progress: bool) -> Styl
     torch.manual_seed(seed)
     encoder = StyleEncoder(data.pictures.shape[1], data.measures.shape[1]).train()
 
-    def compute_loss(step: int) -> Tensor:
+    groups = training.parameter_groups(encoder, 2e-3, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    learning_rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: training.learning_rate_factor(step, steps, 50)
+    )
+    for _ in training.tracked(steps, "style encoder", progress):
         rows = torch.randint(0, len(data), (128,))
         down, right = torch.randint(-1, 2, (2,)).tolist()
         pictures = torch.roll(data.pictures[rows], (down, right), (2, 3))
-        return F.mse_loss(encoder(pictures), data.measures[rows])
-
-    groups = training.parameter_groups(encoder, 2e-3, weight_decay=0.05)
-    training.fit(groups, compute_loss, steps, warmup_steps=50, label="style encoder", progress=progress)
+        optimizer.zero_grad()
+        F.mse_loss(encoder(pictures), data.measures[rows]).backward()
+        torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
+        optimizer.step()
+        learning_rate.step()
     return encoder.eval().requires_grad_(False)
 
 

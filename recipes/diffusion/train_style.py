@@ -7,7 +7,10 @@ by the text alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +20,23 @@ from mmattn import training
 
 from .attributes import Subject, asked_for
 from .data import Pictures
-from .denoise import denoising_loss, fit
-from .models import Models
+from .models import Models, denoising_loss
 from .settings import Config
 from .style import WIDTH, StyleEncoder
 
 NEAREST = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A picture to draw with an example beside it: their numbers, what is said, and the noise at a time step."""
+
+    picture: int
+    example: int
+    sentence: str | None
+    sees_example: bool
+    noise: Tensor
+    time: int
 
 
 def nearest(data: Pictures, rows: list[int]) -> Tensor:
@@ -48,7 +62,7 @@ class Concatenated(nn.Module):
     def forward(self, text: Tensor, mask: Tensor, memory: mmattn.Memory) -> tuple[Tensor, Tensor]:
         """Text (b, m + 16, e) and its mask; rows whose memory is left out keep their text alone."""
         slots = self.down(nn.functional.gelu(self.up(self.norm(memory.tokens))))
-        real = torch.ones(slots.shape[:2], dtype=torch.bool) if memory.mask is None else memory.mask
+        real = torch.ones_like(slots[..., 0], dtype=torch.bool) if memory.mask is None else memory.mask
         return torch.cat([text, slots], 1), torch.cat([mask, real], 1)
 
 
@@ -61,35 +75,74 @@ def train_style(
     encoder: StyleEncoder,
     trained: nn.Module,
     label: str,
-    run: training.RunFolder | None = None,
-) -> training.FitResult:
-    """Train the model's adapter (`trained` is `model.adapters`) or a `Concatenated` on pairs of like style."""
-    torch.manual_seed(config.seed)
-    random, settings = Random(config.seed), config.optim
-    memories = encoder.encode(data.pictures)
+    run: training.RunFolder,
+    accelerator: Any,
+    generator: torch.Generator,
+) -> tuple[training.TrainingResult, list[tuple[int, float]]]:
+    """Train the adapters of `model`, or a `Concatenated`, on the same rows; what was done, and the losses by step."""
+    memories, settings = encoder.encode(data.pictures), config.optim
 
-    def compute_loss(step: int) -> Tensor:
-        rows = [random.randrange(len(data)) for _ in range(settings.batch_size)]
-        near = nearest(data, rows)
-        like = [int(one[random.randrange(len(one))]) for one in near]
-        names = subject.attributes.names
-        told = [asked_for(names, data.measures[row], random, 0.2) for row in rows]
-        said = [subject.describe(int(data.classes[row]), one, random) for row, one in zip(rows, told, strict=True)]
-        kept = (torch.rand(len(rows), 1) >= config.conditioning_dropout_prob)[:, 0].tolist()
+    def batches() -> Iterator[list[Row]]:
+        random = Random(config.seed)
+        seen, names = models.unet.config, subject.attributes.names
+        count, shape = settings.batch_size, (seen.in_channels, seen.sample_size, seen.sample_size)
+        while True:
+            rows = [random.randrange(len(data)) for _ in range(count)]
+            examples = [int(one[random.randrange(len(one))]) for one in nearest(data, rows)]
+            told = [asked_for(names, data.measures[row], random, 0.2) for row in rows]
+            said = [subject.describe(int(data.classes[row]), one, random) for row, one in zip(rows, told, strict=True)]
+            reads, sees = (
+                (torch.rand(count, generator=generator) >= config.conditioning_dropout_prob).tolist() for _ in range(2)
+            )
+            noise = torch.randn(count, *shape, generator=generator)
+            times = torch.randint(0, models.schedule.config.num_train_timesteps, (count,), generator=generator)
+            said = [one if here else None for one, here in zip(said, reads, strict=True)]
+            yield [Row(*one) for one in zip(rows, examples, said, sees, noise, times.tolist(), strict=True)]
+
+    def loss(rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+        device = accelerator.device
         with torch.no_grad():
-            text, mask = models.words([one if here else None for one, here in zip(said, kept, strict=True)])
-        memory = memories[like].drop_rows(config.conditioning_dropout_prob)
+            text, mask = models.words([row.sentence for row in rows])
+        tokens = memories.tokens[[row.example for row in rows]]
+        sees = torch.tensor([row.sees_example for row in rows], device=device)
+        memory = mmattn.Memory(tokens, sees[:, None].expand(tokens.shape[:2]))
         given = {"memory": memory}
         if isinstance(trained, Concatenated):
             (text, mask), given = trained(text, mask, memory), {}
-        return denoising_loss(
+        errors = denoising_loss(
             models.schedule,
             lambda noisy, times: model(noisy, times, text, text_mask=mask, **given).sample,
-            models.encode(data.pictures[rows]),
+            models.encode(data.pictures[[row.picture for row in rows]]),
+            torch.stack([row.noise for row in rows]).to(device),
+            torch.tensor([row.time for row in rows], device=device),
             settings.min_snr,
         )
+        return errors.sum(), len(rows)
 
-    trained.train().requires_grad_(True)
-    fitted = fit(config, trained, compute_loss, label, run)
-    trained.eval()
-    return fitted
+    losses: list[tuple[int, float]] = []
+
+    def log(**figures: Any) -> None:
+        losses.append((figures["step"], figures["loss"]))
+        run.log(model=label, **figures)
+
+    learning = training.TrainingConfig(
+        max_steps=settings.max_steps,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        warmup_steps=settings.warmup_steps,
+        max_grad_norm=settings.max_grad_norm,
+        seed=config.seed,
+    )
+    done = training.train(
+        trained.requires_grad_(True),
+        loss,
+        batches(),
+        learning,
+        accelerator,
+        log=log,
+        label=label,
+        progress=config.progress,
+    )
+    if done.interrupted:
+        raise KeyboardInterrupt
+    return done, losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 
 import torch
@@ -13,32 +14,32 @@ from mmattn import training
 
 from .attributes import Subject, asked_for
 from .data import Pictures
-from .denoise import denoising_loss, fit
-from .models import Models, make_unet, make_words, noise_schedule
+from .models import Models, denoising_loss, make_unet, make_words, noise_schedule
 from .pictures import grid, plot_losses
 from .sampling import draw
 from .settings import Config
 
 
 def train_text(
-    config: Config, data: Pictures, subject: Subject, run: training.RunFolder
-) -> tuple[Models, training.FitResult]:
-    """Train UNet and text encoder; returns them with the averaged weights, and the record of the loop."""
+    config: Config, data: Pictures, subject: Subject, run: training.RunFolder, device: torch.device
+) -> tuple[Models, float]:
+    """Train UNet and text encoder; returns them with the averaged weights, and seconds."""
     torch.manual_seed(config.seed)
     random, settings = Random(config.seed), config.optim
-    words = make_words(subject)
+    words, schedule = make_words(subject), noise_schedule()
     unet = make_unet(config.model.size, config.model.channels, data.pictures.shape[1])
-    models = Models(unet, words, noise_schedule())
+    models = Models(unet, words, schedule).to(device)
     model = mmattn.attach(unet).use_core()
     unet.requires_grad_(True)
     both = torch.nn.ModuleDict({"unet": unet, "words": words}).train()
     average = EMAModel(both.parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
+    groups = training.parameter_groups(both, settings.learning_rate, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    learning_rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: training.learning_rate_factor(step, settings.max_steps, settings.warmup_steps)
+    )
 
-    def compute_loss(step: int) -> Tensor:
-        if step:
-            average.step(both.parameters())
-        if step and step % config.sample.every == 0:
-            show(step)
+    def compute_loss() -> Tensor:
         rows = [random.randrange(len(data)) for _ in range(settings.batch_size)]
         names = subject.attributes.names
         said = [
@@ -46,13 +47,17 @@ def train_text(
         ]
         # Left out is left out: those rows see no text at all.
         kept = (torch.rand(len(rows), 1) >= config.conditioning_dropout_prob)[:, 0].tolist()
+        clean = data.pictures[rows]
+        noise, times = torch.randn_like(clean), torch.randint(0, schedule.config.num_train_timesteps, (len(rows),))
         text, mask = words([one if here else None for one, here in zip(said, kept, strict=True)])
         return denoising_loss(
-            models.schedule,
+            schedule,
             lambda noisy, times: model(noisy, times, text, text_mask=mask).sample,
-            data.pictures[rows],
+            clean.to(device),
+            noise.to(device),
+            times.to(device),
             settings.min_snr,
-        )
+        ).mean()
 
     @torch.no_grad()
     def show(step: int) -> None:
@@ -66,13 +71,27 @@ def train_text(
         both.train()
         average.restore(both.parameters())
 
-    fitted = fit(config, both, compute_loss, "stage A", run)
-    average.step(both.parameters())
+    began, recent, losses = time.perf_counter(), [], []
+    for step in training.tracked(settings.max_steps, "stage A", config.progress):
+        if step and step % config.sample.every == 0:
+            show(step)
+        loss = compute_loss()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(both.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        learning_rate.step()
+        average.step(both.parameters())
+        recent.append(float(loss.detach()))
+        if (step + 1) % 20 == 0 or step + 1 == settings.max_steps:
+            losses.append((step + 1, sum(recent) / len(recent)))
+            recent.clear()
+            run.log(step=step + 1, loss=losses[-1][1])
     average.copy_to(both.parameters())
     both.eval().requires_grad_(False)
-    plot_losses(fitted.losses, run.path / "loss.png")
+    plot_losses(losses, run.path / "loss.png")
     model.unload()
-    return models, fitted
+    return models, time.perf_counter() - began
 
 
 def shown(subject: Subject) -> list[str]:

@@ -53,7 +53,7 @@ class Language:
         return model
 
     def loss(self, model: Any, memories: training.RowMemories | None) -> Any:
-        """The loss that `training.tune` asks for: minus log p of the texts, over their tokens."""
+        """The loss that `training.train` asks for: minus log p of the texts, over their tokens."""
         collator = self.collator(memories)
 
         def loss(rows: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:

@@ -80,7 +80,7 @@ class Painting:
         return model.use_core() if self.vae is None else model
 
     def loss(self, model: Any, memories: training.RowMemories | None) -> Any:
-        """The loss that `training.tune` asks for: the min-SNR weighted error (arXiv 2303.09556) of each picture.
+        """The loss that `training.train` asks for: the min-SNR weighted error (arXiv 2303.09556) of each picture.
 
         Time, noise and what is left out of a row come from the row's own seed: whatever the number of processes, the
         row is learned in the same way.

@@ -38,7 +38,11 @@ def main(config: dict[str, Any]) -> Path:
     if not accelerator.is_main_process:
         # Their bars are not asked whether they may.
         transformers_said.disable_progress_bar()
-    Run(settings, accelerator).run()
+    finished = training.RunFolder(settings.out).finished({"recipe": "finetune", **settings.model_dump()})
+    if finished and settings.resume:
+        accelerator.print(finished)
+    else:
+        Run(settings, accelerator).run()
     training.end_training(accelerator)
     return Path(settings.out)
 
@@ -51,6 +55,16 @@ class Line:
     loss: float
     parameters: int
     seconds: float
+
+
+def table(contents: list[dict[str, Any]]) -> str:
+    """The lines of several `table.json`, each figure as mean ± half the range."""
+    columns = {
+        "loss": ("held-out loss", 1, ".4f", ""),
+        "parameters": ("trained parameters", 1, ",.0f", ""),
+        "seconds": ("seconds", 1, ".0f", ""),
+    }
+    return training.spread_table("", columns, [content["rows"] for content in contents])
 
 
 class Run:
@@ -110,7 +124,7 @@ class Run:
         model = self.host.attach(memories)
         if self.first:
             model.print_trainable_parameters()
-        done = self._tune(model, self.host.loss(model, memories), "adapter", self.config, memories.fingerprint)
+        done = self._train(model, self.host.loss(model, memories), "adapter", self.config, memories.fingerprint)
         if self.first:
             self._write_config(self.folder)
             model.save_adapter(self.out / "adapter", encoder=memories.fingerprint)
@@ -131,7 +145,7 @@ class Run:
         """The run's folder, in the first process."""
         if not self.first:
             return None
-        folder = training.RunFolder(self.out, fresh=False)
+        folder = training.RunFolder(self.out)
         # A run that is to go on may yet be refused for its settings, and must not leave them here then.
         if not (self.settings.resume and training.last_step(self.out / "checkpoints")):
             self._write_config(folder)
@@ -140,7 +154,7 @@ class Run:
     def _write_config(self, folder: Any) -> None:
         folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
 
-    def _tune(self, model: Any, loss: Any, name: str, config: training.TrainingConfig, encoder: str | None) -> Any:
+    def _train(self, model: Any, loss: Any, name: str, config: training.TrainingConfig, encoder: str | None) -> Any:
         """Train, with checkpoints and metrics of this name."""
         own = name == "adapter"
         checkpoints = self.out / ("checkpoints" if own else f"checkpoints_{name}")
@@ -155,7 +169,7 @@ class Run:
             step = figures.pop("step")
             self.accelerator.log({f"{name}/{key}": value for key, value in figures.items()}, step=step)
 
-        return training.tune(
+        done = training.train(
             model,
             loss,
             self.batches,
@@ -170,6 +184,12 @@ class Run:
             progress=self.progress,
             save_more=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
         )
+        if done.stopped_early:
+            self.accelerator.print(
+                f"{name}: stopped early after {done.global_step} steps, since {done.evals_without_improvement} "
+                f"evaluations were no better; the weights are those of step {done.best_global_step}"
+            )
+        return done
 
     def _samples(self, model: Any, memories: training.RowMemories) -> None:
         """What is written or drawn of the first few held-out rows."""
@@ -219,7 +239,7 @@ class Run:
         loss = self.host.loss(lora, None)
         rate = self.settings.optim.lora_learning_rate
         config = replace(self.config, learning_rate=rate, gate_learning_rate=None, gradient_checkpointing=False)
-        done = self._tune(lora, loss, "lora", config, None)
+        done = self._train(lora, loss, "lora", config, None)
         found = self._measured(lora, loss, self.held_out)
         count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
         undo()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmattn
 from mmattn import training
@@ -17,7 +17,7 @@ from mmattn.recipes import assets_folder
 from .settings import Config, ScoreSettings
 
 
-def load_lm(name: str) -> tuple[Any, Any]:
+def load_lm(name: str, device: torch.device | str = "cpu") -> tuple[Any, Any]:
     """The frozen language model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +32,7 @@ def load_lm(name: str) -> tuple[Any, Any]:
             f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}"
         ) from error
     tokenizer.padding_side = "left"
-    return lm.eval(), tokenizer
+    return lm.to(device).eval(), tokenizer
 
 
 def adapter_settings(config: Config, memory_dim: int) -> mmattn.GatedAdapter:
@@ -64,6 +64,47 @@ def answer_batch(
     return batch
 
 
+def learn(
+    config: Config,
+    trained: nn.Module,
+    loss: training.Loss,
+    batches: Iterable[Sequence[Any]],
+    steps: int,
+    label: str,
+    run: training.RunFolder,
+    accelerator: Any,
+) -> float:
+    """Train the weights of a module that are not frozen, with the settings of the run; seconds."""
+    optim = config.optim
+    learning = training.TrainingConfig(
+        max_steps=steps,
+        learning_rate=optim.learning_rate,
+        gate_learning_rate=optim.gate_learning_rate,
+        weight_decay=optim.weight_decay,
+        warmup_steps=optim.warmup_steps,
+        max_grad_norm=optim.max_grad_norm,
+        seed=config.seed,
+    )
+    done = training.train(
+        trained,
+        loss,
+        batches,
+        learning,
+        accelerator,
+        log=lambda **figures: run.log(model=label, **figures),
+        label=label,
+        progress=config.progress,
+    )
+    if done.interrupted:
+        raise KeyboardInterrupt
+    return done.seconds
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes."""
+    return next(model.parameters()).device
+
+
 @torch.no_grad()
 def write_answers(
     model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Memory | None, batch: int = 64, longest: int = 24
@@ -73,8 +114,8 @@ def write_answers(
     begin, end = training.bos_and_eos(tokenizer)
     for start in range(0, len(prompts), batch):
         part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]
-        given = tokenizer(part, return_tensors="pt", padding=True)
-        seen = {} if memory is None else {"memory": memory[list(range(start, start + len(part)))]}
+        given = tokenizer(part, return_tensors="pt", padding=True).to(device_of(model))
+        seen = {} if memory is None else {"memory": memory[list(range(start, start + len(part)))].to(device_of(model))}
         ids = model.generate(
             given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=longest, do_sample=False,
             eos_token_id=end, pad_token_id=tokenizer.pad_token_id, **seen,
@@ -90,7 +131,9 @@ def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Me
     given = tokenizer(asked)["input_ids"]
     ids = [begin, *given, *tokenizer(f" {answer}")["input_ids"], end]
     words = [tokenizer.decode([one]) for one in ids]
-    return mmattn.inspect.attribute(model, ids, memory, words, start=1 + len(given), title=f"{asked} {answer}")
+    return mmattn.inspect.attribute(
+        model, ids, memory.to(device_of(model)), words, start=1 + len(given), title=f"{asked} {answer}"
+    )
 
 
 @torch.no_grad()
@@ -100,8 +143,8 @@ def looks(model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Mem
     out = []
     for start in range(0, len(prompts), batch):
         part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]
-        given = tokenizer(part, return_tensors="pt", padding=True)
+        given = tokenizer(part, return_tensors="pt", padding=True).to(device_of(model))
         with mmattn.inspect.record(model) as weights:
-            model(**given, memory=memory[list(range(start, start + len(part)))])
-        out.append(weights.mean()[0][:, -1])
+            model(**given, memory=memory[list(range(start, start + len(part)))].to(device_of(model)))
+        out.append(weights.mean()[0][:, -1].cpu())
     return torch.cat(out)

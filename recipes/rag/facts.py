@@ -46,6 +46,11 @@ class Fact:
         return PROPERTIES[self.property][2].format(key=self.key, value=self.value)
 
 
+def prompt(fact: Fact, told: Iterable[Fact] = ()) -> str:
+    """A question after some facts, as the language model was trained to read them; its answer follows after a space."""
+    return "".join(f"{one.sentence}\n" for one in told) + f"Question: {fact.question}\nAnswer:"
+
+
 def load_facts(held_out: float = 0.2, seed: int = 0) -> tuple[list[Fact], list[Fact]]:
     """Facts to train on, and facts of keys that no fact to train on has.
 

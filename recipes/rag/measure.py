@@ -10,8 +10,7 @@ import mmattn
 
 from .answering import looked_at, looks, trace, write_answers
 from .entries import Entries, World, worlds
-from .facts import UNKNOWN
-from .make_lm import prompt
+from .facts import UNKNOWN, prompt
 from .neighbours import answer_by_neighbours, answer_states
 from .settings import Config
 
@@ -50,7 +49,7 @@ class Measure:
         top_k = min(self.config.data.view, len(world.rows))
         hits = self.entries.index(world.rows).search(self.entries.questions[asked], top_k)
         memory = looked_at(hits, self.config.scores)
-        prompts = [prompt(self.entries.facts[row], []) for row in asked]
+        prompts = [prompt(self.entries.facts[row]) for row in asked]
         said = write_answers(model, self.tokenizer, prompts, memory)
         rows = enumerate(zip(prompts, said, strict=True))
         return [trace(model, self.tokenizer, one, answer, memory[row]) for row, (one, answer) in rows]
@@ -58,7 +57,7 @@ class Measure:
     def answers(self, model: Any, world: World, how: str | None) -> list[dict[str, Any]]:
         """For each question of a world what was right, what was said, and what was attended to most."""
         entries, facts = self.entries, [self.entries.facts[row] for row in world.asked]
-        prompts, memory, hits = [prompt(fact, []) for fact in facts], None, None
+        prompts, memory, hits = [prompt(fact) for fact in facts], None, None
         if how is not None:
             top_k = TOLD if how == "prompt" else min(self.config.data.view, len(world.rows))
             hits = entries.index(world.rows).search(entries.questions[world.asked], top_k)
@@ -73,7 +72,7 @@ class Measure:
                 memory = memory[[(row + 1) % len(facts) for row in range(len(facts))]]
         if how == "knn":
             told = [entries.facts[row] for row in world.rows]
-            questions, values = [prompt(fact, []) for fact in told], [fact.value for fact in told]
+            questions, values = [prompt(fact) for fact in told], [fact.value for fact in told]
             said = answer_by_neighbours(
                 model, self.tokenizer, prompts, *answer_states(model, self.tokenizer, questions, values)
             )

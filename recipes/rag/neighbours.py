@@ -11,7 +11,7 @@ from torch import Tensor
 from mmattn import training
 from mmattn.retrieval import knn_log_probs
 
-from .answering import answer_batch
+from .answering import answer_batch, device_of
 
 NEAREST, TEMPERATURE, WEIGHT = 16, 10.0, 0.9
 
@@ -24,6 +24,7 @@ def answer_states(
     keys, values = [], []
     for start in range(0, len(prompts), batch):
         given = answer_batch(tokenizer, prompts[start : start + batch], answers[start : start + batch], None)
+        given = given.to(device_of(lm))
         states = lm(**given.kwargs(), output_hidden_states=True, use_cache=False).hidden_states[-1]
         said = given.labels[:, 1:]
         keys.append(states[:, :-1][said != -100])
@@ -39,7 +40,7 @@ def answer_by_neighbours(
     begin, end = training.bos_and_eos(tokenizer)
     out = []
     for text in prompts:
-        ids = torch.tensor([[begin, *tokenizer(text)["input_ids"]]])
+        ids = torch.tensor([[begin, *tokenizer(text)["input_ids"]]], device=device_of(lm))
         start = ids.shape[1]
         while ids.shape[1] - start < longest:
             made = lm(input_ids=ids, output_hidden_states=True, use_cache=False)
@@ -50,6 +51,6 @@ def answer_by_neighbours(
             token = int(mixed[0, -1].argmax())
             if token == end:
                 break
-            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+            ids = torch.cat([ids, torch.tensor([[token]], device=ids.device)], 1)
         out.append(tokenizer.decode(ids[0, start:]).strip())
     return out

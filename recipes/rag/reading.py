@@ -23,10 +23,10 @@ def read(lm: Any, texts: Sequence[list[int]], layer: int, batch_size: int = 64) 
         part = texts[start : start + batch_size]
         longest = max(map(len, part))
         # After its end a text may go on with anything: no token looks ahead.
-        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part])
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part], device=embeddings.device)
         states = lm(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[layer]
         before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
-        both = torch.cat([_scaled(before), _scaled(embeddings[ids])], -1)
+        both = torch.cat([_scaled(before), _scaled(embeddings[ids])], -1).cpu()
         slots += [row[: len(text)].clone() for row, text in zip(both, part, strict=True)]
     return slots
 

@@ -70,6 +70,7 @@ class Config(Strict):
     out: str = "runs/rag-facts"
     part: Literal["facts", "docs"] = "facts"
     seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu"] = "auto"
     lm: str = "assets/rag"
     controls: bool = True  # LoRA without memory, passages in the prompt, kNN-LM, and adapters without their parts
     progress: bool = True

@@ -25,21 +25,21 @@ DOCS = {
 }
 
 
-def table(tables: list[dict[str, Any]]) -> str:
+def table(contents: list[dict[str, Any]]) -> str:
     """The rows of one or several `table.json`, and what was trained."""
-    facts = tables[0]["part"] == "facts"
-    runs = [[{"seconds": None, **row, "name": label(row)} for row in one["rows"]] for one in tables]
+    facts = contents[0]["part"] == "facts"
+    runs = [[{"seconds": None, **row, "name": label(row)} for row in one["rows"]] for one in contents]
     for rows in [] if facts else runs:
         lora = next(row["bits"] for row in rows if row["name"] == "LoRA, text only")
         for row in rows:
             row["against"] = row["bits"] - lora
     made = training.spread_table("", FACTS if facts else DOCS, runs)
-    parameters = f"{tables[0]['parameters']:,} trained parameters"
+    parameters = f"{contents[0]['parameters']:,} trained parameters"
     if not facts:
-        taken = f"{tables[0]['copies']:.1%} of the other topics were copies and are taken out"
-        return f"{made}\n\n{parameters}; {tables[0]['bytes']:,} bytes of held-out topics; {taken}."
-    seconds = training.mean_and_spread([one["seconds"] for one in tables], 1, ".0f", " s")
-    return f"{made}\n\nadapter: {parameters}, {tables[0]['steps']} steps in {seconds}."
+        taken = f"{contents[0]['copies']:.1%} of the other topics were copies and are taken out"
+        return f"{made}\n\n{parameters}; {contents[0]['bytes']:,} bytes of held-out topics; {taken}."
+    seconds = training.mean_and_spread([one["seconds"] for one in contents], 1, ".0f", " s")
+    return f"{made}\n\nadapter: {parameters}, {contents[0]['steps']} steps in {seconds}."
 
 
 def label(row: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Train adapters that answer from retrieved facts, and measure them: `mmattn train CONFIG`, or `python train.py`."""
+"""Train adapters that answer from retrieved facts, and measure them: `mmattn train config.yaml`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,16 +12,15 @@ import torch
 import mmattn
 from mmattn import inspect, training
 
-from .answering import adapter_settings, answer_batch, load_lm
+from .answering import adapter_settings, answer_batch, learn, load_lm
 from .entries import Entries
-from .facts import UNKNOWN, Fact, load_facts
-from .fitting import fit
-from .make_lm import prompt
+from .facts import UNKNOWN, Fact, load_facts, prompt
 from .measure import Measure
 from .settings import Config
 from .tables import plot_bits, plot_sizes, table
 from .train_docs import show, train_documents
 
+Question = tuple[str, str, mmattn.Memory]
 LESS = {"without null slot": {"null_slot": False}, "without size normalisation": {"length_norm": False}}
 
 
@@ -28,9 +28,11 @@ def main(settings: dict[str, Any]) -> Path:
     """Leave settings, metrics, adapter, plots and the table with its controls in the run's folder."""
     config = Config(**settings)
     run = training.RunFolder(config.out)
-    run.write_config(config.model_dump(mode="json"))
+    if not run.begin(config.model_dump(mode="json")):
+        return run.path
+    accelerator = training.make_accelerator(device=config.device)
     content = {"part": config.part, "seed": config.seed}
-    content |= (train_facts if config.part == "facts" else train_documents)(config, run)
+    content |= (train_facts if config.part == "facts" else train_documents)(config, run, accelerator)
     run.write_json("table.json", content)
     if config.part == "facts":
         plot_sizes(content["rows"], run.path / "sizes.png")
@@ -43,16 +45,16 @@ def main(settings: dict[str, Any]) -> Path:
     return run.path
 
 
-def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
+def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
     """Every row of the table of answers, and what the training took."""
-    lm, tokenizer = load_lm(config.lm)
+    lm, tokenizer = load_lm(config.lm, accelerator.device)
     known, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
     rows = [*measure.rows("closed book, frozen LM", lm, None)]
     if config.controls:
         rows += measure.rows("facts in the prompt, frozen LM", lm, "prompt")
         rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
-    model, seconds = train_adapter(config, lm, tokenizer, known, run)
+    model, seconds = train_adapter(config, lm, tokenizer, known, run, accelerator)
     model.save_adapter(run.path / "adapter")
     entries.index(range(min(1000, held_out))).save(run.path / "index")
     rows += measure.rows("adapter, retrieved memory", model, "hits", run.path / "answers.json")
@@ -64,10 +66,13 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
     if config.controls:
         for name, change in LESS.items():
             less = config.model_copy(update={"adapter": config.adapter.model_copy(update=change)})
-            model, _ = train_adapter(less, lm, tokenizer, known, None, name)
+            model, _ = train_adapter(less, lm, tokenizer, known, run, accelerator, name)
             rows += measure.rows(f"adapter {name}", model, "hits")
             model.unload()
-        lora = train_lora(config, lm, tokenizer, known, parameters)
+        torch.manual_seed(config.seed)
+        lora = training.matched_lora(lm, parameters)
+        loss, batches = answer_loss(lora, tokenizer, sees=False), questions(config, known)
+        learn(config, lora, loss, batches, config.optim.max_steps, "LoRA", run, accelerator)
         rows += measure.rows("LoRA, closed book", lora, None)
         lora.unload()
     return {"rows": rows, "seconds": seconds, "steps": config.optim.max_steps, "parameters": parameters}
@@ -91,57 +96,52 @@ def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
     return sorted(facts, key=lambda fact: place[fact.key])[:count]
 
 
-def make_batch(config: Config, known: Entries, random: Random) -> tuple[list[str], list[str], mmattn.Memory]:
-    """Questions, answers, and for each question a small index in full, from which the answer may be missing."""
-    prompts, answers, parts = [], [], []
-    for _ in range(config.optim.batch_size):
-        asked = random.randrange(len(known))
-        absent = random.random() < config.data.absent
-        size = random.randint(2, config.data.view)
-        rows = random.sample(range(len(known)), size)
-        if random.random() < 0.5:
-            rows += known.kin[known.facts[asked].key]
-        rows = [row for row in dict.fromkeys(rows) if row != asked][: size - 1 + absent]
-        if not absent:
-            rows.append(asked)
-        random.shuffle(rows)
-        scores = known.titles[rows] @ known.questions[asked]
-        parts.append(
-            mmattn.Memory(known.slots(rows)[None], scores=config.scores.scale * (scores[None] - config.scores.middle))
-        )
-        prompts.append(prompt(known.facts[asked], []))
-        answers.append(UNKNOWN if absent else known.facts[asked].value)
-    return prompts, answers, mmattn.Memory.stack(parts)
+def questions(config: Config, known: Entries) -> Iterator[list[Question]]:
+    """Batches of questions, each with a small index in full, from which the answer may be missing."""
+    random = Random(config.seed)
+    while True:
+        yield [question(config, known, random) for _ in range(config.optim.batch_size)]
+
+
+def question(config: Config, known: Entries, random: Random) -> Question:
+    """A question, its answer, and what is in view."""
+    asked = random.randrange(len(known))
+    absent = random.random() < config.data.absent
+    size = random.randint(2, config.data.view)
+    rows = random.sample(range(len(known)), size)
+    if random.random() < 0.5:
+        rows += known.kin[known.facts[asked].key]
+    rows = [row for row in dict.fromkeys(rows) if row != asked][: size - 1 + absent]
+    if not absent:
+        rows.append(asked)
+    random.shuffle(rows)
+    scores = config.scores.scale * (known.titles[rows] @ known.questions[asked] - config.scores.middle)
+    memory = mmattn.Memory(known.slots(rows)[None], scores=scores[None])
+    return prompt(known.facts[asked]), UNKNOWN if absent else known.facts[asked].value, memory
+
+
+def answer_loss(model: Any, tokenizer: Any, sees: bool = True) -> training.Loss:
+    """Minus log p of the answers, after the questions and with what is in view."""
+
+    def loss(rows: Sequence[Question], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+        prompts, answers, memories = zip(*rows, strict=True)
+        batch = answer_batch(tokenizer, prompts, answers, mmattn.Memory.stack(memories) if sees else None)
+        return training.sum_nats(model, batch.to(next(model.parameters()).device))
+
+    return loss
 
 
 def train_adapter(
-    config: Config, lm: Any, tokenizer: Any, known: Entries, run: training.RunFolder | None, label: str = "adapter"
+    config: Config,
+    lm: Any,
+    tokenizer: Any,
+    known: Entries,
+    run: training.RunFolder,
+    accelerator: Any,
+    label: str = "adapter",
 ) -> tuple[Any, float]:
-    """Attach an adapter and teach it to answer from what is in view."""
+    """Attach an adapter and teach it to answer from what is in view; seconds."""
     torch.manual_seed(config.seed)
     model = mmattn.attach(lm, adapter_settings(config, 2 * known.titles.shape[1]))
-    random = Random(config.seed)
-
-    def compute_loss(step: int) -> torch.Tensor:
-        prompts, answers, memory = make_batch(config, known, random)
-        return training.mean_nats(model, answer_batch(tokenizer, prompts, answers, memory))
-
-    return model, fit(config, model, model.adapters, compute_loss, config.optim.max_steps, label, run)
-
-
-def train_lora(config: Config, lm: Any, tokenizer: Any, known: Entries, parameters: int) -> Any:
-    """The control: as many parameters, the same questions, no memory."""
-    torch.manual_seed(config.seed)
-    lora = training.matched_lora(lm, parameters)
-    random = Random(config.seed)
-
-    def compute_loss(step: int) -> torch.Tensor:
-        prompts, answers, _ = make_batch(config, known, random)
-        return training.mean_nats(lora, answer_batch(tokenizer, prompts, answers, None))
-
-    fit(config, lora, lora, compute_loss, config.optim.max_steps, "LoRA", None)
-    return lora
-
-
-if __name__ == "__main__":
-    main({})
+    loss, steps = answer_loss(model, tokenizer), config.optim.max_steps
+    return model, learn(config, model, loss, questions(config, known), steps, label, run, accelerator)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -16,22 +16,21 @@ import torch
 import mmattn
 from mmattn import inspect, training
 
-from .answering import load_lm
+from .answering import device_of, learn, load_lm
 from .ask import Asked
 from .documents import load_topics
-from .fitting import fit
 from .passages import KINDS, Passages, Window, found_by_nobody, memory_of, neighbours, some_of, windows
 from .reading import begin_as_lookup
 from .settings import Config
 
 Choice = Callable[[list[int]], list[int]]
-Memories = Callable[[list[Window]], mmattn.Memory]
+Memories = Callable[[Sequence[Window]], mmattn.Memory]
 
 
-def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
+def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
     """Every row of the table: bits per byte on the held-out topics, and seconds of training."""
     docs = config.docs
-    lm, tokenizer = load_lm(config.lm)
+    lm, tokenizer = load_lm(config.lm, accelerator.device)
     known, held = load_topics()
     library = Passages.of(list(known.values()), tokenizer, docs.chunk)
     asking = Passages.of(list(held.values()), tokenizer, docs.chunk)
@@ -65,8 +64,8 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
         model = mmattn.attach(host, adapter)
         begin_as_lookup(model.adapters["default"])
         trained = torch.nn.ModuleList([model.adapters, host])
-        loss = loss_on(model, train, config, partial(memory_of, library=library, kind=kind, choose=choose))
-        seconds = fit(config, model, trained, loss, docs.max_steps, name, run)
+        loss = loss_on(model, partial(memory_of, library=library, kind=kind, choose=choose))
+        seconds = learn(config, trained, loss, batches(train, config), docs.max_steps, name, run, accelerator)
         parameters = sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad)
         rows.append({"name": name, "bits": bits(model, kind, list if name in KINDS else nobody()), "seconds": seconds})
         if name in KINDS:
@@ -83,7 +82,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
         host.unload()
     torch.manual_seed(config.seed)
     lora = training.matched_lora(lm, parameters)
-    seconds = fit(config, lora, lora, loss_on(lora, train, config), docs.max_steps, "LoRA", run)
+    seconds = learn(config, lora, loss_on(lora), batches(train, config), docs.max_steps, "LoRA", run, accelerator)
     rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
     kept = sum(map(len, known.values())) / sum(map(len, whole.values()))
@@ -103,17 +102,21 @@ def show(config: Config, run: training.RunFolder, count: int = 3) -> None:
     inspect.save_traces([asked.trace(opening) for opening in openings.values()], run.path)
 
 
-def loss_on(
-    model: Any, train: list[Window], config: Config, memory: Memories | None = None
-) -> Callable[[int], torch.Tensor]:
-    """The loss of a step: the same windows in the same order for every row of the table."""
+def batches(train: list[Window], config: Config) -> Iterator[list[Window]]:
+    """The same windows in the same order for every row of the table."""
     order = Random(config.seed)
+    while True:
+        yield order.sample(train, config.docs.batch_size)
 
-    def compute_loss(step: int) -> torch.Tensor:
-        part = order.sample(train, config.docs.batch_size)
-        return training.mean_nats(model, training.collate([window.ids for window in part], memory and memory(part)))
 
-    return compute_loss
+def loss_on(model: Any, memory: Memories | None = None) -> training.Loss:
+    """Minus log p of the windows, with the memories that they are given."""
+
+    def loss(part: Sequence[Window], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+        batch = training.collate([window.ids for window in part], memory and memory(part))
+        return training.sum_nats(model, batch.to(device_of(model)))
+
+    return loss
 
 
 @torch.no_grad()
@@ -123,5 +126,5 @@ def bits_per_byte(model: Any, test: list[Window], batch: int, size: int, memory:
     for start in range(0, len(test), batch):
         part = test[start : start + batch]
         batch_of = training.collate([window.ids for window in part], memory and memory(part))
-        nats += float(training.token_nats(model, batch_of).sum())
+        nats += float(training.token_nats(model, batch_of.to(device_of(model))).sum())
     return nats / math.log(2) / size

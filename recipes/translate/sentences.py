@@ -45,12 +45,12 @@ def read_sources(tokenizer: Any, texts: Sequence[str], max_tokens: int | None = 
     return [ids[1:-1] for ids in training.encode_texts(tokenizer, cleaned, max_tokens)]
 
 
-def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor | None]:
+def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
     """Ids (b, l), and which of them are tokens; None where all are."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
     mask = torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None]
-    return ids, None if bool(mask.all()) else mask
+    return ids.to(device), None if bool(mask.all()) else mask.to(device)
 
 
 @dataclass(frozen=True)

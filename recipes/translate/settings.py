@@ -56,6 +56,7 @@ class AlignmentSettings(Strict):
 class Config(Strict):
     out: str = "runs/translate"
     seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu"] = "auto"
     controls: bool = True  # the other three position codes, and no cross-attention, each trained as long
     progress: bool = True
     data: DataSettings = DataSettings()

@@ -1,10 +1,11 @@
-"""Train a translator and its controls: `mmattn train CONFIG`, or `python train.py`.
+"""Train a translator and its controls, from the pairs to the table: `mmattn train config.yaml`.
 
 Every row of the table sees the same pairs in the same order for the same number of steps.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,26 @@ from .measure import measure, measure_pages
 from .pairs import Question, load_pairs
 from .sentences import Batches, padded, train_tokenizer
 from .settings import Config
-from .tables import table
 from .writing import Translator
 
 CODES = ("sinusoidal", "learned", "rotary", "alibi")
 NO_SOURCE = "no cross-attention"
+COLUMNS = {
+    "exact": ("exactly right", 100, ".1f", " %"),
+    "chrf": ("chrF", 1, ".1f", ""),
+    "bleu": ("BLEU", 1, ".1f", ""),
+    "parameters": ("trained parameters", 1, ",.0f", ""),
+    "seconds": ("seconds of training", 1, ".0f", ""),
+}
 
 
 def main(settings: dict[str, Any]) -> Path:
     """Leave settings, metrics, model, tokenizer, translations, alignments and the table in the run's folder."""
     config = Config(**settings)
     run = training.RunFolder(config.out)
-    run.write_config(config.model_dump(mode="json"))
+    if not run.begin(config.model_dump(mode="json")):
+        return run.path
+    device = training.make_accelerator(device=config.device).device
     pairs, questions = load_pairs(config.data, config.seed)
     tokenizer = train_tokenizer(pairs, config.data.vocabulary)
     batches = Batches.of(tokenizer, pairs, config.data.max_tokens, config.optim.batch_size, config.seed)
@@ -39,13 +48,10 @@ def main(settings: dict[str, Any]) -> Path:
         raise ConfigError(f"no pair has at most data.max_tokens={config.data.max_tokens} tokens: raise it")
     questions = readable(tokenizer, questions, config.data.max_tokens)
     print(f"{len(batches)} pairs to train on, {len(questions)} held-out sentences, {len(tokenizer)} tokens")
-    translator, fitted = train_model(config, tokenizer, batches, config.model.positions, run)
+    translator, seconds = train_model(config, tokenizer, batches, config.model.positions, run, device)
     translator.model.save(run.path / "model.safetensors")
     tokenizer.save_pretrained(run.path / "tokenizer")
-    if fitted.interrupted:
-        print(f"stopped after {fitted.steps} steps; the model as it was then is in {run.path}")
-        return run.path
-    trained = {"seconds": fitted.seconds, "parameters": parameters(translator.model)}
+    trained = {"seconds": seconds, "parameters": parameters(translator.model)}
     row, written = measure(config.model.positions, translator, questions)
     rows = [{**row, **trained}]
     rows.append(measure(f"{config.model.positions}, another's source", translator, questions, shuffled=True)[0])
@@ -58,11 +64,8 @@ def main(settings: dict[str, Any]) -> Path:
     draw_alignments(config, run, translator, right or questions)
     pages = [measure_pages(translator, questions, beams) for beams in sorted({1, config.writing.beams})]
     for name in [*(code for code in CODES if code != config.model.positions), NO_SOURCE] if config.controls else []:
-        other, fitted = train_model(config, tokenizer, batches, name, run)
-        if fitted.interrupted:
-            print(f"stopped in a control; what was measured before it is in {run.path}")
-            break
-        trained = {"seconds": fitted.seconds, "parameters": parameters(other.model)}
+        other, seconds = train_model(config, tokenizer, batches, name, run, device)
+        trained = {"seconds": seconds, "parameters": parameters(other.model)}
         rows.append({**measure(name, other, questions)[0], **trained})
     content = {
         "seed": config.seed,
@@ -80,37 +83,41 @@ def main(settings: dict[str, Any]) -> Path:
 
 
 def train_model(
-    config: Config, tokenizer: Any, batches: Batches, name: str, run: training.RunFolder
-) -> tuple[Translator, training.FitResult]:
-    """A model with the position code `name`, or without cross-attention and with the code of the settings."""
+    config: Config, tokenizer: Any, batches: Batches, name: str, run: training.RunFolder, device: torch.device
+) -> tuple[Translator, float]:
+    """A model with the position code `name`, or without cross-attention and with the code of the settings; seconds."""
     torch.manual_seed(config.seed)
     known = name != NO_SOURCE
     asked = {**config.model.model_dump(), "positions": name if known else config.model.positions}
     model = mmattn.seq2seq.EncoderDecoder(
         len(tokenizer), **asked, max_length=config.data.max_tokens, cross_attention=known
-    ).train()
-    pad, order, optim = tokenizer.pad_token_id, iter(batches), config.optim
-
-    def compute_loss(step: int) -> torch.Tensor:
-        sources, targets = next(order)
-        source, mask = padded(sources, pad)
-        target, _ = padded(targets, pad)
-        # The padding comes after the targets: no token of theirs sees it.
-        logits = model(source, target[:, :-1], source_mask=mask)
-        labels = target[:, 1:].flatten()
-        return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=pad, label_smoothing=optim.label_smoothing)
-
-    fitted = training.fit(
-        training.parameter_groups(model, optim.learning_rate, weight_decay=optim.weight_decay),
-        compute_loss,
-        optim.max_steps,
-        warmup_steps=optim.warmup_steps,
-        max_grad_norm=optim.max_grad_norm,
-        label=name,
-        log=lambda line: run.log(model=name, **line),
-        progress=config.progress,
     )
-    return Translator(model.eval(), tokenizer, config.writing, config.data.max_tokens), fitted
+    model = model.to(device).train()
+    pad, optim = tokenizer.pad_token_id, config.optim
+    groups = training.parameter_groups(model, optim.learning_rate, weight_decay=optim.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    learning_rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: training.learning_rate_factor(step, optim.max_steps, optim.warmup_steps)
+    )
+    began, recent = time.perf_counter(), []
+    steps = training.tracked(optim.max_steps, name, config.progress)
+    for step, (sources, targets) in zip(steps, batches):  # noqa: B905 (batches have no end)
+        source, mask = padded(sources, pad, device)
+        target, _ = padded(targets, pad, device)
+        # The padding comes after the targets: no token of theirs sees it.
+        logits, labels = model(source, target[:, :-1], source_mask=mask).flatten(0, 1), target[:, 1:].flatten()
+        loss = F.cross_entropy(logits, labels, ignore_index=pad, label_smoothing=optim.label_smoothing)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        optimizer.step()
+        learning_rate.step()
+        recent.append(float(loss.detach()))
+        if (step + 1) % 20 == 0 or step + 1 == optim.max_steps:
+            run.log(model=name, step=step + 1, loss=sum(recent) / len(recent))
+            recent.clear()
+    translator = Translator(model.eval(), tokenizer, config.writing, config.data.max_tokens)
+    return translator, time.perf_counter() - began
 
 
 def readable(tokenizer: Any, questions: list[Question], max_tokens: int) -> list[Question]:
@@ -136,5 +143,20 @@ def parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-if __name__ == "__main__":
-    main({})
+def table(contents: list[dict[str, Any]]) -> str:
+    """The rows of one or several `table.json`, and what the pages of keys and values save."""
+    runs = [[{"seconds": None, "parameters": None, **row} for row in one["rows"]] for one in contents]
+    first = contents[0]
+    lines = [training.spread_table("", COLUMNS, runs), ""]
+    lines.append(f"{first['pairs']:,} pairs, {first['held_out']:,} held-out sentences, {first['steps']:,} steps.")
+    for places in zip(*(one["pages"] for one in contents), strict=True):
+        saved = [1 - page["paged"] / page["plain"] for page in places]
+        same = "the same texts" if all(page["same"] for page in places) else "OTHER TEXTS"
+        beams = f"{places[0]['beams']} beam{'s' if places[0]['beams'] > 1 else ''}"
+        plain, paged = (sum(page[kind] for page in places) / len(places) / 2**20 for kind in ("plain", "paged"))
+        share = training.mean_and_spread(saved, 100, ".0f", " %")
+        lines.append(
+            f"Keys and values of the targets, {beams}: {plain:.1f} MB in one piece, {paged:.1f} MB in pages of "
+            f"{places[0]['page_size']} tokens ({share} saved), {same}."
+        )
+    return "\n".join(lines)

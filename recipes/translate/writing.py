@@ -38,6 +38,11 @@ class Translator:
                 f"the model was trained with {known} tokens and this tokenizer has {made}: take that of its run"
             )
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return next(self.model.parameters()).device
+
     @classmethod
     def load(cls, run: Path, settings: WritingSettings | None = None) -> Translator:
         """What a run left in its folder.
@@ -73,7 +78,7 @@ class Translator:
 
     def write(self, sources: Sequence[Sequence[int]], **given: Any) -> list[list[int]]:
         """Ids of the translations of some sources; `given` goes to `generate` before the settings."""
-        ids, mask = padded(sources, self.tokenizer.pad_token_id)
+        ids, mask = padded(sources, self.tokenizer.pad_token_id, self.device)
         asked = {
             "beams": self.settings.beams,
             "length_penalty": self.settings.length_penalty,
@@ -117,10 +122,11 @@ class Translator:
         seen[1] = False
         for row, (_, tokens) in enumerate(sources, start=2):
             seen[row, tokens] = False
-        memory = mmattn.Memory(self.model.encode(torch.tensor([ids])).tokens.expand(len(seen), -1, -1), seen)
-        target = torch.tensor([[self.tokenizer.bos_token_id, *written]]).expand(len(seen), -1)
+        encoded = self.model.encode(torch.tensor([ids], device=self.device)).tokens
+        memory = mmattn.Memory(encoded.expand(len(seen), -1, -1), seen.to(self.device))
+        target = torch.tensor([[self.tokenizer.bos_token_id, *written]], device=self.device).expand(len(seen), -1)
         logs = self.model.decode(target[:, :-1], memory).log_softmax(-1).gather(2, target[:, 1:, None])[..., 0]
-        chances = torch.stack([logs[:, tokens].sum(1) for _, tokens in targets], 1).exp()
+        chances = torch.stack([logs[:, tokens].sum(1) for _, tokens in targets], 1).exp().cpu()
         return mmattn.inspect.Trace(
             [word for word, _ in targets],
             [word for word, _ in sources],
@@ -141,8 +147,9 @@ class Translator:
     def _weights(self, source: list[int], target: list[int]) -> Tensor:
         """Weights (layers, h, 1 + l, m) of the start and each token of a target."""
         with mmattn.inspect.record(self.model) as weights:
-            self.model(torch.tensor([source]), torch.tensor([[self.tokenizer.bos_token_id, *target]]))
-        return torch.cat([calls[0] for calls in weights.values()])
+            written = torch.tensor([[self.tokenizer.bos_token_id, *target]], device=self.device)
+            self.model(torch.tensor([source], device=self.device), written)
+        return torch.cat([calls[0] for calls in weights.values()]).cpu()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

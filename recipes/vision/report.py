@@ -16,18 +16,16 @@ from mmattn import training
 
 from .data import Data
 from .measure import Row
-from .settings import Config
 
-HEADER = (
-    "",
-    "held-out perplexity",
-    "bits saved per description",
-    "perplexity of the species word",
-    "species right in caption",
-    "attributes right in caption",
-    "trained parameters",
-    "seconds",
-)
+COLUMNS = {
+    "perplexity": ("held-out perplexity", 1, ".2f", ""),
+    "bits_saved": ("bits saved per description", 1, "+.2f", ""),
+    "species_perplexity": ("perplexity of the species word", 1, ".2f", ""),
+    "species_accuracy": ("species right in caption", 100, ".0f", " %"),
+    "attribute_accuracy": ("attributes right in caption", 100, ".0f", " %"),
+    "parameters": ("trained parameters", 1, ",.0f", ""),
+    "seconds": ("seconds", 1, ".0f", ""),
+}
 
 
 def bits_saved(row: Row, control: Row) -> float:
@@ -36,51 +34,34 @@ def bits_saved(row: Row, control: Row) -> float:
     return sum((b - a) / math.log(2) for a, b in pairs) / len(row.nats)
 
 
-def cells(row: Row) -> list[str]:
-    """A line of the table as text."""
-    return [
-        row.name,
-        _number(row.perplexity, ".2f"),
-        _number(row.bits_saved, "+.2f"),
-        _number(row.species_perplexity, ".2f"),
-        _number(100 * row.species_accuracy, ".0f", " %"),
-        _number(100 * row.attribute_accuracy, ".0f", " %"),
-        f"{row.parameters:,}",
-        _number(row.seconds, ".0f"),
-    ]
-
-
-def notes(data: Data, rows: Sequence[Row]) -> str:
-    """The lines under the table that say how to read it."""
-    lines = []
-    if len(data.species) > 1:
-        bound = math.log2(len(data.species))
-        lines.append(f"log2({len(data.species)} species) = {bound:.2f} bits: all that the species can save.")
+def table(contents: list[dict[str, Any]]) -> str:
+    """The table of one or several `table.json`, and the lines under it that say how to read it."""
+    first, lines = contents[0], []
+    if len(contents) > 1:
+        lines.append(f"{len(contents)} seeds, mean ± half the range.")
+    if first["species"] > 1:
+        bound = first["bound_bits"]
+        lines.append(f"log2({first['species']} species) = {bound:.2f} bits: all that the species can save.")
     lines.append(
-        f"Means over {len(rows[0].nats)} pairs of one of {len(data.held_out)} held-out pictures and a description "
+        f"Means over {first['pairs']} pairs of one of {first['held_out_pictures']} held-out pictures and a description "
         "true of it. The descriptions were seen in training, with other pictures and by the LoRA as well."
     )
-    if data.species:
+    if first["species"]:
         lines.append("Shuffled: each picture replaced by one of another species. No picture: the host's own output.")
-    return "\n".join(f"- {line}" for line in lines)
+    rows = training.spread_table("", COLUMNS, [content["rows"] for content in contents])
+    return "\n".join([rows, "", *(f"- {line}" for line in lines)])
 
 
-def write_table(run: training.RunFolder, rows: Sequence[Row], data: Data, settings: Config) -> str:
-    """`table.md` and `table.json`; the table as text."""
-    table = training.markdown_table(HEADER, [cells(row) for row in rows])
-    text = f"{table}\n\n{notes(data, rows)}"
-    run.write_text("table.md", text)
-    content = {
+def content_of(rows: Sequence[Row], data: Data, seed: int) -> dict[str, Any]:
+    """What `table.json` holds."""
+    return {
         "species": len(data.species),
         "bound_bits": math.log2(len(data.species)) if data.species else None,
         "held_out_pictures": len(data.held_out),
         "pairs": len(rows[0].nats),
-        "seed": settings.seed,
+        "seed": seed,
         "rows": [row.figures() for row in rows],
     }
-    run.write_json("table.json", content)
-    run.log(table=content["rows"])
-    return text
 
 
 def samples(data: Data, shown: Sequence[int], captions: Sequence[str]) -> str:
@@ -108,12 +89,11 @@ def species_of(data: Data, held_out: int) -> str | None:
     return None if place is None else data.species[place].name
 
 
-def plot_losses(path: Path, losses: Mapping[str, Sequence[float]]) -> None:
-    """Training losses over steps, each smoothed over twenty."""
+def plot_losses(path: Path, losses: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+    """Training losses over steps, as the metrics have them: each the mean over twenty."""
     figure, axes = _figure(7, 4)
-    for name, values in losses.items():
-        smooth = [sum(values[max(0, i - 19) : i + 1]) / len(values[max(0, i - 19) : i + 1]) for i in range(len(values))]
-        axes.plot(range(1, len(values) + 1), smooth, label=name)
+    for name, points in losses.items():
+        axes.plot(*zip(*points, strict=True), label=name)
     axes.set(xlabel="step", ylabel="nats per token", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -202,7 +182,3 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tup
     figure = Figure(figsize=(width, height), layout="tight")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns)
-
-
-def _number(value: float, form: str, unit: str = "") -> str:
-    return f"{value:{form}}{unit}" if math.isfinite(value) else "–"

@@ -15,8 +15,14 @@ from .data import Data, Picture
 from .settings import AdapterSettings, Config, place
 
 
-def load_encoder(name: str, device: str = "cpu") -> Any:
+def chosen(device: str | torch.device) -> torch.device:
+    """The device of a setting: "auto" is an accelerator (cuda, mps, …) where there is one, else the CPU."""
+    return torch.device((torch.accelerator.current_accelerator() or "cpu") if device == "auto" else device)
+
+
+def load_encoder(name: str, device: str | torch.device = "auto") -> Any:
     """The encoder of a setting: "torchvision:NAME[:WEIGHTS]", a folder of open_clip, or an open_clip "NAME:TAG"."""
+    device = chosen(device)
     if name.startswith("torchvision:"):
         _, network, *weights = name.split(":", 2)
         return mmattn.TorchvisionEncoder(network, weights=weights[0] if weights else None, device=device)
@@ -24,7 +30,7 @@ def load_encoder(name: str, device: str = "cpu") -> Any:
     return mmattn.OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)
 
 
-def load_lm(name: str, device: str = "cpu") -> tuple[Any, Any]:
+def load_lm(name: str, device: str | torch.device = "auto") -> tuple[Any, Any]:
     """The frozen language model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,7 +42,7 @@ def load_lm(name: str, device: str = "cpu") -> tuple[Any, Any]:
         raise ConfigError(
             f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}"
         ) from error
-    return lm.to(device).eval(), tokenizer
+    return lm.to(chosen(device)).eval(), tokenizer
 
 
 def adapter_settings(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdapter:

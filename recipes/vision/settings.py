@@ -67,7 +67,7 @@ class Config(Strict):
     lm: str = "assets/lm"  # a folder or a name on the hub
     controls: bool = True  # the text-only LoRA; without it there is no "bits saved"
     progress: bool = True
-    device: str = "cpu"
+    device: Literal["auto", "cpu"] = "auto"
     data: DataSettings = DataSettings()
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()

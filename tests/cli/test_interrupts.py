@@ -19,6 +19,8 @@ from tests.cli.running import ROOT, call, interrupt_at, start
 from tests.tiny_texts import save_encoder
 
 TRAIN = """\
+from itertools import count
+
 import torch
 
 from mmattn import training
@@ -26,15 +28,17 @@ from mmattn.storage.json_files import write_json
 
 
 def main(config):
-    weight = torch.zeros(3, requires_grad=True)
+    layer = torch.nn.Linear(3, 1)
 
-    def loss(step):
-        print("at", step, flush=True)
-        return (weight - 1).square().sum()
+    def loss(steps, seeds):
+        print("at", *steps, flush=True)
+        return (layer.weight - 1).square().sum(), 1
 
-    fitted = training.fit([{"params": [weight], "lr": 0.1}], loss, config["steps"], progress=False)
-    print("stopped" if fitted.interrupted else "finished", flush=True)
-    write_json("weight.json", weight.tolist())
+    given = training.TrainingConfig(max_steps=config["steps"], learning_rate=0.1)
+    accelerator = training.make_accelerator(device="cpu")
+    done = training.train(layer, loss, ([step] for step in count()), given, accelerator, progress=False)
+    print("stopped" if done.interrupted else "finished", flush=True)
+    write_json("weight.json", layer.weight.tolist())
 """
 
 
@@ -148,14 +152,58 @@ def test_half_a_drawing_is_not_left_behind(
     assert code == 2 and "the folder above does not exist" in err
 
 
+SEEDS = """\
+import json
+import signal
+from pathlib import Path
+
+
+def main(config):
+    out = Path(config["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    print("seed", config["seed"], "begins", config["like"])
+    if config.get("stop") == config["seed"]:
+        signal.raise_signal(signal.SIGINT)
+    (out / "table.json").write_text(json.dumps({"seed": config["seed"]}))
+
+
+def table(contents):
+    return "table of " + " ".join(str(content["seed"]) for content in contents)
+"""
+
+
 class TestSeveralSeeds:
-    def test_an_interrupted_seed_ends_the_command_with_130(self, tmp_path: Path) -> None:
-        (tmp_path / "config.yaml").write_text(f"out: {tmp_path / 'run'}\n")
-        begun: list[object] = []
-        with pytest.raises(SystemExit) as end:
-            recipes.over_seeds("", begun.append, lambda tables: "", [str(tmp_path / "config.yaml")])
-        assert end.value.code == 130 and len(begun) == 1
-        assert not (tmp_path / "run" / "table.md").exists()
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Path:
+        (tmp_path / "train.py").write_text(SEEDS)
+        (tmp_path / "config.yaml").write_text(f"out: {tmp_path / 'run'}\nlike: {{b: 'of {{seed}}'}}\n")
+        return tmp_path / "config.yaml"
+
+    def test_one_table_of_all(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, err = call(capsys, "train", config, "--seeds", "3,5")
+        assert (code, err) == (0, "") and out.splitlines()[-1] == "table of 3 5"
+        assert (config.parent / "run" / "table.md").read_text() == "table of 3 5\n"
+        assert sorted(path.name for path in (config.parent / "run").iterdir()) == ["seed-3", "seed-5", "table.md"]
+
+    def test_an_interrupted_seed_ends_the_command_with_130(
+        self, config: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        code, out, _ = call(capsys, "train", config, "stop=5", "--seeds", "3,5,7")
+        assert code == 130 and [line for line in out.splitlines() if line.startswith("seed")] == [
+            "seed 3 begins {'b': 'of 3'}",
+            "seed 5 begins {'b': 'of 5'}",
+        ]
+        assert not (config.parent / "run" / "table.md").exists()
+
+    @pytest.mark.parametrize("seeds", ["", "0 1", "1,1", "-1", "a"])
+    def test_what_is_no_seed(self, config: Path, capsys: pytest.CaptureFixture[str], seeds: str) -> None:
+        code, _, err = call(capsys, "train", config, f"--seeds={seeds}")
+        assert code == 2 and "takes different whole numbers with commas between them" in err
+
+    def test_a_recipe_without_a_table(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (config.parent / "train.py").write_text("def main(config):\n    raise AssertionError\n")
+        code, _, err = call(capsys, "train", config, "--seeds", "0,1")
+        assert code == 2 and "must have a function `table(contents)`" in err
 
 
 class TestHandler:

@@ -22,7 +22,7 @@ SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("compose", "settings", "expressions", "models", "readers", "tables", "train", "table")
+    return load_files("compose", "settings", "expressions", "readers", "train")
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_readers_see_what_they_say(recipe: SimpleNamespace, world: Any) -> None:
     """The composition and the encoder of the prompt see no answer, the leaky one does."""
     readers, settings = recipe.readers, recipe.settings
     small = settings.ModelSettings(**SMALL)
-    knower, reckoner = (recipe.models.build(world, small, seed) for seed in (3, 5))
+    knower, reckoner = (recipe.train.build(world, small, seed) for seed in (3, 5))
     adapter = settings.AdapterSettings(num_heads=2, head_dim=6)
     pair = world.asked("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
     batch = world.batch([[pair], [(pair[0], ["3"])]])

@@ -31,7 +31,7 @@ SMALL = {
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    names = ("attributes", "data", "settings", "measure", "models", "style", "train_style", "train", "drawing", "table")
+    names = ("attributes", "data", "settings", "measure", "models", "style", "train_style", "train", "drawing")
     return load_files("diffusion", *names)
 
 
@@ -303,7 +303,7 @@ def test_bad_data_and_hosts(recipe: SimpleNamespace, tmp_path: Path) -> None:
         recipe.models.load_models(tmp_path / "empty")
 
 
-def test_the_table_of_several_seeds(recipe: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+def test_the_table_of_several_seeds(recipe: SimpleNamespace, tmp_path: Path) -> None:
     def train(settings: dict[str, Any]) -> None:
         assert settings["unet"] == f"runs/a/seed-{settings['seed']}"
         row = {"name": "no example", "stroke": 0.1, "likeness": 0.2 * settings["seed"], "read": 0.9}
@@ -312,12 +312,9 @@ def test_the_table_of_several_seeds(recipe: SimpleNamespace, tmp_path: Path, cap
         Path(settings["out"]).mkdir(parents=True)
         (Path(settings["out"]) / "table.json").write_text(json.dumps(content))
 
-    config = tmp_path / "config.yaml"
-    config.write_text(f"recipe: diffusion\nout: {tmp_path / 'run'}\n")
-    arguments = [str(config), "unet=runs/a/seed-{seed}", "--seeds", "0", "1", "2"]
-    over_seeds("", train, recipe.table.table, arguments)
-    text = (tmp_path / "run" / "table.md").read_text()
-    assert text == capsys.readouterr().out
+    settings = {"out": str(tmp_path / "run"), "unet": "runs/a/seed-{seed}"}
+    text = over_seeds(train, recipe.train.table, settings, [0, 1, 2])
+    assert (tmp_path / "run" / "table.md").read_text() == text + "\n"
     assert "| no example | +0.10 ± 0.00 | +0.20 ± 0.20 | 90.0 ± 0.0 % |" in " ".join(text.split())
     assert "decoupled: 5 steps in 11 ± 1 s." in text and "It judges." in text
 

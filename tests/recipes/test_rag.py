@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import mmattn
 from mmattn import inspect
 from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError, TextError
+from mmattn.recipes import assets_folder, load_recipe
 
 TOPICS = {
     "loops": 'The "while" statement repeats a suite as long as an expression is true.\n\nA "break" leaves the loop.',
@@ -29,8 +30,14 @@ HELD = {"tests": "A test calls a function and compares the value.\n\nArguments m
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    names = ("settings", "facts", "documents", "make_lm", "entries", "answering", "measure", "passages", "train")
-    return load_files("rag", *names, "train_docs", "reading", "tables", "table", "ask", "neighbours")
+    names = ("settings", "facts", "documents", "entries", "answering", "measure", "passages", "train")
+    return load_files("rag", *names, "train_docs", "reading", "tables", "ask", "neighbours")
+
+
+@pytest.fixture(scope="module")
+def make_lm() -> ModuleType:
+    """The script that made the shipped language model."""
+    return load_recipe(assets_folder() / "rag", "make_lm")
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +47,13 @@ def facts(recipe: SimpleNamespace) -> Any:
 
 
 @pytest.fixture(scope="module")
-def lm(recipe: SimpleNamespace, facts: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lm(make_lm: ModuleType, facts: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random language model and a tokenizer that knows the words of some questions."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("lm")
-    texts = list(recipe.make_lm.questions(facts[0], 50, Random(0)))
-    tokenizer = recipe.make_lm.train_tokenizer([*texts, *TOPICS.values()], 500)
-    recipe.make_lm.build(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(folder)
+    texts = list(make_lm.questions(facts[0], 50, Random(0)))
+    tokenizer = make_lm.train_tokenizer([*texts, *TOPICS.values()], 500)
+    make_lm.build(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -81,12 +88,9 @@ def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:
     assert len(told) == len(known + held), "no key means two things"
 
 
-def test_the_language_model_is_taught_no_fact(recipe: SimpleNamespace, facts: Any) -> None:
+def test_the_language_model_is_taught_no_fact(recipe: SimpleNamespace, make_lm: ModuleType, facts: Any) -> None:
     true = {(fact.question, fact.value) for part in facts for fact in part}
-    said = [
-        text.rsplit("Question: ", 1)[1].split("\nAnswer: ")
-        for text in recipe.make_lm.questions(facts[0], 300, Random(0))
-    ]
+    said = [text.rsplit("Question: ", 1)[1].split("\nAnswer: ") for text in make_lm.questions(facts[0], 300, Random(0))]
     answered = [(question, answer) for question, answer in said if answer != recipe.facts.UNKNOWN]
     assert len(answered) > 200 and sum(pair in true for pair in answered) < 0.1 * len(answered)
     assert not {question for question, _ in said} & {fact.question for fact in facts[1]}

@@ -29,7 +29,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    names = ("settings", "dates", "pairs", "sentences", "alignment", "writing", "measure", "tables", "train", "table")
+    names = ("settings", "dates", "pairs", "sentences", "alignment", "writing", "measure", "train")
     return load_files("translate", *names)
 
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("vision", "settings", "data", "measure", "report", "seeing", "train", "caption", "table")
+    return load_files("vision", "settings", "data", "measure", "report", "seeing", "train", "caption")
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +253,15 @@ class TestRun:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [(line["model"], line["step"]) for line in lines if "model" in line] == [("adapter", 5), ("lora", 5)]
 
+    def test_run_again_it_is_left_as_it_is(
+        self, recipe: SimpleNamespace, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        assert recipe.train.main(short(run, run.parent / "cache")) == run
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1 and f"{run} holds the finished run" in said
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
     def test_samples_before_and_after(self, run: Path) -> None:
         before, after = ((run / f"samples_{when}.txt").read_text().splitlines() for when in ("before", "after"))
         assert len(before) == len(after) == 8
@@ -294,7 +303,7 @@ class TestRun:
     def test_a_stop_keeps_the_adapter(
         self, recipe: SimpleNamespace, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        taken, loss = [], training.mean_nats
+        taken, loss = [], training.sum_nats
 
         def until_three(*given: Any) -> torch.Tensor:
             taken.append(1)
@@ -302,7 +311,7 @@ class TestRun:
                 raise KeyboardInterrupt
             return loss(*given)
 
-        monkeypatch.setattr(recipe.train.training, "mean_nats", until_three)
+        monkeypatch.setattr(recipe.train.training, "sum_nats", until_three)
         out = recipe.train.main(short(tmp_path / "stopped", run.parent / "cache"))
         assert not (out / "table.md").exists()
         lm, _ = recipe.seeing.load_lm("assets/lm")
@@ -320,9 +329,9 @@ def test_tables_of_several_seeds(recipe: SimpleNamespace) -> None:
     def table(bits: float, species: float | None) -> dict[str, Any]:
         row = {"name": "seen", "perplexity": 2.0, "bits_saved": bits, "species_perplexity": 1.1}
         row |= {"species_accuracy": species, "attribute_accuracy": None, "parameters": 1234, "seconds": 60.0}
-        return {"rows": [row]}
+        return {"rows": [row], "species": 2, "bound_bits": 1.0, "pairs": 3, "held_out_pictures": 3}
 
-    text = recipe.table.aggregate([table(3.0, 0.9), table(3.4, 0.94)])
+    text = recipe.train.table([table(3.0, 0.9), table(3.4, 0.94)])
     cells = [cell.strip() for cell in text.splitlines()[2].split("|")[1:-1]]
     assert cells == ["seen", "2.00 ± 0.00", "+3.20 ± 0.20", "1.10 ± 0.00", "92 ± 2 %", "–", "1,234", "60 ± 0"]
 

@@ -1,4 +1,4 @@
-"""A small run of `training.tune` on a tiny host: in this process, or in one of its own that dies at a chosen moment."""
+"""A small run of `train` on a tiny host: in this process, or in one of its own that dies at a chosen moment."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def run(
     killed = Killed(loss, **(kill or {}))
     step = training.last_step(folder / "checkpoints")
     metrics = training.Metrics(folder, step) if accelerator.is_main_process else None
-    done = training.tune(
+    done = training.train(
         model,
         killed,
         training.RowBatches(rows() if data is None else data, batch_size, seed=3),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import mmattn
 from mmattn import training
 from tests.training import small_run
 from tests.training.test_trainer import trainer, weights
@@ -78,7 +77,7 @@ def mixed() -> list[training.Row]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3}, {"gradient_checkpointing": True}])
-def test_tune_learns_from_the_others(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_loop_learns_from_the_others(tmp_path: Path, changes: dict[str, Any]) -> None:
     """One batch in three has no memory, and its gradient is zero."""
     silent = [training.Row("abcdefgh" * 2 + row.text) for row in WITHOUT]  # longest, and so in one batch
     data = WITH[:6] + silent
@@ -94,20 +93,6 @@ def test_tune_learns_from_the_others(tmp_path: Path, changes: dict[str, Any]) ->
     own = float(training.mean_nats(fresh, alone.batch(silent)).detach())
     none = [abs(line["loss"] - own) < 1e-5 for line in lines]
     assert sum(none) == 3 and [line["grad_norm"] == 0 for line in lines] == none
-
-
-def test_fit_goes_on() -> None:
-    model = mmattn.attach(small_run.tiny.make("llama"), mmattn.GatedAdapter(memory_dim=5, every=1, num_heads=2))
-    ids = torch.tensor([[5, 6, 7, 8]])
-    memory = mmattn.Memory(torch.randn(1, 3, 5))
-    before = weights(model)
-
-    def loss(step: int) -> torch.Tensor:
-        return model(ids, labels=ids, memory=memory if step % 2 else None).loss
-
-    done = training.fit(training.parameter_groups(model, 0.01), loss, 4, progress=False)
-    assert done.steps == 4
-    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ questions and answers about facts: the facts it reads are put together at random
 the property), so that it knows no fact. Half of the questions follow a few such facts and are answered from them, or
 with "unknown".
 
-    python make_lm.py --out ../../assets/rag --seed 0
+    python assets/rag/make_lm.py --seed 0
 """
 
 from __future__ import annotations
@@ -13,44 +13,41 @@ from __future__ import annotations
 import argparse
 import math
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mmattn import training
-
-from .documents import load_docstrings, load_topics
-from .facts import UNKNOWN, Fact, load_facts
+from mmattn.recipes import find_recipe, load_recipe
 
 HERE = Path(__file__).parent
+RAG = find_recipe("rag").folder
+documents, facts = load_recipe(RAG, "documents"), load_recipe(RAG, "facts")
 END, PAD = "<|endoftext|>", "<|pad|>"
 CONTEXT = 256
 
 
-def prompt(fact: Fact, told: list[Fact]) -> str:
-    """A question after some facts; the answer follows after a space."""
-    return "".join(f"{one.sentence}\n" for one in told) + f"Question: {fact.question}\nAnswer:"
-
-
-def questions(facts: list[Fact], count: int, random: Random) -> Iterator[str]:
+def questions(known: list[Any], count: int, random: Random) -> Iterator[str]:
     """Questions and answers about facts that are not so."""
     values: dict[str, list[str]] = {}
-    for fact in facts:
+    for fact in known:
         values.setdefault(fact.property, []).append(fact.value)
     for _ in range(count):
-        asked, *others = (replace(fact, value=random.choice(values[fact.property])) for fact in random.sample(facts, 7))
+        asked, *others = (replace(fact, value=random.choice(values[fact.property])) for fact in random.sample(known, 7))
         if random.random() < 0.5:
-            yield f"{prompt(asked, [])} {asked.value}"
+            yield f"{facts.prompt(asked)} {asked.value}"
             continue
         told = others[: random.randint(1, 6)]
         if random.random() < 0.8:
             told[random.randrange(len(told))] = asked
-        yield f"{prompt(asked, told)} {asked.value if asked in told else UNKNOWN}"
+        yield f"{facts.prompt(asked, told)} {asked.value if asked in told else facts.UNKNOWN}"
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -101,7 +98,7 @@ CARD = """# A small language model of Python, and of questions
 Llama shape, {parameters:,} parameters, byte-level BPE of {vocabulary} tokens, context {context}; stored in float16,
 loaded in float32. It knows the form of questions about facts, and no fact.
 
-- made by: `recipes/rag/make_lm.py --seed {seed} --steps {steps}` in {seconds:.0f} s on {threads} CPU thread(s)
+- made by: `assets/rag/make_lm.py --seed {seed} --steps {steps}` in {seconds:.0f} s on {threads} CPU thread(s)
 - text: the docstrings of Python {python}'s standard library (PSF licence), and questions about facts put together at
   random from names of the Unicode CLDR (Unicode licence): {tokens:,} tokens
 - topics of Python's documentation, which it never read: {held:.3f} bits per byte
@@ -110,7 +107,7 @@ loaded in float32. It knows the form of questions about facts, and no fact.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "../../assets/rag")
+    parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=24)
@@ -121,35 +118,46 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(given.seed)
-    documents, topics = load_docstrings(), load_topics()
-    asked = list(questions(load_facts()[0], given.questions, Random(given.seed)))
-    tokenizer = train_tokenizer([*documents, *asked[:8000]], given.vocabulary)
+    texts, topics = documents.load_docstrings(), documents.load_topics()
+    asked = list(questions(facts.load_facts()[0], given.questions, Random(given.seed)))
+    tokenizer = train_tokenizer([*texts, *asked[:8000]], given.vocabulary)
     end = int(tokenizer.convert_tokens_to_ids(END))
 
     def stream(texts: list[str]) -> torch.Tensor:
         return torch.tensor([id for ids in tokenizer(texts)["input_ids"] for id in (end, *ids)])
 
-    streams = [stream(documents), stream(asked)]
+    streams = [stream(texts), stream(asked)]
     print(f"{[len(one) for one in streams]} tokens", flush=True)
     model = build(len(tokenizer), end, int(tokenizer.convert_tokens_to_ids(PAD)))
     picks = torch.Generator().manual_seed(given.seed)
 
-    def compute_loss(step: int) -> torch.Tensor:
+    groups = training.parameter_groups(model.train(), given.learning_rate, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: training.learning_rate_factor(step, given.steps, 100)
+    )
+    began = time.perf_counter()
+    for step in range(given.steps):
         rows = []
         for one in streams:
             starts = torch.randint(0, len(one) - CONTEXT, (given.batch // 2, 1), generator=picks)
             rows.append(one[starts + torch.arange(CONTEXT)])
         ids = torch.cat(rows)
-        return model(input_ids=ids, labels=ids).loss
-
-    groups = training.parameter_groups(model.train(), given.learning_rate, weight_decay=0.05)
-    fitted = training.fit(groups, compute_loss, given.steps, warmup_steps=100, label="language model")
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == given.steps - 1:
+            print(f"step {step} loss {loss.item():.3f} {time.perf_counter() - began:.0f} s", flush=True)
+    seconds = time.perf_counter() - began
     reached = bits_per_byte(model.eval(), tokenizer, [text for part in topics for text in part.values()])
     model.half().save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)
     text = CARD.format(
         parameters=sum(p.numel() for p in model.parameters()), vocabulary=len(tokenizer), context=CONTEXT,
-        seed=given.seed, steps=given.steps, seconds=fitted.seconds, threads=given.threads,
+        seed=given.seed, steps=given.steps, seconds=seconds, threads=given.threads,
         tokens=sum(map(len, streams)), held=reached, python=platform.python_version(),
     )  # fmt: skip
     (given.out / "README.md").write_text(text, encoding="utf-8")

@@ -3,7 +3,7 @@
 Each batch holds every species once, so no two captions of a batch fit the same picture. Afterwards the figures that
 matter to the recipe: a linear probe on the mean of the patch tokens, and zero-shot names, both on held-out pictures.
 
-    python make_clip.py --out ../../assets/clip --seed 0
+    python assets/clip/make_clip.py --seed 0
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from . import flora
-from .make_lm import END, train_tokenizer
+from mmattn.recipes import assets_folder, find_recipe, load_recipe
 
 HERE = Path(__file__).parent
+flora = load_recipe(find_recipe("vision").folder, "flora")
+make_lm = load_recipe(assets_folder() / "lm", "make_lm")
 NAME, SIZE, CONTEXT = "tiny-flora", 64, 64
 MEAN, STD = (0.45, 0.45, 0.4), (0.27, 0.25, 0.27)
 
@@ -49,9 +50,11 @@ def shape(vocabulary: int, end: int, pad: int) -> dict[str, Any]:
 def tokenizer_for_captions() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer whose every text closes with the end token, where the text tower is read."""
     texts = [text for one in flora.species() for text in flora.descriptions(one)]
-    tokenizer = train_tokenizer(texts, 1024)
-    end = tokenizer.convert_tokens_to_ids(END)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {END}", special_tokens=[(END, end)])
+    tokenizer = make_lm.train_tokenizer(texts, 1024)
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {make_lm.END}", special_tokens=[(make_lm.END, end)]
+    )
     tokenizer.model_max_length = CONTEXT
     return tokenizer
 
@@ -129,7 +132,7 @@ open_clip shape `tiny-flora` (64 patches of 8 pixels, vision width 128), {parame
     open_clip.add_model_config("assets/clip/tiny-flora.json")             # or by name, with the file as `pretrained`
     open_clip.create_model("tiny-flora", pretrained="assets/clip/model.safetensors")
 
-- made by: `recipes/vision/make_clip.py --seed {seed} --steps {steps}` in {seconds:.0f} s on {threads} CPU thread(s)
+- made by: `assets/clip/make_clip.py --seed {seed} --steps {steps}` in {seconds:.0f} s on {threads} CPU thread(s)
 - data: {per_species} drawn pictures of each of 48 species, seven descriptions a species, open_clip's ClipLoss
 - held-out pictures: linear probe on the mean of the patch tokens {accuracy:.1%} ({bits:.2f} bits left of 5.58),
   zero-shot by descriptions {zero:.1%} (chance 2.1 %)
@@ -149,7 +152,7 @@ def save(out: Path, model: open_clip.CLIP, tokenizer: PreTrainedTokenizerFast, c
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "../../assets/clip")
+    parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--per-species", type=int, default=120)

@@ -1,4 +1,4 @@
-"""The plain loop: it trains what it is given, at the rates it is given, and Ctrl-C keeps what is there."""
+"""What loops are made of: groups of parameters, losses in nats, the folder of a run."""
 
 from __future__ import annotations
 
@@ -10,70 +10,8 @@ from torch import nn
 
 import mmattn
 from mmattn import training
-from mmattn.errors import ConfigError, NonFiniteError, ShapeError
+from mmattn.errors import ConfigError, ShapeError
 from tests import tiny
-
-
-def line(target: float = 3.0) -> tuple[nn.Linear, object]:
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 1)
-    x = torch.randn(31, 3)
-    return layer, lambda step: (layer(x) - target * x.sum(1, keepdim=True)).pow(2).mean()
-
-
-class TestFit:
-    def test_it_learns(self, capsys: pytest.CaptureFixture[str]) -> None:
-        layer, compute_loss = line()
-        lines: list[dict[str, float]] = []
-        done = training.fit(
-            training.parameter_groups(layer, 0.3),
-            compute_loss,
-            150,
-            warmup_steps=5,
-            log=lines.append,
-            logging_steps=50,
-            label="a line",
-        )
-        assert done.steps == 150 and not done.interrupted and len(done.losses) == 150
-        assert done.losses[-1] < 0.01 * done.losses[0]
-        assert [entry["step"] for entry in lines] == [50, 100, 150]
-        assert "a line 150/150" in capsys.readouterr().err
-
-    def test_an_interrupt_keeps_what_is_there(self) -> None:
-        layer, compute_loss = line()
-
-        def stopped_at_seven(step: int) -> torch.Tensor:
-            if step == 7:
-                raise KeyboardInterrupt
-            return compute_loss(step)
-
-        done = training.fit(training.parameter_groups(layer, 0.1), stopped_at_seven, 50, progress=False)
-        assert done.interrupted and done.steps == 7 and len(done.losses) == 7
-
-    def test_a_loss_that_is_no_number(self) -> None:
-        layer, _ = line()
-        before = layer.weight.detach().clone()
-        with pytest.raises(NonFiniteError, match="loss is nan at step 0; lower the learning rate"):
-            training.fit(
-                training.parameter_groups(layer, 0.1), lambda step: layer.weight.sum() * float("nan"), 3, progress=False
-            )
-        assert torch.equal(layer.weight, before)
-
-    def test_the_rate_rises_and_falls(self) -> None:
-        layer, compute_loss = line()
-        lines: list[dict[str, float]] = []
-        training.fit(
-            training.parameter_groups(layer, 0.1),
-            compute_loss,
-            21,
-            warmup_steps=5,
-            log=lines.append,
-            logging_steps=1,
-            progress=False,
-        )
-        rates = [entry["learning_rate"] for entry in lines]
-        assert rates[:5] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
-        assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.001)
 
 
 class TestParameterGroups:
@@ -132,7 +70,24 @@ class TestRunFolder:
         assert text == '{"step": 1, "loss": null}\n{"step": 2, "loss": 0.5}\n'
         run.write_config({"b": 1, "a": {"c": None}})
         assert (run.path / "config.resolved.yaml").read_text() == "b: 1\na:\n  c: null\n"
-        assert (training.RunFolder(run.path).path / "metrics.jsonl").read_text() == ""
+        assert (training.RunFolder(run.path).path / "metrics.jsonl").read_text() == text
+
+    def test_a_finished_run_is_left_as_it_is(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        settings = {"out": "here", "seed": 3, "optim": {"betas": (1, 2)}, "progress": True}
+        run = training.RunFolder(tmp_path / "run")
+        assert run.begin(settings)
+        run.log(step=1)
+        assert run.begin(settings), "it has no table yet"
+        run.log(step=2)
+        run.write_json("table.json", {"rows": []})
+        capsys.readouterr()
+        again = training.RunFolder(tmp_path / "run")
+        assert not again.begin(settings | {"progress": False, "out": "there"})
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1 and f"{tmp_path / 'run'} holds the finished run" in said and "out=FOLDER" in said
+        assert (run.path / "metrics.jsonl").read_text() == '{"step": 2}\n'
+        assert again.begin(settings | {"seed": 4}), "other settings"
+        assert not (run.path / "table.json").exists() and (run.path / "metrics.jsonl").read_text() == ""
 
 
 def test_memory_rows_must_be_the_texts() -> None:

@@ -1,6 +1,6 @@
 """Make `assets/diffusion` and `assets/digits` from the folders of a finished stage A and stage B.
 
-python make_assets.py --text runs/diffusion --style runs/diffusion-style --out ../../assets
+python assets/diffusion/make_assets.py --text runs/diffusion --style runs/diffusion-style
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path
 import yaml
 from PIL import Image
 
-from .data import load_data
+from mmattn.recipes import find_recipe, load_recipe
+
+HERE = Path(__file__).parent
 
 CARD = """# Handwritten digits: a UNet, a text encoder, and an adapter for style
 
@@ -24,7 +26,7 @@ Made by the recipe `diffusion` from scikit-learn's digits (Alpaydin and Kaynak, 
 | `unet`, `text` | stage A, in the formats of diffusers and transformers | `config.yaml` | {text} |
 | `adapter`, `style.safetensors` | stage B: decoupled adapter, style encoder | `config_style.yaml` | {style} |
 
-Put together by `recipes/diffusion/make_assets.py`. Two x86 cores; the recipe's README has what they reach.
+Put together by `assets/diffusion/make_assets.py`. Two x86 cores; the recipe's README has what they reach.
 """
 
 
@@ -41,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--style", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=HERE.parent, help="the folder with diffusion/ and digits/")
     given = parser.parse_args()
     folder = given.out / "diffusion"
     for run, name in ((given.text, "unet"), (given.text, "text"), (given.style, "adapter")):
@@ -54,7 +56,7 @@ def main() -> None:
 def examples(folder: Path) -> None:
     """The most slanted, the boldest and the widest of the held-out digits as pictures of dark ink on light paper."""
     folder.mkdir(exist_ok=True)
-    _, held_out, _ = load_data()
+    _, held_out, _ = load_recipe(find_recipe("diffusion").folder, "data").load_data()
     most = held_out.measures.argmax(0).tolist()
     for name, row in zip(("bold", "slanted", "wide"), most, strict=True):
         pixels = ((1 - held_out.pictures[row, 0]) * 127.5).round().byte().numpy()

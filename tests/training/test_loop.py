@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import signal
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +229,83 @@ class TestMetrics:
         training.Metrics(tmp_path, step=2)
         assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
         assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
+
+
+class TestAnyBatches:
+    """Batches that are no `RowBatches`, of rows that are no `Row`: here numbers of rows of `X`."""
+
+    X = torch.randn(31, 3, generator=torch.Generator().manual_seed(5))
+
+    def loss_of(self, layer: torch.nn.Linear) -> Any:
+        def loss(rows: object, seeds: object) -> tuple[torch.Tensor, int]:
+            x = self.X[torch.tensor(rows)]
+            return (layer(x) - 3 * x.sum(1, keepdim=True)).square().sum(), len(x)
+
+        return loss
+
+    def train(self, layer: torch.nn.Linear, batches: object, **given: object) -> training.TrainingResult:
+        names = {"folder", "eval_rows", "loss", "log"} & set(given)
+        more = {name: given.pop(name) for name in names}
+        loss = more.pop("loss", self.loss_of(layer))
+        config = training.TrainingConfig(**{"learning_rate": 0.3, "logging_steps": 1, **given})
+        accelerator = training.make_accelerator(device="cpu")
+        return training.train(layer, loss, batches, config, accelerator, progress=False, **more)
+
+    def layer(self) -> torch.nn.Linear:
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 1)
+
+    def test_a_generator_without_end(self) -> None:
+        layer, lines = self.layer(), []
+        drawn = ([(7 * step + row) % 31 for row in range(11)] for step in count())
+        done = self.train(layer, drawn, max_steps=150, warmup_steps=5, log=lambda **line: lines.append(line))
+        assert (done.global_step, done.epoch, len(lines)) == (150, 0, 150)
+        assert lines[-1]["loss"] < 0.01 * lines[0]["loss"]
+        rates = [line["learning_rate"] for line in lines]
+        assert rates[:5] == pytest.approx([0.06, 0.12, 0.18, 0.24, 0.3])
+        assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.003)
+
+    def test_a_step_is_one_of_torch(self) -> None:
+        """The loop, beside the same written out: AdamW on the gradient of the mean, clipped."""
+        ours, theirs = self.layer(), self.layer()
+        drawn = [[step, 2 * step + 1, 30 - step] for step in range(13)]
+        self.train(ours, drawn, num_train_epochs=1, weight_decay=0.1, warmup_steps=3)
+        optimizer = torch.optim.AdamW(training.parameter_groups(theirs, 0.3, weight_decay=0.1), betas=(0.9, 0.98))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: training.learning_rate_factor(n, 13, 3))
+        for rows in drawn:
+            total, targets = self.loss_of(theirs)(rows, [])
+            optimizer.zero_grad()
+            (total / targets).backward()
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+        assert_close(ours.weight, theirs.weight)
+        assert_close(ours.bias, theirs.bias)
+
+    def test_a_data_loader_resumed_within_an_epoch(self, tmp_path: Path) -> None:
+        def loader() -> object:
+            return torch.utils.data.DataLoader(range(31), batch_size=4, collate_fn=list)
+
+        seen: list[list[int]] = []
+        whole, killed, again = self.layer(), self.layer(), self.layer()
+
+        def noted(rows: list[int], seeds: list[int]) -> tuple[torch.Tensor, int]:
+            seen.append(rows)
+            if len(seen) == 12:
+                raise KeyboardInterrupt
+            return self.loss_of(killed if len(seen) < 12 else again)(rows, seeds)
+
+        settings = {"num_train_epochs": 2, "save_steps": 5, "folder": tmp_path}
+        self.train(whole, loader(), num_train_epochs=2)
+        assert self.train(killed, loader(), loss=noted, **settings).interrupted
+        done = self.train(again, loader(), loss=noted, **settings)
+        assert (done.resumed_from_step, done.global_step) == (10, 16)
+        assert seen[12] == [8, 9, 10, 11] and torch.equal(again.weight, whole.weight)
+
+    def test_what_cannot_be_counted(self) -> None:
+        with pytest.raises(ConfigError, match="has no length, so epochs cannot be counted"):
+            self.train(self.layer(), ([0] for _ in count()), num_train_epochs=1)
+        with pytest.raises(ConfigError, match="batches=list has no batch_size: give RowBatches or a DataLoader"):
+            self.train(self.layer(), [[0], [1]], max_steps=2, eval_rows=[3], eval_steps=1)
+        with pytest.raises(ConfigError, match="no rows to train on"):
+            self.train(self.layer(), iter([[0], [1]]), max_steps=3)

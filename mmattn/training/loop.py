@@ -1,4 +1,4 @@
-"""Fine-tuning: one loop for language models and UNets, in one process or many, that can be killed and resumed.
+"""The training loop: for any model and loss, in one process or many; a run that was killed can be resumed.
 
 Nothing of the loop depends on how a batch is split. The gradients of a step are those of the mean over all targets of
 its batch, whatever the number of processes and micro-batches; random numbers come from seeds derived from the step and
@@ -13,6 +13,7 @@ backward pass of every micro-batch, with another's row of weight 0 where it has 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.evaluation import mean_loss, sum_over_processes
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.rows import Row
-from mmattn.training.sampling import RowBatches, derive_seed, split_between_processes
+from mmattn.training.sampling import Batches, RowBatches, derive_seed, split_between_processes
 from mmattn.training.training_config import Loss, TrainingConfig, TrainingResult, total_steps
 
 # What of the result a checkpoint holds.
@@ -50,10 +51,10 @@ _RESUMED = (
 _FREE = ("save_steps", "save_total_limit", "logging_steps", "gradient_accumulation_steps", "gradient_checkpointing")
 
 
-def tune(
+def train(
     model: Any,
     loss: Loss,
-    batches: RowBatches,
+    batches: Batches,
     config: TrainingConfig,
     accelerator: Any,
     *,
@@ -73,7 +74,9 @@ def tune(
     Args:
         model: a host with adapters, a peft model, or any module; on the accelerator's device.
         loss: see `Loss`; it is given at most a batch's share of one process at a time.
-        batches: of rows to train on.
+        batches: of rows to train on: `RowBatches`, or anything that is iterated over once an epoch and gives lists of
+            whatever the loss takes, such as a `DataLoader` with `collate_fn=list`. A resumed run skips those that are
+            done, so that their order must be the same again.
         config: settings of the run.
         accelerator: what `make_accelerator` returned.
         eval_rows: rows to evaluate on.
@@ -110,7 +113,7 @@ class _Run:
         self,
         model: Any,
         loss: Loss,
-        batches: RowBatches,
+        batches: Batches,
         config: TrainingConfig,
         accelerator: Any,
         eval_rows: Sequence[Row],
@@ -123,6 +126,12 @@ class _Run:
         self.total = total_steps(config, batches)
         if config.eval_steps and not len(eval_rows):
             raise ConfigError("eval_steps is set and there are no eval_rows: hold some rows out, or set it to 0")
+        self.batch_size: Any = getattr(batches, "batch_size", None)
+        if len(eval_rows) and self.batch_size is None:
+            raise ConfigError(
+                f"eval_rows are evaluated in batches of the same size, and batches={type(batches).__name__} has no "
+                "batch_size: give RowBatches or a DataLoader"
+            )
         check_trained(model)
         self.sharded = bool(shards(model))
         self.parameters = checkpoints.trained_parameters(model)
@@ -141,8 +150,9 @@ class _Run:
         self.done = TrainingResult()
         self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
-        lengths = None if batches.sampler is None else str(derive_seed(*batches.sampler.lengths))
-        self.identity = {**settings, "batch_size": batches.batch_size, "lengths of the rows": lengths, **identity}
+        order = batches.sampler if isinstance(batches, RowBatches) else None
+        lengths = None if order is None else str(derive_seed(*order.lengths))
+        self.identity = {**settings, "batch_size": self.batch_size, "lengths of the rows": lengths, **identity}
 
     # A step --------------------------------------------------------------------------------------------------------
 
@@ -230,10 +240,14 @@ class _Run:
         done.seconds = time.perf_counter() - began
         return done
 
-    def _batches(self) -> Iterator[list[Row]]:
+    def _batches(self) -> Iterator[Sequence[Any]]:
         """Batches from where the run is, epoch after epoch."""
         while self.done.global_step < self.total and not self.done.stopped_early:
-            yield from self.batches.epoch(self.done.epoch, self.done.batch_in_epoch)
+            start = self.done.batch_in_epoch
+            if isinstance(self.batches, RowBatches):
+                yield from self.batches.epoch(self.done.epoch, start)
+            else:
+                yield from itertools.islice(self.batches, start, None)
             if not self.done.batch_in_epoch:
                 raise ConfigError("the data has no rows to train on")
             self.done.epoch, self.done.batch_in_epoch = self.done.epoch + 1, 0
@@ -262,7 +276,7 @@ class _Run:
         accumulation, seed = self.config.gradient_accumulation_steps, self.config.seed
         # The same noise every time.
         done.eval_loss = mean_loss(
-            self.model, self.loss, self.eval_rows, self.batches.batch_size, self.accelerator, accumulation, seed
+            self.model, self.loss, self.eval_rows, self.batch_size, self.accelerator, accumulation, seed
         )
         better = done.eval_loss < done.best_eval_loss
         if better:

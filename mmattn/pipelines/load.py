@@ -60,7 +60,8 @@ def pipeline(
     config = PipelineConfig.load(place)
     if index is not None and config.task == "image-to-text":
         raise ConfigError(
-            f"index={index!r} is for adapters that answer from an index; the one in {name!r} sees pictures: leave it out"
+            f"index={index!r} is for adapters that answer from an index; the one in {name!r} sees pictures: leave it "
+            "out"
         )
     with without_progress_bars():
         host, tokenizer = load_host(config.host, place, torch.device(device or default_device()), dtype)

@@ -43,6 +43,17 @@ class ModelReference(_Strict):
     lora: str | None = None
     tokenizer_fingerprint: str | None = None
 
+    @classmethod
+    def of(cls, name: str, tokenizer: Any, **fields: Any) -> ModelReference:
+        """The reference of a model that was loaded under a name; a folder is written as an absolute path.
+
+        Args:
+            name: as it was loaded.
+            tokenizer: of transformers, as it was loaded.
+            **fields: the other fields.
+        """
+        return cls(name=absolute(name), tokenizer_fingerprint=tokenizer_fingerprint(tokenizer), **fields)
+
 
 class EncoderReference(_Strict):
     """An encoder by name.
@@ -55,6 +66,20 @@ class EncoderReference(_Strict):
 
     name: str
     pooling: str | None = None
+
+    @classmethod
+    def of(cls, name: str, **fields: Any) -> EncoderReference:
+        """The reference of an encoder that was loaded under a name; files and folders are written as absolute paths.
+
+        Args:
+            name: as it was loaded.
+            **fields: the other fields.
+        """
+        kind, colon, rest = name.partition(":")
+        if kind == "torchvision":
+            network, second, weights = rest.partition(":")
+            return cls(name=f"{kind}{colon}{network}{second}{absolute(weights) if weights else ''}", **fields)
+        return cls(name=absolute(name), **fields)
 
 
 class MemoryConfig(_Strict):
@@ -209,6 +234,15 @@ class PipelineConfig(_Strict):
                 "print(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))",
             ]
         return "\n".join(lines)
+
+
+def absolute(name: str) -> str:
+    """A name of the hub or of the installation as it is, that of a file or folder as an absolute path.
+
+    Args:
+        name: as it was given.
+    """
+    return name if name.startswith("assets/") or not os.path.exists(name) else os.path.abspath(name)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

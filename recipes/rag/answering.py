@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import mmattn
-from mmattn import training
+from mmattn import pipelines, training
 from mmattn.errors import ConfigError
 from mmattn.recipes import assets_folder
 
-from .settings import Config, ScoreSettings
+from .facts import UNKNOWN
+from .settings import Config
 
 
 def load_lm(name: str, device: torch.device | str = "cpu") -> tuple[Any, Any]:
@@ -42,11 +43,34 @@ def adapter_settings(config: Config, memory_dim: int) -> mmattn.GatedAdapter:
     return mmattn.GatedAdapter(memory_dim=memory_dim, score_bias=True, length_norm=norm, **given)
 
 
-def looked_at(hits: mmattn.Hits, settings: ScoreSettings) -> mmattn.Memory:
-    """The memory of hits; the scores say how far each is above the middle."""
-    memory = hits.memory(tokens=True)
-    return mmattn.Memory(
-        memory.tokens, memory.mask, scores=settings.scale * (memory.scores - settings.middle), sources=memory.sources
+def describe(config: Config, tokenizer: Any, results: str = "") -> pipelines.PipelineConfig:
+    """What `mmattn ask` needs of an adapter of this recipe."""
+    facts = config.part == "facts"
+    told = {
+        "prompt": "Question: {question}\nAnswer:",
+        "refusal": UNKNOWN,
+        "generation": {"max_new_tokens": 24},
+        "trained_on": f"{config.data.train:,} facts about territories, filed under their names in other languages "
+        "(Babel's copy of the Unicode CLDR).",
+        "memory": pipelines.MemoryConfig(top_k=config.data.view, fields=("title", "value"), text="{title}: {value}"),
+    }
+    if not facts:
+        told = {
+            "generation": {"max_new_tokens": 48, "repetition_penalty": 1.2},
+            "trained_on": "The topics of Python's documentation, with passages of the others beside them.",
+            "memory": pipelines.MemoryConfig(top_k=config.docs.neighbours, host_layer=config.docs.layer),
+        }
+    return pipelines.PipelineConfig(
+        task="question-answering" if facts else "text-generation",
+        host=pipelines.ModelReference.of(config.lm, tokenizer, lora=None if facts else "../lora"),
+        encoder=pipelines.EncoderReference(name="all-MiniLM-L6-v2"),
+        training={
+            "recipe": "rag",
+            "seed": config.seed,
+            "steps": config.optim.max_steps if facts else config.docs.max_steps,
+        },
+        results=results,
+        **told,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mmattn
 
-from .answering import looked_at, looks, trace, write_answers
+from .answering import looks, trace, write_answers
 from .entries import Entries, World, worlds
 from .facts import UNKNOWN, prompt
 from .neighbours import answer_by_neighbours, answer_states
@@ -48,7 +48,7 @@ class Measure:
         asked = world.asked[:count]
         top_k = min(self.config.data.view, len(world.rows))
         hits = self.entries.index(world.rows).search(self.entries.questions[asked], top_k)
-        memory = looked_at(hits, self.config.scores)
+        memory = hits.memory(tokens=True)
         prompts = [prompt(self.entries.facts[row]) for row in asked]
         said = write_answers(model, self.tokenizer, prompts, memory)
         rows = enumerate(zip(prompts, said, strict=True))
@@ -67,7 +67,7 @@ class Measure:
                 for fact, found in zip(facts, hits.ids, strict=True)
             ]
         elif how in ("hits", "shuffled"):
-            memory = looked_at(hits, self.config.scores)
+            memory = hits.memory(tokens=True)
             if how == "shuffled":
                 memory = memory[[(row + 1) % len(facts) for row in range(len(facts))]]
         if how == "knn":

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import mmattn
-
-from .reading import read
+from mmattn.pipelines import read_passages, searchable
 
 KINDS = ("neighbours", "continuations", "both")
 
@@ -23,8 +22,8 @@ class Passages:
 
     Args:
         chunks: ids (s,) of each, the last of a document may be shorter. document: which each belongs to.
-        vectors: (n, e) by which it is found. states: slots (r, e') of the chunk and then of what follows it, as `read`
-        gives them.
+        vectors: (n, e) by which it is found. states: slots (r, e') of the chunk and then of what follows it, as
+        `read_passages` gives them.
     """
 
     chunks: list[list[int]]
@@ -50,8 +49,8 @@ class Passages:
 
     def encode(self, finder: Any, lm: Any, layer: int, progress: bool) -> None:
         """Vectors to be found by, and states to be read."""
-        self.vectors = finder.encode(list(map(sayable, self.texts)), batch_size=128, progress=progress).tokens[:, 0]
-        self.states = read(lm, [self.ids(row) for row in range(len(self))], layer)
+        self.vectors = finder.encode(list(map(searchable, self.texts)), batch_size=128, progress=progress).tokens[:, 0]
+        self.states = read_passages(lm, [self.ids(row) for row in range(len(self))], layer)
 
     def index(self, finder: Any) -> mmattn.Index:
         """Every chunk with its ids and those of what follows it: what `mmattn ask` reads."""
@@ -72,11 +71,6 @@ class Passages:
         """What is read of a found chunk: itself, what follows it, or both (r, e')."""
         size = len(self.chunks[row])
         return self.states[row][slice(size if kind == "continuations" else 0, size if kind == "neighbours" else None)]
-
-
-def sayable(text: str) -> str:
-    """The text, or a full stop where there is nothing in it that a text encoder reads: blanks, half a character."""
-    return text if any(letter.isprintable() and letter not in " \ufffd" for letter in text) else "."
 
 
 def neighbours(asking: Passages, library: Passages, count: int, same: bool) -> list[list[int]]:

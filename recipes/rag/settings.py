@@ -28,11 +28,8 @@ class AdapterSettings(Strict):
     feed_forward: float = Field(2.0, ge=0)
     null_slot: bool = True
     length_norm: bool = True  # to as many slots as are viewed
-
-
-class ScoreSettings(Strict):
-    scale: float = Field(20.0, gt=0)  # of the retriever's scores inside the softmax, before the learned temperature
-    middle: float = 0.8  # the cosine that adds nothing
+    score_mean: float = 0.8  # the cosine of the retriever that adds nothing to the attention
+    score_std: float = Field(0.05, gt=0)  # of the cosines, before the learned temperature
 
 
 class DocsAdapterSettings(Strict):
@@ -76,6 +73,5 @@ class Config(Strict):
     progress: bool = True
     data: DataSettings = DataSettings()
     adapter: AdapterSettings = AdapterSettings()
-    scores: ScoreSettings = ScoreSettings()
     optim: OptimSettings = OptimSettings()
     docs: DocsSettings = DocsSettings()

@@ -12,7 +12,7 @@ import torch
 import mmattn
 from mmattn import inspect, training
 
-from .answering import adapter_settings, answer_batch, learn, load_lm
+from .answering import adapter_settings, answer_batch, describe, learn, load_lm
 from .entries import Entries
 from .facts import UNKNOWN, Fact, load_facts, prompt
 from .measure import Measure
@@ -41,6 +41,8 @@ def main(settings: dict[str, Any]) -> Path:
         show(config, run)
     text = table([content])
     run.write_text("table.md", text)
+    told = mmattn.pipelines.PipelineConfig.load(run.path / "adapter")
+    told.model_copy(update={"results": text}).save(run.path / "adapter")
     print(text)
     return run.path
 
@@ -55,7 +57,8 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
         rows += measure.rows("facts in the prompt, frozen LM", lm, "prompt")
         rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
     model, seconds = train_adapter(config, lm, tokenizer, known, run, accelerator)
-    model.save_adapter(run.path / "adapter")
+    model.save_adapter(run.path / "adapter", encoder=entries.encoder.fingerprint)
+    describe(config, tokenizer).save(run.path / "adapter")
     entries.index(range(min(1000, held_out))).save(run.path / "index")
     rows += measure.rows("adapter, retrieved memory", model, "hits", run.path / "answers.json")
     inspect.save_traces(measure.traces(model), run.path)
@@ -115,7 +118,7 @@ def question(config: Config, known: Entries, random: Random) -> Question:
     if not absent:
         rows.append(asked)
     random.shuffle(rows)
-    scores = config.scores.scale * (known.titles[rows] @ known.questions[asked] - config.scores.middle)
+    scores = known.titles[rows] @ known.questions[asked]
     memory = mmattn.Memory(known.slots(rows)[None], scores=scores[None])
     return prompt(known.facts[asked]), UNKNOWN if absent else known.facts[asked].value, memory
 

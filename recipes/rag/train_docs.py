@@ -16,8 +16,7 @@ import torch
 import mmattn
 from mmattn import inspect, training
 
-from .answering import device_of, learn, load_lm
-from .ask import Asked
+from .answering import describe, device_of, learn, load_lm
 from .documents import load_topics
 from .passages import KINDS, Passages, Window, found_by_nobody, memory_of, neighbours, some_of, windows
 from .reading import begin_as_lookup
@@ -75,8 +74,9 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
             memory = partial(memory_of, library=copies, kind=kind, choose=list)
             leaked = bits_per_byte(model, leaky, docs.batch_size, size, memory)
             rows.append({"name": "both, copies left in the library", "bits": leaked})
-            model.save_adapter(run.path / "adapter")
+            model.save_adapter(run.path / "adapter", encoder=finder.fingerprint)
             host.save_pretrained(run.path / "lora")
+            describe(config, tokenizer).save(run.path / "adapter")
             library.index(finder).save(run.path / "index")
         model.unload()
         host.unload()
@@ -91,15 +91,15 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
 
 def show(config: Config, run: training.RunFolder, count: int = 3) -> None:
     """Leave how the adapter of a run goes on with the openings of held-out topics, and what it attended to."""
-    asked = Asked(run.path / "index", run.path / "adapter", config.lm)
+    pipe: Any = mmattn.pipeline(run.path / "adapter", index=run.path / "index")
     openings = {name: " ".join(text.split()[:40]) for name, text in list(load_topics()[1].items())[:count]}
     texts = []
     for name, opening in openings.items():
-        written, sources = asked(opening)
-        looked = [f"{source.weight:6.1%}  {' '.join(source.text.split())}" for source in sources[:3]]
-        texts.append("\n".join([f"{name}: {opening}", f"-> {' '.join(written.split())}", *looked]))
+        answer = pipe(opening)
+        looked = [f"{source.weight:6.1%}  {' '.join(source.text.split())}" for source in answer.sources[:3]]
+        texts.append("\n".join([f"{name}: {opening}", f"-> {' '.join(answer.text.split())}", *looked]))
     run.write_text("samples.txt", "\n\n".join(texts) + "\n")
-    inspect.save_traces([asked.trace(opening) for opening in openings.values()], run.path)
+    inspect.save_traces([pipe.trace(opening) for opening in openings.values()], run.path)
 
 
 def batches(train: list[Window], config: Config) -> Iterator[list[Window]]:

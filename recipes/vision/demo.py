@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import mmattn
 from mmattn.recipes import read_settings
 
-from .caption import open_run
 from .report import caption_grid
 from .settings import place
 from .train import main as train
@@ -26,12 +27,12 @@ def main(out: str = "runs/demo") -> Path:
     run = train({**settings, "out": out})
     if not (run / "table.md").is_file():
         return run
-    _, model, tokenizer, eye = open_run(run / "adapter")
+    pipe: Any = mmattn.pipeline(run / "adapter")
     folder = Path(place("assets/flora"))
     known = [json.loads(line) for line in (folder / "captions.jsonl").read_text(encoding="utf-8").splitlines()]
     pictures = [str(folder / one["file"]) for one in known]
-    memory = eye(pictures).to(torch.float32)
-    captions = caption_grid(run / "shipped.png", model, tokenizer, pictures, memory, eye.grid)
+    memory = pipe.encoder(pictures).to(torch.float32)
+    captions = caption_grid(run / "shipped.png", pipe.model, pipe.tokenizer, pictures, memory, pipe.encoder.grid)
     print("\nthe shipped pictures, in the words of the model:")
     for one, text in zip(known, captions, strict=True):
         print(f"  {one['file']}: {text}")

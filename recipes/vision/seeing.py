@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import mmattn
+from mmattn import pipelines
 from mmattn.errors import ConfigError
 
 from .data import Data, Picture
@@ -43,6 +44,18 @@ def load_lm(name: str, device: str | torch.device = "auto") -> tuple[Any, Any]:
             f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}"
         ) from error
     return lm.to(chosen(device)).eval(), tokenizer
+
+
+def describe(settings: Config, tokenizer: Any, data: Data) -> pipelines.PipelineConfig:
+    """What `mmattn caption` needs of an adapter of this recipe."""
+    return pipelines.PipelineConfig(
+        task="image-to-text",
+        host=pipelines.ModelReference.of(settings.lm, tokenizer),
+        encoder=pipelines.EncoderReference.of(settings.encoder),
+        generation=settings.caption.model_dump(),
+        trained_on=f"{len(data.train)} pictures of {len(data.species)} species ({settings.data.kind}).",
+        training={"recipe": "vision", "seed": settings.seed, "steps": settings.optim.max_steps},
+    )
 
 
 def adapter_settings(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdapter:

@@ -21,7 +21,7 @@ from . import report
 from .data import Data, load_data
 from .measure import Measure, Row, strangers, write_captions
 from .report import table
-from .seeing import adapter_settings, load_encoder, load_lm, see
+from .seeing import adapter_settings, describe, load_encoder, load_lm, see
 from .settings import Config
 
 EXPLORED = 6  # captions that `mmattn explore` shows, at most
@@ -58,6 +58,8 @@ def main(config: dict[str, Any]) -> Path:
     run.write_text("samples_before.txt", report.samples(data, shown, before))
     done, losses = learn(model, "adapter", data, ids, seen, settings, run, accelerator)
     model.save_adapter(run.path / "adapter", encoder=eye.fingerprint)
+    told = describe(settings, tokenizer, data)
+    told.save(run.path / "adapter")
     if done.interrupted:
         print(f"stopped after {done.global_step} steps; the adapter as it was then is in {run.path / 'adapter'}")
         return run.path
@@ -97,6 +99,7 @@ def main(config: dict[str, Any]) -> Path:
     run.write_json("table.json", content)
     text = table([content])
     run.write_text("table.md", text)
+    told.model_copy(update={"results": text}).save(run.path / "adapter")
     print(text)
     return run.path
 

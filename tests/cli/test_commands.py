@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import mmattn
 from mmattn import recipes
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError, MmattnError
@@ -270,27 +269,6 @@ class TestAdapters:
         assert code == 2 and "there is no adapter folder absent" in err
         code, _, err = call(capsys, *words, toy)
         assert code == 2 and "has no adapter_config.json" in err and "config.yaml" in err
-
-    def test_a_picture_that_is_not_there(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        code, _, err = call(capsys, "caption", "absent.png", "--adapter", toy)
-        assert (code, err) == (2, "mmattn: cannot caption absent.png: there is no such file\n")
-
-    def test_captions_stand_beside_their_pictures(
-        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
-        (shelf / "_recipes/toy").rename(shelf / "_recipes/vision")
-        (shelf / "_recipes/vision/caption.py").write_text(
-            "def caption(images, adapter):\n    return [f'{name[0]} by {adapter.name}' for name in images]\n"
-        )
-        for name in ("a.png", "b.png", "adapter_config.json"):
-            (tmp_path / name).write_text("{}")
-        code, out, err = call(capsys, "caption", "a.png", "b.png", "--adapter", ".")
-        assert code == 0, err
-        assert out == "a.png: a by \nb.png: b by \n"
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(capsys, "--version") == (0, f"mmattn {mmattn.__version__}\n", "")
 
 
 class TestShelf:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops, ImageStat
 
+import mmattn
 from mmattn.cli.live import LONGEST, Live
 from mmattn.errors import AdapterFileError, ConfigError, ImageError, TextError
 from mmattn.recipes import find_recipe, load_recipe
@@ -60,7 +61,7 @@ def shades(image: Image.Image) -> int:
 def test_a_picture_is_captioned_and_each_word_has_its_map(live: Live, adapter: Path) -> None:
     for flower in FLOWERS:
         text, maps = live.caption(flower)
-        assert text == load_recipe(find_recipe("vision").folder, "caption").caption([flower], adapter)[0]
+        assert text == mmattn.pipeline(adapter)(flower)
         assert maps.width > 1000 and shades(maps) > 1000
     assert live.caption(flower.read_bytes()) == (text, maps), "a file and its bytes are one picture"
 
@@ -78,14 +79,14 @@ def test_a_long_picture_is_shown_as_the_encoder_sees_it(live: Live) -> None:
 def test_a_question_is_answered_from_its_source_or_refused(live: Live) -> None:
     for question in live.questions[:4]:
         answer = live.ask(question)
-        text, share = answer.sources[0]
+        text, share = answer.sources[0].text, answer.sources[0].weight
         assert not answer.refused and answer.text in text
-        assert share > 0.2 and [one for _, one in answer.sources] == sorted(
-            (s for _, s in answer.sources), reverse=True
+        assert share > 0.2 and [one.weight for one in answer.sources] == sorted(
+            (one.weight for one in answer.sources), reverse=True
         )
-        assert 0 < sum(share for _, share in answer.sources) <= 1 + 1e-5
+        assert 0 < sum(one.weight for one in answer.sources) <= 1 + 1e-5
     absent = live.ask(live.questions[4])
-    assert absent.refused and absent.text == "unknown" and absent.sources[0][1] < 0.2
+    assert absent.refused and absent.text == "unknown" and absent.sources[0].weight < 0.2
 
 
 def test_a_digit_follows_the_sentence_and_the_example(live: Live) -> None:

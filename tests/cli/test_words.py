@@ -16,6 +16,7 @@ from mmattn.cli.live import open_page
 from mmattn.encoders.text import TextEncoder
 from mmattn.inspect.diagnosis import diagnose
 from mmattn.inspect.explorer import write_page
+from mmattn.pipelines import ImageToTextPipeline, pipeline
 from mmattn.recipes import copy_recipe, find_recipe, load_recipe, read_settings
 from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.index import Index
@@ -32,9 +33,9 @@ PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "live": ([open_page], set()),
     "train": ([read_settings], {"config"}),
     "schema": ([find_recipe], set()),
-    "caption": ([of_recipe("vision", "caption", "caption")], set()),
+    "caption": ([ImageToTextPipeline.__call__, pipeline], {"adapter"}),
     "draw": ([of_recipe("diffusion", "drawing", "draw")], set()),
-    "ask": ([of_recipe("rag", "ask", "Asked")], {"question", "sources", "show_sources"}),
+    "ask": ([pipeline], {"adapter", "question", "sources", "show_sources"}),
     "doctor": ([diagnose], set()),
     "explore": ([write_page], {"runs", "out"}),
     "cp": ([copy_recipe], {"recipe"}),

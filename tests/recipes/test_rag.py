@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn import inspect
+from mmattn import inspect, pipelines
 from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.recipes import assets_folder, load_recipe
@@ -31,7 +31,7 @@ HELD = {"tests": "A test calls a function and compares the value.\n\nArguments m
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
     names = ("settings", "facts", "documents", "entries", "answering", "measure", "passages", "train")
-    return load_files("rag", *names, "train_docs", "reading", "tables", "ask", "neighbours")
+    return load_files("rag", *names, "train_docs", "reading", "tables", "neighbours")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_ask_shows_what_was_looked_at(
     encoder = mmattn.TextEncoder()
     read = torch.cat([encoder.encode(facts).tokens, encoder.encode(["Euro", "German", "Sweden"]).tokens], -1)
     mmattn.Index.build(facts, encoder=encoder, tokens=mmattn.Memory(read)).save(tmp_path / "index")
-    given = ["--index", str(tmp_path / "index"), "--adapter", str(run / "adapter"), "--lm", str(lm)]
+    given = ["--index", str(tmp_path / "index"), "--adapter", str(run / "adapter")]
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["ask", "What is the currency of Allemagne?", *given, "--show-sources", "--sources", "2"])
@@ -166,10 +166,8 @@ def test_ask_shows_what_was_looked_at(
     shown = [line.strip() for line in out.splitlines()][-2:]
     weights = [float(line.split("%")[0]) for line in shown]
     assert weights == sorted(weights, reverse=True) and all(line.split("%", 1)[1].strip() in facts for line in shown)
-    asked = recipe.ask.Asked(tmp_path / "index", run / "adapter", str(lm))
-    assert sum(source.weight for source in asked("What is the currency of Allemagne?")[1]) <= 1.0001
-    with pytest.raises(TextError, match="the question is empty"):
-        asked("  ")
+    card = (run / "adapter" / "README.md").read_text(encoding="utf-8")
+    assert (run / "table.md").read_text(encoding="utf-8").strip() in card and "mmattn.pipeline(" in card
 
 
 def test_held_out_topics_share_no_paragraph_with_the_others(recipe: SimpleNamespace) -> None:
@@ -215,7 +213,7 @@ def test_windows_keep_to_their_document_and_chunks_to_what_they_found(recipe: Si
 def test_slots_are_what_came_before_a_token_and_the_token(recipe: SimpleNamespace, lm: Path) -> None:
     host, _ = recipe.answering.load_lm(str(lm))
     texts = [[7, 11, 13, 17, 19], [23], [7, 11, 29]]
-    slots = recipe.reading.read(host, texts, 2, batch_size=2)
+    slots = pipelines.read_passages(host, texts, 2, batch_size=2)
     width = host.config.hidden_size
     assert [one.shape for one in slots] == [(len(text), 2 * width) for text in texts]
     for one, text in zip(slots, texts, strict=True):
@@ -235,7 +233,7 @@ def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: 
     host, _ = recipe.answering.load_lm(str(lm))
     width = host.config.hidden_size
     text = list(range(50, 71))
-    read = recipe.reading.read(host, [text], 2)[0]
+    read = pipelines.read_passages(host, [text], 2)[0]
     ids = torch.tensor([[*text[:7], *text[:7]]])
     memory = mmattn.Memory(read[None], segments=torch.zeros(1, len(text), dtype=torch.long))
     right = {}
@@ -303,8 +301,9 @@ def test_a_run_over_documents_has_its_controls(
     assert {"neighbours", "continuations", "both", "both, random ones instead", "LoRA, text only"} <= set(rows)
     assert all(2 < bits < 20 for bits in rows.values())
     assert (out / "adapter" / "adapter_model.safetensors").is_file() and (out / "lora").is_dir()
-    asked = recipe.ask.Asked(out / "index", out / "adapter", str(lm))
-    written, sources = asked("A call gives a value, and a loop")
+    asked: Any = mmattn.pipeline(out / "adapter", index=out / "index")
+    answer = asked("A call gives a value, and a loop")
+    written, sources = answer.text, answer.sources
     assert isinstance(written, str) and len({source.text for source in sources}) == len(sources) > 0
     assert {source.text for source in sources} <= {asked.index[name].text for name in asked.index.ids}
     assert 0.5 < sum(source.weight for source in sources) < 1, "the null slot has the rest"
@@ -313,10 +312,11 @@ def test_a_run_over_documents_has_its_controls(
     plain = mmattn.Index.build(["a loop", "a call"], encoder=mmattn.TextEncoder(), metadata=[{"page": 1}, {"page": 2}])
     plain.save(tmp_path / "plain")
     with pytest.raises(AdapterFileError, match="no ids of tokens"):
-        recipe.ask.Asked(tmp_path / "plain", out / "adapter", str(lm))("A call gives a value")
-    (out / "config.resolved.yaml").unlink()
-    with pytest.raises(AdapterFileError, match="keep it in the folder of its run"):
-        recipe.ask.Asked(out / "index", out / "adapter", str(lm))
+        asked("A call gives a value", index=tmp_path / "plain")
+    with pytest.raises(TextError, match="no text to go on with"):
+        asked(" ")
+    with pytest.raises(ConfigError, match="there is none: give index="):
+        mmattn.pipeline(out / "adapter")("A call gives a value")
 
 
 @torch.no_grad()
@@ -326,11 +326,11 @@ def check_traces(asked: Any, traces: list[mmattn.inspect.Trace], written: str) -
     texts = {asked.index[name].text for name in asked.index.ids}
     assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= texts
     trace = asked.trace("A call gives a value, and a loop")
-    assert "".join(trace.words).strip() == written and len(set(trace.sources)) == len(trace.sources)
+    assert "".join(trace.words).strip() == written.strip() and len(set(trace.sources)) == len(trace.sources)
     Continuation = sys.modules[type(asked).__module__].Continuation
-    one = Continuation(asked.index, asked.model, asked.tokenizer, asked.reader, asked.settings.docs)
+    one = Continuation(asked.index, asked.model, asked.tokenizer, asked._reader, asked.config)
     memory = asked.model.prepare(one.retrieve)
-    out, begin = one.write("A call gives a value, and a loop", memory, 48)
+    out, begin = one.write("A call gives a value, and a loop", memory, asked.config.generation)
     with mmattn.inspect.record(asked.model) as weights:
         logits = asked.model(out, memory=memory).logits[0, begin - 1 : -1]
     want = logits.softmax(-1).gather(1, out[0, begin:, None])[:, 0]
@@ -345,28 +345,6 @@ def check_traces(asked: Any, traces: list[mmattn.inspect.Trace], written: str) -
     assert (trace.dropped[0, hidden] - want[0]).abs() > 1e-6
 
 
-def test_an_index_without_tokens(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    mmattn.Index.build(["Lima is in Peru."], encoder=mmattn.TextEncoder()).save(tmp_path / "plain")
-    with pytest.raises(ConfigError, match="have no encoded tokens.*that a run of this recipe left"):
-        recipe.ask.Asked(tmp_path / "plain")
-
-
 def test_a_language_model_that_is_not_there(recipe: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder with a language model"):
         recipe.answering.load_lm(str(tmp_path / "nothing"))
-
-
-def test_the_shipped_adapter_answers_from_facts_it_never_saw_and_refuses(
-    recipe: SimpleNamespace, facts: Any, tmp_path: Path
-) -> None:
-    held = recipe.train.some(facts[1], 40, 0)
-    entries = recipe.entries.Entries.of(held, mmattn.TextEncoder(), tmp_path / "cache")
-    entries.index(range(30)).save(tmp_path / "index")
-    asked = recipe.ask.Asked(tmp_path / "index")
-    right = looked = 0
-    for fact in held[:30:3]:
-        answer, sources = asked(fact.question)
-        right += answer == fact.value
-        looked += sources[0].text == fact.sentence
-    assert right >= 9 and looked >= 9
-    assert sum(asked(fact.question)[0] == recipe.facts.UNKNOWN for fact in held[30:]) >= 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers.utils import logging
 import mmattn
 from mmattn import inspect, training
 from mmattn.cli.app import main
-from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.errors import ConfigError
 from mmattn.recipes import find_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("vision", "settings", "data", "measure", "report", "seeing", "train", "caption")
+    return load_files("vision", "settings", "data", "measure", "report", "seeing", "train")
 
 
 @pytest.fixture(scope="module")
@@ -276,13 +277,12 @@ class TestRun:
         assert "Loading weights" not in err and logging.is_progress_bar_enabled()
         assert [line.split(": ")[0] for line in out.splitlines()] == [str(picture) for picture in pictures]
 
-    def test_an_adapter_away_from_its_run(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
-        (run / "adapter").rename(tmp_path / "adapter")
-        try:
-            with pytest.raises(AdapterFileError, match="keep the adapter in the folder of its run"):
-                recipe.caption.caption(["a.png"], tmp_path / "adapter")
-        finally:
-            (tmp_path / "adapter").rename(run / "adapter")
+    def test_an_adapter_away_from_its_run_is_the_same(self, run: Path, tmp_path: Path) -> None:
+        picture = sorted((ROOT / "assets" / "flora").glob("*.png"))[0]
+        here = mmattn.pipeline(shutil.copytree(run / "adapter", tmp_path / "adapter"))
+        assert here(picture) == mmattn.pipeline(run / "adapter")(picture)
+        card = (run / "adapter" / "README.md").read_text(encoding="utf-8")
+        assert (run / "table.md").read_text(encoding="utf-8").strip() in card
 
     def test_memories_are_kept(
         self, recipe: SimpleNamespace, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

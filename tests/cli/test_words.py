@@ -31,7 +31,7 @@ def of_recipe(recipe: str, module: str, name: str) -> Callable[[], Any]:
 #: What each command passes its arguments and options on to, and those that only print or only name a file.
 PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "live": ([open_page], set()),
-    "train": ([read_settings], {"config"}),
+    "train": ([read_settings], {"config", "seeds"}),
     "schema": ([find_recipe], set()),
     "caption": ([ImageToTextPipeline.__call__, pipeline], {"adapter"}),
     "draw": ([of_recipe("diffusion", "drawing", "draw")], set()),

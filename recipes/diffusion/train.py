@@ -96,7 +96,7 @@ def show(
             model, models, sentences, config.sample.steps, config.sample.guidance_scale, seed=config.seed, memory=memory
         )
         pictures += [held_out.pictures[row], *made]
-    grid(torch.stack(pictures), len(sentences) + 1, run.path / "examples.png")
+    grid(torch.stack(pictures), len(sentences) + 1, run.path / "examples.png", headings=["example", *sentences])
     found = []
     for row in rows[:EXPLORED]:
         other = subject.plain((int(held_out.classes[row]) + 1) % len(subject.classes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from random import Random
 
@@ -39,5 +40,5 @@ def demo(run: Path) -> Path:
         traces.append(asked.trace(facts[row].question))
     (run / "answers").mkdir(exist_ok=True)
     inspect.save_traces(traces, run / "answers")
-    print(f"try  mmattn ask {facts[rows[0]].question!r} --index {folder}")
+    print("try  " + shlex.join(["mmattn", "ask", facts[rows[0]].question, "--index", str(folder)]))
     return folder

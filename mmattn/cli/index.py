@@ -98,7 +98,9 @@ def search_index(
             hits = hits.above(score_threshold)
         if not hits.mask.any():
             why = (
-                f"the best score is {found[0]:.3f}, below --score-threshold {score_threshold}" if found else "no entry"
+                f"the best score is {found[0]:.3f}, below --score-threshold {score_threshold}"
+                if found
+                else "the index is empty"
             )
             typer.echo(f"nothing fits: {why}", err=True)
             return

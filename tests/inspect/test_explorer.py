@@ -357,6 +357,7 @@ def test_the_command_writes_a_page_of_runs(tmp_path: Path, capsys: pytest.Captur
     assert not end.value.code and f"{out.stat().st_size:,} bytes" in capsys.readouterr().out
     (data,) = re.findall(r'id="data">(.*?)</script>', out.read_text(encoding="utf-8"), re.S)
     assert [one["heads"] for one in json.loads(data)["traces"]] == [1, 1], "the mean of the heads, unless told"
+    assert json.loads(data)["groups"] == ["one", "two"]
     before = out.read_bytes()
     (tmp_path / "one" / FILE).unlink()
     with pytest.raises(SystemExit) as end:

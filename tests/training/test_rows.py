@@ -232,6 +232,24 @@ class TestDatasets:
         with pytest.raises(ConfigError, match=r"columns of .* are caption, picture, source.*nothing for text"):
             training.read_rows(str(saved))
 
+    @pytest.mark.parametrize(
+        "path",
+        ["nowhere", "./nowhere", "/no/where", "a/b/c", "pictures/", "my pictures", "org/rows.jsonl", "{}/nowhere"],
+    )
+    def test_what_looks_like_a_path_is_not_asked_of_the_hub(
+        self, path: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def load_dataset(*given: Any, **options: Any) -> Any:
+            raise AssertionError("the hub was asked")
+
+        monkeypatch.chdir(saved.parent)
+        monkeypatch.setattr("datasets.load_dataset", load_dataset)
+        path = path.format(saved.name)
+        with pytest.raises(ConfigError, match=f"there is no file or folder '{path}'.*named organisation/name"):
+            training.read_rows(path)
+        with pytest.raises(AssertionError, match="the hub was asked"):
+            training.read_rows("org/name-1.2")
+
     def test_a_stream(self, saved: Path) -> None:
         rows = training.read_rows(str(saved), columns={"text": "caption", "image": "picture"}, streaming=True)
         kept, away = training.split_rows(rows, 2)

@@ -361,7 +361,8 @@ class TestShelf:
         ]
 
     def test_ls_says_words_and_no_code(self, shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        readme = "# Toy\n\n```\nmake toy  # all\n\nmake more\n```\n\n![A toy](toy.png)\n\nSpeed is *measured*\nhere. Or not.\n"
+        readme = "# Toy\n\n```\nmake toy  # all\n\nmake more\n```\n\n![A toy](toy.png)\n\n"
+        readme += "Speed is *measured*\nhere. Or not.\n"
         (shelf / "_recipes/toy/README.md").write_text(readme)
         out = call(capsys, "ls")[1]
         assert "  toy  Speed is measured here.\n" in out and "(copy one with: mmattn cp toy)" in out

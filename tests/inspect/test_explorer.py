@@ -242,8 +242,8 @@ class TestSight:
         browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         browser.open(tmp_path / "page.html")
         cells = browser.run(
-            "Array.from(document.querySelectorAll('rect'), (r) => r.getBoundingClientRect()).map((r) => [r.x + r.width / 2,"
-            " r.y + r.height / 2])"
+            "Array.from(document.querySelectorAll('rect'), (one) => one.getBoundingClientRect())"
+            ".map((box) => [box.x + box.width / 2, box.y + box.height / 2])"
         )
         seen = Image.open(io.BytesIO(browser.picture())).convert("L")
         browser.ask("Emulation.setEmulatedMedia", features=[])

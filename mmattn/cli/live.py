@@ -28,7 +28,9 @@ digits."""
 #: Fonts of the machine, so that none is asked of a network; the orange of `mmattn explore`.
 FONTS = (["system-ui", "sans-serif"], ["ui-monospace", "monospace"])
 CSS = """
-.gradio-container { max-width: 68rem !important; margin: 0 auto; }
+.gradio-container { width: 100%; max-width: 68rem !important; margin: 0 auto; }
+.submit-button { color: var(--button-primary-text-color) !important;
+  background: var(--button-primary-background-fill) !important; }
 .examples img { width: 5.5rem; height: 5.5rem; object-fit: contain; background: #fff; border-radius: .4rem; }
 """
 
@@ -179,7 +181,7 @@ def page(live: Live) -> Any:
         with gradio.Tab("See"):
             with gradio.Row():
                 with gradio.Column():
-                    picture = gradio.File(label="Picture", height=140)
+                    picture = gradio.File(label="Picture", height=170)
                     examples("flora", picture)
                 with gradio.Column():
                     said = gradio.Textbox(label="Caption", lines=3)
@@ -198,7 +200,7 @@ def page(live: Live) -> Any:
             with gradio.Row():
                 with gradio.Column():
                     sentence = gradio.Textbox("a thick seven", label="Sentence", max_length=LONGEST, submit_btn="Draw")
-                    example = gradio.File(label="In the style of this picture (may be left out)", height=140)
+                    example = gradio.File(label="In the style of this picture (may be left out)", height=170)
                     examples("digits", example)
                 with gradio.Column():
                     drawn = gradio.Image(label="Drawing", height=320)

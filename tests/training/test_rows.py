@@ -85,7 +85,7 @@ class TestLines:
             training.read_lines(lines(tmp_path / "rows.jsonl", "", ""))
         with pytest.raises(ConfigError, match="there is no file"):
             training.read_lines(tmp_path / "gone.jsonl")
-        with pytest.raises(ConfigError, match="neither a .jsonl file, a folder of pictures"):
+        with pytest.raises(ConfigError, match="there is no file or folder"):
             training.read_rows(str(tmp_path / "gone"))
 
     def test_what_a_unet_draws(self, tmp_path: Path) -> None:

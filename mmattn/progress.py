@@ -1,10 +1,58 @@
-"""Progress of long loops: a bar on a terminal, otherwise ten plain lines on stderr."""
+"""Progress of long loops: a bar on a terminal, otherwise a few plain lines on stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+
+#: Seconds after which a line is printed before the next tenth is done.
+PATIENCE = 60.0
+
+
+@contextlib.contextmanager
+def counted(
+    total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: ""
+) -> Iterator[Callable[[int], None]]:
+    """A context that shows the progress of `total` things on stderr, and gives the function that counts them.
+
+    Without a terminal a line is printed after each tenth of them, and each minute.
+
+    Args:
+        total: number of things.
+        label: before the progress.
+        progress: show it.
+        note: called for text after the progress, such as the current loss.
+
+    >>> with counted(7, "encoding", progress=False) as advance:
+    ...     advance(3)
+    """
+    if not progress:
+        yield lambda count: None
+    elif sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=label, dynamic_ncols=True) as bar:
+
+            def advance_bar(count: int) -> None:
+                bar.update(count)
+                bar.set_postfix_str(note(), refresh=False)
+
+            yield advance_bar
+    else:
+        done, began = 0, time.perf_counter()
+        printed = began
+
+        def advance(count: int) -> None:
+            nonlocal done, printed
+            before, done, now = done, done + count, time.perf_counter()
+            if done * 10 // total != before * 10 // total or now - printed > PATIENCE:
+                printed = now
+                parts = (f"{label} {done}/{total}", note(), f"{now - began:.0f} s")
+                print(" ".join(filter(None, parts)), file=sys.stderr, flush=True)
+
+        yield advance
 
 
 def tracked(total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: "") -> Iterator[int]:
@@ -16,27 +64,14 @@ def tracked(total: int, label: str, progress: bool = True, note: Callable[[], st
         progress: show it.
         note: called for text after the progress, such as the current loss.
     """
-    if not progress:
-        yield from range(total)
-    elif sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(total=total, desc=label, dynamic_ncols=True) as bar:
-            for step in range(total):
-                yield step
-                bar.update()
-                bar.set_postfix_str(note(), refresh=False)
-    else:
-        began = time.perf_counter()
+    with counted(total, label, progress, note) as advance:
         for step in range(total):
             yield step
-            if (step + 1) * 10 // total != step * 10 // total:
-                seconds = time.perf_counter() - began
-                print(f"{label} {step + 1}/{total} {note()} {seconds:.0f} s", file=sys.stderr, flush=True)
+            advance(1)
 
 
 def batches(total: int, size: int, label: str, progress: bool = True) -> Iterator[int]:
-    """Iterate over the first index of each batch, and show the progress on stderr.
+    """Iterate over the first index of each batch, and show the rows done on stderr.
 
     Args:
         total: number of rows.
@@ -47,5 +82,7 @@ def batches(total: int, size: int, label: str, progress: bool = True) -> Iterato
     >>> list(batches(7, 3, "encoding", progress=False))
     [0, 3, 6]
     """
-    for number in tracked(-(-total // size), label, progress):
-        yield number * size
+    with counted(total, label, progress) as advance:
+        for start in range(0, total, size):
+            yield start
+            advance(min(size, total - start))

@@ -255,7 +255,10 @@ def raise_settings_error(error: Any, model: Any = None) -> NoReturn:
         elif issue["type"] == "missing":
             lines.append(f"{key!r} is missing")
         else:
-            lines.append(f"{key!r}: {issue['msg'][:1].lower()}{issue['msg'][1:]}, got {issue['input']!r}")
+            message = issue["msg"].removeprefix("Value error, ")
+            message = f"{message[:1].lower()}{message[1:]}"
+            # What is said of all settings together is not followed by all of them.
+            lines.append(f"{key!r}: {message}, got {issue['input']!r}" if key else message)
     raise ConfigError("settings refused: " + "\n  ".join(lines)) from error
 
 
@@ -270,8 +273,9 @@ def _summary(folder: Path) -> str:
     readme = folder / "README.md"
     if not readme.is_file():
         return ""
-    lines = [line.strip() for line in readme.read_text(encoding="utf-8").splitlines()]
-    text = " ".join(" ".join(lines[1:] if lines and lines[0].startswith("#") else lines).split())
+    # The first paragraph of words: what opens a README may be its title, a picture or a block of commands.
+    blocks = re.split(r"\n\s*\n", re.sub(r"(?ms)^(```|~~~).*?^\1\s*$|^#.*?$", "\n\n", readme.read_text("utf-8")))
+    text = next((" ".join(block.split()) for block in blocks if re.match(r"\s*[\w*`\"(]", block)), "")
     return re.split(r"(?<=[.?!]) ", text.replace("*", ""), maxsplit=1)[0]
 
 

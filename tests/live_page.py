@@ -74,6 +74,15 @@ def use(client: Any, live: Live, folder: Path) -> None:
         assert drawn.size == (256, 256)
 
 
+def check_look(blocks: Any) -> None:
+    """The examples are pictures that one sees, and nothing of the look is asked of a network."""
+    lists = [part["props"] for part in blocks.config["components"] if part["type"] == "dataset"]
+    galleries = [one for one in lists if [part["name"] for part in one["components"]] == ["image"]]
+    shown = [[sample[0]["path"] for sample in gallery["samples"]] for gallery in galleries]
+    assert [len(paths) for paths in shown] == [8, 3] and all(path.endswith(".png") for paths in shown for path in paths)
+    assert "http" not in "".join(blocks.config.get("stylesheets") or []), blocks.config["stylesheets"]
+
+
 def main(adapter: Path, folder: Path) -> None:
     """Serve, use and close the page; AssertionError if anything is not as it should be."""
     os.environ["GRADIO_TEMP_DIR"] = str(folder / "cache")
@@ -85,6 +94,7 @@ def main(adapter: Path, folder: Path) -> None:
     blocks = serve(live, port=port, wait=False)
     assert blocks.local_url == f"http://127.0.0.1:{port}/" and blocks.share_url is None
     assert not blocks.analytics_enabled
+    check_look(blocks)
     use(gradio_client.Client(blocks.local_url, verbose=False, download_files=str(folder)), live, folder)
     blocks.close()
     assert names <= {"127.0.0.1", "localhost", None}, names

@@ -6,6 +6,7 @@ Everything heavy is imported inside the command that needs it, so that `mmattn -
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -74,10 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    if not sys.stderr.isatty():  # read by huggingface_hub and transformers when they are imported
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with _exit_after_interrupt():
             app(["--debug", *words] if debug else words)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and not debug:
+            # Recipes import what they need as any program does; the package names the extra itself.
+            from mmattn.inspect.environment import missing_extra
+
+            error = missing_extra(error.name) or error
         errors = sys.modules.get("mmattn.errors")
         if debug or errors is None or not isinstance(error, (errors.MmattnError, OSError)):
             raise

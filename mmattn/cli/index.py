@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+#: The score that an entry must have at least where scores are cosines and no other threshold is given: the default
+#: encoder gives texts that have nothing in common up to 0.2.
+COSINE_THRESHOLD = 0.2
+
 
 def build_index(
     files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="JSON lines, or plain text: an entry per line.")],
@@ -27,14 +31,20 @@ def build_index(
     import torch
 
     from mmattn.encoders.text import TextEncoder
+    from mmattn.errors import AdapterFileError, ConfigError
     from mmattn.retrieval.corpus import embed_corpus
     from mmattn.retrieval.index import Index
     from mmattn.storage.pretrained import without_progress_bars
 
+    for file in files:
+        if not file.is_file():
+            raise AdapterFileError(f"cannot embed {file}: there is no such file")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"an index is a folder, and --out {out} is a file: name another place")
     shards = out.with_name(f"{out.name}.shards")
     with without_progress_bars():
         text_encoder = TextEncoder(encoder)
-    # Before anything is embedded: a misspelt store is refused at once.
+    # Before anything is embedded: a misspelt store, or one that is not installed, is refused at once.
     index = Index.build([], encoder=text_encoder, store=store)
     parts = embed_corpus(
         files,
@@ -61,20 +71,39 @@ def build_index(
 def search_index(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an index.")],
     query: Annotated[str, typer.Argument(metavar="QUERY")],
-    top_k: Annotated[int, typer.Option(help="How many entries.")] = 5,
+    top_k: Annotated[int, typer.Option(help="How many entries, at most.")] = 5,
+    score_threshold: Annotated[
+        float | None,
+        typer.Option(help=f"The lowest score that fits; by default {COSINE_THRESHOLD} where scores are cosines."),
+    ] = None,
     encoder: Annotated[str, typer.Option(help="The encoder that the index was built with.")] = "all-MiniLM-L6-v2",
     rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
     from mmattn.encoders.text import TextEncoder
-    from mmattn.errors import check_int
+    from mmattn.errors import check_float, check_int
     from mmattn.retrieval.index import Index
     from mmattn.storage.pretrained import without_progress_bars
 
     check_int("top_k", top_k)
+    if score_threshold is not None:
+        check_float("score_threshold", score_threshold)
     with without_progress_bars():
         index = Index.load(folder, encoder=TextEncoder(encoder))
         hits = index.search([query], top_k if rerank is None else 10 * top_k)
+        found = hits.scores[0][hits.mask[0]].tolist()
+        if score_threshold is None and index.metric == "cosine":
+            score_threshold = COSINE_THRESHOLD
+        if score_threshold is not None:
+            hits = hits.above(score_threshold)
+        if not hits.mask.any():
+            why = (
+                f"the best score is {found[0]:.3f}, below --score-threshold {score_threshold}"
+                if found
+                else "the index is empty"
+            )
+            typer.echo(f"nothing fits: {why}", err=True)
+            return
         if rerank is not None:
             from mmattn.retrieval.rerank import Reranker
 

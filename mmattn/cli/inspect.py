@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -33,10 +34,29 @@ def explore(
     heads: Annotated[bool, typer.Option("--heads", help="Keep every head, not only their mean.")] = False,
 ) -> None:
     """Write a page that shows what the texts of runs attended to, word by word; it opens offline."""
+    names = [run.resolve().name for run in runs]
+    write_runs(
+        {run: name if names.count(name) == 1 else str(run) for run, name in zip(runs, names, strict=True)}, out, heads
+    )
+
+
+def write_runs(runs: Mapping[Path, str], out: Path, heads: bool = False) -> None:
+    """Write the page of `explore`, and say how large it is.
+
+    Args:
+        runs: folders of runs, with the name under which the texts of each are listed.
+        out: the file.
+        heads: keep every head.
+
+    Raises:
+        AdapterFileError: a folder has no traces.
+    """
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.trace import load_traces
 
-    for note in write_page([trace for run in runs for trace in load_traces(run)], out, heads=heads):
+    # The texts of a single run need no name above them.
+    traces = {name if len(runs) > 1 else "": load_traces(run) for run, name in runs.items()}
+    for note in write_page(traces, out, heads=heads):
         typer.echo(note)
     typer.echo(f"{out}: {out.stat().st_size:,} bytes")
 

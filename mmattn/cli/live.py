@@ -27,6 +27,14 @@ STEPS, ADAPTER_SCALE, GUIDANCE_SCALE = 100, 2.0, 6.0
 ABOUT = """# mmattn
 Small frozen models with adapters that attend to a memory. They know little: drawn flowers, the names of countries,
 digits."""
+#: Fonts of the machine, so that none is asked of a network; the orange of `mmattn explore`.
+FONTS = (["system-ui", "sans-serif"], ["ui-monospace", "monospace"])
+CSS = """
+.gradio-container { width: 100%; max-width: 68rem !important; margin: 0 auto; }
+.submit-button { color: var(--button-primary-text-color) !important;
+  background: var(--button-primary-background-fill) !important; }
+.examples img { width: 5.5rem; height: 5.5rem; object-fit: contain; background: #fff; border-radius: .4rem; }
+"""
 
 
 class Live:
@@ -148,34 +156,55 @@ def page(live: Live) -> Any:
         shares["nothing here"] = max(0.0, 1 - sum(source.weight for source in answer.sources))
         return f"{answer.text} (nothing in the index answers this)" if answer.refused else answer.text, shares
 
+    def examples(folder: str, chosen: Any) -> None:
+        """Pictures of the assets as they look; a click makes one the chosen file."""
+        paths = sorted((assets_folder() / folder).glob("*.png"))
+        pictures = gradio.Dataset(
+            label="Examples",
+            components=[gradio.Image(visible=False)],
+            samples=[[str(path)] for path in paths],
+            layout="gallery",
+            elem_classes="examples",
+        )
+        pictures.click(lambda sample: sample[0], pictures, chosen, api_visibility="private", show_progress="hidden")
+
     with gradio.Blocks(title="mmattn", analytics_enabled=False, delete_cache=(3600, 3600)) as blocks:
         gradio.Markdown(ABOUT)
         with gradio.Tab("See"):
-            picture = gradio.File(label="Picture")
-            said = gradio.Textbox(label="Caption")
+            with gradio.Row():
+                with gradio.Column():
+                    picture = gradio.File(label="Picture", height=170)
+                    examples("flora", picture)
+                with gradio.Column():
+                    said = gradio.Textbox(label="Caption", lines=3)
             attention = gradio.Image(label="Attention of each word")
-            flowers = sorted((assets_folder() / "flora").glob("*.png"))
-            gradio.Examples([[str(path)] for path in flowers], picture)
             picture.change(shown(live.caption), picture, [said, attention], api_name="caption")
         with gradio.Tab("Ask"):
-            question = gradio.Textbox(label="Question", max_length=LONGEST, submit_btn="Ask")
-            answer = gradio.Textbox(label="Answer")
-            sources = gradio.Label(label="Attention of its first word")
-            gradio.Examples([[one] for one in live.questions], question)
+            with gradio.Row():
+                with gradio.Column():
+                    question = gradio.Textbox(label="Question", max_length=LONGEST, submit_btn="Ask")
+                    gradio.Examples([[one] for one in live.questions], question)
+                with gradio.Column():
+                    answer = gradio.Textbox(label="Answer")
+                    sources = gradio.Label(label="Attention of its first word")
             question.submit(shown(ask), question, [answer, sources], api_name="ask")
         with gradio.Tab("Draw"):
-            sentence = gradio.Textbox("a thick seven", label="Sentence", max_length=LONGEST, submit_btn="Draw")
-            example = gradio.File(label="In the style of this picture (may be left out)")
-            gradio.Examples([[str(path)] for path in sorted((assets_folder() / "digits").glob("*.png"))], example)
-            given = [
-                sentence,
-                example,
-                gradio.Slider(0, ADAPTER_SCALE, 1.0, label="Adapter scale: how closely to follow the example"),
-                gradio.Slider(1, STEPS, 20, step=1, label="Steps"),
-                gradio.Slider(1, GUIDANCE_SCALE, 2.0, label="Guidance scale: how closely to follow the sentence"),
-                gradio.Number(0, precision=0, label="Seed"),
-            ]
-            drawn = gradio.Image(label="Drawing")
+            with gradio.Row():
+                with gradio.Column():
+                    sentence = gradio.Textbox("a thick seven", label="Sentence", max_length=LONGEST, submit_btn="Draw")
+                    example = gradio.File(label="In the style of this picture (may be left out)", height=170)
+                    examples("digits", example)
+                with gradio.Column():
+                    drawn = gradio.Image(label="Drawing", height=320)
+            with gradio.Accordion("Settings", open=False):
+                given = [
+                    sentence,
+                    example,
+                    gradio.Slider(0, ADAPTER_SCALE, 1.0, label="Adapter scale: how closely to follow the example"),
+                    gradio.Slider(1, STEPS, 20, step=1, label="Steps"),
+                    gradio.Slider(1, GUIDANCE_SCALE, 2.0, label="Guidance scale: how closely to follow the sentence"),
+                    gradio.Number(0, precision=0, label="Seed"),
+                ]
             sentence.submit(shown(live.draw), given, drawn, api_name="draw")
     return blocks.queue(default_concurrency_limit=4, max_size=64)
 
@@ -197,9 +226,11 @@ def serve(live: Live, host: str = "127.0.0.1", port: int = 7860, share: bool = F
     """
     check_int("port", port, at_most=65535)
     blocks = page(live)
+    gradio = import_extra("gradio", "demo")
+    theme = gradio.themes.Soft(primary_hue="orange", neutral_hue="stone", font=FONTS[0], font_mono=FONTS[1])
     blocks.launch(
         server_name=host, server_port=port, share=share, prevent_thread_lock=not wait, ssr_mode=False,
-        max_file_size="20mb",
+        max_file_size="20mb", theme=theme, css=CSS,
     )  # fmt: skip
     return blocks
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mmattn.cli.inspect import explore
+from mmattn.cli.inspect import write_runs
 
 
 def demo() -> None:
@@ -17,16 +19,20 @@ def demo() -> None:
     The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
     It ends with a page that shows what all of them attended to (see `mmattn explore`).
     """
+    from mmattn.inspect.environment import check_extras
+    from mmattn.inspect.trace import FILE
     from mmattn.recipes import find_recipe, load_recipe
     from mmattn.storage.pretrained import without_progress_bars
 
+    check_extras("mmattn demo", "vision", "diffusion", "viz", "data")
     with without_progress_bars():
         run = load_recipe(find_recipe("vision").folder, "demo").main()
         drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
         typer.echo(f"digits in the hand of examples {drawn}")
         load_recipe(find_recipe("rag").folder, "demo").demo(run)
     typer.echo("\nwhat all of them attended to, word by word, as a page:")
-    explore([file.parent for file in sorted(run.rglob("attention.safetensors"))], run / "explore.html")
+    parts = {run: "captions", run / "answers": "answers", run / "digits": "digits"}
+    write_runs({part: name for part, name in parts.items() if (part / FILE).is_file()}, run / "explore.html")
 
 
 def train(
@@ -79,15 +85,21 @@ def list_all(
     from mmattn.recipes import list_recipes
 
     recipes = list_recipes()
-    typer.echo(f"recipes (copy one with: mmattn cp {recipes[0].name if recipes else 'RECIPE'})")
+    example = next((recipe.name for recipe in recipes if (recipe.folder / "train.py").is_file()), "RECIPE")
+    typer.echo(f"recipes (copy one with: mmattn cp {example})")
     width = max((len(recipe.name) for recipe in recipes), default=0)
     for recipe in recipes:
         typer.echo(f"  {recipe.name:<{width}}  {recipe.summary}".rstrip())
-    adapters = sorted(path.parent for path in runs.rglob("adapter_config.json")) if runs.is_dir() else []
+    found = sorted(path.parent for path in runs.rglob("adapter_config.json")) if runs.is_dir() else []
+    # The folders of checkpoints: ours, and those of the Trainer of transformers.
+    steps = re.compile(r"(step|checkpoint)-\d+")
+    adapters = [path for path in found if not any(steps.fullmatch(part) for part in path.relative_to(runs).parts)]
     typer.echo(f"adapters in {runs}")
     for folder in adapters:
         typer.echo(f"  {folder}")
-    if not adapters:
+    if len(found) > len(adapters):
+        typer.echo(f"  and {len(found) - len(adapters)} checkpoints of them")
+    if not found:
         typer.echo("  none yet: mmattn demo, or mmattn train CONFIG")
 
 
@@ -101,7 +113,7 @@ def copy(
     target = copy_recipe(recipe, destination)
     typer.echo(f"{recipe} copied to {target}")
     if (target / "config.yaml").is_file():
-        typer.echo(f"next: mmattn train {target / 'config.yaml'}")
+        typer.echo(f"next: mmattn train {shlex.quote(str(target / 'config.yaml'))}")
 
 
 def run_recipe(config: Path, settings: dict[str, Any], seeds: Sequence[int] | None = None) -> None:

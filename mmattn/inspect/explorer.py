@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -28,12 +28,16 @@ _HERE = Path(__file__).parent
 
 
 def write_page(
-    traces: Sequence[Trace], path: str | PathLike[str], *, heads: bool = False, title: str = "Attention by word"
+    traces: Sequence[Trace] | Mapping[str, Sequence[Trace]],
+    path: str | PathLike[str],
+    *,
+    heads: bool = False,
+    title: str = "Attention by word",
 ) -> list[str]:
     """Write the page, under 2 MB; returns notes on what had to be left out for that, which the page shows too.
 
     Args:
-        traces: one or more.
+        traces: one or more; or by the name of their group, under which they are listed.
         path: the file.
         heads: include the weights of every head and not only their mean.
         title: of the page.
@@ -48,11 +52,14 @@ def write_page(
     ...     write_page([trace], os.path.join(folder, "page.html"))
     []
     """
-    if not traces:
+    by_group = traces if isinstance(traces, Mapping) else {"": traces}
+    groups = [name for name, some in by_group.items() for _ in some]
+    given = [one if heads else mean_of_heads(one) for some in by_group.values() for one in some]
+    if not given:
         raise ConfigError("there are no traces to show: give one or more")
-    room = LIMIT - len(_page([], [], title).encode()) - 1000
-    shown, notes = fitted([one if heads else mean_of_heads(one) for one in traces], room)
-    write_text(path, _page([described(trace) for trace in shown], notes, title))
+    room = LIMIT - len(_page([], groups, [], title).encode()) - 1000
+    shown, notes = fitted(given, room)
+    write_text(path, _page([described(trace) for trace in shown], groups, notes, title))
     return notes
 
 
@@ -162,7 +169,7 @@ def _size(trace: Trace) -> int:
     return len(_json(described(trace)).encode()) + 1
 
 
-def _page(described: list[dict[str, Any]], notes: list[str], title: str) -> str:
+def _page(described: list[dict[str, Any]], groups: list[str], notes: list[str], title: str) -> str:
     style, script = (_HERE.joinpath(f"explorer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
     return Template(_HERE.joinpath("explorer.html").read_text(encoding="utf-8")).substitute(
@@ -170,7 +177,7 @@ def _page(described: list[dict[str, Any]], notes: list[str], title: str) -> str:
         policy=policy,
         style=style,
         script=script,
-        data=_json({"notes": notes, "traces": described}),
+        data=_json({"notes": notes, "groups": groups, "traces": described}),
     )
 
 

@@ -11,12 +11,13 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmattn.errors import (
     ConfigError,
@@ -26,7 +27,7 @@ from mmattn.errors import (
     check_int,
     import_extra,
 )
-from mmattn.progress import tracked
+from mmattn.progress import counted
 from mmattn.retrieval.corpus_lines import LineFiles, Stretch
 from mmattn.retrieval.corpus_shards import (
     FORMAT,
@@ -40,6 +41,9 @@ from mmattn.retrieval.corpus_shards import (
 )
 from mmattn.storage.atomic import replacing
 from mmattn.storage.fingerprints import file_fingerprint
+
+#: Batches of texts that the encoder gets at once: enough to sort them by length, few enough to show progress.
+_BATCHES = 16
 
 
 def embed_corpus(
@@ -71,10 +75,10 @@ def embed_corpus(
         skip_broken: leave out lines that hold no text (no UTF-8, no JSON, no such field, NUL or a carriage return
             within it, more than 16 MiB) instead of refusing them.
         executor: "local", this process; or "ray", the workers of a Ray cluster, which must see `files` and `out`.
-        progress: show the shards done.
+        progress: show the lines done.
 
     Raises:
-        TextError: broken lines, by file and number.
+        TextError: broken lines, by file and number; or no line has a text.
         IndexMismatchError: `out` was begun with another encoder, corpus or setting.
         ConfigError: a setting outside what is allowed, or an encoder of several slots per text.
         MissingExtraError: pyarrow or ray is not installed.
@@ -95,22 +99,27 @@ def embed_corpus(
     check_choice("executor", executor, ("local", "ray"))
     given = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     lines = LineFiles(tuple(Path(file).absolute() for file in given), field, id_field)
-    stretches, hashes, faults = lines.survey(lines_per_shard)
+    survey = lines.survey(lines_per_shard)
+    faults = survey.faults
     if faults and not skip_broken:
         shown = "\n  ".join(faults[:5] + ["…"] * (len(faults) > 5))
         raise TextError(
             f"{len(faults)} lines of the corpus hold no text:\n  {shown}\nrepair them, or leave them out with "
             "skip_broken=True"
         )
+    if not survey.rows:
+        names = ", ".join(file.name for file in lines.files[:5]) + ", …" * (len(lines.files) > 5)
+        broken = f"; {len(faults)} broken lines were left out" if faults else ", only blank lines or nothing at all"
+        raise TextError(f"there is nothing to embed: {names} hold no text{broken}")
     plan = {
         "format": FORMAT,
         "format_version": 1,
         "encoder": encoder.fingerprint,
         "dim": encoder.dim,
-        "files": hashes,
+        "files": survey.hashes,
         "settings": {"field": field, "id_field": id_field, "lines_per_shard": lines_per_shard},
         "skipped": faults,
-        "stretches": [asdict(stretch) for stretch in stretches],
+        "stretches": [asdict(stretch) for stretch in survey.stretches],
     }
     folder = Path(out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,16 +127,18 @@ def embed_corpus(
         _refuse_other(folder, read_plan(folder / PLAN), plan)
     else:
         write_description(folder / PLAN, plan)
-    job = _Job(lines, folder, encoder, batch_size, stretches, hashlib.sha256(dump_plan(plan)).hexdigest())
-    todo = job.missing()
-    if executor == "ray":
-        _on_ray(job, todo)
-    else:
+    job = _Job(lines, folder, encoder, batch_size, survey.stretches, hashlib.sha256(dump_plan(plan)).hexdigest())
+    todo = missing = job.missing()
+    if executor == "local":
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        mine = [number for number in todo if number % world == rank]
-        for place in tracked(len(mine), "embedding", progress):
-            job.make(mine[place])
-    if (todo or not (folder / MANIFEST).exists()) and not job.missing():
+        todo = [number for number in todo if number % world == rank]
+    with counted(sum(job.stretches[number].count for number in todo), "embedding lines", progress) as advance:
+        if executor == "ray":
+            _on_ray(job, todo, advance)
+        else:
+            for number in todo:
+                job.make(number, advance)
+    if (missing or not (folder / MANIFEST).exists()) and not job.missing():
         write_description(folder / MANIFEST, {"format": FORMAT, "format_version": 1, "shards": job.described()})
     return CorpusShards(folder)
 
@@ -152,13 +163,37 @@ class _Job:
         numbers = range(len(self.stretches))
         return [{"rows": self._rows(n), "sha256": file_fingerprint(self.folder / shard_name(n))} for n in numbers]
 
-    def make(self, number: int) -> None:
-        """Embed the lines of a shard and write it, in one step."""
+    def make(self, number: int, advance: Callable[[int], None] = lambda count: None) -> None:
+        """Embed the lines of a shard and write it, in one step; `advance` is told how many are done."""
         pyarrow, parquet = import_extra("pyarrow", "scale"), import_extra("pyarrow.parquet", "scale")
         stretch = self.stretches[number]
         rows = list(self.lines.rows(stretch))
+        vectors = [torch.empty(0, self.encoder.dim)]
+        for start in range(0, len(rows), _BATCHES * self.batch_size):
+            some = rows[start : start + _BATCHES * self.batch_size]
+            vectors.append(self._embedded(stretch, [row.text for row in some]))
+            advance(len(some))
+        advance(stretch.count - len(rows))
+        flat = pyarrow.array(torch.cat(vectors).numpy().reshape(-1))
+        table = pyarrow.table(
+            {
+                "id": pyarrow.array([row.id for row in rows], pyarrow.string()),
+                "text": pyarrow.array([row.text for row in rows], pyarrow.string()),
+                "metadata": pyarrow.array(
+                    [json.dumps(row.metadata, ensure_ascii=False) for row in rows], pyarrow.string()
+                ),
+                "vector": pyarrow.FixedSizeListArray.from_arrays(flat, self.encoder.dim),
+            }
+        )
+        buffer = io.BytesIO()
+        parquet.write_table(table.replace_schema_metadata({"plan": self.plan}), buffer)
+        with replacing(self.folder / shard_name(number)) as file:
+            file.write(buffer.getbuffer())
+
+    def _embedded(self, stretch: Stretch, texts: list[str]) -> Tensor:
+        """The vectors (n, e) of texts of a stretch."""
         try:
-            memory = self.encoder.encode([row.text for row in rows], batch_size=self.batch_size)
+            memory = self.encoder.encode(texts, batch_size=self.batch_size)
         except TextError as error:
             name = self.lines.files[stretch.file].name
             raise TextError(f"a text of {name} from line {stretch.first} on cannot be embedded: {error}") from error
@@ -167,21 +202,7 @@ class _Job:
                 f"a row of the corpus has one vector, and the encoder gave {memory!r}; use an encoder that pools"
             )
         memory.check_finite()
-        flat = pyarrow.array(memory.tokens[:, 0].float().cpu().numpy().reshape(-1))
-        table = pyarrow.table(
-            {
-                "id": pyarrow.array([row.id for row in rows], pyarrow.string()),
-                "text": pyarrow.array([row.text for row in rows], pyarrow.string()),
-                "metadata": pyarrow.array(
-                    [json.dumps(row.metadata, ensure_ascii=False) for row in rows], pyarrow.string()
-                ),
-                "vector": pyarrow.FixedSizeListArray.from_arrays(flat, memory.dim),
-            }
-        )
-        buffer = io.BytesIO()
-        parquet.write_table(table.replace_schema_metadata({"plan": self.plan}), buffer)
-        with replacing(self.folder / shard_name(number)) as file:
-            file.write(buffer.getbuffer())
+        return memory.tokens[:, 0].float().cpu()
 
     def _rows(self, number: int) -> int | None:
         """How many rows a shard has; None if it is missing, torn, or of another plan."""
@@ -207,7 +228,7 @@ class _Worker:
         return batch
 
 
-def _on_ray(job: _Job, todo: list[int]) -> None:
+def _on_ray(job: _Job, todo: list[int], advance: Callable[[int], None]) -> None:
     ray = import_extra("ray", "scale")
     data = import_extra("ray.data", "scale")
     if not todo:
@@ -223,8 +244,8 @@ def _on_ray(job: _Job, todo: list[int]) -> None:
         compute=data.ActorPoolStrategy(min_size=1, max_size=min(workers, len(todo))),
         num_gpus=1 if on_gpu else 0,
     )
-    for _ in made.iter_batches(batch_size=1):
-        pass
+    for batch in made.iter_batches(batch_size=1):
+        advance(sum(job.stretches[int(number)].count for number in batch["item"]))
 
 
 def _refuse_other(folder: Path, begun: dict[str, Any], plan: dict[str, Any]) -> None:

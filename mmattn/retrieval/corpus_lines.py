@@ -38,6 +38,17 @@ class Stretch:
 
 
 @dataclass(frozen=True)
+class Survey:
+    """What the files hold: stretches of lines, the sha256 of each file by name, what is wrong with which lines, and how
+    many lines have a text."""
+
+    stretches: list[Stretch]
+    hashes: dict[str, str]
+    faults: list[str]
+    rows: int
+
+
+@dataclass(frozen=True)
 class LineFiles:
     """Files of one text per line: .jsonl and .ndjson hold JSON objects, all others the text itself. Blank lines count
     as lines and hold nothing.
@@ -63,14 +74,14 @@ class LineFiles:
         if missing:
             raise AdapterFileError(f"the corpus has no file {str(missing)!r}: there is no such file")
 
-    def survey(self, size: int) -> tuple[list[Stretch], dict[str, str], list[str]]:
-        """Stretches of lines, the sha256 of each file by name, and what is wrong with which lines.
+    def survey(self, size: int) -> Survey:
+        """Every line read and checked once.
 
         Args:
             size: lines of a stretch.
         """
         stretches: list[Stretch] = []
-        hashes, faults = {}, []
+        hashes, faults, rows = {}, [], 0
         for number, path in enumerate(self.files):
             whole = hashlib.sha256()
             line = 1
@@ -79,7 +90,7 @@ class LineFiles:
                     first, offset, digest = line, file.tell(), hashlib.sha256()
                     for raw in _lines(file, size, digest, whole):
                         try:
-                            self._row(path, line, raw)
+                            rows += self._row(path, line, raw) is not None
                         except TextError as error:
                             faults.append(str(error))
                         line += 1
@@ -87,7 +98,7 @@ class LineFiles:
                         break
                     stretches.append(Stretch(number, first, offset, line - first, digest.hexdigest()))
             hashes[path.name] = whole.hexdigest()
-        return stretches, hashes, faults
+        return Survey(stretches, hashes, faults, rows)
 
     def rows(self, stretch: Stretch) -> Iterator[Row]:
         """The rows of a stretch; broken lines are left out.

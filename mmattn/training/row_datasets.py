@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,12 @@ def read_rows(
     if place.is_dir() and not saved and not streaming:
         _refuse(path, split=split, columns=columns)
         return read_folder(place, host)
+    if not place.is_dir() and not _is_hub_name(path):
+        # Asked for it, the hub is tried again and again where it cannot be reached.
+        raise ConfigError(
+            f"there is no file or folder {path!r}, and a dataset on the hub is named organisation/name: give a .jsonl "
+            "file, a folder of pictures with texts, or such a dataset"
+        )
     dataset = _dataset(path, saved, split or "train", streaming)
     names = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
     chosen = dict(columns) if columns else {key: key for key in KEYS[host] if key in names}
@@ -113,6 +120,13 @@ def read_rows(
             f"{said} does not fit; say which column is which with columns={{text: NAME, …}}"
         )
     return StreamRows(dataset, chosen, host) if streaming else DatasetRows(dataset, chosen, host)
+
+
+def _is_hub_name(path: str) -> bool:
+    """Whether what is not on the disk may be on the hub: organisation/name, and no file of a folder that is here."""
+    folder, _, name = path.partition("/")
+    files = (".jsonl", ".json", ".csv", ".txt", ".zip", ".tar.gz")
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and not name.endswith(files) and not Path(folder).is_dir()
 
 
 def _refuse(path: str, **settings: Any) -> None:

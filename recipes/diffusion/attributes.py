@@ -105,6 +105,13 @@ def asked_for(names: tuple[str, ...], measures: Tensor, random: Random, chance: 
     return said
 
 
+def style_words(attributes: Attributes, measures: Tensor) -> str:
+    """What a picture's measures (3,) call it, such as "thick, slanted left"; "as most are" where none stands out."""
+    pairs = zip(attributes.words.values(), measures.tolist(), strict=True)
+    found = [words[0 if value > 0 else 1][0] for words, value in pairs if abs(value) > THRESHOLD]
+    return ", ".join(found) or "as most are"
+
+
 def measure_ink(pictures: Tensor) -> Tensor:
     """Stroke, slant and width (n, 3)."""
     ink = ((pictures.mean(1) + 1) / 2).clamp(0, 1)

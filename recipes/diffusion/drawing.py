@@ -100,7 +100,7 @@ def demo(out: Path, steps: int = 20) -> Path:
         memory = encoder.encode(shown).expand(len(sentences))
         rows.append(torch.cat([shown, sample(model, models, sentences, steps, 2.0, seed=0, memory=memory)]))
         labels.append(f"like {path.stem}.png")
-    grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels)
+    grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels, ["example", *map(str, range(10))])
     (out / "digits").mkdir(exist_ok=True)
     # The last example stays in use.
     found = traces(model, models, "a thick seven", steps, seed=0)

@@ -10,23 +10,46 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
+CELL, GAP, LINE, LETTER, DPI = (
+    64,
+    6,
+    18,
+    6.5,
+    100,
+)  # in pixels, of the grid; a picture is at least CELL wide or as it is
 
-def grid(pictures: Tensor, columns: int, path: Path, labels: Sequence[str] = ()) -> None:
-    """Pictures (n, c, size, size) from -1 to 1 row by row; each row with a label where there are any."""
-    rows = -(-len(pictures) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(0.7 * columns + (2 if labels else 0), 0.7 * rows), squeeze=False
-    )
-    for axis in axes.flat:
-        axis.axis("off")
+
+def grid(pictures: Tensor, columns: int, path: Path, labels: Sequence[str] = (), headings: Sequence[str] = ()) -> None:
+    """Pictures (n, c, size, size) from -1 to 1 row by row, each of their pixels a square of whole pixels.
+
+    Args:
+        pictures: the pictures.
+        columns: pictures in a row.
+        path: the file.
+        labels: one for each row, or none.
+        headings: one for each column, or none.
+    """
+    rows, size = -(-len(pictures) // columns), pictures.shape[-1]
+    cell = size * -(-CELL // size)
+    left = GAP + (round(LETTER * max(map(len, labels))) + GAP if labels else 0)
+    top = GAP + (LINE if headings else 0)
+    width, height = left + columns * (cell + GAP), top + rows * (cell + GAP)
+    figure = plt.figure(figsize=(width / DPI, height / DPI), facecolor="#e9e9e6")
     for index, picture in enumerate(pictures):
-        _show(axes[index // columns][index % columns], picture)
+        x, y = left + index % columns * (cell + GAP), top + (index // columns + 1) * (cell + GAP) - GAP
+        axis = figure.add_axes((x / width, 1 - y / height, cell / width, cell / height))
+        axis.axis("off")
+        _show(axis, picture)
     for row, label in enumerate(labels):
-        axes[row][0].text(-0.3, 0.5, label, transform=axes[row][0].transAxes, ha="right", va="center", fontsize=8)
-    figure.subplots_adjust(left=0.28 if labels else 0.01, right=0.99, top=0.99, bottom=0.01, wspace=0.08, hspace=0.08)
-    figure.savefig(path, dpi=110)
+        y = top + row * (cell + GAP) + cell / 2
+        figure.text((left - GAP) / width, 1 - y / height, label, ha="right", va="center", fontsize=8)
+    for column, heading in enumerate(headings):
+        x = left + column * (cell + GAP) + cell / 2
+        figure.text(x / width, 1 - LINE / 2 / height, heading, ha="center", va="center", fontsize=8)
+    figure.savefig(path, dpi=DPI, facecolor=figure.get_facecolor())
     plt.close(figure)
 
 
@@ -64,6 +87,11 @@ def plot_losses(losses: Sequence[tuple[int, float]], path: Path) -> None:
     axis.set_xlabel("step")
     axis.set_ylabel("loss")
     axis.set_yscale("log")
+    # Numbers as one reads them, and more than one of them where the loss stays within a power of ten.
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -72,6 +100,6 @@ def plot_losses(losses: Sequence[tuple[int, float]], path: Path) -> None:
 def _show(axis: Any, picture: Tensor) -> None:
     """One channel is ink on paper, three are colours."""
     if len(picture) == 1:
-        axis.imshow(-picture[0].numpy(), cmap="gray", vmin=-1, vmax=1)
+        axis.imshow(-picture[0].numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
     else:
-        axis.imshow(((picture + 1) / 2).permute(1, 2, 0).numpy())
+        axis.imshow(((picture + 1) / 2).permute(1, 2, 0).numpy(), interpolation="nearest")

@@ -115,8 +115,9 @@ def patches(side: int) -> list[str]:
 
 
 def enlarged(picture: Tensor) -> Any:
-    """A picture (c, height, width) from -1 to 1 as one of Pillow that a page can show."""
-    return as_image(picture).resize((256, 256))
+    """A picture (c, height, width) from -1 to 1 as one of Pillow that a page can show, its pixels as squares."""
+    shown = as_image(picture)
+    return shown.resize((256, 256), resample=0 if shown.width < 256 else None)
 
 
 def as_image(picture: Tensor) -> Any:

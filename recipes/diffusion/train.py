@@ -11,7 +11,7 @@ import mmattn
 from mmattn import inspect, training
 from mmattn.recipes import assets_folder
 
-from .attributes import Subject
+from .attributes import Subject, style_words
 from .data import Pictures, load_data
 from .measure import Judge, style_rows, text_rows
 from .models import Models, load_models, save_models
@@ -110,7 +110,8 @@ def show(
             model, models, sentences, config.sample.steps, config.sample.guidance_scale, seed=config.seed, memory=memory
         )
         pictures += [held_out.pictures[row], *made]
-    grid(torch.stack(pictures), len(sentences) + 1, run.path / "examples.png")
+    labels = [style_words(subject.attributes, held_out.measures[row]) for row in rows]
+    grid(torch.stack(pictures), len(sentences) + 1, run.path / "examples.png", labels, ["example", *sentences])
     found = []
     for row in rows[:EXPLORED]:
         other = subject.plain((int(held_out.classes[row]) + 1) % len(subject.classes))

@@ -47,6 +47,7 @@ def plot_losses(path: Path, metrics: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -55,6 +56,7 @@ def plot_losses(path: Path, metrics: Path) -> None:
         if seen:
             axes.plot(*zip(*seen, strict=True), label=label, marker="o", markersize=3)
     axes.set(xlabel="step", ylabel="loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if lines:
         axes.legend()

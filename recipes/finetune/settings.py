@@ -55,7 +55,7 @@ class LoraSettings(Strict):
 
 
 class OptimSettings(Strict):
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(None, ge=1)  # overrides num_train_epochs, as in transformers
     num_train_epochs: float | None = Field(None, gt=0)  # 20 where max_steps is not given either
     batch_size: int = Field(8, ge=1)  # rows that one step learns from, over all processes
     gradient_accumulation_steps: int = Field(1, ge=1)  # micro-batches of a process
@@ -118,8 +118,8 @@ class Config(Strict):
         given = sorted(name for name in others if getattr(self, name) != plain[name].default)
         if given:
             raise ValueError(f"{', '.join(given)} is for another host than host: {self.host}")
-        if self.optim.max_steps is not None and self.optim.num_train_epochs is not None:
-            raise ValueError("give optim.max_steps or optim.num_train_epochs, not both")
+        if self.optim.max_steps is not None:  # it wins, as in transformers
+            self.optim.num_train_epochs = None
         return self
 
 

@@ -41,5 +41,5 @@ def demo(run: Path) -> Path:
         traces.append(pipe.trace(facts[row].question, index=folder))
     (run / "answers").mkdir(exist_ok=True)
     inspect.save_traces(traces, run / "answers")
-    print(f"try  mmattn ask {shlex.quote(facts[rows[0]].question)} --index {shlex.quote(str(folder))}")
+    print("try  " + shlex.join(["mmattn", "ask", facts[rows[0]].question, "--index", str(folder)]))
     return folder

@@ -58,6 +58,7 @@ def plot_sizes(rows: list[dict[str, Any]], path: Path) -> None:
         else:
             axis.plot([row["entries"] for row in own], values, marker="o", label=name, color=f"C{len(axis.lines)}")
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.set_xlabel("entries in the index")
     axis.set_ylabel("answers right, %")
     axis.set_ylim(-2, 102)

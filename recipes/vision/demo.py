@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import mmattn
 from mmattn.recipes import read_settings
 
+from . import flora
 from .report import caption_grid
 from .settings import place
 from .train import main as train
@@ -32,14 +34,17 @@ def main(out: str = "runs/demo") -> Path:
     known = [json.loads(line) for line in (folder / "captions.jsonl").read_text(encoding="utf-8").splitlines()]
     pictures = [str(folder / one["file"]) for one in known]
     memory = pipe.encoder(pictures).to(torch.float32)
-    captions = caption_grid(run / "shipped.png", pipe.model, pipe.tokenizer, pictures, memory, pipe.encoder.grid)
+    marked = {"species": [one["species"] for one in known], "names": [one.name for one in flora.species()]}
+    out_file, grid = run / "shipped.png", pipe.encoder.grid
+    captions = caption_grid(out_file, pipe.model, pipe.tokenizer, pictures, memory, grid, **marked)
     print("\nthe shipped pictures, in the words of the model:")
     for one, text in zip(known, captions, strict=True):
         print(f"  {one['file']}: {text}")
     print(f"\ntable                         {run / 'table.md'}")
     print(f"captions and attended patches {run / 'shipped.png'} (shipped), {run / 'captions.png'} (held out)")
     print(f"adapter                       {run / 'adapter'}")
-    print(f"try                           mmattn caption {pictures[0]} --adapter {run / 'adapter'}")
+    command = shlex.join(["mmattn", "caption", pictures[0], "--adapter", str(run / "adapter")])
+    print(f"try                           {command}")
     print(f"{time.perf_counter() - began:.0f} s")
     return run
 

@@ -15,7 +15,7 @@ import mmattn
 from mmattn import training
 
 from .data import Data
-from .measure import Row
+from .measure import Row, named_species
 
 COLUMNS = {
     "perplexity": ("held-out perplexity", 1, ".2f", ""),
@@ -91,10 +91,16 @@ def species_of(data: Data, held_out: int) -> str | None:
 
 def plot_losses(path: Path, losses: Mapping[str, Sequence[tuple[int, float]]]) -> None:
     """Training losses over steps, as the metrics have them: each the mean over twenty."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, axes = _figure(7, 4)
     for name, points in losses.items():
         axes.plot(*zip(*points, strict=True), label=name)
     axes.set(xlabel="step", ylabel="nats per token", yscale="log")
+    # Numbers as one reads them, and more than one of them where the loss stays within a power of ten.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110, bbox_inches="tight")
@@ -120,13 +126,34 @@ def picture_grid(
 ) -> list[str]:
     """Held-out pictures, their captions, and the patches looked at while the caption was written; the captions."""
     images = [data.held_out[i].image for i in shown]
-    return caption_grid(path, model, tokenizer, images, held_out[torch.tensor(list(shown))], grid)
+    names, species = [one.name for one in data.species], [species_of(data, i) for i in shown]
+    memory = held_out[torch.tensor(list(shown))]
+    return caption_grid(path, model, tokenizer, images, memory, grid, species=species, names=names)
 
 
 def caption_grid(
-    path: Path, model: Any, tokenizer: Any, images: Sequence[Any], memory: mmattn.Memory, grid: tuple[int, int] | None
+    path: Path,
+    model: Any,
+    tokenizer: Any,
+    images: Sequence[Any],
+    memory: mmattn.Memory,
+    grid: tuple[int, int] | None,
+    *,
+    species: Sequence[str | None],
+    names: Sequence[str],
 ) -> list[str]:
-    """Write captions of pictures and draw each picture twice: plain, and under the attention it got."""
+    """Write captions of pictures and draw each picture twice: plain, and under the attention it got.
+
+    Args:
+        path: the file.
+        model: the adapted language model.
+        tokenizer: its tokenizer.
+        images: the pictures.
+        memory: a row of each.
+        grid: rows and columns of their patches.
+        species: what is on each; a caption that names another is marked as wrong.
+        names: of all species.
+    """
     from .measure import write_captions
 
     captions = write_captions(model, tokenizer, memory)
@@ -142,17 +169,34 @@ def caption_grid(
     axes = numpy.array(axes).reshape(lines, 2 * columns)
     for ax in axes.flat:
         ax.axis("off")
-    for place, (source, text) in enumerate(zip(images, captions, strict=True)):
+    for place, (source, text, one) in enumerate(zip(images, captions, species, strict=True)):
         picture = mmattn.load_image(source)
+        verdict = caption_verdict(text, one, names)
         left, right = axes[place // columns, 2 * (place % columns) : 2 * (place % columns) + 2]
         left.imshow(picture)
-        left.set_title("\n".join(textwrap.wrap(text, 52)), fontsize=7, loc="left")
+        lines_of_text = [*textwrap.wrap(text, 52), *([verdict] if verdict else [])]
+        left.set_title(
+            "\n".join(lines_of_text), fontsize=7, loc="left", color="black" if verdict is None else "#b3261e"
+        )
         right.imshow(picture.convert("L"), cmap="gray")
         if heat is not None:
             edges = (0, picture.width, picture.height, 0)
             right.imshow(heat[place].cpu().numpy(), cmap="inferno", alpha=0.55, extent=edges, interpolation="bilinear")
     figure.savefig(path, dpi=110, bbox_inches="tight")
     return captions
+
+
+def caption_verdict(caption: str, species: str | None, names: Sequence[str]) -> str | None:
+    """What is wrong with a caption: the species that it should have named; None where it names that one alone.
+
+    Args:
+        caption: the caption.
+        species: what is on the picture; None where that is not known.
+        names: of all species.
+    """
+    if species is None or named_species(caption, names) == [species]:
+        return None
+    return f"✗ wrong: it is {species}"
 
 
 def traces(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -95,6 +96,32 @@ class TestWords:
         monkeypatch.setitem(sys.modules, "gradio", None)
         code, out, err = call(capsys, "live")
         assert (code, out) == (2, "") and "pip install 'mmattn[demo]'" in err
+
+    def test_demo_names_all_that_it_needs_before_it_trains(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for name in ("PIL", "diffusers", "matplotlib"):
+            monkeypatch.setitem(sys.modules, name, None)
+        code, out, err = call(capsys, "demo")
+        assert (code, out) == (2, "") and not any(tmp_path.iterdir())
+        assert err == (
+            "mmattn: mmattn demo needs PIL, diffusers, matplotlib, which are not installed; install with: pip install "
+            "'mmattn[vision,diffusion,viz]'\n"
+        )
+
+    def test_every_extra_has_modules_and_every_distribution_an_extra(self) -> None:
+        from importlib import metadata
+
+        from mmattn.inspect.environment import EXTRAS, MODULES
+
+        assert set(MODULES.values()) == set(EXTRAS)
+        homes = metadata.packages_distributions()
+        for module, extra in MODULES.items():
+            if module in homes and module != "PIL":  # which torchvision brings
+                owners = {name.lower().replace("_", "-") for name in homes[module]}
+                names = [name for one in EXTRAS.values() for name in one]
+                assert owners & {name.lower().replace("_", "-") for name in names}, (module, extra, owners)
 
     def test_env(self, capsys: pytest.CaptureFixture[str]) -> None:
         import torch
@@ -239,6 +266,31 @@ class TestTrain:
 
 
 class TestErrors:
+    @pytest.mark.parametrize("where", ["at the top", "in main"])
+    def test_a_recipe_without_what_it_imports_names_the_extra(
+        self, toy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, where: str
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "PIL", None)
+        top, inside = ("from PIL import Image", "pass") if where == "at the top" else ("", "import PIL.Image")
+        (toy / "train.py").write_text(f"{top}\n\n\ndef main(config):\n    {inside}\n")
+        code, out, err = call(capsys, "train", toy / "config.yaml")
+        assert (code, out) == (2, "")
+        assert err == "mmattn: PIL is needed here and is not installed; install it with: pip install 'mmattn[vision]'\n"
+
+    def test_a_module_that_no_extra_brings_is_not_hidden(self, toy: Path) -> None:
+        (toy / "train.py").write_text("import no_such_module\n")
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            main(["train", str(toy / "config.yaml")])
+
+    def test_no_bars_in_a_pipe(self) -> None:
+        golden = ROOT / "tests" / "golden"
+        words = ["doctor", golden / "2" / "gated", "--host", golden / "hosts" / "llama"]
+        done = subprocess.run(
+            [sys.executable, "-m", "mmattn", *map(str, words)], capture_output=True, text=True, cwd=ROOT
+        )
+        assert "trainable parameters" in done.stdout, done.stderr
+        assert "%|" not in done.stderr, done.stderr
+
     def test_debug_shows_where_it_happened(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for words in (["--debug", "train", "absent.yaml"], ["train", "absent.yaml", "--debug"]):
             with pytest.raises(ConfigError, match="there is no settings file"):
@@ -279,6 +331,35 @@ class TestShelf:
         (tmp_path / "runs/first/adapter").mkdir(parents=True)
         (tmp_path / "runs/first/adapter/adapter_config.json").write_text("{}")
         assert "  runs/first/adapter\n" in call(capsys, "ls")[1]
+
+    def test_ls_without_checkpoints(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        for name in ("adapter", "checkpoints/step-00000100/adapter", "out/checkpoint-30", "seeds/step-by-step/adapter"):
+            (tmp_path / "runs/first" / name).mkdir(parents=True)
+            (tmp_path / "runs/first" / name / "adapter_config.json").write_text("{}")
+        lines = call(capsys, "ls")[1].splitlines()
+        assert lines[lines.index("adapters in runs") + 1 :] == [
+            "  runs/first/adapter",
+            "  runs/first/seeds/step-by-step/adapter",
+            "  and 2 checkpoints of them",
+        ]
+
+    def test_ls_says_words_and_no_code(self, shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        readme = "# Toy\n\n```\nmake toy  # all\n\nmake more\n```\n\n![A toy](toy.png)\n\n"
+        readme += "Speed is *measured*\nhere. Or not.\n"
+        (shelf / "_recipes/toy/README.md").write_text(readme)
+        out = call(capsys, "ls")[1]
+        assert "  toy  Speed is measured here.\n" in out and "(copy one with: mmattn cp toy)" in out
+        for readme in ("", "# Toy\n"):
+            (shelf / "_recipes/toy/README.md").write_text(readme)
+            assert "  toy\n" in call(capsys, "ls")[1]
+
+    def test_printed_commands_can_be_pasted(
+        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        out = call(capsys, "cp", "toy", "my toy")[1]
+        printed = out.split("next: ")[1]
+        assert shlex.split(printed) == ["mmattn", "train", "my toy/config.yaml"]
+        assert call(capsys, *shlex.split(printed)[1:])[0] == 0
 
     def test_cp_leaves_the_waste_behind(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         for waste in ("__pycache__/train.pyc", "runs/old/metrics.jsonl"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,12 +118,97 @@ class TestIndex:
 
     @pytest.mark.parametrize(("option", "value"), [("--store", "hnws"), ("--executor", "spark")])
     def test_a_misspelt_choice_is_refused_before_anything_is_embedded(
-        self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+        self,
+        encoder: Path,
+        lines: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        option: str,
+        value: str,
     ) -> None:
         words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder, "--skip-broken"]
+        calls: list[Any] = []
+        monkeypatch.setattr(TextEncoder, "encode", lambda self, texts, **options: calls.append(texts))
         code, _, err = call(capsys, *words, option, value)
+        assert not calls
         assert code == 2 and err.startswith(f"mmattn: {option} must be one of ") and repr(value) in err
         assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.jsonl"]
+
+    def test_a_store_that_is_not_installed_is_refused_before_anything_is_embedded(
+        self,
+        encoder: Path,
+        lines: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "faiss", None)
+        words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder, "--skip-broken"]
+        code, _, err = call(capsys, *words, "--store", "hnsw")
+        assert code == 2 and "pip install 'mmattn[rag]'" in err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.jsonl"]
+
+    def test_a_place_that_is_a_file_and_a_text_that_is_not_there(
+        self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        code, _, err = call(capsys, "index", "build", lines, "-o", lines, "--encoder", encoder)
+        assert (code, err) == (2, f"mmattn: an index is a folder, and --out {lines} is a file: name another place\n")
+        code, _, err = call(capsys, "index", "build", "absent.txt", "-o", tmp_path / "index", "--encoder", encoder)
+        assert (code, err) == (2, "mmattn: cannot embed absent.txt: there is no such file\n")
+
+    @pytest.mark.parametrize(
+        ("content", "more"),
+        [("", ()), ("\n \n", ()), ('{"no": 1}\n', ("--skip-broken",))],
+        ids=["empty", "blank", "broken"],
+    )
+    def test_files_without_text_make_no_index(
+        self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, more: tuple[str, ...]
+    ) -> None:
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
+        (tmp_path / "a.jsonl").write_text(content)
+        words = ["index", "build", tmp_path / "a.jsonl", "-o", tmp_path / "index", "--encoder", encoder, *more]
+        code, _, err = call(capsys, *words)
+        assert code == 2 and "there is nothing to embed: a.jsonl hold" in err
+        assert ("1 broken lines were left out" in err) == bool(more)
+        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+    def test_the_progress_of_a_build_is_that_of_its_lines(
+        self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
+        (tmp_path / "a.txt").write_text("\n".join(["wood", "", *["the bluebell"] * 1200]))
+        code, _, err = call(
+            capsys, "index", "build", tmp_path / "a.txt", "-o", tmp_path / "index", "--encoder", encoder
+        )
+        done = [int(line.split()[2].split("/")[0]) for line in err.splitlines() if line.startswith("embedding lines")]
+        assert code == 0 and len(done) >= 3 and done == sorted(done) and done[-1] == 1202, err
+        index, reader = Index.load(tmp_path / "index"), TextEncoder(encoder)
+        assert len(index) == 1201 and index["a.txt:3"].text == "the bluebell"
+        expected = reader.encode(["the bluebell"]).tokens[0, 0]
+        torch.testing.assert_close(index["a.txt:1202"].vector, expected)
+
+    def test_what_does_not_fit_is_not_shown(
+        self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        reader = TextEncoder(encoder)
+        near = reader.encode(["the bluebell"]).tokens[:, 0]
+        texts = ["the bluebell", "across", "opposite"]
+        across = torch.linalg.qr(torch.cat([near, torch.eye(len(near[0]))[:3]]).T).Q[:, 1:2].T
+        Index.build(
+            torch.cat([near, 0.1 * near + across, -near]), encoder=reader, ids=["a", "b", "c"], texts=texts
+        ).save(tmp_path / "index")
+        words = ["index", "search", tmp_path / "index", "the bluebell", "--encoder", encoder]
+        code, out, err = call(capsys, *words)
+        assert (code, out) == (0, "1.000  a  the bluebell\n"), err
+        code, out, err = call(capsys, *words, "--score-threshold", -0.5)
+        assert code == 0 and [line.split()[1] for line in out.splitlines()] == ["a", "b"], err
+        code, out, err = call(capsys, *words, "--score-threshold", 1.5)
+        assert (code, out) == (0, "")
+        assert err == "nothing fits: the best score is 1.000, below --score-threshold 1.5\n"
+        Index.build([], encoder=reader).save(tmp_path / "empty")
+        code, out, err = call(capsys, "index", "search", tmp_path / "empty", "x", "--encoder", encoder)
+        assert (code, out, err) == (0, "", "nothing fits: the index is empty\n")
 
     @pytest.mark.parametrize("count", ["0", "-3"])
     def test_a_number_outside_its_range(

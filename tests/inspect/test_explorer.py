@@ -54,7 +54,8 @@ def example() -> mmattn.inspect.Trace:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of a picture, of a text that would be HTML, and of patches, with every head."""
     path = tmp_path_factory.mktemp("page") / "page.html"
-    assert inspect.write_page([made(), evil(), example()], path, heads=True, title="a <b>title</b> & more") == []
+    traces = {"captions": [made()], "": [evil()], "<i>digits</i>": [example()]}
+    assert inspect.write_page(traces, path, heads=True, title="a <b>title</b> & more") == []
     return path
 
 
@@ -141,6 +142,20 @@ class TestReading:
         assert '"one": probability 75.0 %, without the memory 12.5 %' in first["figures"]
         assert SOURCES[best[0]] in first["label"]
 
+    def test_numbers_are_explained_where_they_stand(self, found: dict[str, Any]) -> None:
+        first, tiles = found["first"]["explained"], found["tiles"]["explained"]
+        assert first.startswith("Sum: the share of its attention") and "elsewhere" in first
+        assert f"from 0 bits (all on one source) to {math.log2(len(SOURCES)):.2f} bits" in first
+        assert "that source masked" in first and "Sum" not in found["dropped"]["explained"]
+        assert "what this patch got from all of them" in tiles and "elsewhere" not in tiles and "masked" not in tiles
+
+    def test_pictures_are_named_for_who_does_not_see_them(self, found: dict[str, Any]) -> None:
+        assert found["first"]["alts"] == ["the picture of “a title”, under the weights"]
+        assert found["other"]["alts"] == []
+
+    def test_samples_of_one_run_stand_together(self, found: dict[str, Any]) -> None:
+        assert found["first"]["groups"] == [["captions", 1], [None, 0], ["<i>digits</i>", 1]]
+
     def test_pointing_changes_the_picture(self, found: dict[str, Any]) -> None:
         first, hover = found["first"], found["hover"]
         assert len(first["rects"]) == len(hover["rects"]) == len(SOURCES)
@@ -210,9 +225,30 @@ class TestSight:
             browser.point(f"#words button:nth-child({word})")
             seen = Image.open(io.BytesIO(browser.picture())).convert("RGB")
             middles = [(int(cell["x"] + cell["width"] / 2), int(cell["y"] + cell["height"] / 2)) for cell in cells]
-            # The picture has one colour, less red than what is over it: the more, the larger its weight.
-            reds = [seen.getpixel(middles[patch])[0] for patch in made().mean()[word - 1].argsort().tolist()]
-            assert all(after >= before for before, after in pairwise(reds)) and reds[-1] > reds[0] + 20, reds
+            # The picture has one colour, and orange over it takes blue away: the more, the larger its weight.
+            blues = [seen.getpixel(middles[patch])[2] for patch in made().mean()[word - 1].argsort().tolist()]
+            assert all(after <= before for before, after in pairwise(blues)) and blues[-1] < blues[0] - 20, blues
+
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_what_is_dark_in_a_picture_is_seen_through_the_largest_weights(
+        self, browser: Chromium, tmp_path: Path, scheme: str
+    ) -> None:
+        ink = Image.new("L", (64, 64), 255)
+        ink.paste(0, (0, 0, 32, 64))
+        trace = mmattn.inspect.Trace(
+            ["a"], ["left", "right"], torch.ones(1, 1, 1, 2) / 2, ["c"], grid=(1, 2), picture=ink
+        )
+        inspect.write_page([trace], tmp_path / "page.html")
+        browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser.open(tmp_path / "page.html")
+        cells = browser.run(
+            "Array.from(document.querySelectorAll('rect'), (one) => one.getBoundingClientRect())"
+            ".map((box) => [box.x + box.width / 2, box.y + box.height / 2])"
+        )
+        seen = Image.open(io.BytesIO(browser.picture())).convert("L")
+        browser.ask("Emulation.setEmulatedMedia", features=[])
+        dark, light = (seen.getpixel((int(x), int(y))) for x, y in cells)
+        assert light > dark + 90, (dark, light)
 
     def test_bars_are_as_long_as_shares(self, browser: Chromium, page: Path) -> None:
         browser.open(page)
@@ -321,6 +357,7 @@ def test_the_command_writes_a_page_of_runs(tmp_path: Path, capsys: pytest.Captur
     assert not end.value.code and f"{out.stat().st_size:,} bytes" in capsys.readouterr().out
     (data,) = re.findall(r'id="data">(.*?)</script>', out.read_text(encoding="utf-8"), re.S)
     assert [one["heads"] for one in json.loads(data)["traces"]] == [1, 1], "the mean of the heads, unless told"
+    assert json.loads(data)["groups"] == ["one", "two"]
     before = out.read_bytes()
     (tmp_path / "one" / FILE).unlink()
     with pytest.raises(SystemExit) as end:

@@ -216,7 +216,6 @@ class TestSettings:
             ({"nonsense": 1}, "nonsense"),
             ({"host": "unet", "lm": "gpt2"}, "lm is for another host"),
             ({"decoupled": {"tokens": 4}}, "decoupled is for another host"),
-            ({"optim": {"max_steps": 3, "num_train_epochs": 1}}, "not both"),
         ],
     )
     def test_unknown_or_useless_ones_are_refused(
@@ -224,6 +223,19 @@ class TestSettings:
     ) -> None:
         with pytest.raises(ValidationError, match=said):
             recipe.settings.Config(**changes)
+
+    def test_a_number_of_steps_overrides_the_epochs_of_the_shipped_file(self, recipe: SimpleNamespace) -> None:
+        from mmattn.recipes import read_settings
+
+        given = read_settings(ROOT / "recipes" / "finetune" / "config.yaml", ["optim.max_steps=120"])
+        del given["recipe"]
+        optim = recipe.settings.Config(**given).optim
+        assert (optim.max_steps, optim.num_train_epochs) == (120, None)
+
+    def test_what_contradicts_is_said_without_all_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
+        config = ROOT / "recipes" / "finetune" / "config.yaml"
+        code, _, err = call(capsys, "train", config, "host=unet", "lm=gpt2")
+        assert (code, err) == (2, "mmattn: settings refused: lm is for another host than host: unet\n")
 
     def test_the_shipped_files_are_sound(self, recipe: SimpleNamespace) -> None:
         from mmattn.recipes import read_settings

@@ -223,6 +223,17 @@ class TestRun:
         with Image.open(run / "captions.png") as grid:
             assert grid.width > 800 and len(grid.convert("RGB").getcolors(1 << 24)) > 500
 
+    def test_wrong_captions_are_marked(self, recipe: SimpleNamespace, run: Path) -> None:
+        lines = (run / "samples_after.txt").read_text().splitlines()
+        names = [one["species"] for one in json.loads((run / "captions.json").read_text())]
+        wrong = [line for line in lines if recipe.report.caption_verdict(*line.split(": ", 1)[::-1], names)]
+        assert wrong, "five steps teach nothing"
+        with Image.open(run / "captions.png") as grid:
+            red = [
+                (count, colour) for count, colour in grid.convert("RGB").getcolors(1 << 24) if colour == (179, 38, 30)
+            ]
+        assert red
+
     def test_its_traces_are_of_its_captions(self, run: Path) -> None:
         traces, captions = inspect.load_traces(run), json.loads((run / "captions.json").read_text())
         assert 0 < len(traces) <= 6 and {one.title for one in traces} <= {one["caption"] for one in captions}

@@ -263,6 +263,10 @@ def test_files_are_read_right_or_named_with_their_line(
     if faults:
         with pytest.raises(TextError, match="\n".join(f"  a.{suffix}:{fault}.*" for fault in faults)):
             embed_corpus(path, tmp_path / "out", encoder)
+    if not texts:
+        with pytest.raises(TextError, match=f"nothing to embed: a.{suffix} hold.*{len(faults)} broken lines"):
+            embed_corpus(path, tmp_path / "out", encoder, skip_broken=True)
+        return
     shards = embed_corpus(path, tmp_path / "out", encoder, skip_broken=True)
     assert [text for _, found, _, _ in shards for text in found] == texts
 

@@ -85,7 +85,7 @@ class TestLines:
             training.read_lines(lines(tmp_path / "rows.jsonl", "", ""))
         with pytest.raises(ConfigError, match="there is no file"):
             training.read_lines(tmp_path / "gone.jsonl")
-        with pytest.raises(ConfigError, match="neither a .jsonl file, a folder of pictures"):
+        with pytest.raises(ConfigError, match="there is no file or folder"):
             training.read_rows(str(tmp_path / "gone"))
 
     def test_what_a_unet_draws(self, tmp_path: Path) -> None:
@@ -231,6 +231,24 @@ class TestDatasets:
         assert (len(kept), len(away)) == (4, 2) and len(kept[:3]) == 3
         with pytest.raises(ConfigError, match=r"columns of .* are caption, picture, source.*nothing for text"):
             training.read_rows(str(saved))
+
+    @pytest.mark.parametrize(
+        "path",
+        ["nowhere", "./nowhere", "/no/where", "a/b/c", "pictures/", "my pictures", "org/rows.jsonl", "{}/nowhere"],
+    )
+    def test_what_looks_like_a_path_is_not_asked_of_the_hub(
+        self, path: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def load_dataset(*given: Any, **options: Any) -> Any:
+            raise AssertionError("the hub was asked")
+
+        monkeypatch.chdir(saved.parent)
+        monkeypatch.setattr("datasets.load_dataset", load_dataset)
+        path = path.format(saved.name)
+        with pytest.raises(ConfigError, match=f"there is no file or folder '{path}'.*named organisation/name"):
+            training.read_rows(path)
+        with pytest.raises(AssertionError, match="the hub was asked"):
+            training.read_rows("org/name-1.2")
 
     def test_a_stream(self, saved: Path) -> None:
         rows = training.read_rows(str(saved), columns={"text": "caption", "image": "picture"}, streaming=True)

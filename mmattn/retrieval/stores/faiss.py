@@ -37,6 +37,10 @@ class FaissStore(InMemoryStore, ABC):
     #: The class of its index in faiss.
     index_class: ClassVar[str]
 
+    def __init__(self, dim: int, metric: str) -> None:
+        faiss()  # missing, it is named before anything is embedded for it
+        super().__init__(dim, metric)
+
     def build(self, vectors: Tensor) -> Structure:
         """The faiss index over vectors (n, e)."""
         return FaissStructure(self, self.trained(vectors))

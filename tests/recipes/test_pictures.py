@@ -1,0 +1,84 @@
+"""What recipes draw: plots whose ticks are numbers one reads, grids that say what they show and blur nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+
+def texts(plot: Path) -> list[str]:
+    """The texts of a plot in SVG, which matplotlib notes beside the outlines of their letters."""
+    return [text.strip() for text in re.findall(r"<!-- (.*?) -->", plot.read_text(encoding="utf-8"))]
+
+
+def falling(first: float, last: float) -> list[float]:
+    return [last + (first - last) * math.exp(-step / 50) for step in range(300)]
+
+
+@pytest.mark.parametrize(("first", "last"), [(2.3, 0.2), (0.29, 0.21), (0.208, 0.203), (40.0, 0.04)])
+def test_losses_have_ticks_that_one_reads(
+    load_files: Callable[..., SimpleNamespace], tmp_path: Path, first: float, last: float
+) -> None:
+    plot_vision, plot_diffusion = load_files("vision", "report").report, load_files("diffusion", "pictures").pictures
+    plot_vision.plot_losses(tmp_path / "vision.svg", {"adapter": falling(first, last)})
+    plot_diffusion.plot_losses(falling(first, last), tmp_path / "diffusion.svg")
+    for name in ("vision", "diffusion"):
+        found = texts(tmp_path / f"{name}.svg")
+        assert not [text for text in found if "$" in text or "^" in text], "a power of ten"
+        ticks = [float(text) for text in found if re.fullmatch(r"0?\.\d+|\d\.\d+|\d\d?", text)]
+        assert len([tick for tick in ticks if 0.9 * last <= tick <= 1.1 * first]) >= 2, found
+
+
+def test_steps_are_whole(load_files: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "loss": 1 / step, "eval_loss": None}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    load_files("finetune", "report").report.plot_losses(tmp_path / "loss.svg", tmp_path / "metrics.jsonl")
+    assert "1.25" not in texts(tmp_path / "loss.svg") and {"1", "2", "3"} <= set(texts(tmp_path / "loss.svg"))
+
+
+@pytest.mark.parametrize(("size", "scale"), [(16, 4), (13, 5), (97, 1)])
+def test_a_grid_shows_every_pixel_as_a_square(
+    load_files: Callable[..., SimpleNamespace], tmp_path: Path, size: int, scale: int
+) -> None:
+    recipe = load_files("diffusion", "pictures").pictures
+    board = (torch.arange(size)[:, None] + torch.arange(size)) % 2 * 2.0 - 1  # the finest there is
+    recipe.grid(board.expand(6, 1, size, size), 3, tmp_path / "grid.png", ["first", "second"], ["a", "b", "c"])
+    with Image.open(tmp_path / "grid.png") as image:
+        grey = torch.frombuffer(bytearray(image.convert("L").tobytes()), dtype=torch.uint8).view(image.height, -1)
+    cell = (-127.5 * (board - 1)).round().to(torch.uint8).repeat_interleave(scale, 0).repeat_interleave(scale, 1)
+    windows = grey.unfold(0, size * scale, 1).unfold(1, size * scale, 1)
+    rows = [y for y in range(windows.shape[0]) if any(torch.equal(window, cell) for window in windows[y])]
+    assert len(rows) == 2, "both rows of pictures, pixel by pixel"
+    left, top = grey[:, : grey.shape[1] - 3 * (size * scale + 6)], grey[: rows[0]]
+    assert left.min() < 100 and top.min() < 100, "labels and headings"
+
+
+def test_the_words_of_an_example(load_files: Callable[..., SimpleNamespace]) -> None:
+    recipe = load_files("diffusion", "attributes").attributes
+    assert recipe.style_words(recipe.INK, torch.tensor([0.7, -0.9, 0.5])) == "thick, slanted left"
+    assert recipe.style_words(recipe.INK, torch.tensor([0.1, 0.0, -0.5])) == "as most are"
+
+
+@pytest.mark.parametrize(
+    ("caption", "species", "verdict"),
+    [
+        ("The oxeye daisy in a meadow.", "oxeye daisy", None),
+        ("The daisy in a meadow.", "oxeye daisy", "✗ wrong: it is oxeye daisy"),
+        ("The daisy, or the oxeye daisy.", "daisy", "✗ wrong: it is daisy"),
+        ("Some flower.", "daisy", "✗ wrong: it is daisy"),
+        ("Some flower.", None, None),
+    ],
+)
+def test_a_wrong_caption_says_what_it_should_have_named(
+    load_files: Callable[..., SimpleNamespace], caption: str, species: str | None, verdict: str | None
+) -> None:
+    report = load_files("vision", "report").report
+    assert report.caption_verdict(caption, species, ["daisy", "oxeye daisy"]) == verdict

@@ -16,8 +16,9 @@ from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
 from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import parameter_groups
-from mmattn.training.row_datasets import DatasetRows, StreamRows, read_rows, split_rows
-from mmattn.training.row_files import read_folder, read_lines
+from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
+from mmattn.training.row_files import FileRows, read_lines
+from mmattn.training.row_folders import read_folder
 from mmattn.training.row_memories import RowMemories
 from mmattn.training.rows import Row, make_row
 from mmattn.training.run_folder import RunFolder, markdown_table
@@ -30,6 +31,7 @@ from mmattn.training.tuning import tune
 __all__ = [
     "AdapterTrainer",
     "DatasetRows",
+    "FileRows",
     "FitResult",
     "LengthGroupedSampler",
     "Metrics",
@@ -53,6 +55,7 @@ __all__ = [
     "end_training",
     "fit",
     "gradient_checkpointing",
+    "held_out_split",
     "last_step",
     "load_lora",
     "make_accelerator",

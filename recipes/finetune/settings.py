@@ -17,10 +17,14 @@ class Strict(BaseModel):
 
 class DataSettings(Strict):
     path: str = "assets/flora"  # a .jsonl file, a folder of pictures with texts, or a dataset of Hugging Face
-    split: str | None = None  # of a dataset of Hugging Face; "train" by default
+    split: str | None = None  # of a dataset of Hugging Face, or of folders train, val, test; "train" by default
     streaming: bool = False  # read it as it arrives; needs optim.max_steps
     columns: dict[str, str] | None = None  # key of a row: column of the dataset; by default the same names
-    held_out: float = Field(0.1, ge=0)  # never trained on: a share, or from 1 on a number of rows (a stream's first)
+    template: str | None = None  # the text of a picture in a class folder; by default "A photo of a {label}."
+    strict: bool = False  # stop at a picture or line that cannot be used, instead of leaving it out and naming it
+    # never trained on: a share, or from 1 on a number of rows (a stream's first); by default the split val or test of
+    # the data, and a tenth where it has none
+    held_out: float | None = Field(None, ge=0)
     max_length: int | None = Field(None, ge=3)  # tokens of a row; by default what the language model can read
     truncation: bool = False  # shorten longer texts instead of refusing them
     cache: str = "runs/cache"  # memories are cached here, by encoder and content

@@ -65,6 +65,7 @@ class TestLanguage:
     def test_it_leaves_everything(self, run: Path) -> None:
         assert {path.name for path in run.iterdir()} == {
             "adapter",
+            "attention.safetensors",
             "checkpoints",
             "checkpoints_lora",
             "config.resolved.yaml",

@@ -124,7 +124,7 @@ class _Folder:
             raise ConfigError(f"{self.folder} holds no pictures; they end in {', '.join(sorted(PICTURES))}")
         unread = sorted({file.suffix.lower() for file in files} & _UNREAD)
         count = sum(file.suffix.lower() in unread for file in files)
-        other = f"; {count} files that are not read ({', '.join(unread)})" if unread else ""
+        other = f"; {_count(count, 'file')} of a kind that is not read ({', '.join(unread)})" if unread else ""
         depths = {len(file.relative_to(self.folder).parts) for file in pictures}
         if beside and (depths == {1} or len(beside) == len(pictures)):
             return self._beside(pictures, beside, other)
@@ -141,7 +141,7 @@ class _Folder:
         named = {os.path.realpath(image) for row in rows for image in (*row.images, row.picture) if image}
         silent = sum(os.path.realpath(file) not in named for file in pictures)
         more = f"; {_count(silent, 'other picture')} in the folder {'has' if silent == 1 else 'have'} no line there"
-        found = f"{_count(len(rows), 'picture text')} in {name}{more if silent else ''}"
+        found = f"{_count(len(rows), 'text')} in {name}{more if silent else ''}"
         return FileRows(rows, found, rows.left_out)
 
     def _beside(self, pictures: Sequence[Path], beside: set[Path], other: str) -> FileRows:
@@ -165,7 +165,8 @@ class _Folder:
         folder = self.folder
         if depths == {1}:
             raise ConfigError(
-                f"{folder} holds {_count(len(pictures), 'picture')} and no texts for them; texts are given as {_LAYOUTS}"
+                f"{folder} holds {_count(len(pictures), 'picture')} and no texts for them; texts are given as "
+                f"{_LAYOUTS}"
             )
         if 1 in depths:
             loose = [file.name for file in pictures if file.parent == folder]

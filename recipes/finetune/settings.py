@@ -98,7 +98,9 @@ class Config(Strict):
     quantise: Literal["int8", "bnb8", "bnb4"] | None = None  # language: by torchao, or by bitsandbytes
     unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or a Stable Diffusion
     encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
-    text_encoder: str = "all-MiniLM-L6-v2"  # of passages; any encoder of Hugging Face
+    text_encoder: str = "all-MiniLM-L6-v2"  # of passages; any encoder of Hugging Face, or a folder of open_clip
+    captions: Literal["auto", "host", "memory"] = "auto"  # unet: read by its own text encoder, or by `text_encoder` as
+    # a part of the memory; auto: in the memory where its own never saw some of the words
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token
     device: Literal["auto", "cpu"] = "auto"
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
@@ -115,7 +117,7 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _for_this_host(self) -> Config:
-        others = {"unet", "decoupled"}
+        others = {"unet", "decoupled", "captions"}
         if self.host == "unet":
             others = {"lm", "quantise", "adapter", "lora", "caption"}
         plain = type(self).model_fields

@@ -18,10 +18,11 @@ import torch
 from transformers.utils import logging as transformers_said
 
 from mmattn import inspect, training
+from mmattn.errors import ConfigError, TextError
 
 from . import data, looks, report
 from .language import Language, write_texts
-from .memories import exchanged, row_memories, without
+from .memories import captions_in_memory, exchanged, row_memories, without
 from .painting import Painting
 from .settings import Config
 
@@ -87,9 +88,15 @@ class Run:
         if not rows.held_out:
             self.config = replace(self.config, eval_steps=0, early_stopping_patience=0)
         self.host: Any = (Language if settings.host == "language" else Painting)(settings, accelerator.device)
+        unknown = [text for part in rows.parts if (text := self.host.check(part)) is not None]
+        if unknown and settings.captions == "host":
+            raise TextError(
+                f"{unknown[0]!r} has words this UNet's text encoder never saw: with captions=auto, text_encoder="
+                f"{settings.text_encoder} reads them as a part of the memory"
+            )
+        if settings.captions == "memory" or unknown:
+            rows = self._captions_in_memory(rows, unknown)
         memories = row_memories(settings, rows.rows, accelerator.device)
-        for part in rows.parts:
-            self.host.check(part)
         rows = data.encode(rows, memories, settings, accelerator, self.progress)
         self.held_out, self.left_out = rows.held_out, rows.left_out
         self.batches = training.RowBatches(rows.rows, settings.optim.batch_size, settings.seed)
@@ -119,6 +126,16 @@ class Run:
             self._table(model, memories, done)
         self._say_left_out()
         accelerator.print(f"the adapter is in {self.out / 'adapter'}")
+
+    def _captions_in_memory(self, rows: data.Data, unknown: Sequence[str]) -> data.Data:
+        """Texts that the UNet's own text encoder cannot read go into the memory, read by one that knows the words."""
+        if rows.streamed:
+            raise ConfigError("captions=memory needs rows that are not streamed: leave data.streaming out")
+        why = f": {unknown[0]!r} has words that the UNet's own never saw" if unknown else ""
+        self.accelerator.print(f"captions are read by {self.settings.text_encoder}, as a part of the memory{why}")
+        # So that what draws with the adapter knows it, too.
+        self.settings = self.settings.model_copy(update={"captions": "memory"})
+        return replace(rows, rows=captions_in_memory(rows.rows), held_out=captions_in_memory(rows.held_out))
 
     def _say_left_out(self) -> None:
         """Name what was left out, where it is seen before the training and after it, and in a file."""

@@ -36,7 +36,7 @@ class AdapterSettings(Strict):
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=1)
     num_kv_heads: int | None = 1
-    feed_forward: float = Field(2.0, ge=0)
+    feed_forward: float = Field(0.0, ge=0)  # with a few pictures it learns them by heart; 2 or more with thousands
     gate: Literal["scalar", "head", "channel"] = "scalar"
     qk_norm: bool = False
     null_slot: bool = False
@@ -59,8 +59,8 @@ class LoraSettings(Strict):
 
 
 class OptimSettings(Strict):
-    max_steps: int | None = Field(None, ge=1)
-    num_train_epochs: float | None = Field(None, gt=0)  # 20 where max_steps is not given either
+    max_steps: int | None = Field(None, ge=1)  # 400 or 20 epochs, the longer of them, where no epochs are given either
+    num_train_epochs: float | None = Field(None, gt=0)
     batch_size: int = Field(8, ge=1)  # rows that one step learns from, over all processes
     gradient_accumulation_steps: int = Field(1, ge=1)  # micro-batches of a process
     learning_rate: float = Field(2e-3, gt=0)

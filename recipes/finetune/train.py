@@ -26,6 +26,9 @@ from .memories import captions_in_memory, exchanged, row_memories, without
 from .painting import Painting
 from .settings import Config
 
+EPOCHS, STEPS = 20, 400
+"""As long as a run is where nothing else is asked for: so many epochs, and so many steps at least."""
+
 
 def main(config: dict[str, Any]) -> Path:
     """Run with these settings (see settings.py) and return the run's folder."""
@@ -64,7 +67,7 @@ class Run:
         optim = settings.optim
         self.config = training.TrainingConfig(
             max_steps=optim.max_steps,
-            num_train_epochs=optim.num_train_epochs if optim.num_train_epochs or optim.max_steps else 20,
+            num_train_epochs=optim.num_train_epochs if optim.num_train_epochs or optim.max_steps else EPOCHS,
             gradient_accumulation_steps=optim.gradient_accumulation_steps,
             learning_rate=optim.learning_rate,
             gate_learning_rate=optim.gate_learning_rate,
@@ -100,6 +103,9 @@ class Run:
         rows = data.encode(rows, memories, settings, accelerator, self.progress)
         self.held_out, self.left_out = rows.held_out, rows.left_out
         self.batches = training.RowBatches(rows.rows, settings.optim.batch_size, settings.seed)
+        optim, an_epoch = settings.optim, self.batches.batches_per_epoch
+        if not (optim.max_steps or optim.num_train_epochs) and an_epoch is not None and EPOCHS * an_epoch < STEPS:
+            self.config = replace(self.config, max_steps=STEPS, num_train_epochs=None)
         self.folder = self._begin()
         count = "a stream of" if rows.streamed else len(rows.rows)
         accelerator.print(f"{count} rows to train on, {len(self.held_out)} held out; memories of width {memories.dim}")

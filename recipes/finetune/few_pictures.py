@@ -76,7 +76,7 @@ def measure(source: Path, out: Path, encoder: str, each: int, held_out: int, see
         shares = []
         for seed in range(seeds):
             asked: dict[str, Any] = config | {"out": str(out / f"seed-{seed}"), "seed": seed, "encoder": encoder}
-            asked |= {"data": {"path": folder, "cache": cache}, "resume": False}
+            asked |= {"data": config["data"] | {"path": folder, "cache": cache}, "resume": False}
             train(asked)
             lm, tokenizer = load_lm(config["lm"], None, "cpu")
             model = mmattn.load(lm, out / f"seed-{seed}" / "adapter").eval()

@@ -16,8 +16,9 @@ from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
 from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
-from mmattn.training.row_datasets import DatasetRows, StreamRows, read_rows, split_rows
-from mmattn.training.row_files import read_folder, read_lines
+from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
+from mmattn.training.row_files import FileRows, read_lines
+from mmattn.training.row_folders import read_folder
 from mmattn.training.row_memories import RowMemories
 from mmattn.training.rows import Row, make_row
 from mmattn.training.run_folder import RunFolder, markdown_table
@@ -29,6 +30,7 @@ from mmattn.training.training_config import Loss, TrainingConfig, TrainingResult
 __all__ = [
     "AdapterTrainer",
     "DatasetRows",
+    "FileRows",
     "LengthGroupedSampler",
     "Loss",
     "Metrics",
@@ -51,6 +53,7 @@ __all__ = [
     "encode_texts",
     "end_training",
     "gradient_checkpointing",
+    "held_out_split",
     "last_step",
     "learning_rate_factor",
     "load_lora",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mmattn.errors import ConfigError, check_float, import_extra
-from mmattn.training.row_files import read_folder, read_lines
-from mmattn.training.rows import KEYS, Row, make_row
+from mmattn.training.row_files import FileRows, read_lines
+from mmattn.training.row_folders import SPLITS, read_folder, split_folders
+from mmattn.training.rows import KEYS, Row, make_row, text_of_label
 
 
 class DatasetRows(Sequence[Row]):
@@ -19,28 +21,45 @@ class DatasetRows(Sequence[Row]):
 
     Args:
         dataset: a `datasets.Dataset`.
-        columns: from keys of a row to columns of the dataset; other columns are not read.
+        columns: from keys of a row to columns of the dataset, or from "label" to the column of classes that the texts
+            are made of; other columns are not read.
         host: "language" or "unet".
+        template: the text of a row with a label, see `read_folder`.
     """
 
-    def __init__(self, dataset: Any, columns: Mapping[str, str], host: str = "language") -> None:
-        self.dataset, self.columns, self.host = dataset, dict(columns), host
+    left_out: Sequence[str] = ()
+
+    def __init__(
+        self, dataset: Any, columns: Mapping[str, str], host: str = "language", template: str | None = None
+    ) -> None:
+        self.dataset, self.columns, self.host, self.template = dataset, dict(columns), host, template
+        self._reader = _Reader(dataset, self.columns, host, template)
+
+    @property
+    def found(self) -> str:
+        """What was found, in one line."""
+        columns = ", ".join(f"{key}={name}" for key, name in self.columns.items())
+        return f"{len(self)} rows of a dataset of Hugging Face ({columns})"
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            chosen = range(len(self))[number]
-            return DatasetRows(self.dataset.select(chosen), self.columns, self.host)
-        return _row_of(self.dataset[number], self.columns, self.host, number)
+            return self.select(range(len(self))[number])
+        return self._reader.row(self.dataset[number], number)
+
+    def select(self, numbers: Sequence[int]) -> DatasetRows:
+        """The rows of these numbers."""
+        return DatasetRows(self.dataset.select(numbers), self.columns, self.host, self.template)
 
     def text_lengths(self) -> list[int]:
         """`Row.text_length` of every row, for which no picture is opened."""
-        texts = [column for key, column in self.columns.items() if key in ("text", "prompt")]
+        texts = {key: name for key, name in self.columns.items() if key in ("text", "label", "prompt")}
         if not texts:
             return [0] * len(self)
-        return [sum(len(one[name] or "") for name in texts) for one in self.dataset.select_columns(texts)]
+        shown = self.dataset.select_columns(list(texts.values()))
+        return [sum(len(self._reader.value(key, one[name]) or "") for key, name in texts.items()) for one in shown]
 
 
 class StreamRows:
@@ -48,11 +67,14 @@ class StreamRows:
 
     Args:
         dataset: a `datasets.IterableDataset`.
-        columns: from keys of a row to columns of the dataset; other columns are not read.
+        columns: as in `DatasetRows`.
         host: "language" or "unet".
         skip: rows to leave out at the beginning.
         take: rows to read at most; None for all.
+        template: the text of a row with a label, see `read_folder`.
     """
+
+    left_out: Sequence[str] = ()
 
     def __init__(
         self,
@@ -61,15 +83,49 @@ class StreamRows:
         host: str = "language",
         skip: int = 0,
         take: int | None = None,
+        template: str | None = None,
     ) -> None:
         self.dataset, self.columns, self.host, self.skip, self.take = dataset, dict(columns), host, skip, take
+        self.template = template
+        self._reader = _Reader(dataset, self.columns, host, template)
+
+    @property
+    def found(self) -> str:
+        """What was found, in one line."""
+        columns = ", ".join(f"{key}={name}" for key, name in self.columns.items())
+        return f"a stream of rows of a dataset of Hugging Face ({columns})"
 
     def __iter__(self) -> Iterator[Row]:
         end = None if self.take is None else self.skip + self.take
         for number, given in enumerate(itertools.islice(self.dataset, self.skip, end), start=self.skip):
-            yield _row_of(given, self.columns, self.host, number)
+            yield self._reader.row(given, number)
 
 
+class _Reader:
+    """From the columns of a dataset to rows."""
+
+    def __init__(self, dataset: Any, columns: Mapping[str, str], host: str, template: str | None) -> None:
+        self.columns, self.host, self.template = columns, host, template
+        feature = (getattr(dataset, "features", None) or {}).get(columns.get("label", ""))
+        self.classes: Sequence[str] | None = getattr(feature, "names", None)
+
+    def row(self, given: Mapping[str, Any], number: int) -> Row:
+        try:
+            values = {_ROW_KEY.get(key, key): self.value(key, given[name]) for key, name in self.columns.items()}
+            return make_row(values, self.host)
+        except ConfigError as error:
+            raise ConfigError(f"row {number} of the dataset: {error}") from error
+
+    def value(self, key: str, value: Any) -> Any:
+        if key == "label":
+            name = self.classes[value] if self.classes is not None and isinstance(value, int) else value
+            return text_of_label(str(name).replace("_", " ").replace("-", " "), self.template)
+        if isinstance(value, Mapping) and {"bytes", "path"} <= set(value):
+            return value["path"] if value["bytes"] is None else value["bytes"]
+        return value
+
+
+_ROW_KEY = {"label": "text"}
 Rows = Sequence[Row] | StreamRows
 
 
@@ -80,15 +136,24 @@ def read_rows(
     split: str | None = None,
     streaming: bool = False,
     columns: Mapping[str, str] | None = None,
-) -> Rows:
+    template: str | None = None,
+    skip_broken: bool = False,
+) -> FileRows | DatasetRows | StreamRows:
     """Rows of a .jsonl file, a folder of pictures, or a dataset of Hugging Face (saved to a folder, or on the hub).
 
     Args:
         path: of the file or folder, or a name on the hub.
         host: "language" or "unet": what the rows are for.
-        split: of a dataset of Hugging Face; None for "train".
+        split: of a dataset of Hugging Face, or of a folder with folders `train`, `val`, `test`; None for "train".
         streaming: read a dataset of Hugging Face as it arrives.
-        columns: from keys of a row to columns of a dataset of Hugging Face; None for columns named as the keys.
+        columns: from keys of a row to columns of a dataset of Hugging Face, or from "label" to a column of classes;
+            None for columns named as the keys.
+        template: the text of a picture of which only the class is known, see `read_folder`.
+        skip_broken: leave out pictures and lines of a file or folder that cannot be used, and name them in `left_out`
+            of the result.
+
+    Returns:
+        The rows, whose `found` says in one line what they are.
 
     Raises:
         ConfigError: nothing of that name, rows that cannot be used, or settings of a dataset for a file or folder.
@@ -96,12 +161,12 @@ def read_rows(
     """
     place = Path(path)
     if place.is_file():
-        _refuse(path, split=split, streaming=streaming, columns=columns)
-        return read_lines(place, host)
-    saved = place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        _refuse(path, split=split, streaming=streaming, columns=columns, template=template)
+        return read_lines(place, host, skip_broken=skip_broken)
+    saved = _is_saved(place)
     if place.is_dir() and not saved and not streaming:
-        _refuse(path, split=split, columns=columns)
-        return read_folder(place, host)
+        _refuse(path, columns=columns)
+        return read_folder(place, host, split=split, template=template, skip_broken=skip_broken)
     if not place.is_dir() and not _is_hub_name(path):
         # Asked for it, the hub is tried again and again where it cannot be reached.
         raise ConfigError(
@@ -110,16 +175,61 @@ def read_rows(
         )
     dataset = _dataset(path, saved, split or "train", streaming)
     names = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
-    chosen = dict(columns) if columns else {key: key for key in KEYS[host] if key in names}
-    wrong = {key: name for key, name in chosen.items() if key not in KEYS[host] or name not in names}
+    chosen = dict(columns) if columns else _columns(names, host)
+    wrong = {key: name for key, name in chosen.items() if key not in (*KEYS[host], "label") or name not in names}
     needed = {"text"} if host == "language" else {"image"}
-    if wrong or not needed <= set(chosen):
+    if wrong or not needed <= {_ROW_KEY.get(key, key) for key in chosen} or {"text", "label"} <= set(chosen):
         said = ", ".join(f"{key}={name}" for key, name in wrong.items()) or f"nothing for {', '.join(needed)}"
+        if {"text", "label"} <= set(chosen):
+            said = "both a text and a label"
         raise ConfigError(
-            f"the columns of {path} are {', '.join(names)}, and the rows of this host have {', '.join(KEYS[host])}: "
-            f"{said} does not fit; say which column is which with columns={{text: NAME, …}}"
+            f"the columns of {path} are {', '.join(names)}, and the rows of this host have "
+            f"{', '.join(KEYS[host])}: {said} does not fit; say which column is which with "
+            "columns={text: NAME, …}, or with columns={label: NAME, …} where it holds classes"
         )
-    return StreamRows(dataset, chosen, host) if streaming else DatasetRows(dataset, chosen, host)
+    if template is not None and "label" not in chosen:
+        _refuse(path, template=template)
+    dataset = _undecoded(dataset, chosen)
+    if streaming:
+        return StreamRows(dataset, chosen, host, template=template)
+    return DatasetRows(dataset, chosen, host, template)
+
+
+def held_out_split(path: str) -> str | None:
+    """The split of a folder, or of a saved dataset of Hugging Face, that is meant for measuring; None without one.
+
+    Args:
+        path: as `read_rows` is given it.
+    """
+    place = Path(path)
+    if not place.is_dir():
+        return None
+    if _is_saved(place):
+        listed = place / "dataset_dict.json"
+        splits = json.loads(listed.read_text(encoding="utf-8"))["splits"] if listed.is_file() else []
+        kinds = {kind: name for name in splits for kind, names in SPLITS.items() if name.lower() in (kind, *names)}
+    else:
+        kinds = {kind: folder.name for kind, folder in split_folders(place).items()}
+    return kinds.get("validation", kinds.get("test"))
+
+
+def _is_saved(place: Path) -> bool:
+    return place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _columns(names: Sequence[str], host: str) -> dict[str, str]:
+    """Columns named as the keys of a row, and where no text is among them, one of classes."""
+    chosen = {key: key for key in KEYS[host] if key in names}
+    return chosen if "text" in names or "label" not in names else {**chosen, "label": "label"}
+
+
+def _undecoded(dataset: Any, columns: Mapping[str, str]) -> Any:
+    """The dataset with its pictures as they are stored: read here, one that is broken can be named and left out."""
+    datasets = import_extra("datasets", "train")
+    for name in columns.values():
+        if isinstance((dataset.features or {}).get(name), datasets.Image):
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+    return dataset
 
 
 def _is_hub_name(path: str) -> bool:
@@ -131,10 +241,12 @@ def _is_hub_name(path: str) -> bool:
 
 def _refuse(path: str, **settings: Any) -> None:
     given = next((name for name, value in settings.items() if value), None)
-    if given is not None:
-        raise ConfigError(
-            f"{given} is for a dataset of Hugging Face, and {path} is none: leave it out, or give such a dataset"
-        )
+    if given is None:
+        return
+    kind = "class folders" if given == "template" else "a dataset of Hugging Face"
+    if given == "split":
+        kind = "a dataset of Hugging Face, or a folder of pictures with folders train and val"
+    raise ConfigError(f"{given} is for {kind}, and {path} is none: leave it out, or give such data")
 
 
 def _dataset(path: str, saved: bool, split: str, streaming: bool) -> Any:
@@ -153,13 +265,6 @@ def _dataset(path: str, saved: bool, split: str, streaming: bool) -> Any:
         ) from error
 
 
-def _row_of(given: Mapping[str, Any], columns: Mapping[str, str], host: str, number: int) -> Row:
-    try:
-        return make_row({key: given[name] for key, name in columns.items()}, host)
-    except ConfigError as error:
-        raise ConfigError(f"row {number} of the dataset: {error}") from error
-
-
 def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequence[Row]]:
     """Rows to train on, and rows that are never trained on. The rows of one picture are all on one side.
 
@@ -176,15 +281,16 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
         if held_out != int(held_out):
             raise ConfigError(f"a stream has no length, so held_out must be a number of its rows, got {held_out}")
         count = int(held_out)
-        first = StreamRows(rows.dataset, rows.columns, rows.host, take=count)
-        return StreamRows(rows.dataset, rows.columns, rows.host, skip=count), list(first)
+        given = (rows.dataset, rows.columns, rows.host)
+        first = StreamRows(*given, take=count, template=rows.template)
+        return StreamRows(*given, skip=count, template=rows.template), list(first)
     count = round(held_out * len(rows)) if held_out < 1 else int(held_out)
     count = max(1, count) if held_out else 0
     if count >= len(rows):
         raise ConfigError(f"{count} of {len(rows)} rows held out leave none to train on: give more rows, or less of it")
     if isinstance(rows, DatasetRows):
-        parts = [DatasetRows(rows.dataset.select(part), rows.columns, rows.host) for part in _split(rows, count, seed)]
-        return parts[0], parts[1]
+        kept, away = (rows.select(part) for part in _split(rows, count, seed))
+        return kept, away
     # A picture with several captions must not be on both sides.
     groups: dict[Any, list[int]] = {}
     for number, row in enumerate(rows):

@@ -1,17 +1,16 @@
-"""Rows from files: JSON lines, or a folder of pictures with their texts."""
+"""Rows from files of JSON lines, and what is done with those that cannot be used."""
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmattn.errors import ConfigError
 from mmattn.training.rows import Row, make_row
 
-PICTURES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"})
 _OTHER_NAMES = {"file": "image", "file_name": "image", "caption": "text"}
 _SHOWN = 10
 # The marks of UTF-32 first: one of them begins with one of UTF-16.
@@ -23,63 +22,38 @@ _WIDE = {
 }
 
 
-def read_lines(path: str | Path, host: str = "language") -> list[Row]:
+class FileRows(list[Row]):
+    """Rows of a file or folder.
+
+    Args:
+        rows: in order.
+        found: what was found, in one line: "180 pictures in 12 class folders".
+        left_out: what could not be used, and why.
+    """
+
+    def __init__(self, rows: Iterable[Row], found: str, left_out: Sequence[str] = ()) -> None:
+        super().__init__(rows)
+        self.found, self.left_out = found, tuple(left_out)
+
+
+def read_lines(path: str | Path, host: str = "language", *, skip_broken: bool = False) -> FileRows:
     """The rows of a file of JSON lines in UTF-8, with or without a byte-order mark. Empty lines are passed over.
+
+    In files of the names `captions.jsonl` and `metadata.jsonl`, "file" and "file_name" stand for "image" and "caption"
+    for "text".
 
     Args:
         path: of the file; relative paths in it start from its folder.
         host: "language" or "unet": what the rows are for.
+        skip_broken: leave out lines that cannot be used, and name them in `left_out` of the result.
 
     Raises:
         ConfigError: no such file, no rows, or lines that are none; the first ten are named with their numbers.
     """
-    return _read(Path(path), lambda given: make_row(given, host, Path(path).parent))
-
-
-def read_folder(path: str | Path, host: str = "language") -> list[Row]:
-    """The rows of a folder of pictures with their texts, given in one of three ways.
-
-    `captions.jsonl` has lines {"file", "caption"}; `metadata.jsonl`, as the image folders of Hugging Face, has lines
-    {"file_name", "text"}, and both may have the other keys of a row; otherwise a `.txt` stands beside each picture.
-    All of them are in UTF-8, with or without a byte-order mark.
-
-    Args:
-        path: of the folder.
-        host: "language" or "unet": what the rows are for.
-
-    Raises:
-        ConfigError: no such folder, none of the three, pictures without a text, or broken lines.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
-    for name in ("captions.jsonl", "metadata.jsonl"):
-        if (folder / name).is_file():
-            return _read(folder / name, lambda given: make_row(_renamed(given), host, folder))
-    pictures = sorted(file for file in folder.rglob("*") if file.suffix.lower() in PICTURES)
-    if not pictures:
-        raise ConfigError(f"{folder} holds no pictures; they end in {', '.join(sorted(PICTURES))}")
-    problems, rows = [], []
-    for picture in pictures:
-        try:
-            text = _decoded(picture.with_suffix(".txt").read_bytes()).strip()
-            rows.append(make_row({"image": str(picture), "text": text}, host))
-        except FileNotFoundError:
-            problems.append(f"{picture.name}: no {picture.stem}.txt beside it")
-        except ConfigError as error:
-            problems.append(f"{picture.stem}.txt: {error}")
-    _raise_problems(str(folder), "pictures", problems, len(pictures))
-    return rows
-
-
-def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    # The vision recipe writes the species down, too.
-    return {_OTHER_NAMES.get(key, key): value for key, value in given.items() if key != "species"}
-
-
-def _read(path: Path, make: Callable[[dict[str, Any]], Row]) -> list[Row]:
+    path = Path(path)
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
+    renamed = path.name in ("captions.jsonl", "metadata.jsonl")
     rows, problems, number, seen = [], [], 0, 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -87,17 +61,47 @@ def _read(path: Path, make: Callable[[dict[str, Any]], Row]) -> list[Row]:
                 raise ConfigError(f"{path} is in {encoding}: save it as UTF-8")
             seen += bool(line.strip())
             try:
-                text = _decoded(line).strip()
+                text = read_text(line).strip()
                 if text:
-                    rows.append(make(_object(text)))
+                    given = _object(text)
+                    rows.append(make_row(_renamed(given) if renamed else given, host, path.parent))
             except json.JSONDecodeError as error:
                 problems.append(f"line {number}: not JSON ({error.msg} at character {error.pos + 1})")
             except (ConfigError, RecursionError) as error:
                 problems.append(f"line {number}: {error}")
-    _raise_problems(str(path), "lines", problems, seen)
-    if not rows:
+    if not rows and not problems:
         raise ConfigError(f"{path} has no rows ({number} lines, all of them empty)")
-    return rows
+    left_out = without_broken(path, "lines", problems, seen, skip_broken)
+    return FileRows(rows, f"{len(rows)} rows of {path.name}", [f"{path.name}, {problem}" for problem in left_out])
+
+
+def without_broken(where: Path, what: str, problems: Sequence[str], total: int, skip_broken: bool) -> Sequence[str]:
+    """The problems, if what has them may be left out.
+
+    Args:
+        where: the file or folder.
+        what: of which there are `total`.
+        problems: a line for each of them that cannot be used.
+        total: how many there are.
+        skip_broken: whether they may be left out.
+
+    Raises:
+        ConfigError: they may not, or there are no others; the first ten are named.
+    """
+    if problems and (len(problems) == total or not skip_broken):
+        raise ConfigError(f"{len(problems)} of {total} {what} of {where} cannot be used:\n{first_few(problems)}")
+    return problems
+
+
+def first_few(problems: Sequence[str]) -> str:
+    """The first ten, a line each, and how many there are besides."""
+    more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "  " + "\n  ".join(problems[:_SHOWN]) + more
+
+
+def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    # The vision recipe writes the species down, too.
+    return {_OTHER_NAMES.get(key, key): value for key, value in given.items() if key != "species"}
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _decoded(raw: bytes) -> str:
+def read_text(raw: bytes) -> str:
     """UTF-8 with or without a byte-order mark, and with any line ends.
 
     Raises:
@@ -138,10 +142,3 @@ def _wide_encoding(raw: bytes) -> str | None:
         if raw.startswith(mark):
             return encoding
     return None
-
-
-def _raise_problems(where: str, what: str, problems: list[str], total: int) -> None:
-    if problems:
-        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        listed = "\n  ".join(problems[:_SHOWN])
-        raise ConfigError(f"{len(problems)} of {total} {what} of {where} cannot be used:\n  {listed}{more}")

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, ShapeError, check_int
+from mmattn.encoders import load_image
+from mmattn.errors import ConfigError, ImageError, ShapeError, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.storage.fingerprints import file_fingerprint
@@ -37,6 +38,9 @@ class RowMemories:
         passages: encoder of passages; None where no row has any.
         dim: width e of the memory; None for that of the wider encoder.
         batch_size: pictures or passages encoded at once.
+
+    Attributes:
+        skipped: pictures that `prepare` could not read and passed over.
 
     Raises:
         ConfigError: neither an encoder nor a width, or an encoder wider than it.
@@ -59,6 +63,7 @@ class RowMemories:
             raise ConfigError(f"an encoder gives vectors {max(widths)} wide, and the memory is to have {self.dim}")
         self.folder, self.batch_size = Path(folder), check_int("batch_size", batch_size)
         self.encoders = {"pictures": pictures, "passages": passages}
+        self.skipped = 0
         self._prints: dict[tuple[Any, ...], str] = {}
 
     @property
@@ -70,7 +75,13 @@ class RowMemories:
         return hashlib.sha256(" ".join(prints).encode()).hexdigest()
 
     def prepare(
-        self, rows: Iterable[Row], *, process_index: int = 0, num_processes: int = 1, progress: bool = False
+        self,
+        rows: Iterable[Row],
+        *,
+        process_index: int = 0,
+        num_processes: int = 1,
+        progress: bool = False,
+        skip_broken: bool = False,
     ) -> int:
         """Encode what is not in the cache yet, of several processes each its share.
 
@@ -79,9 +90,10 @@ class RowMemories:
             process_index: of this process, from 0.
             num_processes: that share the work.
             progress: show a progress bar.
+            skip_broken: pass over pictures that cannot be read, which `unreadable` then names.
 
         Returns:
-            The number of pictures and passages that this process encoded.
+            The number of pictures and passages that this process took on.
 
         Raises:
             ImageError: a picture that cannot be read.
@@ -90,10 +102,26 @@ class RowMemories:
         """
         encoded, left = 0, iter(rows)
         while some := list(itertools.islice(left, _TOGETHER)):
-            encoded += self._prepare(some, process_index, num_processes, progress)
+            encoded += self._prepare(some, process_index, num_processes, progress, skip_broken)
         return encoded
 
-    def _prepare(self, rows: Sequence[Row], process_index: int, num_processes: int, progress: bool) -> int:
+    def unreadable(self, rows: Iterable[Row]) -> dict[int, str]:
+        """The rows with pictures that `prepare` passed over, in any process, and why each cannot be read.
+
+        Args:
+            rows: the same as `prepare` was given.
+        """
+        found: dict[int, str] = {}
+        for number, row in enumerate(rows):
+            for kind, part in _parts(row):
+                if kind == "pictures" and not self._place(kind, part).is_file():
+                    try:
+                        load_image(part)
+                    except ImageError as error:
+                        found.setdefault(number, str(error))
+        return found
+
+    def _prepare(self, rows: Sequence[Row], process_index: int, num_processes: int, progress: bool, skip: bool) -> int:
         wanted: dict[Path, tuple[str, Any]] = {}
         for row in rows:
             for kind, part in _parts(row):
@@ -102,7 +130,8 @@ class RowMemories:
         own = sorted(wanted)[process_index::num_processes]
         missing = [place for place in own if not place.is_file()]
         for kind in self.encoders:
-            self._encode(kind, {place: wanted[place][1] for place in missing if wanted[place][0] == kind}, progress)
+            parts = {place: wanted[place][1] for place in missing if wanted[place][0] == kind}
+            self._encode(kind, parts, progress, skip and kind == "pictures")
         return len(missing)
 
     def of(self, rows: Sequence[Row]) -> Memory | None:
@@ -162,11 +191,21 @@ class RowMemories:
         about_it = (getattr(part, "mode", None), getattr(part, "size", None), getattr(part, "shape", None), palette)
         return hashlib.sha256(repr(about_it).encode() + part.tobytes()).hexdigest()
 
-    def _encode(self, kind: str, missing: dict[Path, Any], progress: bool) -> None:
+    def _encode(self, kind: str, missing: dict[Path, Any], progress: bool, skip_broken: bool) -> None:
         places = list(missing)
         for start in batches(len(places), self.batch_size, f"encoding {kind}", progress and bool(places)):
             part = places[start : start + self.batch_size]
-            encoded: Memory = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
+            try:
+                encoded: Memory = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
+            except ImageError:
+                whole = [place for place in part if _is_readable(missing[place])]
+                if not skip_broken or whole == part:
+                    raise
+                self.skipped += len(part) - len(whole)
+                if not whole:
+                    continue
+                part = whole
+                encoded = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
             for number, place in enumerate(part):
                 row = encoded[number]
                 tokens = row.tokens if row.mask is None else row.tokens[row.mask][None]
@@ -179,6 +218,14 @@ class RowMemories:
 
 def _parts(row: Row) -> list[tuple[str, Any]]:
     return [("pictures", image) for image in row.images] + [("passages", text) for text in row.passages]
+
+
+def _is_readable(image: Any) -> bool:
+    try:
+        load_image(image)
+    except ImageError:
+        return False
+    return True
 
 
 def _filled(memory: Memory) -> Tensor:

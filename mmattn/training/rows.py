@@ -23,6 +23,8 @@ KEYS = {
 }
 UNUSED = ("id", "metadata")
 """Keys that any row may have besides."""
+TEMPLATE = "A photo of a {label}."
+"""The text of a picture in a class folder."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,27 @@ def make_row(given: Mapping[str, Any], host: str = "language", folder: Path | No
     shown = [*_several("image", given.get("image")), *_several("images", given.get("images"))]
     images = tuple(_picture(one, folder) for one in shown)
     return Row(text, _text(given, "prompt", needed=False), images, passages, memory)
+
+
+def text_of_label(label: str, template: str | None = None) -> str:
+    """The text of a picture of which only the class is known.
+
+    Args:
+        label: the name of the class.
+        template: the text, with {label} where the name belongs; None for "A photo of a {label}."
+
+    Raises:
+        ConfigError: a template without {label}.
+
+    >>> text_of_label("oxeye daisy")
+    'A photo of a oxeye daisy.'
+    """
+    template = TEMPLATE if template is None else template
+    if "{label}" not in template:
+        raise ConfigError(
+            f"the template must say where the name of the class belongs, with {{label}}; got {template!r}"
+        )
+    return template.replace("{label}", label)
 
 
 def _text(given: Mapping[str, Any], key: str, needed: bool) -> str:

@@ -22,6 +22,14 @@ def load_pictures(name: str, device: Any = "cpu") -> Any:
     return mmattn.OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)
 
 
+def load_texts(settings: Config, device: Any = "cpu") -> Any:
+    """The encoder of passages: the text tower of a CLIP of open_clip, or any encoder of Hugging Face."""
+    name = place(settings.text_encoder)
+    if (Path(name) / "open_clip_config.json").is_file():
+        return mmattn.OpenCLIPTextEncoder(f"local-dir:{name}", device=device)
+    return mmattn.TextEncoder(name, pooling=settings.pooling, device=device)
+
+
 def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemories:
     """The memories of rows, by the encoders they need.
 
@@ -34,7 +42,7 @@ def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemori
             f"no row of {settings.data.path} has a picture, a passage or a memory: there would be nothing to look at"
         )
     eye = load_pictures(settings.encoder, device) if images else None
-    reader = mmattn.TextEncoder(settings.text_encoder, pooling=settings.pooling, device=device) if passages else None
+    reader = load_texts(settings, device) if passages else None
     widths = [encoder.dim for encoder in (eye, reader) if encoder is not None]
     if saved:
         found = next(row.memory for row in rows if row.memory is not None)
@@ -65,6 +73,19 @@ def exchanged(rows: Sequence[training.Row]) -> list[training.Row] | None:
         row, other = rows[number], rows[having[(place_ + 1) % len(having)]]
         out[number] = training.Row(row.text, row.prompt, other.images, other.passages, other.memory, row.picture)
     return out
+
+
+def captions_in_memory(rows: Sequence[training.Row]) -> list[training.Row]:
+    """The rows with their texts in the memory instead of before the UNet's own text encoder.
+
+    A picture is then no example for itself: its text is to say what is drawn.
+    """
+    made = []
+    for row in rows:
+        images = tuple(image for image in row.images if image is not row.picture) if row.text else row.images
+        passages = (*row.passages, row.text) if row.text else row.passages
+        made.append(training.Row("", "", images, passages, row.memory, row.picture))
+    return made
 
 
 def without(rows: Sequence[training.Row]) -> list[training.Row]:

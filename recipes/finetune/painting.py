@@ -10,7 +10,7 @@ import torch
 
 import mmattn
 from mmattn import training
-from mmattn.errors import ConfigError, TextError
+from mmattn.errors import ConfigError
 
 from .memories import without
 from .settings import Config, place
@@ -39,13 +39,17 @@ class Painting:
         self.size = int(self.host.config.sample_size * scale)
         self.channels = int((self.host if self.vae is None else self.vae).config.in_channels)
 
-    def check(self, rows: Any) -> None:
-        """Refuse texts with words that the text encoder never saw."""
+    def check(self, rows: Any) -> str | None:
+        """The first text with words that the text encoder of this UNet never saw; None where there is none."""
         for number in range(len(rows)):
-            ids = self.tokenizer(rows[number].text)["input_ids"]
+            text = rows[number].text
             # A vocabulary of pieces spells any word; one of whole words does not.
-            if self.tokenizer.unk_token_id in ids and self.tokenizer.unk_token != self.tokenizer.eos_token:
-                raise TextError(f"row {number}: {rows[number].text!r} has words this model never saw")
+            if (
+                self.tokenizer.unk_token_id in self.tokenizer(text)["input_ids"]
+                and self.tokenizer.unk_token != self.tokenizer.eos_token
+            ):
+                return text
+        return None
 
     def attach(self, memories: training.RowMemories) -> Any:
         """The UNet with the adapter of the settings."""

@@ -76,7 +76,7 @@ def plot_pictures(path: Path, rows: Sequence[Any], drawn: Any) -> None:
         if row.images:
             above.imshow(mmattn.load_image(row.images[0]))
         below.imshow(picture.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
-        below.set_xlabel(row.text[:40], fontsize=7)
+        below.set_xlabel((row.text or " ".join(row.passages))[:40], fontsize=7)
         for axis in (above, below):
             axis.set(xticks=[], yticks=[])
     axes[0][0].set_ylabel("shown", fontsize=8)

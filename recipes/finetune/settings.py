@@ -17,10 +17,14 @@ class Strict(BaseModel):
 
 class DataSettings(Strict):
     path: str = "assets/flora"  # a .jsonl file, a folder of pictures with texts, or a dataset of Hugging Face
-    split: str | None = None  # of a dataset of Hugging Face; "train" by default
+    split: str | None = None  # of a dataset of Hugging Face, or of folders train, val, test; "train" by default
     streaming: bool = False  # read it as it arrives; needs optim.max_steps
     columns: dict[str, str] | None = None  # key of a row: column of the dataset; by default the same names
-    held_out: float = Field(0.1, ge=0)  # never trained on: a share, or from 1 on a number of rows (a stream's first)
+    template: str | None = None  # the text of a picture in a class folder; by default "A photo of a {label}."
+    strict: bool = False  # stop at a picture or line that cannot be used, instead of leaving it out and naming it
+    # never trained on: a share, or from 1 on a number of rows (a stream's first); by default the split val or test of
+    # the data, and a tenth where it has none
+    held_out: float | None = Field(None, ge=0)
     max_length: int | None = Field(None, ge=3)  # tokens of a row; by default what the language model can read
     truncation: bool = False  # shorten longer texts instead of refusing them
     cache: str = "runs/cache"  # memories are cached here, by encoder and content
@@ -32,7 +36,7 @@ class AdapterSettings(Strict):
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=1)
     num_kv_heads: int | None = 1
-    feed_forward: float = Field(2.0, ge=0)
+    feed_forward: float = Field(0.0, ge=0)  # with a few pictures it learns them by heart; 2 or more with thousands
     gate: Literal["scalar", "head", "channel"] = "scalar"
     qk_norm: bool = False
     null_slot: bool = False
@@ -56,7 +60,7 @@ class LoraSettings(Strict):
 
 class OptimSettings(Strict):
     max_steps: int | None = Field(None, ge=1)  # overrides num_train_epochs, as in transformers
-    num_train_epochs: float | None = Field(None, gt=0)  # 20 where max_steps is not given either
+    num_train_epochs: float | None = Field(None, gt=0)  # by default 400 steps or 20 epochs, the longer of them
     batch_size: int = Field(8, ge=1)  # rows that one step learns from, over all processes
     gradient_accumulation_steps: int = Field(1, ge=1)  # micro-batches of a process
     learning_rate: float = Field(2e-3, gt=0)
@@ -94,7 +98,9 @@ class Config(Strict):
     quantise: Literal["int8", "bnb8", "bnb4"] | None = None  # language: by torchao, or by bitsandbytes
     unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or a Stable Diffusion
     encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
-    text_encoder: str = "all-MiniLM-L6-v2"  # of passages; any encoder of Hugging Face
+    text_encoder: str = "all-MiniLM-L6-v2"  # of passages; any encoder of Hugging Face, or a folder of open_clip
+    captions: Literal["auto", "host", "memory"] = "auto"  # unet: read by its own text encoder, or by `text_encoder` as
+    # a part of the memory; auto: in the memory where its own never saw some of the words
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token
     device: Literal["auto", "cpu"] = "auto"
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
@@ -111,7 +117,7 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _for_this_host(self) -> Config:
-        others = {"unet", "decoupled"}
+        others = {"unet", "decoupled", "captions"}
         if self.host == "unet":
             others = {"lm", "quantise", "adapter", "lora", "caption"}
         plain = type(self).model_fields

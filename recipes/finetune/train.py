@@ -17,13 +17,17 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_said
 
-from mmattn import training
+from mmattn import inspect, training
+from mmattn.errors import ConfigError, TextError
 
-from . import report
+from . import data, looks, report
 from .language import Language, write_texts
-from .memories import exchanged, row_memories, without
+from .memories import captions_in_memory, exchanged, row_memories, without
 from .painting import Painting
-from .settings import Config, place
+from .settings import Config
+
+EPOCHS, STEPS = 20, 400
+"""As long as a run is where nothing else is asked for: so many epochs, and so many steps at least."""
 
 
 def main(config: dict[str, Any]) -> Path:
@@ -77,7 +81,7 @@ class Run:
         optim = settings.optim
         self.config = training.TrainingConfig(
             max_steps=optim.max_steps,
-            num_train_epochs=optim.num_train_epochs if optim.num_train_epochs or optim.max_steps else 20,
+            num_train_epochs=optim.num_train_epochs if optim.num_train_epochs or optim.max_steps else EPOCHS,
             gradient_accumulation_steps=optim.gradient_accumulation_steps,
             learning_rate=optim.learning_rate,
             gate_learning_rate=optim.gate_learning_rate,
@@ -97,28 +101,29 @@ class Run:
 
     def run(self) -> None:
         settings, accelerator = self.settings, self.accelerator
-        rows = training.read_rows(
-            place(settings.data.path),
-            settings.host,
-            split=settings.data.split,
-            streaming=settings.data.streaming,
-            columns=settings.data.columns,
-        )
-        rows, self.held_out = training.split_rows(rows, settings.data.held_out, settings.seed)
-        if not self.held_out:
+        rows = data.read(settings, accelerator.print)
+        if not rows.held_out:
             self.config = replace(self.config, eval_steps=0, early_stopping_patience=0)
         self.host: Any = (Language if settings.host == "language" else Painting)(settings, accelerator.device)
-        memories = row_memories(settings, rows, accelerator.device)
-        for part in (rows, self.held_out):
-            if not isinstance(part, training.StreamRows):
-                self.host.check(part)
-                shared = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
-                memories.prepare(part, **shared, progress=self.progress)
-        accelerator.wait_for_everyone()
-        self.batches = training.RowBatches(rows, settings.optim.batch_size, settings.seed)
+        unknown = [text for part in rows.parts if (text := self.host.check(part)) is not None]
+        if unknown and settings.captions == "host":
+            raise TextError(
+                f"{unknown[0]!r} has words this UNet's text encoder never saw: with captions=auto, text_encoder="
+                f"{settings.text_encoder} reads them as a part of the memory"
+            )
+        if settings.captions == "memory" or unknown:
+            rows = self._captions_in_memory(rows, unknown)
+        memories = row_memories(settings, rows.rows, accelerator.device)
+        rows = data.encode(rows, memories, settings, accelerator, self.progress)
+        self.held_out, self.left_out = rows.held_out, rows.left_out
+        self.batches = training.RowBatches(rows.rows, settings.optim.batch_size, settings.seed)
+        optim, an_epoch = settings.optim, self.batches.batches_per_epoch
+        if not (optim.max_steps or optim.num_train_epochs) and an_epoch is not None and EPOCHS * an_epoch < STEPS:
+            self.config = replace(self.config, max_steps=STEPS, num_train_epochs=None)
         self.folder = self._begin()
-        count = "a stream of" if isinstance(rows, training.StreamRows) else len(rows)
+        count = "a stream of" if rows.streamed else len(rows.rows)
         accelerator.print(f"{count} rows to train on, {len(self.held_out)} held out; memories of width {memories.dim}")
+        self._say_left_out()
 
         torch.manual_seed(settings.seed)
         model = self.host.attach(memories)
@@ -139,7 +144,25 @@ class Run:
         if self.held_out:
             self._samples(model, memories)
             self._table(model, memories, done)
+        self._say_left_out()
         accelerator.print(f"the adapter is in {self.out / 'adapter'}")
+
+    def _captions_in_memory(self, rows: data.Data, unknown: Sequence[str]) -> data.Data:
+        """Texts that the UNet's own text encoder cannot read go into the memory, read by one that knows the words."""
+        if rows.streamed:
+            raise ConfigError("captions=memory needs rows that are not streamed: leave data.streaming out")
+        why = f": {unknown[0]!r} has words that the UNet's own never saw" if unknown else ""
+        self.accelerator.print(f"captions are read by {self.settings.text_encoder}, as a part of the memory{why}")
+        # So that what draws with the adapter knows it, too.
+        self.settings = self.settings.model_copy(update={"captions": "memory"})
+        return replace(rows, rows=captions_in_memory(rows.rows), held_out=captions_in_memory(rows.held_out))
+
+    def _say_left_out(self) -> None:
+        """Name what was left out, where it is seen before the training and after it, and in a file."""
+        if self.left_out:
+            self.accelerator.print(data.describe_left_out(self.left_out))
+            if self.first:
+                self.folder.write_text("left_out.txt", "\n".join(self.left_out))
 
     def _begin(self) -> Any:
         """The run's folder, in the first process."""
@@ -199,14 +222,19 @@ class Run:
         if self.settings.host == "unet":
             drawn = self.host.draw(model, memories.of(rows), [row.text for row in rows], self.settings.seed)
             report.plot_pictures(self.out / "samples.png", rows, drawn)
-            return
-        lines = []
-        for row in rows:
-            memory = memories.of([row])
-            (text,) = write_texts(model, self.host.tokenizer, memory, row.prompt, **self._length())
-            shown = ", ".join(str(image) for image in row.images if isinstance(image, str)) or row.prompt or "row"
-            lines.append(f"{shown}: {text}")
-        self.folder.write_text("samples.txt", "\n".join(lines))
+            traces = looks.unet_traces(self.host, model, rows, memories, self.settings.seed)
+        else:
+            tokenizer, texts = self.host.tokenizer, []
+            for row in rows:
+                texts += write_texts(model, tokenizer, memories.of([row]), row.prompt, **self._length())
+            shown = [
+                ", ".join(one for one in row.images if isinstance(one, str)) or row.prompt or "row" for row in rows
+            ]
+            lines = [f"{name}: {text}" for name, text in zip(shown, texts, strict=True)]
+            self.folder.write_text("samples.txt", "\n".join(lines))
+            traces = looks.language_traces(model, tokenizer, rows, texts, memories)
+        if traces:
+            inspect.save_traces(traces, self.out)
 
     def _length(self) -> dict[str, int]:
         return {"max_new_tokens": self.settings.caption.max_new_tokens, "num_beams": self.settings.caption.num_beams}

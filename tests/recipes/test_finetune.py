@@ -29,7 +29,7 @@ FLORA = ROOT / "assets" / "flora"
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("finetune", "settings", "memories", "language", "painting", "train", "caption", "report")
+    return load_files("finetune", "settings", "memories", "language", "painting", "train", "caption", "report", "looks")
 
 
 def short(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -65,6 +65,7 @@ class TestLanguage:
     def test_it_leaves_everything(self, run: Path) -> None:
         assert {path.name for path in run.iterdir()} == {
             "adapter",
+            "attention.safetensors",
             "checkpoints",
             "checkpoints_lora",
             "config.resolved.yaml",
@@ -169,6 +170,78 @@ class TestLanguage:
             recipe.language.load_lm("assets/lm", kind, "cpu")
 
 
+class TestData:
+    @pytest.fixture
+    def flowers(self, tmp_path: Path) -> Path:
+        """Class folders of four flowers, in train and val, one picture of which is broken."""
+        for split, each in (("train", 3), ("val", 1)):
+            for name in ("daffodil", "snowdrop"):
+                (tmp_path / "flowers" / split / name).mkdir(parents=True)
+                for number in range(each):
+                    with Image.open(FLORA / f"{name}.png") as picture:
+                        picture.rotate(30 * number).save(tmp_path / "flowers" / split / name / f"{number}.png")
+        broken = tmp_path / "flowers" / "train" / "daffodil" / "2.png"
+        broken.write_bytes(broken.read_bytes()[:200])
+        return tmp_path / "flowers"
+
+    def test_class_folders_one_of_them_with_a_broken_picture(
+        self, recipe: SimpleNamespace, flowers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        asked = short(tmp_path, eval={"eval_steps": 0})
+        asked["data"] |= {"path": str(flowers), "held_out": None, "template": "A painted {label}."}
+        with pytest.raises(mmattn.errors.ImageError, match="2.png"):
+            recipe.train.main(asked | {"data": asked["data"] | {"strict": True}})
+        capsys.readouterr()
+        out = recipe.train.main(asked)
+        said = capsys.readouterr().out
+        assert "6 pictures in 2 class folders" in said and "held out, val: 2 pictures in 2 class folders" in said
+        assert "5 rows to train on, 2 held out" in said
+        assert said.count("1 left out, because it cannot be used (data.strict=true stops instead):") == 2
+        broken = flowers / "train" / "daffodil" / "2.png"
+        assert str(broken) in said and str(broken) in (out / "left_out.txt").read_text()
+        assert len((out / "samples.txt").read_text().splitlines()) == 2
+
+    def test_its_run_can_be_explored(self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        traces = mmattn.inspect.load_traces(run)
+        assert len(traces) == 2 and all(trace.grid == (8, 8) and trace.picture for trace in traces)
+        samples = (run / "samples.txt").read_text().splitlines()
+        assert [line.split(": ", 1)[1] for line in samples] == [trace.title for trace in traces]
+        code, out, err = call(capsys, "explore", run, "--out", tmp_path / "page.html")
+        assert code == 0 and "page.html" in out, err
+
+    def test_what_passages_were_attended_to(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
+        lm, tokenizer = recipe.language.load_lm("assets/lm", None, "cpu")
+        reader = recipe.memories.load_texts(recipe.settings.Config(text_encoder="assets/clip"))
+        memories = training.RowMemories(tmp_path, passages=reader)
+        model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=memories.dim, every=3, num_heads=2, head_dim=8))
+        row = training.Row("It is red.", "What is it?", passages=("Roses are red.", "Violets are blue."))
+        (trace,) = recipe.looks.language_traces(model, tokenizer, [row], ["It is blue."], memories)
+        assert trace.sources == row.passages and "".join(trace.words).strip().startswith("It is blue.")
+        resampled = mmattn.GatedAdapter(
+            memory_dim=memories.dim, every=3, num_heads=2, head_dim=8, resampler=mmattn.Resampler(num_latents=2)
+        )
+        hidden = mmattn.attach(model.unload(), resampled)
+        assert recipe.looks.language_traces(hidden, tokenizer, [row], ["It is blue."], memories) == []
+
+
+def test_few_pictures_beside_a_probe(load_files: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+    """The script measures what it says: pictures that were not trained on, those of two flowers that look different."""
+    pytest.importorskip("sklearn")
+    few = load_files("finetune", "few_pictures").few_pictures
+    for name in ("daffodil", "foxglove"):
+        (tmp_path / "all" / name).mkdir(parents=True)
+        for number in range(4):
+            with Image.open(FLORA / f"{name}.png") as picture:
+                picture.rotate(5 * number).save(tmp_path / "all" / name / f"{number}.png")
+    changes = ["optim.max_steps=2", "progress=false", "device=cpu", "adapter.every=6", "caption.max_new_tokens=4"]
+    said = few.measure(tmp_path / "all", tmp_path / "out", "assets/clip", 3, 1, 1, changes)
+    assert said.startswith("6 pictures in 2 classes; of 2 new ones named right")
+    shares = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in said.splitlines()[4:]}
+    assert shares["logistic regression, mean of the patches"] == shares["logistic regression, pooled"] == "100.0 %"
+    assert set(shares) >= {"adapter, seed 0", "adapter, mean of 1"}
+    assert few.named(["A photo of a Daisy", "a photo of"], ["A photo of a daisy.", "A photo of a pansy."]) == 0.5
+
+
 class TestUNet:
     def test_it_learns_to_draw(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
         pictures = tmp_path / "pictures"
@@ -182,6 +255,8 @@ class TestUNet:
             del asked[name]
         out = recipe.train.main(asked)
         rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
+        traces = mmattn.inspect.load_traces(out)
+        assert len(traces) == 2 and all(trace.queries == "sources" and trace.word_grid == (8, 8) for trace in traces)
         assert len(rows) == 4 and rows["adapter, its own memory"]["loss"] != rows["adapter, no memory"]["loss"]
         with Image.open(out / "samples.png") as samples:
             assert min(samples.size) > 100
@@ -203,9 +278,32 @@ class TestUNet:
         for name, value in whole.items():
             if name.startswith("moments."):
                 assert_close(cut[name], value, 1e-3)
-        (pictures / "4.txt").write_text("a hippopotamus")
-        with pytest.raises(mmattn.errors.TextError, match="'a hippopotamus' has words this model never saw"):
-            recipe.train.main(asked | {"out": str(tmp_path / "other")})
+
+    def test_words_it_never_saw(
+        self, recipe: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A text encoder that knows them reads the captions, and they are a part of the memory."""
+        pictures = tmp_path / "pictures"
+        pictures.mkdir()
+        for number, text in enumerate(("a hippopotamus", "a crocodile", "a zebra", "a lion")):
+            shutil.copy(ROOT / "assets" / "digits" / "bold.png", pictures / f"{number}.png")
+            (pictures / f"{number}.txt").write_text(text)
+        asked = short(tmp_path, host="unet", text_encoder="assets/clip", eval={"eval_steps": 0})
+        asked["data"] |= {"path": str(pictures), "held_out": 1}
+        asked["optim"] |= {"max_steps": 2}
+        for name in ("adapter", "caption"):
+            del asked[name]
+        with pytest.raises(mmattn.errors.TextError, match="has words this UNet's text encoder never saw"):
+            recipe.train.main(asked | {"captions": "host"})
+        out = recipe.train.main(asked)
+        assert "captions are read by assets/clip, as a part of the memory" in capsys.readouterr().out
+        assert read_settings(out / "config.resolved.yaml")["captions"] == "memory"
+        settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
+        text_tower = recipe.memories.load_texts(recipe.settings.Config(**asked))
+        assert settings["encoder"] == text_tower.fingerprint, "no picture is an example for itself"
+        memories = training.RowMemories(tmp_path / "cache", passages=text_tower)
+        one, two = (memories.of([training.Row("", passages=(text,))]).tokens for text in ("a zebra", "a lion"))
+        assert not torch.equal(one, two)
 
 
 class TestSettings:
@@ -216,6 +314,7 @@ class TestSettings:
             ({"nonsense": 1}, "nonsense"),
             ({"host": "unet", "lm": "gpt2"}, "lm is for another host"),
             ({"decoupled": {"tokens": 4}}, "decoupled is for another host"),
+            ({"captions": "memory"}, "captions is for another host"),
         ],
     )
     def test_unknown_or_useless_ones_are_refused(

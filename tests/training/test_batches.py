@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import mmattn
 from mmattn import training
-from mmattn.errors import ConfigError, ShapeError, TextError
+from mmattn.errors import ConfigError, ImageError, ShapeError, TextError
 from mmattn.training.sampling import split_between_processes
 from tests.training import small_run
 from tests.training.small_run import Letters
@@ -124,6 +124,27 @@ class TestRowMemories:
             memories.prepare(rows, process_index=rank, num_processes=2)
         assert sorted(eye.shown for eye in eyes) == [3, 4]
         assert training.RowMemories(tmp_path / "kept", pictures=Eye()).prepare(rows) == 0
+
+    def test_pictures_that_cannot_be_read(self, tmp_path: Path) -> None:
+        """They are passed over where that is asked for, in every process alike, and the others are encoded."""
+        paths = painted(tmp_path, *range(7))
+        Path(paths[2]).write_bytes(b"no picture")
+        Path(paths[5]).write_bytes(Path(paths[5]).read_bytes()[:40])
+        rows = [training.Row(path, images=(path,)) for path in paths]
+        with pytest.raises(ImageError, match="[25].png"):
+            training.RowMemories(tmp_path / "strict", pictures=Eye()).prepare(rows)
+        processes = [training.RowMemories(tmp_path / "kept", pictures=Eye(), batch_size=3) for _ in range(2)]
+        for rank, memories in enumerate(processes):
+            memories.prepare(rows, process_index=rank, num_processes=2, skip_broken=True)
+        assert sum(memories.skipped for memories in processes) == 2
+        for memories in processes:
+            found = memories.unreadable(rows)
+            assert set(found) == {2, 5} and "2.png" in found[2] and "5.png" in found[5]
+            kept = [row for number, row in enumerate(rows) if number not in found]
+            memory = memories.of(kept)
+            assert memory is not None and memory.lengths == [3] * 5
+        with pytest.raises(ImageError, match="2.png"):
+            processes[0].of(rows)
 
     def test_values_too_large_for_half(self, tmp_path: Path) -> None:
         reader = Reader(3)

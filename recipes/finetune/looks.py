@@ -1,0 +1,107 @@
+"""What a trained model attended to, for `mmattn explore`: words to patches, passages, or the example of a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import mmattn
+from mmattn import inspect, training
+from mmattn.encoders import load_image
+
+EXPLORED = 6
+"""Rows that `mmattn explore` shows, at most."""
+
+
+def language_traces(
+    model: Any, tokenizer: Any, rows: Sequence[training.Row], texts: Sequence[str], memories: training.RowMemories
+) -> list[inspect.Trace]:
+    """What each word that was written attended to; none where a resampler hides the slots.
+
+    Args:
+        model: the adapted language model.
+        tokenizer: its own.
+        rows: each with a memory.
+        texts: what was written for each of them.
+        memories: of the rows.
+    """
+    if any(adapter.resampler is not None for adapter in model.adapters.values()):
+        return []
+    collator, made = training.RowCollator(tokenizer), []
+    for row, text in zip(rows[:EXPLORED], texts, strict=False):
+        # The row itself may be longer than what was written of it; its own text would not be what was attended from.
+        written = training.Row(text or " ", row.prompt)
+        (ids,), (start,) = collator.ids([written])
+        memory = memories.of([row])
+        words = [tokenizer.decode([one]) for one in ids]
+        shown: dict[str, Any] = {"sources": _names(row, memory)}
+        grid = getattr(memories.encoders["pictures"], "grid", None)
+        if len(row.images) == 1 and grid is not None and grid[0] * grid[1] == memory.length:
+            shown = {"grid": grid, "picture": load_image(row.images[0])}
+        made.append(inspect.attribute(model, ids, memory, words, start=max(1, start), title=text, **shown))
+    return made
+
+
+def _names(row: training.Row, memory: mmattn.Memory) -> list[str]:
+    """The picture or passage of each slot, which its segment counts."""
+    pictures = [f"picture {number}" for number in range(1, len(row.images) + 1)]
+    names = [*pictures, *row.passages]
+    # What a saved memory holds comes after them, in segments of its own.
+    return [names[one] if one < len(names) else f"memory {one - len(names) + 1}" for one in memory.segments[0].tolist()]
+
+
+def unet_traces(
+    painting: Any, model: Any, rows: Sequence[training.Row], memories: training.RowMemories, seed: int, steps: int = 20
+) -> list[inspect.Trace]:
+    """Which patches of its example each place of a drawing attended to, as the mean over the steps.
+
+    None where a resampler hides the patches, or where the memory is not one picture in patches.
+
+    Args:
+        painting: the host with its text encoder.
+        model: the adapted UNet.
+        rows: each with a memory.
+        memories: of the rows.
+        seed: of the noise.
+        steps: of DDIM.
+    """
+    grid, made = getattr(memories.encoders["pictures"], "grid", None), []
+    for row in rows[:EXPLORED]:
+        memory = memories.of([row])
+        if grid is None or len(row.images) != 1 or grid[0] * grid[1] != memory.length:
+            continue
+        with inspect.record(model) as weights:
+            drawn = painting.draw(model, memory, [row.text], seed, steps)
+        found = {index: calls for (owner, index), calls in weights.items() if owner == "default"}
+        if not found or any(calls[0].shape[-1] < memory.length for calls in found.values()):
+            continue
+        side = int(painting.host.config.sample_size)
+        maps, layers = _maps(found, memory.length, side)
+        patches = [f"row {line + 1}, column {column + 1}" for line in range(grid[0]) for column in range(grid[1])]
+        places = [f"row {line + 1}, column {column + 1}" for line in range(side) for column in range(side)]
+        pictures = {"picture": _picture(drawn[0]), "word_picture": load_image(row.images[0])}
+        grids: dict[str, Any] = {"grid": (side, side), "word_grid": grid, "queries": "sources"}
+        made.append(inspect.Trace(patches, places, maps, layers, row.text, **grids, **pictures))
+    return made
+
+
+def _maps(found: dict[int, Any], count: int, side: int) -> tuple[torch.Tensor, list[str]]:
+    """Of each layer the weights (h, slots, places), over a square of side × side; and the layers' names."""
+    maps, names = [], []
+    for index, calls in found.items():
+        seen = torch.stack([call[0] for call in calls]).float().mean(0)[..., :count]  # (h, places, slots)
+        height = round(seen.shape[1] ** 0.5)
+        square = seen.transpose(1, 2).unflatten(2, (height, height))
+        maps.append(F.interpolate(square, size=(side, side), mode="bilinear", align_corners=False).flatten(2))
+        names.append(f"attention {index}, {height} × {height} places")
+    return torch.stack(maps), names
+
+
+def _picture(drawn: torch.Tensor) -> Any:
+    """A drawing (c, height, width) from 0 to 1, large enough to be looked at."""
+    pixels = drawn.expand(3, -1, -1) if drawn.shape[0] == 1 else drawn
+    image = load_image(pixels)
+    return image.resize((256, 256), resample=0) if image.width < 128 else image

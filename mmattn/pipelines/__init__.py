@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from mmattn.encoders.named import load_image_encoder
 from mmattn.pipelines.entries import build_index
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.load import pipeline
@@ -33,6 +34,7 @@ __all__ = [
     "TextGenerationPipeline",
     "build_index",
     "default_device",
+    "load_image_encoder",
     "load_host",
     "pipeline",
     "quantization_config",

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn import training
+from mmattn import pipelines, training
 from mmattn.recipes import read_settings
 
 from .language import load_lm, write_texts
-from .memories import load_pictures
 from .train import main as train
 
 
@@ -64,7 +63,7 @@ def measure(source: Path, out: Path, encoder: str, each: int, held_out: int, see
         split(source, Path(folder), each, held_out)
         parts = [training.read_rows(folder, split=name) for name in ("train", "test")]
         texts = [[row.text for row in part] for part in parts]
-        eye = load_pictures(encoder)
+        eye = pipelines.load_image_encoder(encoder)
         cache = str(out / "cache")
         memories = training.RowMemories(cache, pictures=eye)
         seen = [_features(memories, part) for part in parts]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import mmattn
-from mmattn import training
-from mmattn.errors import ConfigError, import_extra
+from mmattn import pipelines, training
+from mmattn.errors import ConfigError
 
 from .settings import Config, place
 
@@ -82,31 +81,13 @@ def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tupl
     options: dict[str, Any] = {"dtype": torch.float32}
     try:
         if quantise is not None:
-            options |= {"quantization_config": quantisation(quantise), "device_map": {"": str(device)}}
+            options |= {"quantization_config": pipelines.quantization_config(quantise), "device_map": {"": str(device)}}
         tokenizer = AutoTokenizer.from_pretrained(name)
         lm = AutoModelForCausalLM.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError) as error:
         asked = "" if quantise is None else f" as {quantise}"
         raise ConfigError(f"lm={name!r} cannot be loaded{asked}: {error}") from error
     return (lm if quantise is not None else lm.to(device)).eval(), tokenizer
-
-
-def quantisation(kind: str) -> Any:
-    """The settings of transformers for weights in 8 or 4 bit.
-
-    Raises:
-        MissingExtraError: what quantises them is not installed.
-    """
-    from transformers import BitsAndBytesConfig, TorchAoConfig
-
-    if kind == "int8":
-        return TorchAoConfig(import_extra("torchao", "quantised").quantization.Int8WeightOnlyConfig())
-    import_extra("bitsandbytes", "quantised")
-    if kind == "bnb8":
-        # It says at every product that it rounds its input, as is its way of 8 bit.
-        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")  # arXiv 2305.14314, section 3
 
 
 @torch.no_grad()

@@ -9,17 +9,9 @@ from typing import Any
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
+from mmattn.pipelines import load_image_encoder
 
 from .settings import Config, place
-
-
-def load_pictures(name: str, device: Any = "cpu") -> Any:
-    """The encoder of a setting: "torchvision:NAME[:WEIGHTS]", a folder of open_clip, or an open_clip "NAME:TAG"."""
-    if name.startswith("torchvision:"):
-        _, network, *weights = name.split(":", 2)
-        return mmattn.TorchvisionEncoder(network, weights=weights[0] if weights else None, device=device)
-    name = place(name)
-    return mmattn.OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)
 
 
 def load_texts(settings: Config, device: Any = "cpu") -> Any:
@@ -41,7 +33,7 @@ def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemori
         raise ConfigError(
             f"no row of {settings.data.path} has a picture, a passage or a memory: there would be nothing to look at"
         )
-    eye = load_pictures(settings.encoder, device) if images else None
+    eye = load_image_encoder(place(settings.encoder), device) if images else None
     reader = load_texts(settings, device) if passages else None
     widths = [encoder.dim for encoder in (eye, reader) if encoder is not None]
     if saved:

@@ -23,12 +23,7 @@ def chosen(device: str | torch.device) -> torch.device:
 
 def load_encoder(name: str, device: str | torch.device = "auto") -> Any:
     """The encoder of a setting: "torchvision:NAME[:WEIGHTS]", a folder of open_clip, or an open_clip "NAME:TAG"."""
-    device = chosen(device)
-    if name.startswith("torchvision:"):
-        _, network, *weights = name.split(":", 2)
-        return mmattn.TorchvisionEncoder(network, weights=weights[0] if weights else None, device=device)
-    name = place(name)
-    return mmattn.OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)
+    return pipelines.load_image_encoder(place(name), chosen(device))
 
 
 def load_lm(name: str, device: str | torch.device = "auto") -> tuple[Any, Any]:

@@ -29,7 +29,7 @@ FLORA = ROOT / "assets" / "flora"
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("finetune", "settings", "memories", "language", "painting", "train", "caption", "report", "looks")
+    return load_files("finetune", "settings", "memories", "language", "painting", "train", "report", "looks")
 
 
 def short(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -105,16 +105,6 @@ class TestLanguage:
         code, out, err = call(capsys, "caption", FLORA / "daffodil.png", "--adapter", run / "adapter")
         assert code == 0 and out.startswith(f"{FLORA / 'daffodil.png'}: "), err
 
-    def test_an_adapter_of_an_older_run_captions(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
-        """Its settings have other names for how it was trained, which does not matter any more."""
-        shutil.copytree(run / "adapter", tmp_path / "adapter")
-        used = ("recipe", "host", "lm", "quantise", "encoder", "lora", "caption")
-        given = {name: value for name, value in read_settings(run / "config.resolved.yaml").items() if name in used}
-        given |= {"precision": "no", "data": {"cut": False}, "optim": {"lr": 2e-3, "pieces": 1}, "eval": {"every": 2}}
-        (tmp_path / "config.resolved.yaml").write_text(json.dumps(given))
-        files = [FLORA / "daffodil.png"]
-        assert recipe.caption.caption(files, tmp_path / "adapter") == recipe.caption.caption(files, run / "adapter")
-
     def test_again_is_nothing_and_anew_is_the_same(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
         shutil.copytree(run, tmp_path / "run")
         file = Path("adapter") / "adapter_model.safetensors"
@@ -145,8 +135,8 @@ class TestLanguage:
         lm, _ = recipe.language.load_lm("assets/lm", None, "cpu")
         model = mmattn.load(training.load_lora(lm, out / "lora"), out / "adapter")
         assert model.trainable_parameters()[0]
-        with pytest.raises(AdapterFileError, match="another encoder"):
-            recipe.caption.caption([FLORA / "daffodil.png"], out / "adapter")
+        with pytest.raises(AdapterFileError, match="has no pipeline_config.json"):
+            mmattn.pipeline(out / "adapter")
 
     @pytest.mark.parametrize("kind", ["int8", "bnb8", "bnb4"])
     def test_a_quantised_host(self, recipe: SimpleNamespace, run: Path, tmp_path: Path, kind: str) -> None:
@@ -158,7 +148,7 @@ class TestLanguage:
         own, lora = rows["adapter, its own memory"], rows["LoRA, text only"]
         assert lora["parameters"] == pytest.approx(own["parameters"], rel=0.05)
         assert all(torch.isfinite(torch.tensor(row["loss"])) for row in rows.values())
-        assert len(recipe.caption.caption([FLORA / "daffodil.png"], out / "adapter")) == 1
+        assert len(mmattn.pipeline(out / "adapter")([FLORA / "daffodil.png"])) == 1
 
     @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("bnb4", "bitsandbytes")])
     def test_what_quantises_is_not_installed(

@@ -14,6 +14,7 @@ from mmattn.training.evaluation import mean_loss
 from mmattn.training.fitting import FitResult, fit
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
+from mmattn.training.memory_collator import MemoryCollator
 from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import parameter_groups
 from mmattn.training.row_datasets import DatasetRows, StreamRows, read_rows, split_rows
@@ -32,6 +33,7 @@ __all__ = [
     "DatasetRows",
     "FitResult",
     "LengthGroupedSampler",
+    "MemoryCollator",
     "Metrics",
     "PairSampler",
     "Row",

@@ -99,14 +99,14 @@ class RowCollator:
             TextError: as `ids`.
             ConfigError: rows with a memory, and no `memories` to read it with.
         """
-        rows = [_row_of(row) for row in rows]
-        if self.memories is None and not self.text_only and any(row.has_memory for row in rows):
+        given = [_row_of(row) for row in rows]
+        if self.memories is None and not self.text_only and any(row.has_memory for row in given):
             raise ConfigError(
                 "rows have a memory, and this RowCollator, made without memories=, would drop it: give it a "
                 "RowMemories, or text_only=True for a control that sees the text alone"
             )
-        ids, unlearned = self.ids(rows)
-        memory = None if self.memories is None else self.memories.of(rows)
+        ids, unlearned = self.ids(given)
+        memory = None if self.memories is None else self.memories.of(given)
         pad = self.tokenizer.pad_token_id
         padded = collate(ids, memory, self._ends[1] if pad is None else pad)
         labels = padded.labels.clone()

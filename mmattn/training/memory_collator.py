@@ -52,8 +52,9 @@ class MemoryCollator:
         for row in rows:
             if self.column not in row:
                 raise ConfigError(
-                    f"the rows have no column {self.column!r} of memories, only {', '.join(row)}: name it with column=, "
-                    "and where a Trainer drops columns that it does not know, give it remove_unused_columns=False"
+                    f"the rows have no column {self.column!r} of memories, only {', '.join(row)}: name it with "
+                    "column=, and where a Trainer drops columns that it does not know, give it "
+                    "remove_unused_columns=False"
                 )
         batch = dict(self.collator([{key: row[key] for key in row if key != self.column} for row in rows]))
         memories = [row_memory(row[self.column]) for row in rows]
@@ -81,7 +82,9 @@ def row_memory(value: Any) -> Memory | None:
     else:
         memory = _from_numbers(value)
     if memory is not None and memory.batch != 1:
-        raise ShapeError(f"the memory of a row must have one row, and this one has {memory.batch}: select one, memory[i]")
+        raise ShapeError(
+            f"the memory of a row must have one row, and this one has {memory.batch}: select one, memory[i]"
+        )
     return memory
 
 

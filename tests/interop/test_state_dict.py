@@ -48,7 +48,7 @@ def test_inside_another_module():
     assert state and all(key.startswith("reader.adapters.default.") for key in state)
     assert other.load_state_dict(state) == ([], [])
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), other.parameters(), strict=True))
-    del state["reader.adapters.default.layers.0.gate"], state[f"reader.{SETTINGS}"]
+    del state["reader.adapters.default.blocks.0.gate.gate"], state[f"reader.{SETTINGS}"]
     with pytest.raises(RuntimeError, match="Missing key.*gate") as seen:
         other.load_state_dict(state | {"reader.unheard": torch.zeros(1)})
     assert "host" not in str(seen.value) and "reader.unheard" in str(seen.value)
@@ -86,9 +86,9 @@ def test_which_adapter_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda state: state.pop("adapters.default.layers.0.gate"), "gate"),
+        (lambda state: state.pop("adapters.default.blocks.0.gate.gate"), "gate"),
         (lambda state: state.update({SETTINGS: state[SETTINGS][:-5]}), "JSON"),
-        (lambda state: state["adapters.default.layers.0.gate"].fill_(torch.nan), "NaN"),
+        (lambda state: state["adapters.default.blocks.0.gate.gate"].fill_(torch.nan), "NaN"),
         (lambda state: state.pop(SETTINGS), "no adapter_config.json"),
     ],
 )

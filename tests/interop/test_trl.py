@@ -90,7 +90,9 @@ def test_it_ends_where_our_loop_does(tmp_path: Path) -> None:
     assert all(torch.equal(value, own[name]) for name, value in model.host.state_dict().items())
     made.save_model(str(tmp_path / "saved"))
     loaded = mmattn.load(tiny.make("llama"), tmp_path / "saved")
-    assert all(torch.equal(a, b) for a, b in zip(loaded.adapters.parameters(), model.adapters.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.adapters.parameters(), model.adapters.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("changes", [{"data_collator": None}, {"data_collator": None, "remove_unused_columns": True}])
@@ -117,7 +119,12 @@ def test_evaluation_and_rows_without_a_memory(tmp_path: Path) -> None:
     model = tiny.attach(tiny.make("llama"))
     collator = training.MemoryCollator(DataCollatorForLanguageModeling(pad_token_id=0), memory_dim=tiny.MEMORY_DIM)
     made = trainer(
-        tmp_path, model, tokenised.datasets.Dataset.from_list(rows), collator, per_device_train_batch_size=1, max_steps=6
+        tmp_path,
+        model,
+        tokenised.datasets.Dataset.from_list(rows),
+        collator,
+        per_device_train_batch_size=1,
+        max_steps=6,
     )
     before = tokenised.weights(model)
     made.train()

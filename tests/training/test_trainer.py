@@ -64,8 +64,8 @@ def test_a_checkpoint_holds_what_is_trained_and_no_host(whole: tuple[Path, Any])
     last = folder / "checkpoint-6"
     names = {path.name for path in last.iterdir()}
     assert names == {
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt",
-        "trained.safetensors", "trainer_state.json",
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth",
+        "scheduler.pt", "trained.safetensors", "trainer_state.json",
     }  # fmt: skip
     tensors, _ = mmattn.training.trainer.read_tensors(last / "trained.safetensors", "mmattn-trained")
     assert set(tensors) == {f"adapters.{name}" for name in after}

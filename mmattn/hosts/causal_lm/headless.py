@@ -21,7 +21,7 @@ class HeadlessHost:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._own = inner_host(model.host).base_model
+        self._own: Any = inner_host(model.host).base_model
 
     def __call__(
         self, *args: Any, memory: Any = None, images: Tensor | None = None, adapter_scale: float = 1.0, **kwargs: Any

@@ -40,12 +40,12 @@ class Reader(lightning.LightningModule):  # type: ignore[name-defined, misc]
         return torch.optim.AdamW(training.parameter_groups(self.model, 1e-2))
 
 
-def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> Reader:
-    """A module trained for so many steps, and its checkpoint `folder/last.ckpt`."""
+def fit(folder: Path, epochs: int, ckpt_path: Path | None = None) -> Reader:
+    """A module trained for so many epochs of three steps, and its checkpoint `folder/last.ckpt`."""
     collator = training.MemoryCollator(DataCollatorForSeq2Seq(tokenised.make_tokenizer()))
     module = Reader()
     trainer = lightning.Trainer(
-        max_steps=steps,
+        max_epochs=epochs,
         accelerator="cpu",
         default_root_dir=folder,
         logger=False,
@@ -62,14 +62,14 @@ def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> Reader:
 def test_checkpoints_hold_no_host_and_are_resumed_from(tmp_path: Path) -> None:
     for name in ("half", "rest", "whole"):
         (tmp_path / name).mkdir()
-    half = fit(tmp_path / "half", 3)
+    half = fit(tmp_path / "half", 1)
     assert tokenised.unmoved(half.model, tokenised.weights(Reader().model)) == []
     state = torch.load(tmp_path / "half" / "last.ckpt", weights_only=False)["state_dict"]
     assert {key.rpartition(".adapters.")[0] for key in state} == {"model"}
     own = tiny.make("llama").state_dict()
     assert all(torch.equal(value, own[name]) for name, value in half.model.host.state_dict().items())
-    rest = fit(tmp_path / "rest", 6, tmp_path / "half" / "last.ckpt")
-    whole = fit(tmp_path / "whole", 6)
+    rest = fit(tmp_path / "rest", 2, tmp_path / "half" / "last.ckpt")
+    whole = fit(tmp_path / "whole", 2)
     ends = zip(rest.model.adapters.parameters(), whole.model.adapters.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in ends)
     again = Reader.load_from_checkpoint(tmp_path / "whole" / "last.ckpt")

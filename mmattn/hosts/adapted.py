@@ -17,14 +17,15 @@ from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import is_adapter, kinds_at
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, check_float
-from mmattn.hosts.attached import AttachedModel, adapted, check_host, forget_compiled
+from mmattn.hosts.attached import adapted, check_host, forget_compiled
 from mmattn.hosts.blocks import OpenBlocks
 from mmattn.hosts.calls import Action, Call, ForwardStep
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.interop.quantised import size_of
+from mmattn.hosts.saved import SavedModel
 
 
-class AdaptedModel(AttachedModel):
+class AdaptedModel(SavedModel):
     """A host and its adapters; what `attach` returns. Whatever is not found here is looked up on the host.
 
     A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is

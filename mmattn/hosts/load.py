@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.file_format import check_tensors, parse_config
-from mmattn.adapters.folder import load_folder
+from mmattn.adapters.folder import CONFIG, TENSORS, load_folder
 from mmattn.adapters.published import read_published
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError
@@ -21,7 +21,9 @@ from mmattn.hosts.attach import adapted_model, attach, check_same_options
 from mmattn.hosts.attached import adapted
 from mmattn.hosts.causal_lm.published import read_weights, text_host
 from mmattn.hosts.interop.hub import local_folder
+from mmattn.hosts.saved import SETTINGS, STATE, saved_settings
 from mmattn.hosts.saving import describe_host, host_sizes
+from mmattn.storage.tensor_files import check_values
 
 
 def load(
@@ -36,8 +38,9 @@ def load(
 
     Args:
         host: as in `attach`.
-        folder: as `save_adapter` wrote it, or the name of a repository on the Hugging Face hub, "org/name".
-        name: as in `attach`.
+        folder: as `save_adapter` or `save_pretrained` wrote it, a checkpoint of a Trainer, or the name of a repository
+            on the Hugging Face hub, "org/name".
+        name: as in `attach`; where the folder has an adapter in a folder of this name, that one is loaded.
         path: as in `attach`.
         revision: branch, tag or commit of that repository.
 
@@ -47,7 +50,7 @@ def load(
     Raises:
         AdapterFileError: the folder does not hold an adapter for this host; nothing is changed.
     """
-    folder = local_folder(folder, revision)
+    folder = _folder_of(local_folder(folder, revision), name)
     if isinstance(host, AdaptedModel):
         host = host.host
     try:
@@ -59,41 +62,70 @@ def load(
         if os.path.isfile(folder):
             settings, tensors = model.read_single_file(folder)
         else:
-            settings, tensors = _read_folder(model, folder)
+            settings, tensors = _read_state(model, folder, name) or _read_folder(model, folder)
     except AttachError as error:
         raise AdapterFileError(f"cannot load an adapter onto {type(host).__name__}: {error}") from error
     return _attach_with(host, settings, tensors, name, path)
 
 
+def _folder_of(folder: str | PathLike[str], name: str) -> str | PathLike[str]:
+    """The folder of the adapter of this name in one that `save_pretrained` wrote, or the folder itself."""
+    inside = os.path.join(folder, str(name))
+    return inside if os.path.isfile(os.path.join(inside, TENSORS)) else folder
+
+
+def _check_fits(model: Any, config: dict[str, Any], shapes: Any) -> Any:
+    """The settings of an adapter, everything checked against a host that is not changed."""
+    settings = parse_config(config, adapter_kinds())
+    host_class = type(model.host).__name__
+    if not set(settings.positions) & set(model.positions):
+        raise AdapterFileError(
+            f"this adapter of kind {config['kind']!r} was made for a {config['host']['class']}; this host is a "
+            f"{host_class} of kind {model.kind!r}: load that host"
+        )
+    sites = settings.sites(model)
+    wanted, here = config["host"], host_sizes(model, sites[0].position)
+    if any(wanted[size] != here[size] for size in here):
+        raise AdapterFileError(
+            f"this adapter was made for a {wanted['class']} with {wanted['num_layers']} layers of width "
+            f"{wanted['hidden_size']}; this host is a {host_class} with {here['num_layers']} layers of width "
+            f"{here['hidden_size']}: load that host"
+        )
+    layers = [site.layer for site in sites]
+    if layers != config["layers"]:
+        raise AdapterFileError(
+            f"the config says layers {config['layers']} and its settings give {layers} on this host: one was edited"
+        )
+    with torch.device("meta"):
+        expected = settings.build(sites).state_dict()
+    check_tensors({key: (tuple(value.shape), value.dtype) for key, value in expected.items()}, shapes)
+    return settings
+
+
+def _read_state(model: Any, folder: str | PathLike[str], name: str) -> tuple[Any, dict[str, Tensor]] | None:
+    """The settings and tensors of an adapter in the state dict that a Trainer wrote; None where there is none."""
+    path = os.path.join(folder, STATE)
+    if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, own)) for own in (CONFIG, TENSORS)):
+        return None
+    state, source = read_weights(path)
+    known = saved_settings(state, source)
+    if not known:
+        return None
+    chosen = name if name in known else next(iter(known))
+    if chosen != name and len(known) > 1:
+        raise AdapterFileError(f"{source} holds the adapters {', '.join(known)}, and none is called {name!r}: name one")
+    start = f"adapters.{chosen}."
+    keys = [key for key in state if key.startswith(start) and key != start + SETTINGS]
+    tensors = {key.removeprefix(start): state[key] for key in keys}
+    settings = _check_fits(model, known[chosen], {key: (tuple(x.shape), x.dtype) for key, x in tensors.items()})
+    for key, tensor in tensors.items():
+        check_values(key, tensor)
+    return settings, tensors
+
+
 def _read_folder(model: Any, folder: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
     """The settings and tensors of an adapter, everything checked against a host that is not changed."""
-
-    def check(config: dict[str, Any], shapes: Any) -> None:
-        settings = parse_config(config, adapter_kinds())
-        host_class = type(model.host).__name__
-        if not set(settings.positions) & set(model.positions):
-            raise AdapterFileError(
-                f"this adapter of kind {config['kind']!r} was made for a {config['host']['class']}; this host is a "
-                f"{host_class} of kind {model.kind!r}: load that host"
-            )
-        sites = settings.sites(model)
-        wanted, here = config["host"], host_sizes(model, sites[0].position)
-        if any(wanted[size] != here[size] for size in here):
-            raise AdapterFileError(
-                f"this adapter was made for a {wanted['class']} with {wanted['num_layers']} layers of width "
-                f"{wanted['hidden_size']}; this host is a {host_class} with {here['num_layers']} layers of width "
-                f"{here['hidden_size']}: load that host"
-            )
-        layers = [site.layer for site in sites]
-        if layers != config["layers"]:
-            raise AdapterFileError(
-                f"the config says layers {config['layers']} and its settings give {layers} on this host: one was edited"
-            )
-        with torch.device("meta"):
-            expected = settings.build(sites).state_dict()
-        check_tensors({key: (tuple(value.shape), value.dtype) for key, value in expected.items()}, shapes)
-
-    config, tensors = load_folder(folder, check)
+    config, tensors = load_folder(folder, lambda config, shapes: _check_fits(model, config, shapes))
     settings = parse_config(config, adapter_kinds())
     here = describe_host(model, settings.sites(model)[0].position)["fingerprint"]
     there = config["host"]["fingerprint"]

@@ -37,19 +37,34 @@ def save(model: Any, folder: str | PathLike[str], name: str, encoder: str | None
             f"adapters of kind {config.kind!r} are not registered, and load() could not make one again: decorate "
             f"{type(config).__name__} with @mmattn.register_adapter"
         )
-    written = {
+    written = adapter_config(model, name, encoder)
+    save_folder(folder, config=written, tensors=adapter.state_dict(), card=card(written, adapter))
+
+
+def adapter_config(
+    model: Any, name: str, encoder: str | None = None, *, with_fingerprint: bool = True
+) -> dict[str, Any]:
+    """What the files of an adapter say of it, as JSON values.
+
+    Args:
+        model: the adapted model.
+        name: of the adapter.
+        encoder: fingerprint of the encoder whose memories it was trained on.
+        with_fingerprint: of the host's weights, for which all of them are read.
+    """
+    adapter = model.adapter(name)
+    return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "mmattn_version": __version__,
-        "kind": config.kind,
-        "package": type(config).__module__.partition(".")[0],
-        "adapter": adapter_settings(config),
+        "kind": adapter.config.kind,
+        "package": type(adapter.config).__module__.partition(".")[0],
+        "adapter": adapter_settings(adapter.config),
         "layers": list(adapter.layers),
-        "host": describe_host(model, adapter.position),
+        "host": describe_host(model, adapter.position, with_fingerprint),
         "encoder": encoder,
         "name": name,
     }
-    save_folder(folder, config=written, tensors=adapter.state_dict(), card=card(written, adapter))
 
 
 def host_sizes(model: Any, position: str) -> dict[str, int]:
@@ -58,7 +73,7 @@ def host_sizes(model: Any, position: str) -> dict[str, int]:
     return {"hidden_size": sites[0].width, "num_layers": len(sites)}
 
 
-def describe_host(model: Any, position: str) -> dict[str, Any]:
+def describe_host(model: Any, position: str, with_fingerprint: bool = True) -> dict[str, Any]:
     """What an adapter's file says of its host: class, family, sizes, and a fingerprint of the weights."""
     get_base: Any = getattr(model.host, "get_base_model", None)
     inner: nn.Module = model.host if get_base is None else get_base()
@@ -67,7 +82,7 @@ def describe_host(model: Any, position: str) -> dict[str, Any]:
         "class": type(inner).__name__,
         "model_type": getattr(text_config(inner), "model_type", None),
         **host_sizes(model, position),
-        "fingerprint": None if weights_elsewhere(inner) else fingerprint(inner.state_dict()),
+        "fingerprint": fingerprint(inner.state_dict()) if with_fingerprint and not weights_elsewhere(inner) else None,
     }
 
 

@@ -14,6 +14,7 @@ from mmattn.training.evaluation import mean_loss
 from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
+from mmattn.training.memory_collator import MemoryCollator
 from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
@@ -33,6 +34,7 @@ __all__ = [
     "FileRows",
     "LengthGroupedSampler",
     "Loss",
+    "MemoryCollator",
     "Metrics",
     "PairSampler",
     "Row",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmattn.errors import TextError, check_int
+from mmattn.errors import ConfigError, TextError, check_int
 from mmattn.tokenization import tokenize
+from mmattn.training.memory_collator import row_memory
 from mmattn.training.row_memories import RowMemories
-from mmattn.training.rows import Row
+from mmattn.training.rows import Row, make_row
 from mmattn.training.text_batches import IGNORED, TextBatch, bos_and_eos, collate
 
 
@@ -17,16 +18,18 @@ class RowCollator:
     """A `data_collator` of `transformers.Trainer`: pads rows of begin, prompt, text, end to one batch.
 
     The prompt is read and not learned. Calling it returns the keyword arguments of the adapted model, labels and
-    `memory` included.
+    `memory` included. Rows may also be those of a `datasets.Dataset`, with the keys that `make_row` takes; their
+    memory may be a table of numbers (m, e), too.
 
     Args:
         tokenizer: the host's own.
-        memories: of the rows; None where the host is to see the text alone.
+        memories: of the rows; None where they have none.
         max_length: ids of the longest row; None for any length.
         truncation: shorten the text of a longer row, its end token kept; False refuses it.
+        text_only: leave the memories of the rows out, for a control that sees the text alone.
 
     Raises:
-        ConfigError: a length below 3.
+        ConfigError: a length below 3, or memories that would be left out.
         TextError: the tokenizer has neither a token that begins a text nor one that ends it.
 
     >>> from types import SimpleNamespace
@@ -44,7 +47,11 @@ class RowCollator:
         memories: RowMemories | None = None,
         max_length: int | None = None,
         truncation: bool = False,
+        text_only: bool = False,
     ) -> None:
+        if text_only and memories is not None:
+            raise ConfigError("text_only=True leaves memories out, and memories= was given: give one of them")
+        self.text_only = text_only
         self.tokenizer, self.memories, self.truncation = tokenizer, memories, truncation
         self.max_length = None if max_length is None else check_int("max_length", max_length, at_least=3)
         self._ends = bos_and_eos(tokenizer)
@@ -85,10 +92,21 @@ class RowCollator:
         for start in range(0, len(rows), 256):
             self.ids(rows[start : start + 256], start)
 
-    def batch(self, rows: Sequence[Row]) -> TextBatch:
-        """The padded batch (b, l) with its memory (b, m, e), or none if no row has any."""
-        ids, unlearned = self.ids(rows)
-        memory = None if self.memories is None else self.memories.of(rows)
+    def batch(self, rows: Sequence[Row | Mapping[str, Any]]) -> TextBatch:
+        """The padded batch (b, l) with its memory (b, m, e), or none if no row has any.
+
+        Raises:
+            TextError: as `ids`.
+            ConfigError: rows with a memory, and no `memories` to read it with.
+        """
+        given = [_row_of(row) for row in rows]
+        if self.memories is None and not self.text_only and any(row.has_memory for row in given):
+            raise ConfigError(
+                "rows have a memory, and this RowCollator, made without memories=, would drop it: give it a "
+                "RowMemories, or text_only=True for a control that sees the text alone"
+            )
+        ids, unlearned = self.ids(given)
+        memory = None if self.memories is None else self.memories.of(given)
         pad = self.tokenizer.pad_token_id
         padded = collate(ids, memory, self._ends[1] if pad is None else pad)
         labels = padded.labels.clone()
@@ -96,7 +114,14 @@ class RowCollator:
             labels[row, :count] = IGNORED
         return replace(padded, labels=labels)
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Row | Mapping[str, Any]]) -> dict[str, Any]:
         """Keyword arguments of the adapted model, labels included."""
         batch = self.batch(rows)
         return {**batch.kwargs(), "labels": batch.labels}
+
+
+def _row_of(given: Row | Mapping[str, Any]) -> Row:
+    if isinstance(given, Row):
+        return given
+    memory = given.get("memory")
+    return make_row({**given, "memory": memory if isinstance(memory, str) else row_memory(memory)})

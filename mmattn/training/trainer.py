@@ -25,9 +25,12 @@ def adapter_trainer() -> type:
     transformers = import_extra("transformers", "train")
 
     class AdapterTrainer(transformers.Trainer):  # type: ignore[name-defined]
-        """A `transformers.Trainer` for what `mmattn.attach` returned, with a `RowCollator` as `data_collator`.
+        """A `transformers.Trainer` for what `mmattn.attach` returned.
 
-        A checkpoint holds each adapter as `save_adapter` writes it, under `adapters/`, and all trained weights (a
+        As `data_collator` it takes a `RowCollator` for rows of texts, pictures and passages, a `MemoryCollator` for
+        tokenised ones with a column of memories.
+
+        A checkpoint holds the adapters as `save_pretrained` writes them, for `mmattn.load`, and all trained weights (a
         LoRA's among them) in `trained.safetensors`, beside what every Trainer writes there. A resumed run ends bit for
         bit where the uninterrupted one does on the CPU; `resume_from_checkpoint=True` resumes from the last complete
         checkpoint.
@@ -99,7 +102,8 @@ def adapter_trainer() -> type:
 
         def _by_length(self, rows: Any, batch_size: int) -> Any:
             """The sampler of rows that have lengths, where the arguments ask for like lengths together."""
-            if self.args.train_sampling_strategy != "group_by_length" or not hasattr(rows, "__len__"):
+            ours = hasattr(rows, "__len__") and not hasattr(rows, "column_names")
+            if self.args.train_sampling_strategy != "group_by_length" or not ours:
                 return None
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             return LengthGroupedSampler(text_lengths(rows), batch_size * self.args.world_size, seed)
@@ -124,8 +128,7 @@ def adapter_trainer() -> type:
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             model = self.accelerator.unwrap_model(self.model)
-            for name in model.adapters:
-                model.save_adapter(folder / "adapters" / name, name, encoder=self.encoder)
+            model.save_pretrained(folder, encoder=self.encoder)
             weights = {name: parameter.detach() for name, parameter in trained_parameters(model).items()}
             write_tensors(folder / WEIGHTS, weights, {"format": FORMAT})
 

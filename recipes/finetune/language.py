@@ -30,7 +30,8 @@ class Language:
 
     def collator(self, memories: training.RowMemories | None) -> training.RowCollator:
         """Rows to batches, with these memories beside them or none."""
-        return training.RowCollator(self.tokenizer, memories, self.longest, self.settings.data.truncation)
+        text_only = memories is None
+        return training.RowCollator(self.tokenizer, memories, self.longest, self.settings.data.truncation, text_only)
 
     def check(self, rows: Any) -> None:
         """Refuse rows that this host cannot learn, before anything is trained."""

@@ -176,7 +176,32 @@ class TestCollator:
         assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
         assert batch["memory"].lengths == [3, 0]
         assert "memory" not in training.RowCollator(Letters(), memories)(rows[1:])
-        assert "memory" not in training.RowCollator(Letters())(rows)
+        assert "memory" not in training.RowCollator(Letters(), text_only=True)(rows)
+        assert "memory" not in training.RowCollator(Letters())(rows[1:])
+
+    def test_memories_are_not_dropped(self, tmp_path: Path) -> None:
+        row = training.Row("a", memory=mmattn.Memory(torch.ones(1, 3, 5)))
+        with pytest.raises(ConfigError, match="would drop it: give it a RowMemories, or text_only=True"):
+            training.RowCollator(Letters())([training.Row("b"), row])
+        with pytest.raises(ConfigError, match="give one of them"):
+            training.RowCollator(Letters(), training.RowMemories(tmp_path, dim=5), text_only=True)
+
+    def test_rows_of_a_dataset(self, tmp_path: Path) -> None:
+        """Their memories are tables of numbers; None and an empty table are none."""
+        collator = training.RowCollator(Letters(), training.RowMemories(tmp_path, dim=5))
+        rows = [
+            {"text": "cd", "prompt": "ab", "memory": [[1.0] * 5] * 3},
+            {"text": "e", "memory": torch.ones(2, 5)},
+            {"text": "e", "memory": None},
+            {"text": "f", "memory": []},
+        ]
+        batch = collator(rows)
+        assert batch["input_ids"].tolist()[1] == [1, 7, 2, 0, 0, 0] and batch["memory"].lengths == [3, 2, 0, 0]
+        assert batch["memory"].tokens[:2].sum() == 5 * 5
+        with pytest.raises(ShapeError, match=r"must be vectors \(m, e\)"):
+            collator([{"text": "a", "memory": [[1.0], [1.0, 2.0]]}])
+        with pytest.raises(ConfigError, match="unknown key 'txt'"):
+            collator([{"txt": "a"}])
 
     def test_too_long(self) -> None:
         rows = [training.Row("ab"), training.Row("abcdef", prompt="a")]

@@ -31,6 +31,7 @@ from mmattn.hosts.causal_lm.generation import (
     refuse_packed,
     unguard_threads,
 )
+from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.keywords import check_keywords
 from mmattn.hosts.causal_lm.layer_search import find_layers
 from mmattn.hosts.causal_lm.probe import probe
@@ -82,6 +83,11 @@ class AdaptedCausalLM(AdaptedModel):
         layers = self.host.get_submodule(self.path)
         assert isinstance(layers, nn.ModuleList)
         return layers
+
+    @property
+    def base_model(self) -> HeadlessHost:
+        """The host without its head, called with a memory as this model is; TRL's trainers call it."""
+        return HeadlessHost(self)
 
     def sites(self, position: str) -> list[Site]:
         """Every decoder layer."""

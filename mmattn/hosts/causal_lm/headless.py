@@ -1,0 +1,75 @@
+"""A language model without its head, called with a memory: for those who compute the logits themselves, as TRL does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConditionError
+from mmattn.hosts.adapted import check_unused
+from mmattn.hosts.causal_lm.generation import inner_host, refuse_packed
+
+
+class HeadlessHost:
+    """What `base_model` of an adapted language model is. Whatever is not found here is looked up on the host's own.
+
+    Args:
+        model: the adapted model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._own: Any = inner_host(model.host).base_model
+
+    def __call__(
+        self, *args: Any, memory: Any = None, images: Tensor | None = None, adapter_scale: float = 1.0, **kwargs: Any
+    ) -> Any:
+        """Call the host's base model with a memory; returns what it returns.
+
+        Args:
+            args: the base model's own.
+            memory: as in the adapted model's `forward`.
+            images: as in `condition`.
+            adapter_scale: as in `condition`.
+            kwargs: the base model's own.
+
+        Raises:
+            ConditionError: packed rows, prompts of peft that would be left out, or a call in training that could train
+                nothing, since it has no memory.
+        """
+        model = self._model
+        refuse_packed(kwargs)
+        if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
+            raise ConditionError(
+                "the base model of a host with prompts of peft was called, and would leave the prompts out: call the "
+                "adapted model"
+            )
+        if memory is None:
+            check_unused(images=(images, None), adapter_scale=(adapter_scale, 1.0))
+            self._check_trains()
+            return self._own(*args, **kwargs)
+        with model.open_blocks.conditioned(model.make_call(memory, adapter_scale, images)):
+            return self._own(*args, **kwargs)
+
+    def _check_trains(self) -> None:
+        """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached.
+
+        Raises:
+            ConditionError: nothing would be trained.
+        """
+        model = self._model
+        if not (torch.is_grad_enabled() and model.training) or model.open_blocks.in_force().found:
+            return
+        if not any(parameter.requires_grad for parameter in model.host.parameters()):
+            raise ConditionError(
+                f"{type(model.host).__name__} was called in training without a memory, so that nothing would be "
+                "trained: the data has no memory, or it was dropped on the way, as SFTTrainer drops columns that it "
+                "does not know. Give it SFTConfig(remove_unused_columns=False) and data_collator="
+                "mmattn.training.MemoryCollator(DataCollatorForLanguageModeling(pad_token_id)), with memory_dim= where "
+                "a batch may have no memory"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)

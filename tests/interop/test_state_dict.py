@@ -1,0 +1,111 @@
+"""The state dict of an adapted model: what is trained, with the adapters' settings, and never the frozen host."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import mmattn
+from mmattn.errors import AdapterFileError
+from tests import tiny
+
+# peft 0.21 asks transformers 5.23 by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+ROWS = 3
+SETTINGS = "adapters.default.adapter_config"
+
+
+def lora(lm):
+    return peft.get_peft_model(lm, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_it_holds_the_adapters_and_can_be_written(family, tmp_path):
+    """GPT-2 has tied weights, which safetensors would refuse."""
+    model = tiny.attach(tiny.make(family))
+    state = model.state_dict()
+    assert set(state) == {f"adapters.{name}" for name, _ in model.adapters.named_parameters()} | {SETTINGS}
+    save_file(state, tmp_path / "model.safetensors")
+    other = tiny.attach(tiny.make(family), opened=False)
+    assert other.load_state_dict(load_file(tmp_path / "model.safetensors")) == ([], [])
+    ids, memory = tiny.text(ROWS), tiny.memory(ROWS)
+    with torch.no_grad():
+        assert torch.equal(other(ids, memory=memory).logits, model(ids, memory=memory).logits)
+    loaded = mmattn.load(tiny.make(family), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, memory=memory).logits, model(ids, memory=memory).logits)
+
+
+def test_inside_another_module():
+    whole, other = (nn.ModuleDict({"reader": tiny.attach(tiny.make("llama"), opened=opened)}) for opened in (1, 0))
+    state = whole.state_dict()
+    assert state and all(key.startswith("reader.adapters.default.") for key in state)
+    assert other.load_state_dict(state) == ([], [])
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), other.parameters(), strict=True))
+    del state["reader.adapters.default.blocks.0.gate.gate"], state[f"reader.{SETTINGS}"]
+    with pytest.raises(RuntimeError, match="Missing key.*gate") as seen:
+        other.load_state_dict(state | {"reader.unheard": torch.zeros(1)})
+    assert "host" not in str(seen.value) and "reader.unheard" in str(seen.value)
+
+
+def test_a_lora_on_the_host_is_trained_too():
+    model = tiny.attach(tiny.make("llama"))
+    lora(model.host)
+    state = model.state_dict()
+    held = {key for key in state if key.startswith("host.")}
+    assert held == {f"host.{name}" for name, _ in model.host.named_parameters() if "lora_" in name}
+    state.pop(next(iter(held)))
+    with pytest.raises(RuntimeError, match="Missing key.*lora_"):
+        model.load_state_dict(state)
+
+
+def test_a_state_dict_with_the_host_is_loaded_whole():
+    """Those of earlier versions have it, and so has what `torch.export` asks for."""
+    model, other = tiny.attach(tiny.make("llama")), tiny.attach(tiny.make("llama", seed=1), opened=False)
+    state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
+    assert {name for name, _ in model.named_parameters()} <= set(state) and SETTINGS not in state
+    assert other.load_state_dict(state) == ([], [])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_which_adapter_of_a_file(tmp_path):
+    model = tiny.attach(tiny.make("llama"))
+    tiny.attach(model, name="style", layers=(1,))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert mmattn.load(tiny.make("llama"), tmp_path, "style").adapter("style").config.layers == (1,)
+    with pytest.raises(AdapterFileError, match="holds the adapters default, style, and none is called 'other'"):
+        mmattn.load(tiny.make("llama"), tmp_path, "other")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.pop("adapters.default.blocks.0.gate.gate"), "gate"),
+        (lambda state: state.update({SETTINGS: state[SETTINGS][:-5]}), "JSON"),
+        (lambda state: state["adapters.default.blocks.0.gate.gate"].fill_(torch.nan), "NaN"),
+        (lambda state: state.pop(SETTINGS), "no adapter_config.json"),
+    ],
+)
+def test_damaged_files_are_refused(damage, message, tmp_path):
+    state = tiny.attach(tiny.make("llama")).state_dict()
+    state = {name: value.clone() for name, value in state.items()}
+    damage(state)
+    save_file(state, tmp_path / "model.safetensors")
+    host = tiny.make("llama")
+    with pytest.raises(ValueError, match=message):
+        mmattn.load(host, tmp_path)
+    assert "_mmattn" not in vars(host)
+
+
+def test_of_another_host(tmp_path):
+    save_file(tiny.attach(tiny.make("llama")).state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(AdapterFileError, match="made for a LlamaForCausalLM with 3 layers of width 32"):
+        mmattn.load(tiny.make("llama", hidden_size=64), tmp_path)
+    written = json.loads(bytes(load_file(tmp_path / "model.safetensors")[SETTINGS].tolist()))
+    assert written["kind"] == "gated" and written["host"]["fingerprint"] is None

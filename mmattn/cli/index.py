@@ -21,10 +21,15 @@ def build_index(
     store: Annotated[str, typer.Option(help="What searches: exact, flat, hnsw or ivfpq.")] = "exact",
     executor: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
+    for_: Annotated[
+        str | None, typer.Option("--for", help="An adapter's folder, such as assets/rag/adapter: what it answers from.")
+    ] = None,
 ) -> None:
     """Embed the lines of files and make an index of them.
 
-    An interrupted build goes on where it was: the finished part lies beside the index until that is saved.
+    An interrupted build goes on where it was: the finished part lies beside the index until that is saved. With --for
+    the lines are JSON objects with the fields that the adapter reads, such as {"title": …, "value": …}, and the encoder
+    is the adapter's.
     """
     import shutil
 
@@ -41,6 +46,14 @@ def build_index(
             raise AdapterFileError(f"cannot embed {file}: there is no such file")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"an index is a folder, and --out {out} is a file: name another place")
+    if for_ is not None:
+        own = {"--field": field != "text", "--id-field": id_field, "--encoder": encoder != "all-MiniLM-L6-v2"}
+        own |= {"--executor": executor != "local", "--skip-broken": skip_broken}
+        given = [name for name, is_given in own.items() if is_given]
+        if given:
+            raise ConfigError(f"{' and '.join(given)} cannot go with --for {for_}, which decides this: leave it out")
+        _build_for(files, out, store, for_)
+        return
     shards = out.with_name(f"{out.name}.shards")
     with without_progress_bars():
         text_encoder = TextEncoder(encoder)
@@ -65,6 +78,23 @@ def build_index(
     index.add(torch.cat(vectors), ids=ids, texts=texts, metadata=metadata)
     index.save(out)
     shutil.rmtree(shards)
+    typer.echo(f"{index} in {out}")
+
+
+def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
+    """An index that an adapter answers from."""
+    from mmattn.pipelines import PipelineConfig, build_index as build, load_text_encoder, read_entries
+    from mmattn.recipes import asset_path
+    from mmattn.storage.json_files import read_json
+    from mmattn.storage.pretrained import without_progress_bars
+
+    folder = asset_path(adapter) if adapter.startswith("assets/") else Path(adapter)
+    config = PipelineConfig.load(folder)
+    rows = [row for file in files for row in read_entries(file)]
+    with without_progress_bars():
+        text_encoder = load_text_encoder(config, folder, read_json(folder / "adapter_config.json").get("encoder"))
+    index = build(rows, config, text_encoder, store=store, progress=True)
+    index.save(out)
     typer.echo(f"{index} in {out}")
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from mmattn.encoders.named import load_image_encoder
-from mmattn.pipelines.entries import build_index
+from mmattn.pipelines.entries import build_index, load_text_encoder, read_entries
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.load import pipeline
 from mmattn.pipelines.models import default_device, load_host, quantization_config
@@ -36,8 +36,10 @@ __all__ = [
     "default_device",
     "load_image_encoder",
     "load_host",
+    "load_text_encoder",
     "pipeline",
     "quantization_config",
+    "read_entries",
     "read_passages",
     "searchable",
     "tokenizer_fingerprint",

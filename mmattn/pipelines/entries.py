@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor
 
 from mmattn.encoders.text import TextEncoder
-from mmattn.errors import ConfigError, TextError
+from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.memory import Memory
 from mmattn.pipelines.models import check_encoder, resolve
 from mmattn.pipelines.pipeline_config import PipelineConfig
 from mmattn.retrieval.index import Index
+from mmattn.storage.file_kinds import open_regular
+from mmattn.storage.json_files import parse_json
+
+_WANTED = "an index for an adapter is made of JSON objects, one on each line"
 
 
 def load_index(index: Index | str | PathLike[str], encoder: TextEncoder) -> Index:
@@ -48,6 +53,37 @@ def load_text_encoder(config: PipelineConfig, folder: Path, fingerprint: str | N
     encoder = TextEncoder(resolve(config.encoder.name, folder), pooling=pooling, device=device)
     check_encoder(encoder, config.encoder.name, folder, fingerprint)
     return encoder
+
+
+def read_entries(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one on each line; blank lines are left out.
+
+    Args:
+        path: of the file, in UTF-8.
+
+    Raises:
+        TextError: a line that is no JSON object, or no line at all.
+        AdapterFileError: no such file.
+    """
+    rows: list[dict[str, Any]] = []
+    with open_regular(path) as (file, _):
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(f"line {number} of {str(path)!r}", line.removeprefix(codecs.BOM_UTF8))
+            except AdapterFileError as error:
+                raise TextError(
+                    f"{error}; an index for an adapter is made of JSON objects, one on each line"
+                ) from error
+            if not isinstance(row, dict):
+                raise TextError(f"line {number} of {str(path)!r} must be a JSON object, got {row!r:.60}")
+            rows.append(row)
+    if not rows:
+        raise TextError(
+            f"{str(path)!r} has no entries: an index for an adapter is made of JSON objects, one on each line"
+        )
+    return rows
 
 
 def build_index(

@@ -113,6 +113,32 @@ def test_the_command_line(
     assert code == 0 and len(out.splitlines()) == 1
 
 
+def test_an_index_for_the_adapter(
+    index: Path, facts: list[Any], asked: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From JSON lines to an answer in two commands."""
+    rows = [{"title": fact.title, "value": fact.value} for fact in facts[:ENTRIES]]
+    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    words = ["index", "build", tmp_path / "facts.jsonl", "-o", tmp_path / "index"]
+    code, out, err = call(capsys, *words, "--for", ADAPTER)
+    assert code == 0 and f"{ENTRIES} entries" in out, err
+    code, out, err = call(capsys, "ask", facts[asked[0]].question, "--index", tmp_path / "index")
+    assert code == 0 and out.splitlines()[0] == facts[asked[0]].value, err
+    built = mmattn.Index.load(tmp_path / "index", encoder=mmattn.TextEncoder())
+    assert torch.equal(
+        built.search(["a"], 3).memory(tokens=True).tokens,
+        mmattn.Index.load(index, encoder=mmattn.TextEncoder()).search(["a"], 3).memory(tokens=True).tokens,
+    )
+    code, _, err = call(capsys, *words, "--for", ADAPTER, "--field", "title")
+    assert code == 2 and "--field cannot go with --for" in err
+    (tmp_path / "facts.jsonl").write_text('{"title": "a"}\n', encoding="utf-8")
+    code, _, err = call(capsys, *words, "--for", ADAPTER)
+    assert code == 2 and "entry 0 has no value" in err
+    (tmp_path / "facts.jsonl").write_text("plain words\n", encoding="utf-8")
+    code, _, err = call(capsys, *words, "--for", ADAPTER)
+    assert code == 2 and "JSON objects, one on each line" in err
+
+
 def test_one_by_one_streamed_and_in_batches(pipe: Any, index: Path, facts: list[Any], asked: list[int]) -> None:
     questions = [facts[row].question for row in asked[:5]]
     together = [answer.text for answer in pipe(questions, index=index)]

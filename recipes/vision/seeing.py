@@ -18,7 +18,10 @@ from .settings import AdapterSettings, Config, place
 
 def chosen(device: str | torch.device) -> torch.device:
     """The device of a setting: "auto" is an accelerator (cuda, mps, …) where there is one, else the CPU."""
-    return torch.device((torch.accelerator.current_accelerator() or "cpu") if device == "auto" else device)
+    if device == "auto":
+        # A build for CUDA names it also where there is none.
+        device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or "cpu"
+    return torch.device(device)
 
 
 def load_encoder(name: str, device: str | torch.device = "auto") -> Any:

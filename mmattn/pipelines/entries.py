@@ -71,18 +71,14 @@ def read_entries(path: str | PathLike[str]) -> list[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = parse_json(f"line {number} of {str(path)!r}", line.removeprefix(codecs.BOM_UTF8))
+                row = parse_json(f"line {number} of {str(path)!r}", line.removeprefix(codecs.BOM_UTF8), MAX_JSON)
             except AdapterFileError as error:
-                raise TextError(
-                    f"{error}; an index for an adapter is made of JSON objects, one on each line"
-                ) from error
+                raise TextError(f"{error}; {_WANTED}") from error
             if not isinstance(row, dict):
                 raise TextError(f"line {number} of {str(path)!r} must be a JSON object, got {row!r:.60}")
             rows.append(row)
     if not rows:
-        raise TextError(
-            f"{str(path)!r} has no entries: an index for an adapter is made of JSON objects, one on each line"
-        )
+        raise TextError(f"{str(path)!r} has no entries; {_WANTED}")
     return rows
 
 

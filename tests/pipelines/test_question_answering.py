@@ -124,11 +124,9 @@ def test_an_index_for_the_adapter(
     assert code == 0 and f"{ENTRIES} entries" in out, err
     code, out, err = call(capsys, "ask", facts[asked[0]].question, "--index", tmp_path / "index")
     assert code == 0 and out.splitlines()[0] == facts[asked[0]].value, err
-    built = mmattn.Index.load(tmp_path / "index", encoder=mmattn.TextEncoder())
-    assert torch.equal(
-        built.search(["a"], 3).memory(tokens=True).tokens,
-        mmattn.Index.load(index, encoder=mmattn.TextEncoder()).search(["a"], 3).memory(tokens=True).tokens,
-    )
+    folders = (tmp_path / "index", index)
+    found = [mmattn.Index.load(one, encoder=mmattn.TextEncoder()).search(["a"], 3) for one in folders]
+    assert torch.equal(found[0].memory(tokens=True).tokens, found[1].memory(tokens=True).tokens)
     code, _, err = call(capsys, *words, "--for", ADAPTER, "--field", "title")
     assert code == 2 and "--field cannot go with --for" in err
     (tmp_path / "facts.jsonl").write_text('{"title": "a"}\n', encoding="utf-8")

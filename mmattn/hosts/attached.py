@@ -14,6 +14,7 @@ from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.interop.peft import has_peft, refuse_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
+from mmattn.hosts.recomputation import forget_context
 
 _MARK = "_mmattn"
 
@@ -86,6 +87,7 @@ class AttachedModel(nn.Module):
         self._frozen = []
         let_change(self._stored)
         self._stored = []
+        forget_context(self.host)
         forget_compiled()
         return self.host
 

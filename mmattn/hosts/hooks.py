@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmattn.errors import ConditionError
 from mmattn.hosts.calls import FORWARD, ForwardStep
+from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
 
 
 class CrossAttentionHook:
@@ -46,7 +47,7 @@ class AfterLayer(CrossAttentionHook):
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if layer.training:
-            refuse_hooks_in_recomputation(layer)
+            refuse_other_context(layer)
         if isinstance(output, Tensor):
             return self.adapt(output)
         return (self.adapt(output[0]), *output[1:])
@@ -59,7 +60,7 @@ class BeforeLayer(CrossAttentionHook):
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if layer.training:
-            refuse_hooks_in_recomputation(layer)
+            refuse_other_context(layer)
         if args:
             return (self.adapt(args[0]), *args[1:]), kwargs
         return args, kwargs | {"hidden_states": self.adapt(kwargs["hidden_states"])}
@@ -70,21 +71,6 @@ def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Any:
     if position == "before":
         return module.register_forward_pre_hook(BeforeLayer(model, layer), prepend=True, with_kwargs=True)
     return module.register_forward_hook(AfterLayer(model, layer), prepend=True)
-
-
-def refuse_hooks_in_recomputation(layer: nn.Module) -> None:
-    """Checkpointing must wrap the forward of a layer, not its call with its hooks, as in transformers 5.0.
-
-    Raises:
-        ConditionError: it wraps the call.
-    """
-    if not getattr(layer, "gradient_checkpointing", False):
-        return
-    if any(base.__name__ == "GradientCheckpointingLayer" and "__call__" in vars(base) for base in type(layer).__mro__):
-        raise ConditionError(
-            "gradient checkpointing of this transformers runs hooks a second time in the backward pass, when the "
-            "memory may be another: upgrade transformers, or call gradient_checkpointing_disable()"
-        )
 
 
 class BeforeHost:
@@ -103,6 +89,8 @@ class BeforeHost:
             outer.nested += 1  # peft calls the model that it has wrapped
             return
         refuse_misplaced(host, kwargs)
+        if host.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            keep_context_of_hooks(model.hooked.values())
         call, disabled = model.current_call()
         model.check_host_call(host)
         if call is None:

@@ -12,7 +12,7 @@ from tests.chunks import LENGTH, ROWS, SIZE, Library, attach, neighbours, ragged
 from tests.tiny import assert_close, differs
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "plain"])
+@pytest.mark.parametrize("use_reentrant", tiny.ways_of_checkpointing())
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_checkpointing_gives_the_same_gradients(family, use_reentrant):
     ids, gradients = tiny.text(ROWS, LENGTH), []

@@ -201,7 +201,7 @@ def test_caches_agree(family, kind):
 def test_drafts_do_not_change_the_answer(family, helper):
     need_cache(family)
     s, library = scene(family), Library()
-    how = {"assistant": {"assistant_model": tiny.make(family)}, "prompt lookup": {"prompt_lookup_num_tokens": 2}}
+    how = {"assistant": {"assistant_model": tiny.make(family)}, "prompt lookup": tiny.PROMPT_LOOKUP}
     got = generate(s.model, s.ids[:1], memory=library, **how[helper])
     assert torch.equal(got, s.rows[:1])
     # A draft that is refused may have completed a chunk, which is then asked for in vain.

@@ -16,7 +16,7 @@ from tests.tiny import assert_close, differs
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
 few_families = pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
-checkpointing = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "plain"])
+checkpointing = pytest.mark.parametrize("use_reentrant", tiny.ways_of_checkpointing())
 
 
 def trainable(family: str):

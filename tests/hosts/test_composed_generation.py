@@ -148,7 +148,7 @@ def test_caches_agree(family, kind):
 @pytest.mark.parametrize("helper", ["assistant", "prompt lookup"])
 def test_drafts_do_not_change_the_answer(family, helper):
     s = scene(family)
-    how = {"assistant": {"assistant_model": tiny.make(family)}, "prompt lookup": {"prompt_lookup_num_tokens": 2}}
+    how = {"assistant": {"assistant_model": tiny.make(family)}, "prompt lookup": tiny.PROMPT_LOOKUP}
     assert torch.equal(generate(s.model, s.ids[:1], memory=along(), **how[helper]), s.rows[:1])
 
 

@@ -148,7 +148,7 @@ def test_drafts_do_not_change_the_answer(family, helper):
     how = {
         "assistant": {"assistant_model": s.twin},
         "another tongue": {"assistant_model": tiny.make(family, seed=1)},
-        "prompt lookup": {"prompt_lookup_num_tokens": 2},
+        "prompt lookup": tiny.PROMPT_LOOKUP,
     }[helper]
     for i in range(2):
         assert torch.equal(generate(s.model, s.ids[i : i + 1], memory=s.memory[i], **how), s.rows[i : i + 1])

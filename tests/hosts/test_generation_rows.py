@@ -86,7 +86,7 @@ def test_ways_to_generate_that_call_the_host_with_other_rows(way):
         "beams": {"num_beams": 3, "num_return_sequences": 3},
         "answers": {"do_sample": True, "num_return_sequences": 2, "top_k": 1},
         "assistant": {"assistant_model": tiny.make("gpt2")},
-        "prompt lookup": {"prompt_lookup_num_tokens": 2},
+        "prompt lookup": tiny.PROMPT_LOOKUP,
         "guidance": {"guidance_scale": 1.7},
         "early exit": {"assistant_early_exit": 2},
     }[way]

@@ -274,9 +274,8 @@ def test_the_latest_image_in_every_way_of_generating(family):
     want = [generate(model, row[None], memory=memory[i]) for i, row in enumerate((ids[0], ids[1, 3:], ids[2, 1:]))]
     assert torch.equal(got, torch.cat(want))
     for i in range(ROWS):
-        assert torch.equal(
-            generate(model, ids[i : i + 1], memory=memory[i], prompt_lookup_num_tokens=2), rows[i : i + 1]
-        )
+        lookup = generate(model, ids[i : i + 1], memory=memory[i], **tiny.PROMPT_LOOKUP)
+        assert torch.equal(lookup, rows[i : i + 1])
 
 
 @torch.no_grad()

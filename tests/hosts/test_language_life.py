@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import pickle
@@ -10,12 +11,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mmattn
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.hooks import AfterLayer
 from tests import tiny
-from tests.tiny import own
+from tests.tiny import assert_close, own
 
 ROWS, LENGTH = 3, 7
 
@@ -242,22 +244,82 @@ def test_nothing_is_kept_alive(model, ids):
         assert torch.equal(lm(ids).logits, own(ids))
 
 
-def test_checkpointing_that_would_run_hooks_again_is_refused():
-    """transformers 5.0 wraps the call of a layer, hooks included: the recomputation would see another call's memory."""
+class GradientCheckpointingLayer(torch.nn.Module):
+    """As in transformers before 5.23: checkpointing wraps the call of a layer, hooks included."""
 
-    class GradientCheckpointingLayer(torch.nn.Module):
-        gradient_checkpointing = True
+    gradient_checkpointing = False
 
-        def __call__(self, *args, **kwargs):
-            return super().__call__(*args, **kwargs)
+    def __call__(self, *args, **kwargs):
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+        return super().__call__(*args, **kwargs)
 
-    class Layer(GradientCheckpointingLayer):
-        def forward(self, x):
-            return x
 
-    model = tiny.attach(tiny.make("llama"))
+class OlderLayer(GradientCheckpointingLayer):
+    """A decoder layer of such a transformers."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs)
+
+
+def older_host():
+    """A host whose layers are checkpointed by older transformers."""
+    lm = tiny.make("llama")
+    layers = tiny.decoder_layers(lm)
+    for i, layer in enumerate(layers):
+        layers[i] = OlderLayer(layer)
+    return lm
+
+
+def checkpoint_older(lm, use_reentrant: bool) -> None:
+    for layer in tiny.decoder_layers(lm):
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=use_reentrant)
+
+
+def test_hooks_that_run_again_in_the_backward_pass_see_the_memory_they_saw_first(ids):
+    texts = [ids, ids.flip(1)]
+    gradients = []
+    for checkpointed in (False, True):
+        lm = older_host()
+        traces = [sorted(part.__dict__) for part in lm.modules()]
+        model = tiny.attach(lm).train()
+        if checkpointed:
+            checkpoint_older(lm, use_reentrant=False)
+        memories = [mmattn.Memory(tiny.memory(ROWS, m=m, seed=m).tokens.requires_grad_()) for m in (5, 11)]
+        losses = [
+            model(text, labels=text, memory=one, use_cache=False).loss
+            for text, one in zip(texts, memories, strict=True)
+        ]
+        bare = model(ids, labels=ids, use_cache=False).loss
+        # Whatever is in force in the backward pass is none of theirs.
+        with model.condition(tiny.memory(ROWS, m=7, seed=7)):
+            (losses[0] + 2 * losses[1] + bare).backward()
+        found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
+        gradients.append(found | {f"memory {i}": one.tokens.grad for i, one in enumerate(memories)})
+        model.unload()
+        for layer in tiny.decoder_layers(lm):
+            assert "mmattn" not in type(layer.__dict__.pop("_gradient_checkpointing_func", None)).__module__
+            layer.__dict__.pop("gradient_checkpointing", None)
+        assert [sorted(part.__dict__) for part in lm.modules()] == traces
+    for name, want in gradients[0].items():
+        assert want.abs().max() > 0, name
+        assert_close(gradients[1][name], want)
+
+
+def test_checkpointing_in_which_memory_or_gradients_would_be_lost_is_refused(ids):
+    model = tiny.attach(older_host()).train()
+    checkpoint_older(model.host, use_reentrant=True)
+    model.host.enable_input_require_grads()
+    with pytest.raises(ConditionError, match="use_reentrant"):
+        model(ids, labels=ids, memory=tiny.memory(ROWS), use_cache=False)
+    layer, x = OlderLayer(torch.nn.Identity()), torch.randn(2, 3, 5)
+    layer.gradient_checkpointing = True
     hook = AfterLayer(model, 0)
-    x = torch.randn(2, 3, 5)
     with pytest.raises(ConditionError, match="upgrade transformers"):
-        hook(Layer().train(), (x,), x)
-    assert hook(Layer().eval(), (x,), x) is x
+        hook(layer.train(), (x,), x)
+    assert hook(layer.eval(), (x,), x) is x

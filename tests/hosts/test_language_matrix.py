@@ -18,7 +18,7 @@ ROWS, LENGTH = 3, 7
 EXPERTS = ("mixtral",)
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
-checkpointing = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "plain"])
+checkpointing = pytest.mark.parametrize("use_reentrant", tiny.ways_of_checkpointing())
 
 
 @functools.cache

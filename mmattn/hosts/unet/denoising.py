@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,37 +107,6 @@ class InsideAttention:
         if output.dim() == 4:
             out = out.transpose(1, 2).reshape(output.shape)
         return output + out / attn.rescale_output_factor
-
-
-class InContext:
-    """A checkpointing function whose second forward, in the backward pass, sees the memory of the first.
-
-    Args:
-        checkpoint: the host's own.
-    """
-
-    def __init__(self, checkpoint: Any) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, module: Any, *args: Any) -> Any:
-        context = copy_context()
-        return self.checkpoint(lambda *given: context.copy().run(module, *given), *args)
-
-
-def keep_context(host: nn.Module) -> None:
-    """Have every checkpointing block of the host run again in the context it first ran in."""
-    for module in host.modules():
-        checkpoint: Any = module.__dict__.get("_gradient_checkpointing_func")
-        if checkpoint is not None and not isinstance(checkpoint, InContext):
-            module.__dict__["_gradient_checkpointing_func"] = InContext(checkpoint)
-
-
-def forget_context(host: nn.Module) -> None:
-    """Undo `keep_context`."""
-    for module in host.modules():
-        checkpoint = module.__dict__.get("_gradient_checkpointing_func")
-        if isinstance(checkpoint, InContext):
-            module.__dict__["_gradient_checkpointing_func"] = checkpoint.checkpoint
 
 
 def rows_before(rows: int, guided: bool, name: str, memory_rows: int | None) -> int:

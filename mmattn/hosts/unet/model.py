@@ -27,6 +27,7 @@ from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.attached import forget_compiled
 from mmattn.hosts.calls import Action, ForwardStep
 from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.recomputation import keep_context
 from mmattn.hosts.registry import register_host
 from mmattn.hosts.unet.adapter_scale import at_layer, at_step, check_adapter_scale, check_aspect, is_zero
 from mmattn.hosts.unet.attention_layers import (
@@ -40,8 +41,6 @@ from mmattn.hosts.unet.denoising import (
     DenoisingCall,
     InsideAttention,
     RowsAndScale,
-    forget_context,
-    keep_context,
     rows_before,
 )
 from mmattn.hosts.unet.ip_adapter import read_ip_adapter, write_ip_adapter
@@ -365,7 +364,6 @@ class AdaptedUNet(AdaptedModel):
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         self.use_core(False)
-        forget_context(self.host)
         return super().unload()
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------

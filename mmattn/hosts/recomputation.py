@@ -1,0 +1,81 @@
+"""Gradient checkpointing of a host: a layer that runs again in the backward pass sees the memory it first saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import copy_context
+from typing import Any
+
+from torch import nn
+
+from mmattn.errors import ConditionError
+
+_ATTRIBUTE = "_gradient_checkpointing_func"
+
+
+class InContext:
+    """A checkpointing function whose second forward, in the backward pass, sees the memory of the first.
+
+    Args:
+        checkpoint: the host's own.
+    """
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, module: Any, *args: Any) -> Any:
+        context = copy_context()
+        return self.checkpoint(lambda *given: context.copy().run(module, *given), *args)
+
+
+def keep_context(host: nn.Module) -> None:
+    """Have every checkpointing block of the host run again in the context it first ran in."""
+    for module in host.modules():
+        checkpoint: Any = module.__dict__.get(_ATTRIBUTE)
+        if checkpoint is not None and not isinstance(checkpoint, InContext):
+            module.__dict__[_ATTRIBUTE] = InContext(checkpoint)
+
+
+def forget_context(host: nn.Module) -> None:
+    """Undo `keep_context`."""
+    for module in host.modules():
+        checkpoint = module.__dict__.get(_ATTRIBUTE)
+        if isinstance(checkpoint, InContext):
+            module.__dict__[_ATTRIBUTE] = checkpoint.checkpoint
+
+
+def runs_hooks_again(layer: nn.Module) -> bool:
+    """Whether checkpointing wraps the call of a layer with its hooks, as in older transformers, not its forward."""
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and "__call__" in vars(base) for base in type(layer).__mro__
+    )
+
+
+def keep_context_of_hooks(layers: Iterable[nn.Module]) -> None:
+    """`keep_context` for the layers whose hooks run a second time in the backward pass."""
+    for layer in layers:
+        if runs_hooks_again(layer):
+            keep_context(layer)
+
+
+def refuse_other_context(layer: nn.Module) -> None:
+    """Refuse a layer whose hooks would run a second time where another memory is in force, or lose its gradients.
+
+    Raises:
+        ConditionError: they would.
+    """
+    if not getattr(layer, "gradient_checkpointing", False) or not runs_hooks_again(layer):
+        return
+    kept = layer.__dict__.get(_ATTRIBUTE)
+    if not isinstance(kept, InContext):
+        raise ConditionError(
+            f"{type(layer).__name__} was called without its host or is being compiled, and gradient checkpointing of "
+            "this transformers runs its hooks a second time in the backward pass, when the memory may be another: "
+            "call the host, upgrade transformers, or call gradient_checkpointing_disable()"
+        )
+    if getattr(kept.checkpoint, "keywords", {}).get("use_reentrant", True):
+        raise ConditionError(
+            "reentrant gradient checkpointing of this transformers runs adapters inside of the checkpoint, which loses "
+            'the gradients of a memory: call gradient_checkpointing_enable({"use_reentrant": False}), or upgrade '
+            "transformers"
+        )

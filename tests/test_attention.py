@@ -23,7 +23,7 @@ HEADS = [(5, 5), (6, 2), (3, 1)]
 @pytest.mark.parametrize("size", [1.0, 4.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers(dtype, size, h, g, masked):
-    """FAULTS 1, 2: both backends within the numeric targets, forward and backward, with a row that sees nothing."""
+    """Invariants 4, 9: both backends within the numeric targets, forward and backward, with a row that sees nothing."""
     out, grad_q, grad_k, grad_v = compare(make(dtype, h, g, size), mask=MASK if masked else None)
     if masked:
         assert not out[1].any() and out[0].any(), "the row that sees nothing is exactly 0"
@@ -59,7 +59,7 @@ def rules(h: int, rows: int) -> dict[str, Tensor | masks.Mask]:
 @pytest.mark.parametrize("h,g", HEADS)
 @pytest.mark.parametrize("kind", list(rules(1, 1)))
 def test_rules_per_query(kind, h, g, beams, padded):
-    """FAULTS 1: attention masks of every shape, alone and with padding; queries that see nothing give exactly 0."""
+    """Invariant 4: attention masks of every shape, alone and with padding; queries that see nothing give exactly 0."""
     rule = rules(h, B * beams)[kind]
     inputs = make(torch.float32, h, g, beams=beams)
     mask = MASK if padded else None
@@ -129,7 +129,7 @@ def test_default_scale_is_one_over_root_k():
 @pytest.mark.parametrize("h,g", HEADS)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_weights(h, g, beams):
-    """FAULTS 2: the weights of every head sum to 1, or to 0 where a query sees nothing; the output is the same."""
+    """Invariant 9: the weights of every head sum to 1, or to 0 where a query sees nothing; the output is the same."""
     q, k, v = make(torch.float32, h, g, beams=beams)
     out, weights = attend(q, k, v, mask=MASK, attention_mask=RULE, return_weights=True)
     copies = (k.repeat_interleave(beams, 0), v.repeat_interleave(beams, 0))
@@ -144,7 +144,7 @@ def test_weights(h, g, beams):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("h,g", HEADS)
 def test_gradcheck(h, g, backend):
-    """FAULTS 1: numeric gradients agree in float64 with a row and a query that see nothing."""
+    """Invariant 4: numeric gradients agree in float64 with a row and a query that see nothing."""
     q, k, v = make(torch.float64, h, g, l=3, m=4, k=3, v=2)
     mask = torch.tensor([[True, False, True, True], [False] * 4])
     rule = torch.tensor([[False] * 4, [True, True, False, False], [True] * 4])
@@ -196,7 +196,7 @@ def test_no_more_than_twice_the_error_of_torch(dtype, backend, size, masked):
 
 
 def test_dropout():
-    """FAULTS 17: drops weights at random; the weights one asked for are those before dropping; 0 drops nothing."""
+    """Invariant 20: drops weights at random; the weights one asked for are those before dropping; 0 drops nothing."""
     q, k, v = (tensor.detach() for tensor in make(torch.float32))
     whole, weights = attend(q, k, v, return_weights=True)
     for backend in BACKENDS:
@@ -210,7 +210,7 @@ def test_dropout():
 @pytest.mark.parametrize("name", ["mask", "attention_mask"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.long, torch.uint8], ids=str)
 def test_mask_of_another_dtype(name, dtype):
-    """FAULTS 4: masks must be bool; the message says what came and who converts it."""
+    """Invariant 1: masks must be bool; the message says what came and who converts it."""
     q, k, v = make()
     given = torch.ones(B if name == "mask" else L, M, dtype=dtype)
     with pytest.raises(MaskError, match=f"{name} must be bool, True = attend; got {str(dtype)[6:]}.*from_huggingface"):
@@ -221,7 +221,7 @@ def test_mask_of_another_dtype(name, dtype):
 
 @pytest.mark.parametrize("shape", [(L, M), (M,), (B,), (B, 1), (M, B), (B, M + 1), (1, M), (B, 1, M), (B, 1, 1, M)])
 def test_mask_of_another_shape(shape):
-    """FAULTS 5: a padding mask is (b, m) and nothing else; the message names both shapes and the other mask."""
+    """Invariant 2: a padding mask is (b, m) and nothing else; the message names both shapes and the other mask."""
     with pytest.raises(ShapeError, match="attention_mask") as error:
         attend(*make(), mask=torch.ones(shape, dtype=torch.bool))
     assert str((B, M)) in str(error.value) and str(shape) in str(error.value)
@@ -229,14 +229,14 @@ def test_mask_of_another_shape(shape):
 
 @pytest.mark.parametrize("shape", [(B, M), (M,), (M, L), (1, M), (L, 1), (3, L, M), (B, 2, L, M), (1, 1, 1, L, M)])
 def test_attention_mask_of_another_shape(shape):
-    """FAULTS 5: an attention mask is never a padding mask by chance."""
+    """Invariant 2: an attention mask is never a padding mask by chance."""
     with pytest.raises(ShapeError, match="padding mask") as error:
         attend(*make(), attention_mask=torch.ones(shape, dtype=torch.bool))
     assert str((L, M)) in str(error.value) and str(shape) in str(error.value)
 
 
 def test_masks_when_rows_and_queries_are_as_many():
-    """FAULTS 5: with b = l the name alone decides: mask is per row, attention_mask per query."""
+    """Invariant 2: with b = l the name alone decides: mask is per row, attention_mask per query."""
     both = torch.rand(L, M) < 0.5
     both[2] = False
     by_row, *_ = compare(make(torch.float32, b=L), mask=both)
@@ -246,7 +246,7 @@ def test_masks_when_rows_and_queries_are_as_many():
 
 
 def test_other_bad_input():
-    """FAULTS 11, 15: sizes, dtypes, names and biases that do not fit, each named."""
+    """Invariants 15, 18: sizes, dtypes, names and biases that do not fit, each named."""
     q, k, v = make()
     for wrong, match in (
         ((q[0], k, v), "needs q"),

@@ -18,7 +18,7 @@ from tests.reference import gradients
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", [M, 257])
 def test_bitwise(dtype, backend, m):
-    """FAULTS 6: the same call twice, and masks that are True everywhere against none, are equal bit for bit."""
+    """Invariant 12: the same call twice, and masks that are True everywhere against none, are equal bit for bit."""
     q, k, v = make(dtype, 6, 2, m=m)
     out = attend(q, k, v, backend=backend)
     assert torch.isfinite(out).all()
@@ -31,7 +31,7 @@ def test_bitwise(dtype, backend, m):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rearranged(dtype, backend):
-    """FAULTS 8, 9, 10: slots permuted, doubled, or joined by masked ones; rows and queries one at a time."""
+    """Invariants 7, 13, 14: slots permuted, doubled, or joined by masked ones; rows and queries one at a time."""
     mask = torch.rand(B, M) < 0.7
     mask[:, 2] = True
     q, k, v = (tensor.detach() for tensor in make(dtype, 6, 2))
@@ -71,7 +71,7 @@ def test_garbage_behind_the_mask(dtype, garbage, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("b,l,m", [(B, L, 0), (B, 0, M), (0, L, M), (0, 0, 0)])
 def test_empty(b, l, m, dtype, backend):
-    """FAULTS 3, 18: nothing to look at gives exactly 0, nothing to ask gives nothing; large values included."""
+    """Invariants 10, 11: nothing to look at gives exactly 0, nothing to ask gives nothing; large values included."""
     inputs = make(dtype, 6, 2, b=b, l=l, m=m, k=64)
     with torch.no_grad():
         inputs[0].fill_(6e4)
@@ -85,7 +85,7 @@ def test_empty(b, l, m, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_large_values(dtype, backend):
-    """FAULTS 13: queries and keys of 300 do not overflow, forward or backward."""
+    """Invariant 16: queries and keys of 300 do not overflow, forward or backward."""
     q, k, v = make(dtype, 6, 2, k=64)
     with torch.no_grad():
         q.copy_(300 * q.sign())
@@ -108,7 +108,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("m", [31, 32, 33, 65, 577])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_layouts(layout, m, device="cpu"):
-    """FAULTS 14: keys and values that are not contiguous, or share storage, count as their contiguous copies do."""
+    """Invariant 17: keys and values that are not contiguous, or share storage, count as their contiguous copies do."""
     mask = torch.rand(B, m, device=device) < 0.6
     mask[1] = False
     for dtype, masked in itertools.product((torch.bfloat16, torch.float32), (False, True)):
@@ -125,7 +125,7 @@ def test_layouts(layout, m, device="cpu"):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_layouts_on_cuda():
-    """FAULTS 14: the sizes at which CUDA kernels have been wrong."""
+    """Invariant 17: the sizes at which CUDA kernels have been wrong."""
     for layout, m in itertools.product(LAYOUTS, (31, 32, 33, 65, 577)):
         test_layouts(layout, m, "cuda")
 
@@ -133,7 +133,7 @@ def test_layouts_on_cuda():
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_shape(data):
-    """FAULTS 8–10 and the numeric targets over random sizes, dtypes, layouts and masks, both backends."""
+    """Invariants 7, 13, 14 and the numeric targets over random sizes, dtypes, layouts and masks, both backends."""
     draw = data.draw
     number = lambda low, high: draw(st.integers(low, high))  # noqa: E731
     torch.manual_seed(number(0, 10**6))

@@ -195,7 +195,7 @@ def test_garbage_in_a_layer(options, once, layout, l, garbage, monkeypatch, read
 @pytest.mark.parametrize("rule", [None, RULE], ids=["padding", "and rule"])
 @pytest.mark.parametrize("layout,options", CASES, ids=str)
 def test_scores_of_masked_slots_change_nothing(layout, options, rule, garbage, once, monkeypatch):
-    """FAULTS 79b, in every layout, forward and backward; the learned temperature included."""
+    """Invariant 5, in every layout, forward and backward; the learned temperature included."""
     force(monkeypatch, layout)
     layer = make_layer(torch.float64, score_bias=True, **options)
     x, memory = (torch.randn(B, length, width, dtype=torch.float64) for length, width in ((L, D), (M, E)))

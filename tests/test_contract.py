@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import SkipTest
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 import mmattn
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
 from mmattn.testing.running import Check
-from tests import composing, tiny, tiny_unets
+from tests import composing, contracts, tiny, tiny_unets
 
 SMALL: dict[str, Any] = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 6}
 CALM = SMALL | {"memory_dim": composing.DIM, "augmenting_layers": composing.AUGMENTING_LAYERS}
@@ -75,13 +76,52 @@ def case_of(name: str) -> Case:
     return {**ADAPTERS, **HOSTS}[name]()
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize("check", adapter_checks())
+# An augmenting model is no memory of slots, and belongs to one call.
+NO_SLOTS = ("composed, llama", "composed, gptj")
+DOES_NOT_APPLY = {
+    "check_rows_that_see_nothing": NO_SLOTS,
+    "check_rows_that_see_nothing_in_training": NO_SLOTS,
+    "check_masked_slots_are_nothing": NO_SLOTS,
+    "check_order_of_slots": NO_SLOTS,
+    # A resampler and a null slot count slots.
+    "check_slots_twice": (
+        *NO_SLOTS,
+        "gated with scores and a null slot before bloom",
+        "gated with a resampler, gemma2",
+    ),
+    "check_batch_sizes_match": NO_SLOTS,
+    "check_bad_memories_are_refused": NO_SLOTS,
+    "check_prepared_is_the_same": NO_SLOTS,
+    "check_edits_of_memory": NO_SLOTS,
+    "check_gradients_reach_the_memory": NO_SLOTS,
+    "check_doctor": NO_SLOTS,
+    # UNets predict no tokens, and neither resampled slots nor those of chunks have names.
+    "check_generation": ("decoupled, unet", "decoupled with a projection, sdxl"),
+    "check_attribution": (
+        *NO_SLOTS,
+        "gated, latest image, gptj",
+        "gated with a resampler, gemma2",
+        "chunked, llama",
+        "chunked, bloom",
+        "decoupled, unet",
+        "decoupled with a projection, sdxl",
+    ),
+    # Decoupled adapters name no layers.
+    "check_layers_that_are_not_there": ("unet", "k unet"),
+}
+
+
+@pytest.mark.parametrize(("check", "name"), contracts.applying(adapter_checks(), ADAPTERS, DOES_NOT_APPLY))
 def test_adapters(check: Check, name: str) -> None:
     check(case_of(name))
 
 
-@pytest.mark.parametrize("name", HOSTS)
-@pytest.mark.parametrize("check", host_checks())
+@pytest.mark.parametrize(("check", "name"), contracts.applying(host_checks(), HOSTS, DOES_NOT_APPLY))
 def test_hosts(check: Check, name: str) -> None:
     check(case_of(name))
+
+
+@pytest.mark.parametrize(("check", "name"), contracts.not_applying([*adapter_checks(), *host_checks()], DOES_NOT_APPLY))
+def test_what_does_not_apply_says_so(check: Check, name: str) -> None:
+    with pytest.raises(SkipTest):
+        check(case_of(name))

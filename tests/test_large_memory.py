@@ -1,4 +1,4 @@
-"""FAULTS 42: ten thousand retrieved slots in one memory."""
+"""Invariant 21: ten thousand retrieved slots in one memory."""
 
 from __future__ import annotations
 

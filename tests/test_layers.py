@@ -59,7 +59,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("size", [1.0, 4.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers(dtype, size, h, g, layout, monkeypatch, taken):
-    """FAULTS 1, 2: every layout within the numeric targets, forward and backward, with a row that sees nothing."""
+    """Invariants 4, 9: every layout within the numeric targets, forward and backward, with a row that sees nothing."""
     force(monkeypatch, layout)
     # Enough queries: over a handful of them a gradient may all but cancel.
     layer = CrossAttention(D, E, h, num_kv_heads=g, head_dim=8, bias=True).to(dtype)
@@ -230,7 +230,7 @@ def test_cross_attention_is_never_causal_unless_asked():
 @settings(max_examples=50)
 @given(data_=st.data())
 def test_any_shape(data_):
-    """FAULTS 8–10 and the numeric targets over random sizes, dtypes, options, layouts and masks."""
+    """Invariants 7, 13, 14 and the numeric targets over random sizes, dtypes, options, layouts and masks."""
     draw = data_.draw
     torch.manual_seed(draw(st.integers(0, 10**6)))
     b, beams, g, n = (draw(st.integers(1, 3)) for _ in range(4))

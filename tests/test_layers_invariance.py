@@ -16,7 +16,7 @@ from tests.reference import gradients
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_to_look_at(layout, backend, monkeypatch):
-    """FAULTS 3: a memory of length 0 adds exactly nothing, with biases, null slot and weights asked for too."""
+    """Invariant 10: a memory of length 0 adds exactly nothing, with biases, null slot and weights asked for too."""
     force(monkeypatch, layout)
     for options in ({}, {"null_slot": True, "length_norm": 5.0}, {"qk_norm": True}):
         layer = make(backend=backend, **options)
@@ -33,7 +33,7 @@ def test_nothing_to_look_at(layout, backend, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("b,l", [(0, L), (B, 0), (0, 0)])
 def test_empty_batches(b, l, layout, monkeypatch):
-    """FAULTS 18: no rows or no queries give an empty output of the right shape, and no gradient fails."""
+    """Invariant 11: no rows or no queries give an empty output of the right shape, and no gradient fails."""
     force(monkeypatch, layout)
     layer = make()
     x, memory = torch.randn(b, l, D), torch.randn(b, M, E, requires_grad=True)
@@ -77,7 +77,7 @@ def test_garbage_behind_the_mask(garbage, layout, real, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bitwise(layout, dtype, monkeypatch):
-    """FAULTS 6: a mask that is all True, the same call twice, and a deep copy are equal bit for bit."""
+    """Invariant 12: a mask that is all True, the same call twice, and a deep copy are equal bit for bit."""
     force(monkeypatch, layout)
     layer = make(dtype)
     x, memory = (tensor.to(dtype) for tensor in data())
@@ -90,7 +90,7 @@ def test_bitwise(layout, dtype, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_rearranged(dtype, layout, monkeypatch):
-    """FAULTS 8, 9, 10: slots permuted, doubled, joined by masked ones; rows and queries one at a time."""
+    """Invariants 7, 13, 14: slots permuted, doubled, joined by masked ones; rows and queries one at a time."""
     force(monkeypatch, layout)
     tolerance = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
     # The absorbed form passes through the memory's own width, so its sums are longer than those the rule measured.
@@ -117,7 +117,7 @@ def test_rearranged(dtype, layout, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layouts(layout, monkeypatch):
-    """FAULTS 14: memories that are expanded (stride 0), transposed or sliced count as their contiguous copies do."""
+    """Invariant 17: memories that are expanded (stride 0), transposed or sliced count as their contiguous copies do."""
     force(monkeypatch, layout)
     layer, x = make(), torch.randn(B, L, D)
     for m in (31, 32, 33, 65, 577):

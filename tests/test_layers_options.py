@@ -71,7 +71,7 @@ def test_head_scale():
 @pytest.mark.parametrize("name", ["mask", "attention_mask"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.long, torch.uint8], ids=str)
 def test_mask_of_another_dtype(name, dtype):
-    """FAULTS 4: masks must be bool, in `forward` and in `project`."""
+    """Invariant 1: masks must be bool, in `forward` and in `project`."""
     x, memory = data()
     shape = (B, M) if name == "mask" else (L, M)
     with pytest.raises(MaskError, match=f"{name} must be bool, True = attend; got {str(dtype)[6:]}"):
@@ -82,7 +82,7 @@ def test_mask_of_another_dtype(name, dtype):
 
 @pytest.mark.parametrize("shape", [(L, M), (M,), (B,), (B, 1), (M, B), (B, M + 1), (1, M), (B, 1, M), (B, 1, 1, M)])
 def test_mask_of_another_shape(shape):
-    """FAULTS 5: a padding mask is (b, m) and nothing else; the message names both shapes."""
+    """Invariant 2: a padding mask is (b, m) and nothing else; the message names both shapes."""
     x, memory = data()
     for call in (lambda mask: make()(x, memory, mask=mask), lambda mask: make().project(memory, mask=mask)):
         with pytest.raises(ShapeError, match="attention_mask") as error:
@@ -113,13 +113,13 @@ def test_mask_of_another_shape(shape):
     ],
 )
 def test_bad_settings(settings_, match):
-    """FAULTS 11: refused when the layer is made, naming what was given."""
+    """Invariant 15: refused when the layer is made, naming what was given."""
     with pytest.raises(ValueError, match=match):
         CrossAttention(**({"query_dim": 32, "num_heads": 4} | settings_))
 
 
 def test_bad_calls():
-    """FAULTS 5, 11: widths, rows and options that do not fit this layer, each named."""
+    """Invariants 2, 15: widths, rows and options that do not fit this layer, each named."""
     layer, (x, memory) = make(), data()
     kept = layer.project(memory)
     with pytest.raises(ShapeError, match=r"x must be \(b, l, 19\), got \(2, 5, 23\)"):

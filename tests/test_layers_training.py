@@ -17,7 +17,7 @@ from tests.reference import TARGETS
 @pytest.mark.parametrize("layer_dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("x_dtype", DTYPES[1:], ids=str)
 def test_mixed_dtypes(x_dtype, layer_dtype, memory_dtype):
-    """FAULTS 15: memory and x are cast to the weights' dtype, the output to that of x."""
+    """Invariant 18: memory and x are cast to the weights' dtype, the output to that of x."""
     layer = make(layer_dtype, score_bias=True, null_slot=True, qk_norm=True)
     x, memory = data()
     given_ = {"mask": MASK, "scores": torch.randn(B, M).to(memory_dtype)}
@@ -29,7 +29,7 @@ def test_mixed_dtypes(x_dtype, layer_dtype, memory_dtype):
 
 
 def test_another_device():
-    """FAULTS 15: x and memory on two devices are refused, naming both."""
+    """Invariant 18: x and memory on two devices are refused, naming both."""
     x, memory = data()
     with pytest.raises(ShapeError, match="x is on cpu and memory on meta"):
         make()(x, memory.to("meta"))
@@ -38,7 +38,7 @@ def test_another_device():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(x_dtype, layout, monkeypatch):
-    """FAULTS 16: under bf16 autocast it runs, trains, and the stream beside it keeps its dtype."""
+    """Invariant 19: under bf16 autocast it runs, trains, and the stream beside it keeps its dtype."""
     force(monkeypatch, layout)
     for options in ({"score_bias": True}, {"qk_norm": True, "null_slot": True, "length_norm": 5.0, "score_bias": True}):
         layer = make(**options)
@@ -63,7 +63,7 @@ def test_autocast(x_dtype, layout, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_large_values(dtype, layout, monkeypatch):
-    """FAULTS 13: queries and keys of 300 in half precision stay finite, forward and backward."""
+    """Invariant 16: queries and keys of 300 in half precision stay finite, forward and backward."""
     force(monkeypatch, layout)
     layer = CrossAttention(8, 8, 1).to(dtype)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_large_values(dtype, layout, monkeypatch):
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout(layout, backend, monkeypatch):
-    """FAULTS 17: training draws anew, evaluation does not, before and after training alike."""
+    """Invariant 20: training draws anew, evaluation does not, before and after training alike."""
     force(monkeypatch, layout)
     layer = make(dropout=0.5, backend=backend)
     x, memory = data()
@@ -97,7 +97,7 @@ def test_dropout(layout, backend, monkeypatch):
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "reentrant checkpoint"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_trainable_projector_learns(layout, mode, monkeypatch):
-    """FAULTS 19: the gradient reaches what made the memory, through both kinds of checkpointing."""
+    """Invariant 23: the gradient reaches what made the memory, through both kinds of checkpointing."""
     force(monkeypatch, layout)
     layer, projector = make(), nn.Linear(11, E)
     x, raw = torch.randn(B, L, D), torch.randn(B, M, 11)

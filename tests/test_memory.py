@@ -48,14 +48,14 @@ TOKENS = torch.randn(B, M, E)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.long, torch.uint8, torch.bfloat16])
 def test_mask_of_another_dtype(dtype):
-    """FAULTS 4: a mask that is not bool is refused, naming what it is and how to convert it."""
+    """Invariant 1: a mask that is not bool is refused, naming what it is and how to convert it."""
     with pytest.raises(MaskError, match=f"bool, True = attend; got {str(dtype)[6:]}.*from_huggingface"):
         Memory(TOKENS, mask=torch.ones(B, M, dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", [(M,), (M, M), (B, 1), (B, M, 1), (M, B), (B, M + 1)])
 def test_mask_of_another_shape(shape):
-    """FAULTS 5: only (b, m), and the message names both shapes."""
+    """Invariant 2: only (b, m), and the message names both shapes."""
     with pytest.raises(ShapeError) as error:
         Memory(TOKENS, mask=torch.ones(shape, dtype=torch.bool))
     assert str((B, M)) in str(error.value) and str(shape) in str(error.value)
@@ -81,7 +81,7 @@ def test_other_bad_input():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_values_that_are_not_finite(value, dtype):
-    """FAULTS 12: NaN or infinity where one may look is refused by row; in masked slots, or on request, it is not."""
+    """Invariant 22: NaN or infinity where one may look is refused by row; in masked slots, or on request, it is not."""
     tokens = TOKENS.to(dtype, copy=True)
     tokens[1, 3, 2] = value
     mask = torch.ones(B, M, dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_values_that_are_not_finite(value, dtype):
 
 
 def test_infinities_that_cancel_and_sums_that_overflow():
-    """FAULTS 12: opposite infinities are found, large finite values are let in."""
+    """Invariant 22: opposite infinities are found, large finite values are let in."""
     tokens = TOKENS.clone()
     tokens[2, 0, :2] = torch.tensor([float("inf"), -float("inf")])
     with pytest.raises(NonFiniteError, match="row 2"):

@@ -58,7 +58,7 @@ def inputs(e: int = D) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kdim,vdim", [(None, None), (13, 17)])
 def test_multihead(bias, kdim, vdim):
-    """nn.MultiheadAttention of one width and of three, its key_padding_mask through the named converter (FAULTS 7)."""
+    """Invariant 3: nn.MultiheadAttention of one width and of three, its key_padding_mask by the named converter."""
     theirs = sharp(nn.MultiheadAttention(D, H, bias=bias, kdim=kdim, vdim=vdim, batch_first=True))
     ours = CrossAttention.from_multihead(theirs)
     x, keys, values = torch.randn(B, L, D), torch.randn(B, M, kdim or D), torch.randn(B, M, vdim or D)

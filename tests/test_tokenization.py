@@ -1,4 +1,4 @@
-"""FAULTS 62: texts are taken literally, what is no text is refused by name, cutting is reported."""
+"""Invariant 85: texts are taken literally, what is no text is refused by name, cutting is reported."""
 
 from __future__ import annotations
 

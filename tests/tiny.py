@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from mmattn.hosts.recomputation import runs_hooks_again
 
@@ -168,6 +173,23 @@ def checkpoint(lm: PreTrainedModel, use_reentrant: bool) -> None:
     """Switch activation checkpointing on, by whichever name this version of transformers knows it."""
     name = "activation_checkpointing_enable"
     getattr(lm, name if hasattr(lm, name) else "gradient_checkpointing_enable")({"use_reentrant": use_reentrant})
+
+
+def cache_settings(families: list[str], settings: dict[str, dict[str, Any]]) -> list[Any]:
+    """Pairs of a family and one of some settings of `generate`, for a parametrisation: those that transformers has.
+
+    A prompt in chunks and drafts need a key/value cache, which families with a running state have not; a static cache
+    is for those that say `_can_compile_fullgraph`.
+    """
+    pairs = []
+    for family in families:
+        can_be_static = MODEL_FOR_CAUSAL_LM_MAPPING[type(CONFIG_MAPPING[family]())]._can_compile_fullgraph
+        for name, how in settings.items():
+            needs_cache = {"prefill_chunk_size", "prompt_lookup_num_tokens", "assistant"} & set(how)
+            if (family in RUNNING_STATE and needs_cache) or ("cache_implementation" in how and not can_be_static):
+                continue
+            pairs.append(pytest.param(family, how, id=f"{name}-{family}"))
+    return pairs
 
 
 def ways_of_checkpointing() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,7 +51,7 @@ class TextState:
     attention_mask: Any = None
     images: Tensor | None = None
     prompt: Tensor | None = None
-    expansions: frozenset[int] = frozenset()
+    expansions: Collection[int] = ()
     generation: GenerationInput | None = None
     layer: int | None = None
 

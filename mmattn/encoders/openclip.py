@@ -63,7 +63,7 @@ class OpenCLIPEncoder(ImageEncoder):
         if not hasattr(model.visual, "forward_intermediates") and not pooled:
             raise ConfigError(
                 f"the picture tower {type(model.visual).__name__} of {self.name} gives no patch tokens; use "
-                "pooled=True, or a ViT, ResNet or timm tower of open_clip 2.30 or later"
+                "pooled=True, or a ViT, ResNet or timm tower"
             )
         settings = {"encoder": "openclip", "config": self._clip.described("vision_cfg")}
         super().__init__(model, image_processor, pooled=pooled, settings=settings, device=device)

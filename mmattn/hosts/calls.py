@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ class Call:
     adapter_scale: Any = 1.0
     images: Tensor | None = None
     prompt: Tensor | None = None
-    expansions: frozenset[int] = frozenset()
+    expansions: Collection[int] = ()
     generation: GenerationInput | None = None
     early_exit: bool = False
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from mmattn import recipes
 from mmattn.cli.app import main
 from mmattn.retrieval.index import Index
 from tests.cli.running import ROOT, call, interrupt_at, start
+from tests.stress.interrupts import interrupted_builds
 from tests.tiny_texts import save_encoder
 
 TRAIN = """\
@@ -80,28 +80,12 @@ def test_an_index_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
     assert len(index) == len(texts) and index[index.ids[10_000]].text == texts[10_000]
 
 
-@pytest.mark.slow
 def test_at_any_moment(encoder: Path, tmp_path: Path) -> None:
-    """From the start of the process to its end: what is there is nothing or whole."""
+    """From the start of the process on; more moments: `tests.stress.interrupts`."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
-    (tmp_path / "lines.txt").write_text("\n".join(f"the bluebell {number}" for number in range(300)))
-    words = ["index", "build", "lines.txt", "-o", "index", "--encoder", str(encoder)]
-    codes = []
-    for tenths in (0, 1, 2, 4, 7, 11, 16, 22, 29, 37):
-        process = start(tmp_path, *words)
-        time.sleep(tenths / 10)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
-        codes.append(process.returncode)
-        if (tmp_path / "index").exists():
-            assert len(Index.load(tmp_path / "index")) == 300
-            shutil.rmtree(tmp_path / "index")
+    codes = interrupted_builds(tmp_path, encoder, (0.1, 1.6))
     # A shell shows 130 for a process that SIGINT ended before its first line, too.
-    assert set(codes) <= {130, -signal.SIGINT, 0} and 130 in codes, codes
-    last = start(tmp_path, *words)
-    printed, _ = last.communicate(timeout=120)
-    assert last.returncode == 0, printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "lines.txt"]
+    assert set(codes) <= {130, -signal.SIGINT, 0}, codes
 
 
 class TestCopy:

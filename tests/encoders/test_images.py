@@ -1,4 +1,4 @@
-"""FAULTS 61: every kind of picture becomes upright RGB through one function, or an ImageError that says why not."""
+"""Invariant 84: every kind of picture becomes upright RGB through one function, or an ImageError that says why not."""
 
 from __future__ import annotations
 

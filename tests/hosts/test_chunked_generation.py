@@ -39,11 +39,6 @@ def generate(model, ids, **kwargs):
     return out[:, ids.shape[1] :]
 
 
-def need_cache(family: str) -> None:
-    if family in tiny.RUNNING_STATE:
-        pytest.skip(f"transformers refuses this for {family}: it keeps a running state, not a key/value cache")
-
-
 @families
 def test_with_a_cache_as_without(family):
     s, library = scene(family), Library()
@@ -182,27 +177,24 @@ def test_left_padding_changes_nothing(family):
     assert len(set(library.chunks)) == len(library.chunks) and len(library.asked) > 4
 
 
-@families
-@pytest.mark.parametrize("kind", ["static", "chunked"])
-def test_caches_agree(family, kind):
+CACHES = {"static": {"cache_implementation": "static"}, "chunked": {"prefill_chunk_size": 4}}
+DRAFTS = {"assistant": {"assistant": 0}, "prompt lookup": tiny.PROMPT_LOOKUP}
+
+
+@pytest.mark.parametrize(("family", "how"), tiny.cache_settings(tiny.FAMILIES, CACHES))
+def test_caches_agree(family, how):
     s, library = scene(family), Library()
-    if kind == "static" and not s.model.host._can_compile_fullgraph:
-        pytest.skip(f"transformers has no static cache for {family} (_can_compile_fullgraph is False)")
-    if kind == "chunked":
-        need_cache(family)
-    how = {"static": {"cache_implementation": "static"}, "chunked": {"prefill_chunk_size": 4}}[kind]
     assert torch.equal(generate(s.model, s.ids, memory=library, **how), s.rows)
     assert set(library.chunks) == complete_chunks(torch.cat([s.ids, s.rows], 1)[:, :-1])
     assert len(set(library.chunks)) == len(library.chunks)
 
 
-@families
-@pytest.mark.parametrize("helper", ["assistant", "prompt lookup"])
-def test_drafts_do_not_change_the_answer(family, helper):
-    need_cache(family)
+@pytest.mark.parametrize(("family", "how"), tiny.cache_settings(tiny.FAMILIES, DRAFTS))
+def test_drafts_do_not_change_the_answer(family, how):
     s, library = scene(family), Library()
-    how = {"assistant": {"assistant_model": tiny.make(family)}, "prompt lookup": tiny.PROMPT_LOOKUP}
-    got = generate(s.model, s.ids[:1], memory=library, **how[helper])
+    if "assistant" in how:
+        how = {"assistant_model": tiny.make(family)}
+    got = generate(s.model, s.ids[:1], memory=library, **how)
     assert torch.equal(got, s.rows[:1])
     # A draft that is refused may have completed a chunk, which is then asked for in vain.
     assert complete_chunks(torch.cat([s.ids[:1], got], 1)[:, :-1]) <= set(library.chunks)

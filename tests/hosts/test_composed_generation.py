@@ -18,7 +18,8 @@ from tests.tiny import assert_close, differs
 NEW = 6
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
-few_families = pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom", "mamba"])
+FEW = ["llama", "gemma3_text", "gpt2", "bloom", "mamba"]
+few_families = pytest.mark.parametrize("family", FEW)
 
 
 @functools.cache
@@ -132,15 +133,12 @@ def test_left_padding_changes_nothing(family):
     assert torch.equal(generate(s.model, ids, attention_mask=keep, memory=along(), num_beams=2), torch.cat(want))
 
 
-@few_families
-@pytest.mark.parametrize("kind", ["static", "chunked"])
-def test_caches_agree(family, kind):
+CACHES = {"static": {"cache_implementation": "static"}, "chunked": {"prefill_chunk_size": 4}}
+
+
+@pytest.mark.parametrize(("family", "how"), tiny.cache_settings(FEW, CACHES))
+def test_caches_agree(family, how):
     s = scene(family)
-    if kind == "static" and not s.model.host._can_compile_fullgraph:
-        pytest.skip(f"transformers has no static cache for {family} (_can_compile_fullgraph is False)")
-    if kind == "chunked" and family in tiny.RUNNING_STATE:
-        pytest.skip(f"transformers refuses this for {family}: it keeps a running state, not a key/value cache")
-    how = {"static": {"cache_implementation": "static"}, "chunked": {"prefill_chunk_size": 4}}[kind]
     assert torch.equal(generate(s.model, s.ids, memory=along(), **how), s.rows)
 
 

@@ -33,11 +33,6 @@ def generate(model, ids, **kwargs):
     return out[:, ids.shape[1] :]
 
 
-def need_cache(family: str) -> None:
-    if family in tiny.RUNNING_STATE:
-        pytest.skip(f"transformers refuses this for {family}: it keeps a running state, not a key/value cache")
-
-
 @families
 def test_greedy_batches_equal_single_rows(family):
     s = scene(family)
@@ -123,32 +118,29 @@ def test_left_padding_changes_nothing(family):
             assert_close(got.logits[0][i], want.logits[0][0])
 
 
-@families
-@pytest.mark.parametrize("kind", ["off", "static", "chunked"])
-def test_caches_agree(family, kind):
+CACHES = {
+    "off": {"use_cache": False},
+    "static": {"cache_implementation": "static"},
+    "chunked": {"prefill_chunk_size": 3},
+}
+# The assistant reads no memory; one is right about the host without adapters, the other about nothing.
+DRAFTS = {
+    "assistant": {"assistant": 0},
+    "another tongue": {"assistant": 1},
+    "prompt lookup": tiny.PROMPT_LOOKUP,
+}
+
+
+@pytest.mark.parametrize(("family", "how"), tiny.cache_settings(tiny.FAMILIES, CACHES))
+def test_caches_agree(family, how):
     s = scene(family)
-    if kind == "static" and not s.twin._can_compile_fullgraph:
-        pytest.skip(f"transformers has no static cache for {family} (_can_compile_fullgraph is False)")
-    if kind == "chunked":
-        need_cache(family)
-    how = {
-        "off": {"use_cache": False},
-        "static": {"cache_implementation": "static"},
-        "chunked": {"prefill_chunk_size": 3},
-    }[kind]
     assert torch.equal(generate(s.model, s.ids, memory=s.memory, **how), s.rows)
 
 
-@families
-@pytest.mark.parametrize("helper", ["assistant", "another tongue", "prompt lookup"])
-def test_drafts_do_not_change_the_answer(family, helper):
-    need_cache(family)
+@pytest.mark.parametrize(("family", "how"), tiny.cache_settings(tiny.FAMILIES, DRAFTS))
+def test_drafts_do_not_change_the_answer(family, how):
     s = scene(family)
-    # The assistant reads no memory; one is right about the host without adapters, the other about nothing.
-    how = {
-        "assistant": {"assistant_model": s.twin},
-        "another tongue": {"assistant_model": tiny.make(family, seed=1)},
-        "prompt lookup": tiny.PROMPT_LOOKUP,
-    }[helper]
+    if "assistant" in how:
+        how = {"assistant_model": tiny.make(family, seed=how["assistant"])}
     for i in range(2):
         assert torch.equal(generate(s.model, s.ids[i : i + 1], memory=s.memory[i], **how), s.rows[i : i + 1])

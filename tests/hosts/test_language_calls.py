@@ -82,7 +82,8 @@ def test_strength_scales_from_nothing(model, ids):
 
 
 @torch.no_grad()
-def test_33_memory_can_be_demanded(ids):
+def test_memory_can_be_demanded(ids):
+    """Invariant 45."""
     adapter = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0,), num_heads=2, head_dim=8)
     model = mmattn.attach(tiny.make("llama"), adapter, require_memory=True)
     for call in (lambda: model(ids), lambda: model.host(ids), lambda: model.generate(ids, max_new_tokens=2)):

@@ -1,4 +1,4 @@
-"""What a language host must survive: the numbers are those of the list of faults the project keeps."""
+"""What a language host must survive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def assert_without_memory(model, ids):
 # 12, and the sizes of a memory
 
 
-def test_12_a_nan_is_refused_before_the_host_runs(model, ids):
+def test_a_nan_is_refused_before_the_host_runs(model, ids):
+    """Invariant 22."""
     tokens = tiny.memory(ROWS).tokens
     tokens[1, 2, 3] = float("nan")
     with pytest.raises(NonFiniteError, match="row 1"), model.condition(mmattn.Memory(tokens)):
@@ -37,7 +38,8 @@ def test_12_a_nan_is_refused_before_the_host_runs(model, ids):
     assert_without_memory(model, ids)
 
 
-def test_12_a_memory_spoilt_after_it_was_made_is_refused_too(model, ids):
+def test_a_memory_spoilt_after_it_was_made_is_refused_too(model, ids):
+    """Invariant 22."""
     memory = tiny.memory(ROWS)
     memory.tokens[2, 0, 0] = float("inf")
     with pytest.raises(NonFiniteError, match="row 2"):
@@ -107,7 +109,8 @@ def test_packed_rows_are_refused(family):
 @pytest.mark.parametrize("memory_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("host_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @torch.no_grad()
-def test_15_16_the_host_keeps_its_dtype_whatever_the_memory_has(ids, host_dtype, memory_dtype):
+def test_the_host_keeps_its_dtype_whatever_the_memory_has(ids, host_dtype, memory_dtype):
+    """Invariants 18, 19."""
     model, memory = tiny.attach(tiny.make("llama").to(host_dtype)), tiny.memory(ROWS)
     out = model(ids, memory=memory.to(memory_dtype)).logits
     assert out.dtype == host_dtype
@@ -116,7 +119,8 @@ def test_15_16_the_host_keeps_its_dtype_whatever_the_memory_has(ids, host_dtype,
 
 
 @torch.no_grad()
-def test_16_autocast_leaves_the_residual_stream_alone(model, ids):
+def test_autocast_leaves_the_residual_stream_alone(model, ids):
+    """Invariant 19."""
     seen = []
     tiny.decoder_layers(model.host)[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     want = model(ids, memory=tiny.memory(ROWS)).logits
@@ -127,7 +131,8 @@ def test_16_autocast_leaves_the_residual_stream_alone(model, ids):
     assert_close(got.float(), want, 0.15)
 
 
-def test_16_training_under_autocast(model, ids):
+def test_training_under_autocast(model, ids):
+    """Invariant 19."""
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(ids, labels=ids, memory=tiny.memory(ROWS)).loss
     loss.backward()
@@ -137,7 +142,8 @@ def test_16_training_under_autocast(model, ids):
 
 
 @torch.no_grad()
-def test_17_dropout_only_in_training(ids):
+def test_dropout_only_in_training(ids):
+    """Invariant 20."""
     model, memory = tiny.attach(tiny.make("llama"), dropout=0.3), tiny.memory(ROWS)
     first = model(ids, memory=memory).logits
     assert torch.equal(first, model(ids, memory=memory).logits)
@@ -150,14 +156,16 @@ def test_17_dropout_only_in_training(ids):
 
 @pytest.mark.parametrize("family", ["gptj", "gpt_neo", "falcon", "mamba"])
 @torch.no_grad()
-def test_18_an_empty_batch_has_the_hosts_shape(family, ids):
+def test_an_empty_batch_has_the_hosts_shape(family, ids):
+    """Invariant 11."""
     model = tiny.attach(tiny.make(family))
     want = tiny.make(family)(ids[:0]).logits
     assert want.shape == (0, LENGTH, tiny.VOCAB)
     assert torch.equal(model(ids[:0], memory=tiny.memory(ROWS)[:0]).logits, want)
 
 
-def test_19_the_memory_learns_too(model, ids):
+def test_the_memory_learns_too(model, ids):
+    """Invariant 23."""
     projector = nn.Linear(17, tiny.MEMORY_DIM)
     images = torch.randn(ROWS, 5, 17)
     model(ids, labels=ids, memory=mmattn.Memory(projector(images))).loss.backward()
@@ -257,7 +265,8 @@ def test_a_model_that_was_detached_says_so(model, ids):
 # 37 - 40: generating
 
 
-def test_37_right_padding_gets_the_hosts_own_warning(model):
+def test_right_padding_gets_the_hosts_own_warning(model):
+    """Invariant 55."""
     ids, keep = tiny.left_padded([tiny.text(1, 3)[0], tiny.text(1, 7)[0]])
     ids, keep = ids.flip(1), keep.flip(1)
     records: list[logging.LogRecord] = []
@@ -273,7 +282,8 @@ def test_37_right_padding_gets_the_hosts_own_warning(model):
 
 
 @torch.no_grad()
-def test_38_absolute_positions_of_a_left_padded_forward():
+def test_absolute_positions_of_a_left_padded_forward():
+    """Invariant 56."""
     model, rows, memory = tiny.attach(tiny.make("gpt2")), [tiny.text(1, n)[0] for n in (3, 7)], tiny.memory(2)
     ids, keep = tiny.left_padded(rows)
     positions = (keep.cumsum(1) - 1).clamp_min(0)
@@ -283,8 +293,8 @@ def test_38_absolute_positions_of_a_left_padded_forward():
 
 
 @torch.no_grad()
-def test_40_both_passes_of_guidance_see_the_memory(model):
-    """Classifier-free guidance compares two texts, so the memory is the same on both sides."""
+def test_both_passes_of_guidance_see_the_memory(model):
+    """Invariant 58: classifier-free guidance compares two texts, so the memory is the same on both sides."""
     ids, memory = tiny.text(1), tiny.memory(1)
     out = model.generate(
         ids, memory=memory, guidance_scale=1.7, max_new_tokens=1, return_dict_in_generate=True, output_scores=True

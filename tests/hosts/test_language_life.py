@@ -1,4 +1,4 @@
-"""Attaching to a language host, living with it, and leaving it: numbers as in the list of faults the project keeps."""
+"""Attaching to a language host, living with it, and leaving it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.tiny import assert_close, own
 ROWS, LENGTH = 3, 7
 
 
-def test_22_a_second_adapter_of_the_same_name(model, ids):
+def test_a_second_adapter_of_the_same_name(model, ids):
+    """Invariant 29."""
     memory = tiny.memory(ROWS)
     with torch.no_grad():
         want, names = model(ids, memory=memory).logits, list(model.state_dict())
@@ -44,7 +45,8 @@ def test_a_detached_handle_takes_no_adapter(model, ids):
         assert torch.equal(lm(ids).logits, own(ids))
 
 
-def test_23_layers_that_are_not_there(ids):
+def test_layers_that_are_not_there(ids):
+    """Invariant 30."""
     lm = tiny.make("llama")
     keys = set(lm.__dict__)
     for settings, found in (
@@ -63,8 +65,8 @@ def test_23_layers_that_are_not_there(ids):
         assert torch.equal(lm(ids).logits, own(ids))
 
 
-def test_23_layers_that_memory_cannot_reach(ids):
-    """A layer that is run without being called: what a hook returns there is lost, and attaching says so."""
+def test_layers_that_memory_cannot_reach(ids):
+    """Invariant 30: where a layer is run without being called, what a hook returns is lost, and attaching says so."""
     lm = tiny.make("llama")
     kind = type(lm.model.layers[1])
     lm.model.layers[1].__class__ = type(
@@ -82,7 +84,8 @@ def test_23_layers_that_memory_cannot_reach(ids):
 
 
 @pytest.mark.parametrize("thing", [nn.Linear(5, 7), nn.Sequential(nn.Linear(5, 5), nn.ReLU()), "gpt2", None])
-def test_23_things_that_are_no_language_model(thing):
+def test_things_that_are_no_language_model(thing):
+    """Invariant 30."""
     with pytest.raises((AttachError, TypeError)) as caught:
         mmattn.attach(thing, mmattn.GatedAdapter(memory_dim=13, layers=(0,)))
     assert isinstance(caught.value, MmattnError)
@@ -91,7 +94,8 @@ def test_23_things_that_are_no_language_model(thing):
     assert isinstance(caught.value, MmattnError)
 
 
-def test_23_an_explicit_path_finds_the_same_layers(ids):
+def test_an_explicit_path_finds_the_same_layers(ids):
+    """Invariant 30."""
     adapter = mmattn.GatedAdapter(memory_dim=13, layers=(0, 2), num_heads=2, head_dim=8)
     model = tiny.open_gates(mmattn.attach(tiny.make("llama"), adapter, path="model.layers"))
     with torch.no_grad():
@@ -99,7 +103,8 @@ def test_23_an_explicit_path_finds_the_same_layers(ids):
         assert torch.equal(model(ids, memory=tiny.memory(ROWS)).logits, want)
 
 
-def test_23_every_counts_from_the_front():
+def test_every_counts_from_the_front():
+    """Invariant 30."""
     model = tiny.attach(tiny.make("gpt_neo"), layers=None, every=2)
     spread = tiny.attach(tiny.make("gpt_neo"), layers=(1, 3))
     ids, memory = tiny.text(2), tiny.memory(2)
@@ -107,8 +112,8 @@ def test_23_every_counts_from_the_front():
         assert torch.equal(model(ids, memory=memory).logits, spread(ids, memory=memory).logits)
 
 
-def test_24_layers_that_return_tuples_and_layers_that_do_not():
-    """The matrix runs both kinds; here is the proof that both are in it."""
+def test_layers_that_return_tuples_and_layers_that_do_not():
+    """Invariant 31: the matrix runs both kinds; here is the proof that both are in it."""
     kinds = set()
     for family in ("llama", "gptj", "falcon"):
         lm = tiny.make(family)
@@ -118,7 +123,8 @@ def test_24_layers_that_return_tuples_and_layers_that_do_not():
 
 
 @pytest.mark.parametrize("which", ["model", "host"])
-def test_25_modes_and_dtypes_reach_the_adapter(ids, which):
+def test_modes_and_dtypes_reach_the_adapter(ids, which):
+    """Invariant 32."""
     model = tiny.attach(tiny.make("llama"))
     thing = model if which == "model" else model.host
     assert not model.training and not any(part.training for part in model.adapters.modules())
@@ -145,7 +151,8 @@ def test_25_modes_and_dtypes_reach_the_adapter(ids, which):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba"])
-def test_26_the_hosts_file_is_the_hosts(family, tmp_path):
+def test_the_hosts_file_is_the_hosts(family, tmp_path):
+    """Invariant 33."""
     lm = tiny.make(family)
     state = {name: value.clone() for name, value in lm.state_dict().items()}
     model = tiny.attach(lm)
@@ -163,7 +170,8 @@ def test_26_the_hosts_file_is_the_hosts(family, tmp_path):
         assert file.read_bytes() == (tmp_path / "host" / file.name).read_bytes(), file.name
 
 
-def test_27_requires_grad_comes_back():
+def test_requires_grad_comes_back():
+    """Invariant 34."""
     lm = tiny.make("gpt2")
     for i, parameter in enumerate(lm.parameters()):
         parameter.requires_grad_(i % 3 == 0)
@@ -190,7 +198,8 @@ class Int8Linear(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
 
 
-def test_28_an_8_bit_host(ids):
+def test_an_8_bit_host(ids):
+    """Invariant 35."""
     lm = tiny.make("llama")
     for part in list(lm.modules()):
         for name, child in part.named_children():
@@ -203,7 +212,8 @@ def test_28_an_8_bit_host(ids):
     assert lm.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
 
 
-def test_29_a_host_without_weights():
+def test_a_host_without_weights():
+    """Invariant 36."""
     with torch.device("meta"):
         lm = type(tiny.make("llama"))(tiny.config("llama"))
     with pytest.raises(ConditionError, match="load"):
@@ -211,13 +221,15 @@ def test_29_a_host_without_weights():
     assert all(not part._forward_hooks for part in lm.modules())
 
 
-def test_32_pickling_names_the_verb(model):
+def test_pickling_names_the_verb(model):
+    """Invariant 39."""
     for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
         with pytest.raises(TypeError, match="save_adapter"):
             save(model)
 
 
-def test_33_without_memory_the_host_answers(model, ids):
+def test_without_memory_the_host_answers(model, ids):
+    """Invariant 45."""
     with torch.no_grad():
         assert torch.equal(model(ids).logits, own(ids))
 

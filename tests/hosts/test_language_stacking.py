@@ -212,7 +212,8 @@ def memories():
 
 @pytest.mark.parametrize("compiled", ["host", "model"])
 @torch.no_grad()
-def test_31_a_compiled_host_reads_each_memory_it_is_given(ids, compiled, dynamo):
+def test_a_compiled_host_reads_each_memory_it_is_given(ids, compiled, dynamo):
+    """Invariant 38."""
     model = tiny.attach(shallow(), layers=(0,))
     given = list(memories()) if compiled == "host" else [tiny.memory(ROWS), tiny.memory(ROWS, m=7), None]
     want = [model(ids, memory=memory).logits for memory in given]
@@ -232,7 +233,8 @@ def test_31_a_compiled_host_reads_each_memory_it_is_given(ids, compiled, dynamo)
     assert 1 <= dynamo.frame_count <= 5, f"{dynamo.frame_count} graphs for {len(given)} memories"
 
 
-def test_31_training_a_compiled_host(ids, dynamo):
+def test_training_a_compiled_host(ids, dynamo):
+    """Invariant 38."""
     memory = tiny.memory(ROWS, lengths=[5, 0, 3])
     gradients = []
     for compiled in (False, True):
@@ -248,7 +250,8 @@ def test_31_training_a_compiled_host(ids, dynamo):
 
 
 @torch.no_grad()
-def test_30_attaching_after_the_host_was_compiled_is_never_silent(ids, dynamo):
+def test_attaching_after_the_host_was_compiled_is_never_silent(ids, dynamo):
+    """Invariant 37."""
     lm = shallow()
     fast = torch.compile(lm, backend=dynamo)
     plain = fast(ids).logits
@@ -266,7 +269,8 @@ def test_30_attaching_after_the_host_was_compiled_is_never_silent(ids, dynamo):
         assert_close(fast(ids).logits, plain, 1e-6)
 
 
-def test_30_a_compiled_model_is_not_a_host(dynamo):
+def test_a_compiled_model_is_not_a_host(dynamo):
+    """Invariant 37."""
     lm = shallow()
     with pytest.raises(MmattnError, match="compile"):
         tiny.attach(torch.compile(lm, backend=dynamo), layers=(0,))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from mmattn import Index
 from mmattn.errors import IndexFileError
 from mmattn.retrieval import versioned_folder as folders
 from tests.retrieval.searching import WIDTH, files, held, same, small
+from tests.stress.kills_in_index import killed_saves
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -87,59 +85,10 @@ def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
 
 # ---- crashes
 
-WRITER = """
-import os, sys, torch
-from mmattn import Index
-torch.set_num_threads(1)
-indexes = [Index.build(torch.ones(701, 31), store=store) for store in ("exact", "flat")]
-# Another object than those that the children save: these would know that somebody saved after them, and refuse.
-Index.build(torch.ones(701, 31), metadata=[1] * 701).save(sys.argv[1])
-for line in sys.stdin:
-    version = int(line)
-    child = os.fork()
-    if not child:
-        index = indexes[version // 1000 % 2]
-        while True:
-            index.update(index.ids, torch.full((701, 31), float(version)), metadata=[version] * 701)
-            index.save(sys.argv[1])
-            version += 1
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-
-
-def killed_saves(folder: Path, kills: int, seed: int) -> set[int]:
-    """Kill a process that saves again and again; after each kill the index is whole. The versions found."""
-    chance, found = random.Random(seed), set()
-    command = [sys.executable, "-W", "ignore", "-c", WRITER, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as writers:
-        assert writers.stdin is not None and writers.stdout is not None
-        for kill in range(kills):
-            writers.stdin.write(f"{1000 * kill + 1}\n")
-            writers.stdin.flush()
-            child = int(writers.stdout.readline())
-            time.sleep(chance.uniform(0.01, 0.6))
-            os.kill(child, signal.SIGKILL)
-            assert int(writers.stdout.readline()) == signal.SIGKILL  # and it did not die of something else
-            index = Index.load(folder)
-            versions = {index[name].metadata for name in index.ids}
-            assert len(index) == 701 and len(versions) == 1
-            version = versions.pop()
-            assert all(torch.equal(index[name].vector, torch.full((31,), float(version))) for name in index.ids)
-            found.add(version)
-    small(3).save(folder)
-    assert len(files(folder)) == 3  # what the killed ones left behind is gone
-    return found
-
 
 def test_kills_during_saves(tmp_path: Path, seeded: int) -> None:
+    """Two hundred of them, and more: `tests.stress.kills_in_index`."""
     assert len(killed_saves(tmp_path / "index", 8, seeded)) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_two_hundred_kills_during_saves(tmp_path: Path, seeded: int) -> None:
-    assert len(killed_saves(tmp_path / "index", 200, seeded)) > 20
 
 
 STEPS = (

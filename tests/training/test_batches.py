@@ -221,7 +221,7 @@ def test_a_loss_of_zero_targets_is_nothing() -> None:
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_of_a_data_loader(tmp_path: Path, start: str) -> None:
-    """FAULTS 79: the same batches, memories included, as without workers."""
+    """Invariant 78: the same batches, memories included, as without workers."""
     rows = small_run.rows(7)
     sampler = training.LengthGroupedSampler([row.text_length for row in rows], batch_size=3, seed=1)
     given = {"batch_size": 3, "sampler": sampler, "collate_fn": small_run.collator(tmp_path)}

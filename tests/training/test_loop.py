@@ -37,7 +37,7 @@ def weights(model: object) -> dict[str, torch.Tensor]:
 
 
 def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(whole: Path, tmp_path: Path) -> None:
-    """FAULTS 56: killed inside an accumulation, and in the middle of writing a checkpoint."""
+    """Invariant 76: killed inside an accumulation, and in the middle of writing a checkpoint."""
     found = small_run.start(tmp_path, kill={"at_loss": 10})  # the second piece of step 5; a checkpoint is at step 4
     assert found.returncode == -signal.SIGKILL, found.stderr
     assert training.last_step(tmp_path / "checkpoints") == 4

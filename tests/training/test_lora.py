@@ -1,4 +1,4 @@
-"""LoRA controls: as large as asked for, and what is trained is exactly what was asked for (FAULTS 66)."""
+"""LoRA controls: as large as asked for, and what is trained is exactly what was asked for (Invariant 40)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
 class TestBesideAnAdapter:
     @pytest.mark.parametrize("order", ["LoRA first", "adapter first"])
     def test_both_are_trained_and_nothing_else(self, tmp_path: Path, order: str) -> None:
-        """FAULTS 66, peft before and after attach."""
+        """Invariant 40, peft before and after attach."""
         if order == "LoRA first":
             model = tiny.attach(training.add_lora(tiny.make("llama"), 2), opened=False)
         else:

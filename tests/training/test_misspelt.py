@@ -1,4 +1,4 @@
-"""A misspelt keyword, and an argument that this kind of data ignores, are refused (FAULTS 68)."""
+"""A misspelt keyword, and an argument that this kind of data ignores, are refused (Invariant 42)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts in 8 and 4 bit, by torchao and bitsandbytes, on the CPU: FAULTS 28."""
+"""Hosts in 8 and 4 bit, by torchao and bitsandbytes, on the CPU: Invariant 35."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class TestBroken:
 
 
 class TestEncodings:
-    """FAULTS 74: a byte-order mark, CRLF, NUL and other encodings are read right, or named with their line."""
+    """Invariant 75: a byte-order mark, CRLF, NUL and other encodings are read right, or named with their line."""
 
     FILES = ("captions.jsonl", "metadata.jsonl", "a.txt")
 

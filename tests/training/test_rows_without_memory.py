@@ -1,4 +1,4 @@
-"""Rows without a memory in the middle of training (FAULTS 73): the others learn from theirs, and no loop stops."""
+"""Rows without a memory in the middle of training (Invariant 77): the others learn from theirs, and no loop stops."""
 
 from __future__ import annotations
 

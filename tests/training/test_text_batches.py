@@ -170,7 +170,7 @@ class TestAugmentMemory:
     ],
 )
 def test_prompts_a_model_cannot_read_are_refused(ids: torch.Tensor, mask: torch.Tensor, new: int, said: str) -> None:
-    """FAULTS 41."""
+    """Invariant 59."""
     config = SimpleNamespace(vocab_size=101, max_position_embeddings=17)
     training.check_prompt(torch.ones(2, 12, dtype=torch.long), torch.ones(2, 12), config, 5)
     with pytest.raises(TextError, match=said):

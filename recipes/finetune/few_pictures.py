@@ -4,7 +4,7 @@
     python -m recipes.finetune.few_pictures FLOWERS --encoder torchvision:mobilenet_v2:WEIGHTS optim.max_steps=200
 
 The recipe is trained with its defaults on the first 15 pictures of each class, for each of three seeds, and captions
-the next 5. Nothing is chosen by these: they are only measured. The probe is scikit-learn's logistic regression on the
+the next 5. The probe is scikit-learn's logistic regression on the
 mean of the patch tokens, and on the pooled embedding of the encoder.
 """
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import mmattn
 from mmattn import inspect, training
-from mmattn.encoders import load_image
 
 EXPLORED = 6
 """Rows that `mmattn explore` shows, at most."""
@@ -40,7 +39,7 @@ def language_traces(
         shown: dict[str, Any] = {"sources": _names(row, memory)}
         grid = getattr(memories.encoders["pictures"], "grid", None)
         if len(row.images) == 1 and grid is not None and grid[0] * grid[1] == memory.length:
-            shown = {"grid": grid, "picture": load_image(row.images[0])}
+            shown = {"grid": grid, "picture": mmattn.load_image(row.images[0])}
         made.append(inspect.attribute(model, ids, memory, words, start=max(1, start), title=text, **shown))
     return made
 
@@ -82,7 +81,7 @@ def unet_traces(
         maps, layers = _maps(found, memory.length, side)
         patches = [f"row {line + 1}, column {column + 1}" for line in range(grid[0]) for column in range(grid[1])]
         places = [f"row {line + 1}, column {column + 1}" for line in range(side) for column in range(side)]
-        pictures = {"picture": _picture(drawn[0]), "word_picture": load_image(row.images[0])}
+        pictures = {"picture": _picture(drawn[0]), "word_picture": mmattn.load_image(row.images[0])}
         grids: dict[str, Any] = {"grid": (side, side), "word_grid": grid, "queries": "sources"}
         made.append(inspect.Trace(patches, places, maps, layers, row.text, **grids, **pictures))
     return made
@@ -103,5 +102,5 @@ def _maps(found: dict[int, Any], count: int, side: int) -> tuple[torch.Tensor, l
 def _picture(drawn: torch.Tensor) -> Any:
     """A drawing (c, height, width) from 0 to 1, large enough to be looked at."""
     pixels = drawn.expand(3, -1, -1) if drawn.shape[0] == 1 else drawn
-    image = load_image(pixels)
+    image = mmattn.load_image(pixels)
     return image.resize((256, 256), resample=0) if image.width < 128 else image

@@ -36,7 +36,7 @@ class AdapterSettings(Strict):
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=1)
     num_kv_heads: int | None = 1
-    feed_forward: float = Field(0.0, ge=0)  # with a few pictures it learns them by heart; 2 or more with thousands
+    feed_forward: float = Field(0.0, ge=0)  # hidden width as a multiple of the host's; 0: none
     gate: Literal["scalar", "head", "channel"] = "scalar"
     qk_norm: bool = False
     null_slot: bool = False

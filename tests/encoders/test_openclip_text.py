@@ -39,6 +39,9 @@ def test_embeddings_are_those_of_open_clip(
         tiny_clip["text_cfg"] |= {"embed_cls": True, "output_tokens": True}
         tiny_clip["vision_cfg"] |= {"attentional_pool": True, "output_tokens": True, "attn_pooler_heads": 1}
     eye = OpenCLIPEncoder(config=tiny_clip, pooled=True)
+    if kind == "coca":
+        # open_clip leaves it as it finds the memory, which may be NaN.
+        torch.nn.init.normal_(eye.model.text_decoder.text_projection)
     encoder = OpenCLIPTextEncoder(saved(eye, tmp_path, tiny_clip), normalize=normalize)
     memory = encoder.encode(TEXTS, batch_size=2)
     wanted = eye.model.encode_text(eye.tokenizer(TEXTS), normalize=normalize)

@@ -49,8 +49,10 @@ def make_heads(
     return tuple((s * torch.randn(shape)).to(dtype).requires_grad_() for s, shape in zip(sizes, shapes, strict=True))
 
 
-def compare_attend(inputs: tuple[Tensor, ...], beams: int = 1, causal: bool = False, **rules) -> list[Tensor]:
-    """Both backends against the definition, values and gradients; returns what `sdpa` gave."""
+def compare_attend(
+    inputs: tuple[Tensor, ...], beams: int = 1, causal: bool = False, floor: float = 0.0, **rules
+) -> list[Tensor]:
+    """Both backends against the definition, values and gradients, by `yardstick`; returns what `sdpa` gave."""
     dtype = inputs[0].dtype
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     q, k, v = wide[:3]
@@ -63,6 +65,7 @@ def compare_attend(inputs: tuple[Tensor, ...], beams: int = 1, causal: bool = Fa
     expected, _ = attend_reference(q, k, v, causal=causal, **slow)
     upstream = torch.randn(expected.shape).to(dtype)
     expected_grads = gradients(expected, wide, upstream.double())
+    largest = torch.stack([grad.abs().max() for grad in expected_grads if grad.numel()] or [torch.zeros(())]).max()
     found = []
     for backend in BACKENDS:
         fast = dict(rules, bias=inputs[3]) if len(inputs) == 4 else rules
@@ -71,7 +74,7 @@ def compare_attend(inputs: tuple[Tensor, ...], beams: int = 1, causal: bool = Fa
         assert_close(out, expected, dtype)
         grads = gradients(out, inputs, upstream)
         for name, grad, expected_grad in zip("qkvb", grads, expected_grads, strict=False):
-            assert_close(grad, expected_grad, dtype, "grad")
+            assert_close(grad, expected_grad, dtype, "grad", size=yardstick(expected_grad, largest, floor))
             assert torch.isfinite(grad).all(), name
         found.append([out, *grads])
     return found[0]
@@ -109,6 +112,14 @@ def kind(kept: KeyValue) -> str:
     return " ".join(["packed"] * (kept.lengths is not None) + ["absorbed"] * kept.absorbed) or "padded"
 
 
+def yardstick(right: Tensor, largest: Tensor, floor: float) -> Tensor | None:
+    """What the errors of a gradient are relative to: itself, but at least this share of the largest gradient.
+
+    Where the gradients of a softmax all but cancel, they are as exact as the terms that cancel.
+    """
+    return floor * largest if right.numel() and 0 < right.abs().max() <= floor * largest else None
+
+
 def compare_layer(
     layer: CrossAttention,
     x: Tensor,
@@ -127,8 +138,7 @@ def compare_layer(
         memory: slots (b, m, e).
         through: calls the layer in place of `layer(x, memory, ...)`.
         scale: of the scores, where it is not that of the layer.
-        floor: errors of a gradient smaller than this share of the largest are relative to that share; where the
-            gradients of a softmax all but cancel, they are as exact as their terms.
+        floor: as in `yardstick`.
         **given_: the other inputs.
     """
     dtype = layer.q_proj.weight.dtype
@@ -160,9 +170,8 @@ def compare_layer(
     largest = torch.stack([right.abs().max() for right in expected_grads if right.numel()]).max()
     for grad, right in zip(grads, expected_grads, strict=True):
         # Some gradients are 0 but for rounding: of a key bias, which every slot gets alike, or of the only slot's key.
-        size = right.abs().max() if right.numel() else largest
-        yardstick = largest if size <= 1e-9 * largest else floor * largest if size <= floor * largest else None
-        assert_close(grad, right, dtype, "grad", size=yardstick)
+        vanishing = right.numel() and right.abs().max() <= 1e-9 * largest
+        assert_close(grad, right, dtype, "grad", size=largest if vanishing else yardstick(right, largest, floor))
     fast = dict(fast_inputs, **given_)
     again, found = layer(fast.pop("x"), fast.pop("memory"), **fast, return_weights=True)
     assert_close(again, expected, dtype)

@@ -162,7 +162,7 @@ def test_progress_is_shown_only_if_asked(picture: Image.Image, capfd: pytest.Cap
     eye([picture] * 3)
     assert capfd.readouterr().err == ""
     eye([picture] * 3, batch_size=2, progress=True)
-    assert "2/2" in capfd.readouterr().err
+    assert "3/3" in capfd.readouterr().err
 
 
 def test_real_photographs_of_one_species_are_neighbours(shared_data: Path) -> None:

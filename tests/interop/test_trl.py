@@ -57,7 +57,7 @@ def trainer(folder: Path, model: Any, dataset: Any = None, data_collator: Any = 
 
 
 def our_loop() -> dict[str, torch.Tensor]:
-    """The weights that `training.tune` ends with on the same rows."""
+    """The weights that `training.train` ends with on the same rows."""
     model = tiny.attach(tiny.make("llama"))
     rows = [training.Row(" ".join(f"w{i}" for i in row["input_ids"]), memory=row["memory"]) for row in tokenised.rows()]
 
@@ -66,7 +66,7 @@ def our_loop() -> dict[str, torch.Tensor]:
         memory = mmattn.Memory.pad([torch.tensor(row.memory) for row in some])
         return training.sum_nats(model, training.collate(ids, memory))
 
-    training.tune(
+    training.train(
         model,
         loss,
         training.RowBatches(rows, len(rows), seed=0),

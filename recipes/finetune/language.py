@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +90,24 @@ def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tupl
         asked = "" if quantise is None else f" as {quantise}"
         raise ConfigError(f"lm={name!r} cannot be loaded{asked}: {error}") from error
     return (lm if quantise is not None else lm.to(device)).eval(), tokenizer
+
+
+def pipeline_config(settings: Config, tokenizer: Any, results: str = "") -> pipelines.PipelineConfig:
+    """How to run the trained adapter from pictures to texts, with the table of its run."""
+    given = settings.caption.model_dump()
+    data = settings.data.path
+    return pipelines.PipelineConfig(
+        task="image-to-text",
+        host=pipelines.ModelReference.of(
+            settings.lm, tokenizer, quantization=settings.quantise, lora="../lora" if settings.lora.rank else None
+        ),
+        encoder=pipelines.EncoderReference.of(settings.encoder),
+        prompt=given.pop("prompt"),
+        generation=given,
+        trained_on=f"{Path(data).name or data}, a part of it held out.",
+        training={"recipe": "finetune", "seed": settings.seed, "learning_rate": settings.optim.learning_rate},
+        results=results,
+    )
 
 
 @torch.no_grad()

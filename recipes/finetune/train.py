@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_said
 
-from mmattn import inspect, pipelines, training
+from mmattn import inspect, training
 from mmattn.errors import ConfigError, TextError
 
 from . import data, looks, report
-from .language import Language, write_texts
+from .language import Language, pipeline_config, write_texts
 from .memories import captions_in_memory, exchanged, needs, row_memories, without
 from .painting import Painting
 from .settings import Config
@@ -136,7 +136,7 @@ class Run:
             model.save_adapter(self.out / "adapter", encoder=memories.fingerprint)
             if settings.lora.rank:
                 self.host.host.save_pretrained(str(self.out / "lora"))
-            self._describe()
+            self._save_pipeline()
             report.plot_losses(self.out / "loss.png", self.out / "metrics.jsonl")
         if done.interrupted:
             accelerator.print(
@@ -149,25 +149,10 @@ class Run:
         self._say_left_out()
         accelerator.print(f"the adapter is in {self.out / 'adapter'}")
 
-    def _describe(self, results: str = "") -> None:
+    def _save_pipeline(self, results: str = "") -> None:
         """What `mmattn caption` needs of the adapter, where all its memories are of pictures."""
-        settings = self.settings
-        if settings.host != "language" or not self.pictures_alone:
-            return
-        lora = "../lora" if settings.lora.rank else None
-        given = settings.caption.model_dump()
-        pipelines.PipelineConfig(
-            task="image-to-text",
-            host=pipelines.ModelReference.of(
-                settings.lm, self.host.tokenizer, quantization=settings.quantise, lora=lora
-            ),
-            encoder=pipelines.EncoderReference.of(settings.encoder),
-            prompt=given.pop("prompt"),
-            generation=given,
-            trained_on=f"{Path(settings.data.path).name or settings.data.path}, a part of it held out.",
-            training={"recipe": "finetune", "seed": settings.seed, "learning_rate": settings.optim.learning_rate},
-            results=results,
-        ).save(self.out / "adapter")
+        if self.settings.host == "language" and self.pictures_alone:
+            pipeline_config(self.settings, self.host.tokenizer, results).save(self.out / "adapter")
 
     def _captions_in_memory(self, rows: data.Data, unknown: Sequence[str]) -> data.Data:
         """Texts that the UNet's own text encoder cannot read go into the memory, read by one that knows the words."""
@@ -280,7 +265,7 @@ class Run:
             text = report.table(lines, self.settings.host)
             self.folder.write_text("table.md", text)
             self.folder.write_json("table.json", {"seed": self.settings.seed, "rows": [vars(one) for one in lines]})
-            self._describe(text)
+            self._save_pipeline(text)
             print(text)
 
     def _control(self, parameters: int) -> Line:

@@ -28,8 +28,9 @@ def test_losses_have_ticks_that_one_reads(
     load_files: Callable[..., SimpleNamespace], tmp_path: Path, first: float, last: float
 ) -> None:
     plot_vision, plot_diffusion = load_files("vision", "report").report, load_files("diffusion", "pictures").pictures
-    plot_vision.plot_losses(tmp_path / "vision.svg", {"adapter": falling(first, last)})
-    plot_diffusion.plot_losses(falling(first, last), tmp_path / "diffusion.svg")
+    losses = list(enumerate(falling(first, last), start=1))
+    plot_vision.plot_losses(tmp_path / "vision.svg", {"adapter": losses})
+    plot_diffusion.plot_losses(losses, tmp_path / "diffusion.svg")
     for name in ("vision", "diffusion"):
         found = texts(tmp_path / f"{name}.svg")
         assert not [text for text in found if "$" in text or "^" in text], "a power of ten"

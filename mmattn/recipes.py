@@ -75,6 +75,18 @@ def asset_path(name: str) -> Path:
     return shipped
 
 
+def resolve_asset(name: str) -> str:
+    """The place of "assets/…", as `asset_path` finds it; any other name as it is.
+
+    Args:
+        name: of a file, a folder, or a model on the hub.
+
+    Raises:
+        ConfigError: there is no such asset.
+    """
+    return str(asset_path(name)) if name.startswith("assets/") else name
+
+
 def list_recipes() -> list[Recipe]:
     """Every recipe of this installation, by name."""
     folders = sorted(p for p in recipes_folder().iterdir() if p.is_dir() and not p.name.startswith((".", "_")))

@@ -38,7 +38,7 @@ HOMES = {
     "tensorboard": ("training",),
     "torchao": ("pipelines.models",),
     "bitsandbytes": ("pipelines.models",),
-    "diffusers": ("hosts.unet",),
+    "diffusers": ("hosts.unet", "pipelines.diffusion_host"),
     "huggingface_hub": ("hosts.interop.hub",),
     "open_clip": ("encoders.openclip", "encoders.openclip_models"),
     "torchvision": ("encoders.torchvision",),
@@ -63,6 +63,7 @@ ATTENTION_CALLS = {"softmax", "Softmax", "_softmax", "scaled_dot_product_attenti
 #: What recipes may import by a longer name than `mmattn` itself.
 FRONT_ROOMS = {
     "mmattn",
+    "mmattn.encoders",
     "mmattn.errors",
     "mmattn.inspect",
     "mmattn.pipelines",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import zlib
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+# A shell that starts a command in the background has it ignore Ctrl-C; what is tested here must notice it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Shared machines stall now and then: a slow example is not a wrong one.
 settings.register_profile("mmattn", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("mmattn")

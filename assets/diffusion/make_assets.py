@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 from PIL import Image
 
+from mmattn.pipelines import PipelineConfig
 from mmattn.recipes import find_recipe, load_recipe
 
 HERE = Path(__file__).parent
@@ -49,6 +50,10 @@ def main() -> None:
     for run, name in ((given.text, "unet"), (given.text, "text"), (given.style, "adapter")):
         shutil.copytree(run / name, folder / name, dirs_exist_ok=True)
     shutil.copy(given.style / "style.safetensors", folder)
+    described = PipelineConfig.load(folder / "adapter")
+    host = described.host.model_copy(update={"name": "assets/diffusion"})
+    results = (given.style / "table.md").read_text(encoding="utf-8")
+    described.model_copy(update={"host": host, "results": results}).save(folder / "adapter")
     (folder / "README.md").write_text(CARD.format(text=took(given.text), style=took(given.style)), encoding="utf-8")
     examples(given.out / "digits")
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mmattn.encoders.images import load_image
 from mmattn.errors import AdapterFileError, ImageError, MmattnError, TextError, check_float, check_int, import_extra
 from mmattn.inspect.plots import plot_heat_maps
@@ -52,7 +54,7 @@ class Live:
     """
 
     def __init__(self, adapter: Path, folder: Path) -> None:
-        rag, diffusion = (find_recipe(name).folder for name in ("rag", "diffusion"))
+        rag = find_recipe("rag").folder
         self._captions: Any = pipeline(adapter)
         if self._captions.config.task != "image-to-text":
             raise AdapterFileError(
@@ -62,7 +64,7 @@ class Live:
         facts = load_recipe(rag, "demo").build(folder / "facts", answers)
         answers.index = load_index(folder / "facts", answers.encoder)
         self._answers: Any = answers
-        self._pen = load_recipe(diffusion, "drawing").Pen()
+        self._drawings: Any = pipeline("assets/diffusion/adapter")
         self.questions = [facts[row].question for row in (0, 70, 140, 210, -1)]
 
     def caption(self, picture: Any) -> tuple[str, Any]:
@@ -118,12 +120,12 @@ class Live:
         """
         options = {
             "adapter_scale": check_float("adapter_scale", adapter_scale, at_least=0, below=ADAPTER_SCALE + 1e-6),
-            "steps": check_int("steps", steps, at_most=STEPS),
+            "num_inference_steps": check_int("steps", steps, at_most=STEPS),
             "guidance_scale": check_float("guidance_scale", guidance_scale, at_least=1, below=GUIDANCE_SCALE + 1e-6),
-            "seed": check_int("seed", seed, at_least=0, at_most=2**31 - 1),
+            "generator": torch.Generator().manual_seed(check_int("seed", seed, at_least=0, at_most=2**31 - 1)),
         }
         like = None if example is None else load_image(example)
-        return self._pen(_checked("sentence", sentence), like=like, **options)
+        return self._drawings(_checked("sentence", sentence), like, **options).resize((256, 256))
 
 
 def page(live: Live) -> Any:

@@ -30,32 +30,49 @@ def caption(
 
 
 def draw(
-    sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help='What to write: "a thick seven".')],
-    like: Annotated[Path | None, typer.Option(help="A picture of a character whose style to follow.")] = None,
-    adapter_scale: Annotated[float, typer.Option(help="How closely to follow it; 0 is not at all.")] = 1.0,
-    guidance_scale: Annotated[float, typer.Option(help="How closely to follow the sentence; 1 is no guidance.")] = 2.0,
-    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 30,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='What to draw: "a thick seven".')],
+    like: Annotated[Path | None, typer.Option(help="A picture whose style to follow.")] = None,
+    adapter: Annotated[Path, typer.Option(help="The folder of an adapter, or ORG/NAME.")] = Path(
+        "assets/diffusion/adapter"
+    ),
+    adapter_scale: Annotated[float, typer.Option(help="How closely to follow the picture; 0 is not at all.")] = 1.0,
+    guidance_scale: Annotated[
+        float | None, typer.Option(help="How closely to follow the prompt; 1 is no guidance.", show_default="adapter's")
+    ] = None,
+    num_inference_steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="adapter's")] = None,
     seed: Annotated[int, typer.Option(help="Of the noise it starts from.")] = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="The PNG file to write.")] = Path("drawing.png"),
+    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:
-    """Write a digit by hand, as a sentence asks and in the style of an example."""
-    import tempfile
-
-    from mmattn.errors import ImageError, check_float, check_int
-    from mmattn.recipes import find_recipe, load_recipe
+    """Draw what a prompt says, in the style of an example: digits, with the adapter that is installed."""
+    from mmattn.errors import ConfigError, ImageError, check_float, check_int
     from mmattn.storage.atomic import replacing
-    from mmattn.storage.pretrained import without_progress_bars
 
-    check_int("steps", steps)
+    if num_inference_steps is not None:
+        check_int("num_inference_steps", num_inference_steps, at_most=1000)
+    if guidance_scale is not None:
+        check_float("guidance_scale", guidance_scale)
     check_float("adapter_scale", adapter_scale)
-    check_float("guidance_scale", guidance_scale)
     if like is not None and not like.is_file():
         raise ImageError(f"cannot follow {like}: there is no such file")
-    recipe = load_recipe(find_recipe("diffusion").folder, "drawing")
-    with without_progress_bars(), replacing(out) as file, tempfile.TemporaryDirectory() as folder:
-        options = {"adapter_scale": adapter_scale, "guidance_scale": guidance_scale, "steps": steps, "seed": seed}
-        drawn = recipe.draw(sentence, Path(folder) / out.name, like=like, **options)
-        file.write(drawn.read_bytes())
+    with replacing(out) as file:
+        pipe = _pipeline(adapter, device)
+        if pipe.config.task != "text-to-image":
+            raise ConfigError(f"the adapter in {adapter} is for {pipe.config.task}, and drawing needs one of a UNet")
+        import torch
+
+        picture = pipe(
+            prompt,
+            like,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            adapter_scale=adapter_scale,
+            generator=torch.Generator().manual_seed(seed),
+            progress=True,
+        )
+        # A digit of sixteen pixels is too small to be looked at.
+        times = max(1, 256 // picture.width)
+        picture.resize((times * picture.width, times * picture.height)).save(file, "PNG")
     typer.echo(str(out))
 
 

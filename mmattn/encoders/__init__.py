@@ -6,6 +6,7 @@ from mmattn.encoders.frozen import ImageEncoder
 from mmattn.encoders.images import load_image
 from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
 from mmattn.encoders.preprocessing import ImageProcessor, preprocess
+from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
 from mmattn.encoders.text import TextEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder
 
@@ -14,8 +15,11 @@ __all__ = [
     "OpenCLIPTextEncoder",
     "ImageEncoder",
     "ImageProcessor",
+    "StyleEncoder",
+    "StyleNetwork",
     "TextEncoder",
     "TorchvisionEncoder",
+    "away_from_paper",
     "load_image",
     "preprocess",
 ]

@@ -118,7 +118,7 @@ class ImageEncoder(FrozenEncoder):
         self.image_processor = image_processor
         self.pooled = pooled
         with torch.no_grad():
-            tokens, self.grid = self._tokens(image_processor([torch.zeros(3, 1, 1)]))
+            tokens, self.grid = self._tokens(self._some_pixels())
         self.length, self.dim = tokens.shape[1:]
 
     def features(self, pixels: Tensor) -> Tensor:
@@ -160,6 +160,10 @@ class ImageEncoder(FrozenEncoder):
             ]
         tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
         return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(given))])
+
+    def _some_pixels(self) -> Tensor:
+        """Of one image, to learn the shape of the features."""
+        return self.image_processor([torch.zeros(3, 1, 1)])
 
     def _described(self) -> dict[str, Any]:
         return {**self.settings, "preparation": self.image_processor.as_dict(), "pooled": self.pooled}

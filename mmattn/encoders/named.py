@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mmattn.encoders.frozen import ImageEncoder
 from mmattn.encoders.openclip import OpenCLIPEncoder
+from mmattn.encoders.style import StyleEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder
 
 
-def load_image_encoder(name: str, device: Any = None) -> OpenCLIPEncoder | TorchvisionEncoder:
+def load_image_encoder(name: str, device: Any = None) -> ImageEncoder:
     """The encoder of a name.
 
     Args:
-        name: "torchvision:NAME[:WEIGHTS FILE]", a folder of open_clip, or "NAME:TAG" of open_clip.
+        name: "torchvision:NAME[:WEIGHTS FILE]", a folder of open_clip, "NAME:TAG" of open_clip, or the .safetensors
+            file of a `StyleEncoder`.
         device: where it runs.
 
     Raises:
@@ -23,4 +26,6 @@ def load_image_encoder(name: str, device: Any = None) -> OpenCLIPEncoder | Torch
     if name.startswith("torchvision:"):
         _, network, *weights = name.split(":", 2)
         return TorchvisionEncoder(network, weights=weights[0] if weights else None, device=device)
+    if name.endswith(".safetensors"):
+        return StyleEncoder.load(name, device)
     return OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)

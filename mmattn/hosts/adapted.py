@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -475,12 +476,12 @@ class AdaptedModel(SavedModel):
         Raises:
             AdapterFileError: the hub refused it, or cannot be reached.
         """
-        from mmattn.hosts.interop.hub import push
+        from mmattn.hosts.interop.hub import upload
 
-        return push(
-            self, repository, name, encoder=encoder, private=private, revision=revision, token=token,
-            message=commit_message,
-        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_adapter(folder, name, encoder=encoder)
+            message = commit_message or f"Adapter {name}"
+            return upload(folder, repository, private=private, revision=revision, token=token, message=message)
 
 
 def check_unused(**given: tuple[Any, Any]) -> None:

@@ -1,12 +1,13 @@
 """Pipelines: an adapter with everything it needs, found from its own folder.
 
-`mmattn.pipeline(folder)` gives an `ImageToTextPipeline`, a `QuestionAnsweringPipeline` or a `TextGenerationPipeline`;
-`PipelineConfig(...).save(folder)` writes what it reads.
+`mmattn.pipeline(folder)` gives an `ImageToTextPipeline`, a `QuestionAnsweringPipeline`, a `TextGenerationPipeline` or a
+`TextToImagePipeline`; `PipelineConfig(...).save(folder)` writes what it reads.
 """
 
 from __future__ import annotations
 
 from mmattn.encoders.named import load_image_encoder
+from mmattn.pipelines.diffusion_host import DiffusionHost, PromptEncoder, load_diffusion_host, noise_schedule
 from mmattn.pipelines.entries import build_index, load_text_encoder, read_entries
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.load import pipeline
@@ -21,22 +22,29 @@ from mmattn.pipelines.pipeline_config import (
 )
 from mmattn.pipelines.question_answering import Answer, QuestionAnsweringPipeline, Source
 from mmattn.pipelines.text_generation import TextGenerationPipeline
+from mmattn.pipelines.text_to_image import TextToImagePipeline, as_image
 
 __all__ = [
     "Answer",
+    "DiffusionHost",
     "EncoderReference",
     "ImageToTextPipeline",
     "MemoryConfig",
     "ModelReference",
     "PipelineConfig",
+    "PromptEncoder",
     "QuestionAnsweringPipeline",
     "Source",
     "TextGenerationPipeline",
+    "TextToImagePipeline",
+    "as_image",
     "build_index",
     "default_device",
-    "load_image_encoder",
+    "load_diffusion_host",
     "load_host",
+    "load_image_encoder",
     "load_text_encoder",
+    "noise_schedule",
     "pipeline",
     "quantization_config",
     "read_entries",

@@ -85,13 +85,31 @@ def stream_text(
     Raises:
         TextError: a prompt that the model cannot read, or beams, which have no first word before the last.
     """
+    ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
+    given = arguments(model, tokenizer, ids, mask, options)
+    return stream_generate(model, tokenizer, {**given, "memory": memory})
+
+
+def stream_generate(model: Any, tokenizer: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """What `model.generate(**given)` writes, piece by piece; leaving the loop ends the writing.
+
+    Args:
+        model: the adapted model.
+        tokenizer: of its host.
+        given: arguments of `generate`, for one row.
+
+    Raises:
+        TextError: beams, which have no first word before the last.
+    """
+    if given.get("num_beams", 1) != 1:
+        raise TextError(f"num_beams={given['num_beams']} cannot be streamed, as beams are chosen at the end: use 1")
+    return _pieces(model, tokenizer, given)
+
+
+def _pieces(model: Any, tokenizer: Any, given: Mapping[str, Any]) -> Iterator[str]:
     from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-    if options.get("num_beams", 1) != 1:
-        raise TextError(f"num_beams={options['num_beams']} cannot be streamed, as beams are chosen at the end: use 1")
-    ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
     streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    given = arguments(model, tokenizer, ids, mask, options)
     failed: list[BaseException] = []
     left: list[bool] = []
 
@@ -102,9 +120,7 @@ def stream_text(
     def write() -> None:
         try:
             with torch.no_grad():
-                model.generate(
-                    **given, memory=memory, streamer=streamer, stopping_criteria=StoppingCriteriaList([Left()])
-                )
+                model.generate(**given, streamer=streamer, stopping_criteria=StoppingCriteriaList([Left()]))
         except BaseException as error:
             failed.append(error)
             streamer.end()

@@ -17,10 +17,11 @@ from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import arguments, generate_texts, left_padded, prompt_rows, stream_text
 from mmattn.pipelines.models import check_encoder, resolve
+from mmattn.pipelines.pipeline import Pipeline
 from mmattn.pipelines.pipeline_config import PipelineConfig
 
 
-class ImageToTextPipeline:
+class ImageToTextPipeline(Pipeline):
     """Captions of pictures.
 
     Args:
@@ -40,9 +41,8 @@ class ImageToTextPipeline:
     def __init__(
         self, config: PipelineConfig, model: Any, tokenizer: Any, folder: Path, fingerprint: str | None
     ) -> None:
-        self.config, self.model, self.tokenizer = config, model, tokenizer
-        name = resolve(config.encoder.name, folder)
-        self.encoder: Any = load_image_encoder(name, next(model.parameters()).device)
+        super().__init__(config, model, tokenizer, folder)
+        self.encoder: Any = load_image_encoder(resolve(config.encoder.name, folder), self.device)
         check_encoder(self.encoder, config.encoder.name, folder, fingerprint)
 
     def __call__(self, images: Any, *, batch_size: int = 64, progress: bool = False, **options: Any) -> Any:

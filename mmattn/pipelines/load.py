@@ -14,16 +14,16 @@ from mmattn.adapters.folder import CONFIG
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.interop.hub import local_folder
 from mmattn.hosts.load import load
+from mmattn.pipelines.diffusion_host import load_diffusion_host
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
-from mmattn.pipelines.models import default_device, load_host
+from mmattn.pipelines.models import check_tokenizer, default_device, load_host, resolve
 from mmattn.pipelines.pipeline_config import PipelineConfig
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
 from mmattn.pipelines.text_generation import TextGenerationPipeline
+from mmattn.pipelines.text_to_image import TextToImagePipeline
 from mmattn.recipes import asset_path
 from mmattn.storage.json_files import read_json
 from mmattn.storage.pretrained import without_progress_bars
-
-Pipeline = ImageToTextPipeline | QuestionAnsweringPipeline | TextGenerationPipeline
 
 
 def pipeline(
@@ -33,7 +33,7 @@ def pipeline(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-) -> Pipeline:
+) -> ImageToTextPipeline | QuestionAnsweringPipeline | TextGenerationPipeline | TextToImagePipeline:
     """Load an adapter with the host, the tokenizer and the encoder that its folder names.
 
     Args:
@@ -44,7 +44,7 @@ def pipeline(
         revision: branch, tag or commit of a repository on the hub.
 
     Returns:
-        An `ImageToTextPipeline`, `QuestionAnsweringPipeline` or `TextGenerationPipeline`.
+        An `ImageToTextPipeline`, `QuestionAnsweringPipeline`, `TextGenerationPipeline` or `TextToImagePipeline`.
 
     Raises:
         AdapterFileError: no adapter is there, its folder does not say what it needs, or a model has changed since.
@@ -58,18 +58,25 @@ def pipeline(
         found = ", ".join(sorted(path.name for path in place.iterdir())[:5]) or "nothing"
         raise AdapterFileError(f"{name!r} has no {CONFIG}, so it is not an adapter's folder; it has {found}")
     config = PipelineConfig.load(place)
-    if index is not None and config.task == "image-to-text":
+    if index is not None and config.memory is None:
         raise ConfigError(
-            f"index={index!r} is for adapters that answer from an index; the one in {name!r} sees pictures: leave it "
-            "out"
+            f"index={index!r} is for adapters that answer from an index; the one in {name!r} attends to pictures: "
+            "leave it out"
         )
-    with without_progress_bars():
-        host, tokenizer = load_host(config.host, place, torch.device(device or default_device()), dtype)
-        with warnings.catch_warnings():
-            if dtype is not None:  # in another dtype the weights have another fingerprint
-                warnings.filterwarnings("ignore", message="the weights of this .* are not those")
-            model = load(host, place).eval()
+    run_on = torch.device(device or default_device())
+    with without_progress_bars(), warnings.catch_warnings():
+        if dtype is not None:  # in another dtype the weights have another fingerprint
+            warnings.filterwarnings("ignore", message="the weights of this .* are not those")
         fingerprint = read_json(place / CONFIG).get("encoder")
+        if config.task == "text-to-image":
+            painter = load_diffusion_host(
+                resolve(config.host.name, place), device=run_on, dtype=dtype, revision=config.host.revision
+            )
+            check_tokenizer(painter.prompts.tokenizer, config.host, place)
+            unet = load(painter.unet, place).eval()
+            return TextToImagePipeline(config, unet, painter, place, fingerprint)
+        host, tokenizer = load_host(config.host, place, run_on, dtype)
+        model = load(host, place).eval()
         if config.task == "image-to-text":
             return ImageToTextPipeline(config, model, tokenizer, place, fingerprint)
         if config.task == "question-answering":

@@ -62,17 +62,31 @@ def load_host(
         }
     name = resolve(reference.name, folder)
     tokenizer, host = load_pretrained("AutoModelForCausalLM", name, "language model", **options)
+    check_tokenizer(tokenizer, reference, folder)
+    if reference.quantization is None:
+        host = host.to(device)
+    if reference.lora is not None:
+        host = load_lora(host, Path(resolve(reference.lora, folder)))
+    return host.eval(), tokenizer
+
+
+def check_tokenizer(tokenizer: Any, reference: ModelReference, folder: Path) -> None:
+    """Refuse a tokenizer that is not the one that an adapter was trained with.
+
+    Args:
+        tokenizer: as it was loaded.
+        reference: what the adapter's folder says.
+        folder: of the adapter.
+
+    Raises:
+        AdapterFileError: it is another.
+    """
     wanted = reference.tokenizer_fingerprint
     if wanted is not None and wanted != tokenizer_fingerprint(tokenizer):
         raise AdapterFileError(
             f"the tokenizer of {reference.name!r} is not the one that the adapter in {str(folder)!r} was trained with: "
             "its vocabulary has changed since; load the revision that it was trained with"
         )
-    if reference.quantization is None:
-        host = host.to(device)
-    if reference.lora is not None:
-        host = load_lora(host, Path(resolve(reference.lora, folder)))
-    return host.eval(), tokenizer
 
 
 def quantization_config(kind: str) -> Any:

@@ -18,7 +18,7 @@ FILE = "pipeline_config.json"
 FORMAT = "mmattn-pipeline"
 FORMAT_VERSION = 1
 
-Task = Literal["image-to-text", "question-answering", "text-generation"]
+Task = Literal["image-to-text", "question-answering", "text-generation", "text-to-image"]
 
 
 class _Strict(BaseModel):
@@ -59,8 +59,8 @@ class EncoderReference(_Strict):
     """An encoder by name.
 
     Args:
-        name: of images "torchvision:NAME[:WEIGHTS]", a folder of open_clip, or "NAME:TAG" of open_clip; of texts any
-            encoder of Hugging Face.
+        name: of images "torchvision:NAME[:WEIGHTS]", a folder of open_clip, "NAME:TAG" of open_clip, or the file of a
+            `StyleEncoder`; of texts any encoder of Hugging Face.
         pooling: of texts, as in `TextEncoder`.
     """
 
@@ -103,13 +103,13 @@ class PipelineConfig(_Strict):
     """Everything that `mmattn.pipeline` needs beside the adapter itself.
 
     Args:
-        task: "image-to-text", "question-answering", or "text-generation" with retrieved passages.
-        host: the language model.
+        task: "image-to-text", "question-answering", "text-generation" with retrieved passages, or "text-to-image".
+        host: the language model, or the UNet with its text encoder.
         encoder: of the pictures, or of the texts of the index.
         memory: how the memory is made; None for pictures.
         prompt: what the text begins with; "{question}" stands for what is asked.
         refusal: the answer that says that nothing in the index answers.
-        generation: arguments of `generate`.
+        generation: arguments of `generate`, or for pictures num_inference_steps and guidance_scale.
         trained_on: the data, in one sentence.
         training: settings of the training that the card shows.
         results: a table in Markdown that the card shows, with the command that prints it.
@@ -134,7 +134,7 @@ class PipelineConfig(_Strict):
 
     @model_validator(mode="after")
     def _fits_its_task(self) -> PipelineConfig:
-        if (self.task == "image-to-text") != (self.memory is None):
+        if (self.task in ("image-to-text", "text-to-image")) != (self.memory is None):
             raise ValueError(f"memory must be {'left out' if self.memory else 'given'} for the task {self.task}")
         if self.task == "question-answering" and "{question}" not in self.prompt:
             raise ValueError("prompt must have {question} in it for the task question-answering")
@@ -213,6 +213,8 @@ class PipelineConfig(_Strict):
             "question-answering": 'pipe = mmattn.pipeline("this folder", index="index")\n'
             'answer = pipe("a question")\nprint(answer.text, answer.sources[0].text)',
             "text-generation": 'pipe = mmattn.pipeline("this folder", index="index")\nprint(pipe("a text").text)',
+            "text-to-image": 'pipe = mmattn.pipeline("this folder")\n'
+            'pipe("a prompt", "example.png").resize((256, 256)).save("picture.png")',
         }[self.task]
         lines = ["import mmattn", "", call]
         if self.task == "question-answering" and self.memory is not None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, TextError
+from mmattn.errors import TextError
 from mmattn.inspect.attribution import attribute
 from mmattn.inspect.recording import record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
-from mmattn.pipelines.entries import load_index, load_text_encoder
 from mmattn.pipelines.generation import generate_texts, left_padded, prompt_rows, stream_text
-from mmattn.pipelines.pipeline_config import PipelineConfig
-from mmattn.retrieval.index import Index
+from mmattn.pipelines.pipeline import IndexPipeline
 from mmattn.tokenization import check_text
 from mmattn.training.text_batches import bos_and_eos
 
@@ -58,37 +53,8 @@ class Answer:
     refused: bool = False
 
 
-class QuestionAnsweringPipeline:
-    """Answers from the entries of an index.
-
-    Args:
-        config: what the adapter's folder says.
-        model: the adapted language model.
-        tokenizer: of its host.
-        folder: of the adapter.
-        fingerprint: of the encoder that the adapter was trained with, where its file names it.
-        index: the index or its folder; or give one at each call.
-
-    Attributes:
-        encoder: of the questions.
-
-    Raises:
-        AdapterFileError: the encoder has changed since the training.
-        ConfigError: the entries of the index have no encoded tokens.
-    """
-
-    def __init__(
-        self,
-        config: PipelineConfig,
-        model: Any,
-        tokenizer: Any,
-        folder: Path,
-        fingerprint: str | None,
-        index: Index | str | PathLike[str] | None = None,
-    ) -> None:
-        self.config, self.model, self.tokenizer, self.folder = config, model, tokenizer, folder
-        self.encoder = load_text_encoder(config, folder, fingerprint, next(model.parameters()).device)
-        self.index = None if index is None else self._checked(index)
+class QuestionAnsweringPipeline(IndexPipeline):
+    """Answers from the entries of an index."""
 
     def __call__(
         self, questions: str | Sequence[str], *, index: Any = None, batch_size: int = 32, **options: Any
@@ -186,31 +152,14 @@ class QuestionAnsweringPipeline:
         return [self.config.prompt.replace("{question}", question.strip()) for question in questions]
 
     def _memory(self, questions: list[str], index: Any) -> Memory:
-        chosen = self.index if index is None else self._checked(index)
-        if chosen is None:
-            raise ConfigError(
-                f"the adapter in {str(self.folder)!r} answers from an index, and there is none: give index=, such as "
-                f"one made by: mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
-            )
         assert self.config.memory is not None
-        hits = chosen.search(questions, top_k=self.config.memory.top_k)
+        hits = self._chosen_index(index).search(questions, top_k=self.config.memory.top_k)
         memory: Memory = hits.memory(tokens=self.config.memory.fields is not None)
-        return memory.to(next(self.model.parameters()).device)
-
-    def _checked(self, index: Any) -> Index:
-        loaded = load_index(index, self.encoder)
-        if self.config.memory is not None and self.config.memory.fields and len(loaded) and not loaded.has_tokens:
-            fields = " and ".join(self.config.memory.fields)
-            raise ConfigError(
-                f"the entries of {index} have no encoded tokens, which this adapter reads: make an index for it with "
-                f"mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}, where each line of FILE is a "
-                f"JSON object with {fields}"
-            )
-        return loaded
+        return memory.to(self.device)
 
 
 def sources_of(memory: Memory, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
-    """The entries behind the slots of a row of memory, the largest weight first.
+    """The entries that the slots of a row of memory came from, the largest weight first.
 
     Args:
         memory: as hits give it.

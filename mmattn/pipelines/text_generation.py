@@ -4,57 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import AdapterFileError, ConfigError, TextError
+from mmattn.errors import AdapterFileError, TextError
 from mmattn.inspect.recording import record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
-from mmattn.pipelines.entries import load_index, load_text_encoder
+from mmattn.pipelines.generation import stream_generate
 from mmattn.pipelines.models import load_host
 from mmattn.pipelines.passages import read_passages, searchable
+from mmattn.pipelines.pipeline import IndexPipeline
 from mmattn.pipelines.pipeline_config import ModelReference, PipelineConfig
 from mmattn.pipelines.question_answering import Answer, Source
 from mmattn.retrieval.index import Index
 
 
-class TextGenerationPipeline:
-    """Continuations of texts by a chunked adapter (RETRO), with passages from an index.
+class TextGenerationPipeline(IndexPipeline):
+    """Continuations of texts by a chunked adapter (RETRO, arXiv 2112.04426), with passages from an index."""
 
-    Args:
-        config: what the adapter's folder says.
-        model: the adapted language model.
-        tokenizer: of its host.
-        folder: of the adapter.
-        fingerprint: of the encoder that the adapter was trained with, where its file names it.
-        index: the index or its folder; or give one at each call.
-
-    Raises:
-        AdapterFileError: the encoder has changed since the training.
-    """
-
-    def __init__(
-        self,
-        config: PipelineConfig,
-        model: Any,
-        tokenizer: Any,
-        folder: Path,
-        fingerprint: str | None,
-        index: Index | str | PathLike[str] | None = None,
-    ) -> None:
-        assert config.memory is not None
-        self.config, self.model, self.tokenizer, self.folder = config, model, tokenizer, folder
-        device = next(model.parameters()).device
-        self.encoder = load_text_encoder(config, folder, fingerprint, device)
-        self.index = None if index is None else load_index(index, self.encoder)
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
         # Passages are read by the language model as it came, without the LoRA of the one that writes.
-        reader = ModelReference(name=config.host.name, revision=config.host.revision)
-        self._reader = load_host(reader, folder, device, None)[0]
+        reader = ModelReference(name=self.config.host.name, revision=self.config.host.revision)
+        self._reader = load_host(reader, self.folder, self.device, None)[0]
 
     def __call__(self, text: str, *, index: Any = None, **options: Any) -> Answer:
         """What the model writes after a text, and the passages it attended to.
@@ -72,8 +47,19 @@ class TextGenerationPipeline:
         return self._continuation(index).answer(_checked(text), self.config.generation | options)
 
     def stream(self, text: str, *, index: Any = None, **options: Any) -> Iterator[str]:
-        """What the model writes after a text, piece by piece. Arguments and errors are those of a call."""
-        yield self(text, index=index, **options).text
+        """What the model writes after a text, piece by piece.
+
+        Args:
+            text: one text.
+            index: as in a call.
+            **options: as in a call.
+
+        Raises:
+            TextError: an empty text, or beams, which have no first word before the last.
+            ConfigError: as in a call.
+            AdapterFileError: as in a call.
+        """
+        return self._continuation(index).stream(_checked(text), self.config.generation | options)
 
     def trace(self, text: str, *, index: Any = None) -> Trace:
         """The same word by word: the passages that each could see, those found for the whole chunk before it.
@@ -85,13 +71,7 @@ class TextGenerationPipeline:
         return self._continuation(index).trace(_checked(text), self.config.generation)
 
     def _continuation(self, index: Any) -> Continuation:
-        chosen = self.index if index is None else load_index(index, self.encoder)
-        if chosen is None:
-            raise ConfigError(
-                f"the adapter in {str(self.folder)!r} goes on with passages from an index, and there is none: give "
-                "index=, such as the one that its run left"
-            )
-        return Continuation(chosen, self.model, self.tokenizer, self._reader, self.config)
+        return Continuation(self._chosen_index(index), self.model, self.tokenizer, self._reader, self.config)
 
 
 class Continuation:
@@ -124,6 +104,11 @@ class Continuation:
                 shares[passage] += weight / len(seen)
         written = self.tokenizer.decode(out[0, begin:], skip_special_tokens=True)
         return Answer(written, tuple(Source(None, text, 0.0, share) for text, share in shares.most_common()))
+
+    def stream(self, text: str, options: dict[str, Any]) -> Iterator[str]:
+        """What the model writes after a text, piece by piece."""
+        memory = self.model.prepare(self.retrieve)
+        return stream_generate(self.model, self.tokenizer, {**self.arguments(text, options), "memory": memory})
 
     @torch.no_grad()
     def trace(self, text: str, options: dict[str, Any]) -> Trace:
@@ -165,6 +150,11 @@ class Continuation:
 
     def write(self, text: str, memory: Any, options: dict[str, Any]) -> tuple[Tensor, int]:
         """Ids (1, l) of a text and what the model writes after it, and where that begins."""
+        given = self.arguments(text, options)
+        return self.model.generate(**given, memory=memory), given["input_ids"].shape[1]
+
+    def arguments(self, text: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `generate` for a text."""
         asked = self.tokenizer(text)["input_ids"]
         # Whole chunks, so that the last one ends with the question and what it finds is read at once.
         line = self.tokenizer("\n")["input_ids"][-1:]
@@ -172,8 +162,7 @@ class Continuation:
         ids = torch.tensor([line * (-len(asked) % self.size) + asked], device=device)
         pad = self.tokenizer.pad_token_id
         given = {"do_sample": False, "pad_token_id": self.tokenizer.eos_token_id if pad is None else pad, **options}
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), memory=memory, **given)
-        return out, ids.shape[1]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
 
     def chunks(self, ids: Tensor) -> Tensor:
         """The whole chunks (c, s) of a text (1, l)."""

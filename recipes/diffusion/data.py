@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mmattn
+from mmattn.encoders import away_from_paper
 from mmattn.errors import ConfigError
 
 from .attributes import INK, LIGHT, Attributes, Subject
@@ -178,9 +179,3 @@ def _framed(sources: Iterable[Any], size: int, attributes: Attributes) -> Tensor
             pixels = pixels / pixels.max().clamp(min=0.1)
         made.append(2 * pixels - 1)
     return torch.stack(made)
-
-
-def away_from_paper(grey: Tensor) -> Tensor:
-    """How far each point (…, h, w) is from the paper, which is what most of the edge shows."""
-    edge = torch.cat([grey[..., 0, :], grey[..., -1, :], grey[..., 0], grey[..., -1]], -1).flatten().median()
-    return (grey - edge).abs()

@@ -15,12 +15,13 @@ from scipy.linalg import sqrtm
 from torch import Tensor
 
 import mmattn
+from mmattn.encoders import StyleEncoder
+from mmattn.pipelines import DiffusionHost
 
 from .attributes import THRESHOLD, Subject
 from .data import Pictures
-from .models import Models
 from .sampling import draw
-from .style import StyleEncoder
+from .style import style_memory
 
 GUIDANCE_SCALES = (1.0, 1.1, 1.3, 2.0, 3.0, 5.0)
 ADAPTER_SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
@@ -121,19 +122,19 @@ class Judge:
 
 
 def text_rows(
-    model: mmattn.hosts.AdaptedUNet, models: Models, judge: Judge, steps: int, seed: int, each: int
+    model: mmattn.hosts.AdaptedUNet, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int
 ) -> list[dict[str, Any]]:
     """For each guidance scale: classes and attributes as asked, diversity, and the distance to real pictures."""
     asked, rows = questions(judge.subject, each, seed), []
     for guidance_scale in GUIDANCE_SCALES:
-        made = draw(model, models, asked.sentences, steps, guidance_scale, seed=seed)
+        made = draw(model, host, asked.sentences, steps, guidance_scale, seed=seed)
         rows.append({"name": f"{guidance_scale:g}", **judge.obedience(asked, made)})
     return rows
 
 
 def style_rows(
     model: mmattn.hosts.AdaptedUNet,
-    models: Models,
+    host: DiffusionHost,
     judge: Judge,
     encoder: StyleEncoder,
     held_out: Pictures,
@@ -148,12 +149,12 @@ def style_rows(
     asked = (held_out.classes + torch.randint(1, classes, (n,), generator=generator)) % classes
     sentences = [judge.subject.plain(number) for number in asked.tolist()]
     wanted = judge.style(held_out.pictures)
-    memory = encoder.encode(held_out.pictures)
+    memory = style_memory(encoder, held_out.pictures)
     # Each example exchanged for the one half the pictures further on.
     shuffled = memory[[(index + n // 2) % n for index in range(n)]]
 
     def row(name: str, **given: Any) -> dict[str, Any]:
-        made = draw(model, models, sentences, steps, guidance_scale, seed=seed, **given)
+        made = draw(model, host, sentences, steps, guidance_scale, seed=seed, **given)
         found = similarity(wanted, judge.style(made))
         return {
             "name": name,
@@ -169,8 +170,8 @@ def style_rows(
     ]
     rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
     if concatenated is not None:
-        rows.append(row("concatenated with the text", concatenated=concatenated, memory=memory))
-        rows.append(row("concatenated, shuffled examples", concatenated=concatenated, memory=shuffled))
+        rows.append(row("concatenated with the text", append=concatenated, memory=memory))
+        rows.append(row("concatenated, shuffled examples", append=concatenated, memory=shuffled))
     return rows
 
 

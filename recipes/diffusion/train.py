@@ -9,16 +9,18 @@ import torch
 
 import mmattn
 from mmattn import inspect, training
-from mmattn.recipes import assets_folder
+from mmattn.encoders import StyleEncoder
+from mmattn.pipelines import DiffusionHost, EncoderReference, ModelReference, PipelineConfig, load_diffusion_host
+from mmattn.recipes import resolve_asset
 
 from .attributes import Subject, style_words
 from .data import Pictures, load_data
 from .measure import Judge, style_rows, text_rows
-from .models import Models, load_models, save_models
+from .models import save_models
 from .pictures import grid, plot_losses, word_maps
 from .sampling import draw, traces, word_attention
 from .settings import Config
-from .style import StyleEncoder, save_encoder, train_encoder
+from .style import style_memory, train_encoder
 from .train_style import Concatenated, train_style
 from .train_text import shown, train_text
 
@@ -43,16 +45,16 @@ def main(settings: dict[str, Any]) -> Path:
 def stage_text(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
     """Stage A: UNet and text encoder from nothing, then obedience by guidance."""
     data, held_out, subject = load_data(config.data, config.model.size)
-    models, seconds = train_text(config, data, subject, run, accelerator.device)
-    save_models(run.path, models.unet, models.words)
-    models = load_models(run.path).to(accelerator.device)
-    model = mmattn.attach(models.unet).use_core()
+    host, seconds = train_text(config, data, subject, run, accelerator.device)
+    save_models(run.path, host.unet, host.prompts)
+    host = load_diffusion_host(run.path, device=accelerator.device)
+    model = mmattn.attach(host.unet).use_core()
     judge = Judge(data, subject)
-    rows = text_rows(model, models, judge, config.sample.steps, config.seed, config.sample.each)
+    rows = text_rows(model, host, judge, config.sample.steps, config.seed, config.sample.each)
     sentence = shown(subject)[0]
     given = {"steps": config.sample.steps, "seed": config.seed}
-    word_maps(*word_attention(model, models, sentence, **given), run.path / "words.png")
-    found = [traces(model, models, one, **given) for one in shown(subject)[:EXPLORED]]
+    word_maps(*word_attention(model, host, sentence, **given), run.path / "words.png")
+    found = [traces(model, host, one, **given) for one in shown(subject)[:EXPLORED]]
     inspect.save_traces([one for some in found for one in some], run.path)
     took = {"UNet and text encoder": {"steps": config.optim.max_steps, "seconds": round(seconds)}}
     return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
@@ -60,40 +62,52 @@ def stage_text(config: Config, run: training.RunFolder, accelerator: Any) -> dic
 
 def stage_style(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
     """Stage B: a UNet frozen, an adapter that follows an example, and the other way beside it."""
-    models = load_models(place(config.unet)).to(accelerator.device)
-    data, held_out, subject = load_data(config.data, models.size, models.channels)
-    encoder = train_encoder(data, config.style.encoder_steps, config.seed, config.progress)
-    save_encoder(encoder, run.path / "style.safetensors")
+    host = load_diffusion_host(resolve_asset(config.unet), device=accelerator.device)
+    data, held_out, subject = load_data(config.data, host.size, host.channels)
+    encoder = train_encoder(data, subject.attributes, config.style.encoder_steps, config.seed, config.progress)
+    encoder.save(run.path / "style.safetensors")
     encoder.to(accelerator.device)
-    models.words.requires_grad_(False)
     torch.manual_seed(config.seed)
-    adapter = mmattn.DecoupledAdapter(memory_dim=encoder.head.in_features)
-    model = mmattn.attach(models.unet, adapter).use_core()
-    given = (config, data, subject, model, models, encoder)
+    adapter = mmattn.DecoupledAdapter(memory_dim=encoder.dim)
+    model = mmattn.attach(host.unet, adapter).use_core()
+    given = (config, data, subject, model, host, encoder)
     done, generator = {}, torch.Generator()
     shared = (run, accelerator, generator)
     generator.manual_seed(config.seed)
     done["decoupled"], losses = train_style(*given, model.adapters, "decoupled", *shared)
     plot_losses(losses, run.path / "loss.png")
-    model.save_adapter(run.path / "adapter")
+    model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
+    describe(config, host).save(run.path / "adapter")
     concatenated = None
     if config.style.control:
         wanted, _ = model.trainable_parameters()
         torch.set_rng_state(generator.get_state())  # its first weights are those of the published table
-        concatenated = Concatenated(wanted, models.unet.config.cross_attention_dim).to(accelerator.device)
+        concatenated = Concatenated(wanted, host.unet.config.cross_attention_dim).to(accelerator.device)
         generator.manual_seed(config.seed)
         done["concatenated"], _ = train_style(*given, concatenated, "concatenated", *shared)
     judge, examples = Judge(data, subject), held_out[: config.sample.examples]
     sampling = (config.sample.steps, config.sample.guidance_scale, config.seed)
-    rows = style_rows(model, models, judge, encoder, examples, concatenated, *sampling)
-    show(model, models, encoder, subject, held_out, config, run)
+    rows = style_rows(model, host, judge, encoder, examples, concatenated, *sampling)
+    show(model, host, encoder, subject, held_out, config, run)
     took = {name: {"steps": one.global_step, "seconds": round(one.seconds)} for name, one in done.items()}
     return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
 
 
+def describe(config: Config, host: DiffusionHost) -> PipelineConfig:
+    """How to run the adapter from sentences and examples to pictures."""
+    return PipelineConfig(
+        task="text-to-image",
+        host=ModelReference.of(config.unet, host.prompts.tokenizer),
+        encoder=EncoderReference(name="../style.safetensors"),
+        generation={"num_inference_steps": config.sample.steps, "guidance_scale": config.sample.guidance_scale},
+        trained_on=f"Pictures of {config.data.path or 'scikit-learn, 1,438 handwritten digits'}.",
+        training={"recipe": "diffusion", "seed": config.seed, "steps": config.optim.max_steps},
+    )
+
+
 def show(
     model: mmattn.hosts.AdaptedUNet,
-    models: Models,
+    host: DiffusionHost,
     encoder: StyleEncoder,
     subject: Subject,
     held_out: Pictures,
@@ -105,9 +119,9 @@ def show(
     sentences = [subject.plain(number) for number in range(min(10, len(subject.classes)))]
     pictures = []
     for row in rows:
-        memory = encoder.encode(held_out.pictures[row : row + 1]).expand(len(sentences))
+        memory = style_memory(encoder, held_out.pictures[row : row + 1]).expand(len(sentences))
         made = draw(
-            model, models, sentences, config.sample.steps, config.sample.guidance_scale, seed=config.seed, memory=memory
+            model, host, sentences, config.sample.steps, config.sample.guidance_scale, seed=config.seed, memory=memory
         )
         pictures += [held_out.pictures[row], *made]
     labels = [style_words(subject.attributes, held_out.measures[row]) for row in rows]
@@ -116,8 +130,8 @@ def show(
     for row in rows[:EXPLORED]:
         other = subject.plain((int(held_out.classes[row]) + 1) % len(subject.classes))
         example = held_out.pictures[row]
-        given = {"memory": encoder.encode(example[None]), "example": example}
-        found += traces(model, models, other, config.sample.steps, seed=config.seed, **given)
+        given = {"memory": style_memory(encoder, example[None]), "example": example}
+        found += traces(model, host, other, config.sample.steps, seed=config.seed, **given)
     inspect.save_traces(found, run.path)
 
 
@@ -153,9 +167,3 @@ def table(contents: list[dict[str, Any]]) -> str:
         seconds = training.mean_and_spread([run["seconds"] for run in runs], 1, ".0f", " s")
         took.append(f"{name}: {runs[0]['steps']} steps in {seconds}")
     return "\n\n".join([made, "; ".join(took) + ".", contents[0]["judge"]])
-
-
-def place(path: str) -> Path:
-    """`path`, or for "assets/…" where the installation keeps it."""
-    here = Path(path)
-    return here if here.exists() or here.parts[0] != "assets" else assets_folder().joinpath(*here.parts[1:])

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 import mmattn
 from mmattn import training
+from mmattn.encoders import StyleEncoder
+from mmattn.pipelines import DiffusionHost
 
 from .attributes import Subject, asked_for
 from .data import Pictures
-from .models import Models, denoising_loss
+from .models import denoising_loss
 from .settings import Config
-from .style import WIDTH, StyleEncoder
+from .style import style_memory
 
 NEAREST = 8
 
@@ -53,11 +55,11 @@ class Concatenated(nn.Module):
     Has as many trained parameters as `wanted`, to within one hidden unit.
     """
 
-    def __init__(self, wanted: int, text_dim: int) -> None:
+    def __init__(self, wanted: int, text_dim: int, width: int = 64) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        hidden = round((wanted - 2 * WIDTH - text_dim) / (WIDTH + text_dim + 1))
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, text_dim)
+        self.norm = nn.LayerNorm(width)
+        hidden = round((wanted - 2 * width - text_dim) / (width + text_dim + 1))
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, text_dim)
 
     def forward(self, text: Tensor, mask: Tensor, memory: mmattn.Memory) -> tuple[Tensor, Tensor]:
         """Text (b, m + 16, e) and its mask; rows whose memory is left out keep their text alone."""
@@ -71,7 +73,7 @@ def train_style(
     data: Pictures,
     subject: Subject,
     model: mmattn.hosts.AdaptedUNet,
-    models: Models,
+    host: DiffusionHost,
     encoder: StyleEncoder,
     trained: nn.Module,
     label: str,
@@ -80,11 +82,11 @@ def train_style(
     generator: torch.Generator,
 ) -> tuple[training.TrainingResult, list[tuple[int, float]]]:
     """Train the adapters of `model`, or a `Concatenated`, on the same rows; what was done, and the losses by step."""
-    memories, settings = encoder.encode(data.pictures), config.optim
+    memories, settings = style_memory(encoder, data.pictures), config.optim
 
     def batches() -> Iterator[list[Row]]:
         random = Random(config.seed)
-        seen, names = models.unet.config, subject.attributes.names
+        seen, names = host.unet.config, subject.attributes.names
         count, shape = settings.batch_size, (seen.in_channels, seen.sample_size, seen.sample_size)
         while True:
             rows = [random.randrange(len(data)) for _ in range(count)]
@@ -95,14 +97,14 @@ def train_style(
                 (torch.rand(count, generator=generator) >= config.conditioning_dropout_prob).tolist() for _ in range(2)
             )
             noise = torch.randn(count, *shape, generator=generator)
-            times = torch.randint(0, models.schedule.config.num_train_timesteps, (count,), generator=generator)
+            times = torch.randint(0, host.schedule.config.num_train_timesteps, (count,), generator=generator)
             said = [one if here else None for one, here in zip(said, reads, strict=True)]
             yield [Row(*one) for one in zip(rows, examples, said, sees, noise, times.tolist(), strict=True)]
 
     def loss(rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
         device = accelerator.device
         with torch.no_grad():
-            text, mask = models.words([row.sentence for row in rows])
+            text, mask = host.prompts([row.sentence for row in rows])
         tokens = memories.tokens[[row.example for row in rows]]
         sees = torch.tensor([row.sees_example for row in rows], device=device)
         memory = mmattn.Memory(tokens, sees[:, None].expand(tokens.shape[:2]))
@@ -110,9 +112,9 @@ def train_style(
         if isinstance(trained, Concatenated):
             (text, mask), given = trained(text, mask, memory), {}
         errors = denoising_loss(
-            models.schedule,
+            host.schedule,
             lambda noisy, times: model(noisy, times, text, text_mask=mask, **given).sample,
-            models.encode(data.pictures[[row.picture for row in rows]]),
+            host.encode(data.pictures[[row.picture for row in rows]]),
             torch.stack([row.noise for row in rows]).to(device),
             torch.tensor([row.time for row in rows], device=device),
             settings.min_snr,

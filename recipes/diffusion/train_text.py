@@ -11,10 +11,11 @@ from torch import Tensor
 
 import mmattn
 from mmattn import training
+from mmattn.pipelines import DiffusionHost, noise_schedule
 
 from .attributes import Subject, asked_for
 from .data import Pictures
-from .models import Models, denoising_loss, make_unet, make_words, noise_schedule
+from .models import denoising_loss, make_prompt_encoder, make_unet
 from .pictures import grid, plot_losses
 from .sampling import draw
 from .settings import Config
@@ -22,16 +23,16 @@ from .settings import Config
 
 def train_text(
     config: Config, data: Pictures, subject: Subject, run: training.RunFolder, device: torch.device
-) -> tuple[Models, float]:
+) -> tuple[DiffusionHost, float]:
     """Train UNet and text encoder; returns them with the averaged weights, and seconds."""
     torch.manual_seed(config.seed)
     random, settings = Random(config.seed), config.optim
-    words, schedule = make_words(subject), noise_schedule()
+    prompts, schedule = make_prompt_encoder(subject), noise_schedule()
     unet = make_unet(config.model.size, config.model.channels, data.pictures.shape[1])
-    models = Models(unet, words, schedule).to(device)
+    host = DiffusionHost(unet, prompts, schedule).to(device)
     model = mmattn.attach(unet).use_core()
     unet.requires_grad_(True)
-    both = torch.nn.ModuleDict({"unet": unet, "words": words}).train()
+    both = torch.nn.ModuleDict({"unet": unet, "prompts": prompts}).train()
     average = EMAModel(both.parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
     groups = training.parameter_groups(both, settings.learning_rate, weight_decay=settings.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
@@ -49,7 +50,7 @@ def train_text(
         kept = (torch.rand(len(rows), 1) >= config.conditioning_dropout_prob)[:, 0].tolist()
         clean = data.pictures[rows]
         noise, times = torch.randn_like(clean), torch.randint(0, schedule.config.num_train_timesteps, (len(rows),))
-        text, mask = words([one if here else None for one, here in zip(said, kept, strict=True)])
+        text, mask = prompts([one if here else None for one, here in zip(said, kept, strict=True)])
         return denoising_loss(
             schedule,
             lambda noisy, times: model(noisy, times, text, text_mask=mask).sample,
@@ -66,7 +67,7 @@ def train_text(
         both.eval()
         labels = shown(subject)
         sentences = [text for text in labels for _ in range(8)]
-        made = draw(model, models, sentences, config.sample.steps, config.sample.guidance_scale, seed=0)
+        made = draw(model, host, sentences, config.sample.steps, config.sample.guidance_scale, seed=0)
         grid(made, 8, run.path / f"samples_{step:05d}.png", labels)
         both.train()
         average.restore(both.parameters())
@@ -91,7 +92,7 @@ def train_text(
     both.eval().requires_grad_(False)
     plot_losses(losses, run.path / "loss.png")
     model.unload()
-    return models, time.perf_counter() - began
+    return host, time.perf_counter() - began
 
 
 def shown(subject: Subject) -> list[str]:

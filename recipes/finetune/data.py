@@ -11,8 +11,9 @@ import torch
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError, ImageError
+from mmattn.recipes import resolve_asset
 
-from .settings import Config, place
+from .settings import Config
 
 HELD_OUT = 0.1
 """The share that is held out of data without rows of its own for that."""
@@ -42,7 +43,7 @@ def read(settings: Config, say: Callable[[str], None] = print) -> Data:
     Raises:
         ConfigError: no such data, or rows that cannot be used.
     """
-    asked, path = settings.data, place(settings.data.path)
+    asked, path = settings.data, resolve_asset(settings.data.path)
     options: dict[str, Any] = {
         "columns": asked.columns,
         "template": asked.template,

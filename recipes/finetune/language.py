@@ -11,8 +11,9 @@ import torch
 import mmattn
 from mmattn import pipelines, training
 from mmattn.errors import ConfigError
+from mmattn.recipes import resolve_asset
 
-from .settings import Config, place
+from .settings import Config
 
 
 class Language:
@@ -70,6 +71,27 @@ class Language:
         lora = training.matched_lora(self.lm, parameters)
         return lora, lora.unload
 
+    def pipeline_config(self, results: str = "") -> pipelines.PipelineConfig:
+        """How to run the trained adapter from pictures to texts, with the table of its run."""
+        settings = self.settings
+        given = settings.caption.model_dump()
+        data = settings.data.path
+        return pipelines.PipelineConfig(
+            task="image-to-text",
+            host=pipelines.ModelReference.of(
+                settings.lm,
+                self.tokenizer,
+                quantization=settings.quantise,
+                lora="../lora" if settings.lora.rank else None,
+            ),
+            encoder=pipelines.EncoderReference.of(settings.encoder),
+            prompt=given.pop("prompt"),
+            generation=given,
+            trained_on=f"{Path(data).name or data}, a part of it held out.",
+            training={"recipe": "finetune", "seed": settings.seed, "learning_rate": settings.optim.learning_rate},
+            results=results,
+        )
+
 
 def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tuple[Any, Any]:
     """The frozen language model and its tokenizer.
@@ -79,7 +101,7 @@ def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tupl
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name = place(name)
+    name = resolve_asset(name)
     options: dict[str, Any] = {"dtype": torch.float32}
     try:
         if quantise is not None:
@@ -90,24 +112,6 @@ def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tupl
         asked = "" if quantise is None else f" as {quantise}"
         raise ConfigError(f"lm={name!r} cannot be loaded{asked}: {error}") from error
     return (lm if quantise is not None else lm.to(device)).eval(), tokenizer
-
-
-def pipeline_config(settings: Config, tokenizer: Any, results: str = "") -> pipelines.PipelineConfig:
-    """How to run the trained adapter from pictures to texts, with the table of its run."""
-    given = settings.caption.model_dump()
-    data = settings.data.path
-    return pipelines.PipelineConfig(
-        task="image-to-text",
-        host=pipelines.ModelReference.of(
-            settings.lm, tokenizer, quantization=settings.quantise, lora="../lora" if settings.lora.rank else None
-        ),
-        encoder=pipelines.EncoderReference.of(settings.encoder),
-        prompt=given.pop("prompt"),
-        generation=given,
-        trained_on=f"{Path(data).name or data}, a part of it held out.",
-        training={"recipe": "finetune", "seed": settings.seed, "learning_rate": settings.optim.learning_rate},
-        results=results,
-    )
 
 
 @torch.no_grad()

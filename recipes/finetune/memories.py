@@ -10,13 +10,14 @@ import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
 from mmattn.pipelines import load_image_encoder
+from mmattn.recipes import resolve_asset
 
-from .settings import Config, place
+from .settings import Config
 
 
 def load_texts(settings: Config, device: Any = "cpu") -> Any:
     """The encoder of passages: the text tower of a CLIP of open_clip, or any encoder of Hugging Face."""
-    name = place(settings.text_encoder)
+    name = resolve_asset(settings.text_encoder)
     if (Path(name) / "open_clip_config.json").is_file():
         return mmattn.OpenCLIPTextEncoder(f"local-dir:{name}", device=device)
     return mmattn.TextEncoder(name, pooling=settings.pooling, device=device)
@@ -33,7 +34,7 @@ def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemori
         raise ConfigError(
             f"no row of {settings.data.path} has a picture, a passage or a memory: there would be nothing to look at"
         )
-    eye = load_image_encoder(place(settings.encoder), device) if images else None
+    eye = load_image_encoder(resolve_asset(settings.encoder), device) if images else None
     reader = load_texts(settings, device) if passages else None
     widths = [encoder.dim for encoder in (eye, reader) if encoder is not None]
     if saved:

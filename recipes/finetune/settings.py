@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from mmattn.errors import ConfigError
-from mmattn.recipes import assets_folder
 
 
 class Strict(BaseModel):
@@ -127,13 +123,3 @@ class Config(Strict):
         if self.optim.max_steps is not None:  # it wins, as in transformers
             self.optim.num_train_epochs = None
         return self
-
-
-def place(path: str) -> str:
-    """`path` where it exists; "assets/…" is looked for in the installation, too. Other names are returned as given."""
-    if path.startswith("assets/") and not Path(path).exists():
-        shipped = assets_folder() / path.removeprefix("assets/")
-        if not shipped.exists():
-            raise ConfigError(f"this installation carries no {path}; name another, or use a checkout")
-        return str(shipped)
-    return path

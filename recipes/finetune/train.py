@@ -21,7 +21,7 @@ from mmattn import inspect, training
 from mmattn.errors import ConfigError, TextError
 
 from . import data, looks, report
-from .language import Language, pipeline_config, write_texts
+from .language import Language, write_texts
 from .memories import captions_in_memory, exchanged, needs, row_memories, without
 from .painting import Painting
 from .settings import Config
@@ -150,9 +150,9 @@ class Run:
         accelerator.print(f"the adapter is in {self.out / 'adapter'}")
 
     def _save_pipeline(self, results: str = "") -> None:
-        """What `mmattn caption` needs of the adapter, where all its memories are of pictures."""
-        if self.settings.host == "language" and self.pictures_alone:
-            pipeline_config(self.settings, self.host.tokenizer, results).save(self.out / "adapter")
+        """What `mmattn.pipeline` needs of the adapter, where all its memories are of pictures."""
+        if self.pictures_alone:
+            self.host.pipeline_config(results).save(self.out / "adapter")
 
     def _captions_in_memory(self, rows: data.Data, unknown: Sequence[str]) -> data.Data:
         """Texts that the UNet's own text encoder cannot read go into the memory, read by one that knows the words."""

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn.recipes import read_settings
+from mmattn.recipes import read_settings, resolve_asset
 
 from . import flora
 from .report import caption_grid
-from .settings import place
 from .train import main as train
 
 HERE = Path(__file__).parent
@@ -30,7 +29,7 @@ def main(out: str = "runs/demo") -> Path:
     if not (run / "table.md").is_file():
         return run
     pipe: Any = mmattn.pipeline(run / "adapter")
-    folder = Path(place("assets/flora"))
+    folder = Path(resolve_asset("assets/flora"))
     known = [json.loads(line) for line in (folder / "captions.jsonl").read_text(encoding="utf-8").splitlines()]
     pictures = [str(folder / one["file"]) for one in known]
     memory = pipe.encoder(pictures).to(torch.float32)

@@ -11,9 +11,10 @@ import torch
 import mmattn
 from mmattn import pipelines
 from mmattn.errors import ConfigError
+from mmattn.recipes import resolve_asset
 
 from .data import Data, Picture
-from .settings import AdapterSettings, Config, place
+from .settings import AdapterSettings, Config
 
 
 def chosen(device: str | torch.device) -> torch.device:
@@ -26,14 +27,14 @@ def chosen(device: str | torch.device) -> torch.device:
 
 def load_encoder(name: str, device: str | torch.device = "auto") -> Any:
     """The encoder of a setting: "torchvision:NAME[:WEIGHTS]", a folder of open_clip, or an open_clip "NAME:TAG"."""
-    return pipelines.load_image_encoder(place(name), chosen(device))
+    return pipelines.load_image_encoder(resolve_asset(name), chosen(device))
 
 
 def load_lm(name: str, device: str | torch.device = "auto") -> tuple[Any, Any]:
     """The frozen language model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name = place(name)
+    name = resolve_asset(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import signal
-import sys
 import threading
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
+from PIL import Image
 
-from mmattn import recipes
 from mmattn.cli.app import main
 from mmattn.retrieval.index import Index
 from tests.cli.running import ROOT, call, interrupt_at, start
@@ -116,23 +116,28 @@ class TestCopy:
 def test_half_a_drawing_is_not_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "package" / "_recipes" / "diffusion"
-    recipe.mkdir(parents=True)
-    (recipe / "drawing.py").write_text(
-        "import signal\n\n\ndef draw(sentence, out, **options):\n    out.write_bytes(b'half')\n"
-        "    if sentence == 'stop':\n        signal.raise_signal(signal.SIGINT)\n"
-        "    out.write_bytes(b'whole')\n    return out\n"
-    )
-    monkeypatch.setattr(recipes, "_PACKAGE", tmp_path / "package")
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    save, stops = Image.Image.save, False
+
+    def stopped(image: Image.Image, file: IO[bytes], kind: str) -> None:
+        if stops:
+            file.write(b"half")
+            signal.raise_signal(signal.SIGINT)
+        save(image, file, kind)
+
+    monkeypatch.setattr(Image.Image, "save", stopped)
     folder = tmp_path / "drawn"
     folder.mkdir()
-    assert call(capsys, "draw", "stop", "-o", folder / "a.png")[0] == 130
+    given = ("draw", "a seven", "--num-inference-steps", "2", "-o")
+    stops = True
+    assert call(capsys, *given, folder / "a.png")[0] == 130
     assert list(folder.iterdir()) == []
-    assert call(capsys, "draw", "go", "-o", folder / "a.png") == (0, f"{folder / 'a.png'}\n", "")
-    assert call(capsys, "draw", "stop", "-o", folder / "a.png")[0] == 130
-    assert [path.read_bytes() for path in folder.iterdir()] == [b"whole"]
-    code, _, err = call(capsys, "draw", "go", "-o", folder / "none" / "a.png")
+    stops = False
+    assert call(capsys, *given, folder / "a.png")[:2] == (0, f"{folder / 'a.png'}\n")
+    (whole,) = [path.read_bytes() for path in folder.iterdir()]
+    stops = True
+    assert call(capsys, *given, folder / "a.png")[0] == 130
+    assert [path.read_bytes() for path in folder.iterdir()] == [whole] and whole.startswith(b"\x89PNG")
+    code, _, err = call(capsys, *given, folder / "none" / "a.png")
     assert code == 2 and "the folder above does not exist" in err
 
 
@@ -140,6 +145,7 @@ SEEDS = """\
 import json
 import signal
 from pathlib import Path
+from typing import IO
 
 
 def main(config):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,12 @@ from mmattn.cli.live import open_page
 from mmattn.encoders.text import TextEncoder
 from mmattn.inspect.diagnosis import diagnose
 from mmattn.inspect.explorer import write_page
-from mmattn.pipelines import ImageToTextPipeline, pipeline
-from mmattn.recipes import copy_recipe, find_recipe, load_recipe, read_settings
+from mmattn.pipelines import ImageToTextPipeline, TextToImagePipeline, pipeline
+from mmattn.recipes import copy_recipe, find_recipe, read_settings
 from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.index import Index
 from tests.cli.running import call
 from tests.tiny_texts import save_encoder
-
-
-def of_recipe(recipe: str, module: str, name: str) -> Callable[[], Any]:
-    return lambda: getattr(load_recipe(find_recipe(recipe).folder, module), name)
-
 
 #: What each command passes its arguments and options on to, and those that only print or only name a file.
 PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
@@ -35,7 +29,7 @@ PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "train": ([read_settings], {"config", "seeds"}),
     "schema": ([find_recipe], set()),
     "caption": ([ImageToTextPipeline.__call__, pipeline], {"adapter"}),
-    "draw": ([of_recipe("diffusion", "drawing", "draw")], set()),
+    "draw": ([TextToImagePipeline.__call__, pipeline], {"adapter", "prompt", "like", "seed", "out"}),
     "ask": ([pipeline], {"adapter", "question", "sources", "show_sources"}),
     "doctor": ([diagnose], set()),
     "explore": ([write_page], {"runs", "out"}),
@@ -232,7 +226,7 @@ class TestIndex:
         (["--debug", "doctor", "x"], "host=None was given", "--host None was given"),
         (["doctor", "x"], "the host must be on a device", "the host must be on a device"),
         (["train", "a.yaml"], "config=1 and steps=True", "config=1 and steps=True"),
-        (["draw", "x"], "steps must be at least 1", "--steps must be at least 1"),
+        (["draw", "x"], "num_inference_steps must be at least 1", "--num-inference-steps must be at least 1"),
         (["dmeo"], "steps=True", "steps=True"),
     ],
 )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mmattn
 from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.recipes import assets_folder
 from tests import tiny
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -119,6 +122,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 PUSH = """
+from mmattn.recipes import assets_folder
 from tests import tiny
 model = tiny.attach(tiny.make("llama"))
 model.save_adapter({folder!r})
@@ -126,24 +130,52 @@ print(model.push_to_hub("org/flowers", private=True, revision="v1", token="hf_x"
 """
 
 
-def test_an_adapter_is_pushed_and_nothing_of_the_host(tmp_path: Path) -> None:
+def pushed(program: str, tmp_path: Path) -> tuple[str, dict[str, bytes]]:
+    """What a program printed that talks to the hub, and the files it uploaded."""
+    Hub.files.clear()
     server = HTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         address = f"http://127.0.0.1:{server.server_port}"
         env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
-        program = [sys.executable, "-c", PUSH.format(folder=str(tmp_path / "kept"))]
-        done = subprocess.run(program, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
     finally:
         server.shutdown()
         server.server_close()
     assert done.returncode == 0, done.stderr
-    assert f"/org/flowers/commit/{NEW}" in done.stdout
+    return done.stdout, dict(Hub.files)
+
+
+def test_an_adapter_is_pushed_and_nothing_of_the_host(tmp_path: Path) -> None:
+    done, files = pushed(PUSH.format(folder=str(tmp_path / "kept")), tmp_path)
+    assert f"/org/flowers/commit/{NEW}" in done
     kept = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir()}
-    assert Hub.files == kept and set(kept) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert files == kept and set(kept) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert Hub.said["summary"] == "Petals" and "branch" in Hub.said
     asked = Hub.said["create"]
     assert isinstance(asked, dict) and (asked.get("private") is True or asked.get("visibility") == "private"), asked
+
+
+def test_a_pipeline_is_pushed_with_what_it_needs(tmp_path: Path) -> None:
+    program = """
+import mmattn
+print(mmattn.pipeline("assets/rag/adapter").push_to_hub("org/flowers", revision="v1", token="hf_x"))
+"""
+    done, files = pushed(program, tmp_path)
+    assert f"/org/flowers/commit/{NEW}" in done
+    folder = assets_folder() / "rag" / "adapter"
+    assert files == {file.name: file.read_bytes() for file in folder.iterdir()} and "pipeline_config.json" in files
+    assert Hub.said["summary"] == "Adapter for question-answering"
+
+
+def test_a_pipeline_of_models_that_nobody_else_has_is_not_pushed(tmp_path: Path) -> None:
+    shutil.copytree(assets_folder() / "diffusion" / "adapter", tmp_path / "adapter")
+    shutil.copy(assets_folder() / "diffusion" / "style.safetensors", tmp_path)
+    pipe: Any = mmattn.pipeline(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="'../style.safetensors', which lies on this machine only"):
+        pipe.push_to_hub("org/flowers", token="hf_x")
 
 
 def test_a_hub_that_is_not_there() -> None:

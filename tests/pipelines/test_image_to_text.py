@@ -95,11 +95,11 @@ def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pyte
     code, _, err = call(capsys, "caption", FLOWERS[0], "--adapter", asset_path("assets/rag/adapter"))
     assert code == 2 and "is for question-answering" in err
     code, _, err = call(capsys, "ask", "a?", "--index", tmp_path, "--adapter", adapter)
-    assert code == 2 and "sees pictures" in err
+    assert code == 2 and "attends to pictures" in err
 
 
 def test_an_index_is_not_for_pictures(adapter: Path) -> None:
-    with pytest.raises(ConfigError, match="sees pictures: leave it out"):
+    with pytest.raises(ConfigError, match="attends to pictures: leave it out"):
         mmattn.pipeline(adapter, index="somewhere")
 
 

@@ -16,7 +16,9 @@ from PIL import Image
 import mmattn
 from mmattn import inspect
 from mmattn.cli.app import main
+from mmattn.encoders.style import InkProcessor
 from mmattn.errors import ConfigError, ImageError, TextError
+from mmattn.pipelines import load_diffusion_host
 from mmattn.recipes import over_seeds
 from tests import tiny_pipeline
 
@@ -31,7 +33,7 @@ SMALL = {
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    names = ("attributes", "data", "settings", "measure", "models", "style", "train_style", "train", "drawing")
+    names = ("attributes", "data", "settings", "measure", "models", "style", "train_style", "train")
     return load_files("diffusion", *names)
 
 
@@ -145,7 +147,7 @@ def test_stage_a_leaves_models_that_read_sentences(recipe: SimpleNamespace, base
         assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "attention sums to 1"
     rows = json.loads((base / "table.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["1", "1.1", "1.3", "2", "3", "5"]
-    words = recipe.models.load_models(base).words
+    words = load_diffusion_host(base).prompts
     text, mask = words(["a seven", "a thick seven slanted left"])
     assert text.shape[:2] == mask.shape and mask.sum(1).tolist() == [4, 7]
     text, mask = words(["a seven", None])
@@ -154,9 +156,7 @@ def test_stage_a_leaves_models_that_read_sentences(recipe: SimpleNamespace, base
         words(["a seven", "a purple seven"])
 
 
-def test_stage_b_and_drawing(
-    recipe: SimpleNamespace, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_stage_b_and_drawing(recipe: SimpleNamespace, base: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "style"
     before = {path.name: path.read_bytes() for path in (base / "unet").iterdir()}
     optim = {"max_steps": 3, "batch_size": 5}
@@ -176,13 +176,6 @@ def test_stage_b_and_drawing(
     # A scale of 0 is exactly no example.
     assert {**rows["decoupled, adapter_scale 0.0"], "name": ""} == {**rows["no example"], "name": ""}
 
-    assets = tmp_path / "assets" / "diffusion"
-    assets.mkdir(parents=True)
-    for name in ("unet", "text"):
-        (assets / name).symlink_to(base / name)
-    for name in ("adapter", "style.safetensors"):
-        (assets / name).symlink_to(out / name)
-    monkeypatch.setattr(recipe.drawing, "assets_folder", lambda: assets.parent)
     example = tmp_path / "like.png"
     Image.fromarray((255 - 255 * strokes(slant=0.3)[0, 0]).byte().numpy()).save(example)
     pictures = {}
@@ -194,7 +187,10 @@ def test_stage_b_and_drawing(
     }.items():
         picture = tmp_path / f"{name}.png"
         with pytest.raises(SystemExit) as ended:
-            main(["draw", "a thick seven", "--steps", "2", "--seed", "3", "-o", str(picture), *more])
+            main(
+                ["draw", "a thick seven", "--adapter", str(out / "adapter"), "--num-inference-steps", "2"]
+                + ["--seed", "3", "-o", str(picture), *more]
+            )
         assert ended.value.code == 0
         pictures[name] = Image.open(picture).tobytes()
         said, err = capsys.readouterr()
@@ -204,13 +200,13 @@ def test_stage_b_and_drawing(
 
 
 def test_maps_of_words_are_the_attention_of_the_host(recipe: SimpleNamespace, base: Path) -> None:
-    models = recipe.models.load_models(base)
-    model = mmattn.attach(models.unet).use_core()
-    words, times, maps, drawn = recipe.train.word_attention(model, models, "a thick seven", 3, seed=5)
+    host = load_diffusion_host(base)
+    model = mmattn.attach(host.unet).use_core()
+    words, times, maps, drawn = recipe.train.word_attention(model, host, "a thick seven", 3, seed=5)
     assert words == ["[begin]", "a", "thick", "seven", "[end]"] and len(times) == 3
     assert maps.shape == (3, 5, 16, 16)
     assert torch.allclose(maps.sum(1), torch.ones(3, 16, 16), atol=1e-5), "each place attends to the words and no more"
-    assert torch.equal(drawn[None], recipe.train.draw(model, models, ["a thick seven"], 3, 1.0, seed=5))
+    assert torch.equal(drawn[None], recipe.train.draw(model, host, ["a thick seven"], 3, 1.0, seed=5))
 
 
 def test_a_folder_in_colour_at_another_size(recipe: SimpleNamespace, tmp_path: Path) -> None:
@@ -273,15 +269,15 @@ def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_
     )
     rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
     assert {**rows["decoupled, adapter_scale 0.0"], "name": ""} == {**rows["no example"], "name": ""}
-    models = recipe.models.load_models(tmp_path / "sd")
-    assert (models.size, models.channels) == (32, 3)
-    model = mmattn.load(models.unet, out / "adapter").use_core()
-    plain = recipe.train.draw(model, models, ["a seven"], 2, 2.0, seed=3)
+    host = load_diffusion_host(tmp_path / "sd")
+    assert (host.size, host.channels) == (32, 3)
+    model = mmattn.load(host.unet, out / "adapter").use_core()
+    plain = recipe.train.draw(model, host, ["a seven"], 2, 2.0, seed=3)
     memory = mmattn.Memory(torch.randn(1, 16, 64))
     assert torch.equal(
-        plain, recipe.train.draw(model, models, ["a seven"], 2, 2.0, seed=3, memory=memory, adapter_scale=0)
+        plain, recipe.train.draw(model, host, ["a seven"], 2, 2.0, seed=3, memory=memory, adapter_scale=0)
     )
-    assert not torch.equal(plain, recipe.train.draw(model, models, ["a seven"], 2, 2.0, seed=3, memory=memory))
+    assert not torch.equal(plain, recipe.train.draw(model, host, ["a seven"], 2, 2.0, seed=3, memory=memory))
 
 
 def test_bad_data_and_hosts(recipe: SimpleNamespace, tmp_path: Path) -> None:
@@ -299,8 +295,8 @@ def test_bad_data_and_hosts(recipe: SimpleNamespace, tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=words):
             recipe.data.load_data(recipe.settings.DataSettings(**dict(settings)))
-    with pytest.raises(ConfigError, match="neither the run of a stage A nor a Stable Diffusion"):
-        recipe.models.load_models(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="neither a run of the recipe diffusion nor a Stable Diffusion"):
+        load_diffusion_host(tmp_path / "empty")
 
 
 def test_the_table_of_several_seeds(recipe: SimpleNamespace, tmp_path: Path) -> None:
@@ -324,18 +320,18 @@ def test_examples_are_brought_to_the_frame_of_the_digits(recipe: SimpleNamespace
     for digit in data[1].pictures[:20]:
         canvas = torch.ones(100, 140)
         canvas[20:68, 60:108] -= torch.nn.functional.interpolate((digit[None] + 1) / 2, size=(48, 48))[0, 0]
-        found = recipe.drawing.example(canvas, 16)
+        found = InkProcessor(16)([canvas])
         assert found.shape == (1, 1, 16, 16)
-        assert torch.allclose(recipe.drawing.example(1 - canvas, 16), found, atol=0.02), "light on dark is the same"
+        assert torch.allclose(InkProcessor(16)([1 - canvas]), found, atol=0.02), "light on dark is the same"
         alike.append(torch.corrcoef(torch.stack([found.flatten(), digit.flatten()]))[0, 1])
     assert torch.stack(alike).mean() > 0.9
     with pytest.raises(ImageError, match="shows nothing"):
-        recipe.drawing.example(torch.full((9, 9), 0.5), 16)
+        InkProcessor(16)([torch.full((9, 9), 0.5)])
 
 
 def test_bad_orders_to_draw(tmp_path: Path, capsys: Any) -> None:
     for arguments, words in {
-        ("draw", "a seven", "--steps", "0"): "steps must",
+        ("draw", "a seven", "--num-inference-steps", "0"): "--num-inference-steps must",
         ("draw", "a seven", "--like", str(tmp_path / "none.png")): "there is no such file",
         ("draw", "a seven", "--adapter-scale", "nan"): "--adapter-scale must",
         ("draw", "a seven", "--guidance-scale", "inf"): "--guidance-scale must",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from os import PathLike
-from typing import Any
 
 from mmattn.adapters.folder import CARD, CONFIG, TENSORS
 from mmattn.errors import AdapterFileError, ConfigError
@@ -45,24 +43,20 @@ def local_folder(folder: str | PathLike[str], revision: str | None) -> str | Pat
         ) from error
 
 
-def push(
-    model: Any,
+def upload(
+    folder: str | PathLike[str],
     repository: str,
-    name: str,
     *,
-    encoder: str | None,
     private: bool | None,
     revision: str | None,
     token: str | None,
-    message: str | None,
+    message: str,
 ) -> str:
-    """Upload one adapter, creating the repository where it is missing; returns the address of the commit.
+    """Upload the folder of an adapter, creating the repository where it is missing; returns the address of the commit.
 
     Args:
-        model: the adapted model.
+        folder: of the adapter, and of what a pipeline needs to run it.
         repository: "org/name".
-        name: of the adapter.
-        encoder: as in `save_adapter`.
         private: whether a new repository is private.
         revision: a branch, created where it is missing.
         token: of the hub; None for the one that is logged in.
@@ -73,23 +67,21 @@ def push(
     """
     from huggingface_hub import HfApi
 
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_adapter(folder, name, encoder=encoder)
-        hub = HfApi(token=token)
-        try:
-            repo = hub.create_repo(repository, private=private, exist_ok=True)
-            if revision is not None:
-                hub.create_branch(repo.repo_id, branch=revision, exist_ok=True)
-            commit = hub.upload_folder(
-                repo_id=repo.repo_id,
-                folder_path=folder,
-                revision=revision,
-                commit_message=message or f"Adapter {name}",
-                allow_patterns=[CONFIG, TENSORS, CARD, *FURTHER],
-            )
-        except Exception as error:  # its client lets the errors of several libraries through
-            raise AdapterFileError(
-                f"the adapter could not be uploaded to {repository!r} ({error}): log in with `hf auth login`, give "
-                "token=, or name a repository that is yours"
-            ) from error
+    hub = HfApi(token=token)
+    try:
+        repo = hub.create_repo(repository, private=private, exist_ok=True)
+        if revision is not None:
+            hub.create_branch(repo.repo_id, branch=revision, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repo.repo_id,
+            folder_path=os.fspath(folder),
+            revision=revision,
+            commit_message=message,
+            allow_patterns=[CONFIG, TENSORS, CARD, *FURTHER],
+        )
+    except Exception as error:  # its client lets the errors of several libraries through
+        raise AdapterFileError(
+            f"the adapter could not be uploaded to {repository!r} ({error}): log in with `hf auth login`, give "
+            "token=, or name a repository that is yours"
+        ) from error
     return str(commit)

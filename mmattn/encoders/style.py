@@ -1,0 +1,196 @@
+"""A small encoder of style: of handwriting the stroke, slant and width, of other pictures their light and colour."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmattn.encoders.frozen import ImageEncoder
+from mmattn.encoders.images import MAX_PIXELS, load_image
+from mmattn.encoders.preprocessing import ImageProcessor
+from mmattn.errors import AdapterFileError, ImageError
+from mmattn.storage.atomic import replacing
+from mmattn.storage.released_weights import read_weights
+
+WIDTH = 64
+LARGEST = 32  # pixels of a side; larger pictures are scaled down
+
+
+class StyleNetwork(nn.Module):
+    """Three convolutions from pictures to 4 × 4 patches of width 64, and a head that predicts measures of style.
+
+    Args:
+        channels: of the pictures.
+        measures: that the head predicts while it is trained.
+    """
+
+    def __init__(self, channels: int = 1, measures: int = 3) -> None:
+        super().__init__()
+        widths = (channels, 32, 64, WIDTH)
+        layers: list[nn.Module] = []
+        for before, after in zip(widths, widths[1:], strict=False):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.GELU(), nn.AvgPool2d(2)]
+        self.body = nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(4))
+        self.head = nn.Linear(WIDTH, measures)
+
+    def patches(self, pictures: Tensor) -> Tensor:
+        """Patches (b, 64, 4, 4).
+
+        Args:
+            pictures: (b, c, height, width) from -1 to 1.
+        """
+        if pictures.shape[-1] > LARGEST:
+            pictures = F.adaptive_avg_pool2d(pictures, LARGEST)
+        patches: Tensor = self.body(pictures)
+        return patches
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Measures (b, n), predicted from the mean of the patches.
+
+        Args:
+            pictures: (b, c, height, width) from -1 to 1.
+        """
+        measures: Tensor = self.head(self.patches(pictures).mean((2, 3)))
+        return measures
+
+
+@dataclass(frozen=True)
+class InkProcessor:
+    """Pictures of one character, in any colours, to its ink, filling a square.
+
+    Args:
+        size: pixels of a side.
+    """
+
+    size: int
+
+    def __call__(self, images: Iterable[Any], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
+        """Ink (b, 1, size, size), 1 on paper of -1.
+
+        Args:
+            images: of any kind that `load_image` reads.
+            first: number of the first image in messages.
+            max_pixels: larger images are refused before they are decoded.
+
+        Raises:
+            ImageError: an image cannot be read or shows nothing; the message says which one.
+        """
+        rows = []
+        for number, image in enumerate(images, start=first):
+            try:
+                rows.append(self._ink(image, max_pixels))
+            except ImageError as error:
+                raise ImageError(f"picture {number}: {error}") from error
+        return torch.cat(rows) if rows else torch.zeros(0, 1, self.size, self.size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as JSON holds them."""
+        return {"size": self.size, "ink": True}
+
+    def _ink(self, image: Any, max_pixels: int) -> Tensor:
+        picture = load_image(image, max_pixels=max_pixels).convert("L")
+        grey = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width)
+        ink = away_from_paper(grey.float() / 255)
+        if ink.max() < 0.1:
+            raise ImageError("it shows nothing: its brightness hardly changes; give dark ink on light paper")
+        ink = ink / ink.max()
+        rows, columns = (ink > 0.15).any(1).nonzero()[:, 0], (ink > 0.15).any(0).nonzero()[:, 0]
+        ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        # scikit-learn's digits fill the height of their frame and stand in the middle of its width.
+        side = max(ink.shape)
+        before = (side - ink.shape[1]) // 2, (side - ink.shape[0]) // 2
+        after = side - ink.shape[1] - before[0], side - ink.shape[0] - before[1]
+        square = F.pad(ink, (before[0], after[0], before[1], after[1]))[None, None]
+        return 2 * F.interpolate(square, size=(self.size, self.size), mode="area") - 1
+
+
+class StyleEncoder(ImageEncoder):
+    """The style of pictures as a memory (b, 16, 64): one token for each of 4 × 4 patches.
+
+    Args:
+        network: trained.
+        size: pixels of a side, as it was trained.
+        ink: whether it was trained on ink on paper, whatever the colours of both, rather than on pictures as they are.
+        device: where it runs, by default the CPU.
+    """
+
+    model: StyleNetwork
+
+    def __init__(self, network: StyleNetwork, size: int, ink: bool, device: str | torch.device | None = None) -> None:
+        processor: Any = InkProcessor(size) if ink else ImageProcessor(size)
+        super().__init__(network, processor, device=device)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the pixels: 1 or 3."""
+        return int(self.model.body[0].in_channels)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> StyleEncoder:
+        """Read what `save` wrote.
+
+        Args:
+            path: of the file.
+            device: where it runs, by default the CPU.
+
+        Raises:
+            AdapterFileError: the file is missing, damaged or something else.
+        """
+        from safetensors import safe_open
+
+        state = {name: value.float() for name, value in read_weights(path).items()}
+        with safe_open(path, "pt") as file:
+            settings = json.loads((file.metadata() or {}).get("style_encoder", "null"))
+        if settings is None or not {"body.0.weight", "head.bias"} <= state.keys():
+            raise AdapterFileError(f"{os.fspath(path)!r} is no StyleEncoder: name a file that its save wrote")
+        network = StyleNetwork(state["body.0.weight"].shape[1], len(state["head.bias"]))
+        network.load_state_dict(state)
+        return cls(network, settings["size"], settings["ink"], device)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a safetensors file.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: the disk is full, or the folder is not writable.
+        """
+        from safetensors.torch import save
+
+        state = {name: value.contiguous().cpu() for name, value in self.model.state_dict().items()}
+        ink = isinstance(self.image_processor, InkProcessor)
+        size = self.image_processor.size if ink else self.image_processor.size[0]  # type: ignore[index]
+        with replacing(Path(path)) as file:
+            file.write(save(state, {"style_encoder": json.dumps({"size": size, "ink": ink})}))
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Patches (b, 64, 4, 4) of pixels (b, c, height, width), grey where the network or the pixels have one channel.
+
+        Args:
+            pixels: from -1 to 1.
+        """
+        if pixels.shape[1] != self.channels:
+            pixels = pixels.mean(1, keepdim=True).expand(-1, self.channels, -1, -1)
+        return self.model.patches(pixels)
+
+    def _some_pixels(self) -> Tensor:
+        return torch.zeros(1, self.channels, LARGEST, LARGEST)
+
+
+def away_from_paper(grey: Tensor) -> Tensor:
+    """How far each point (…, h, w) is from the paper, which is what most of the edge shows.
+
+    Args:
+        grey: brightness from 0 to 1.
+    """
+    edge = torch.cat([grey[..., 0, :], grey[..., -1, :], grey[..., 0], grey[..., -1]], -1).flatten().median()
+    return (grey - edge).abs()

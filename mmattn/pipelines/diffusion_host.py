@@ -1,0 +1,262 @@
+"""The frozen models that turn prompts into pictures: a UNet with its text encoder, noise schedule and VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.errors import ConfigError, TextError, import_extra
+from mmattn.hosts.unet.guidance import Guidance
+from mmattn.memory import Memory
+from mmattn.progress import tracked
+
+
+class PromptEncoder(nn.Module):
+    """Prompts to the states that the UNet's own cross-attention reads.
+
+    Args:
+        tokenizer: of the text encoder.
+        encoder: `CLIPTextModel` of transformers.
+        attends_to_padding: whether the UNet was trained to see padding, and knows no prompt as the empty one, as in
+            Stable Diffusion. Where it was not, a row without a prompt has no state at all.
+    """
+
+    def __init__(self, tokenizer: Any, encoder: Any, attends_to_padding: bool = False) -> None:
+        super().__init__()
+        self.tokenizer, self.encoder, self.attends_to_padding = tokenizer, encoder, attends_to_padding
+
+    def forward(self, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+        """States (b, m, e), and the mask (b, m) of those that are read.
+
+        Args:
+            prompts: None stands for none.
+
+        Raises:
+            TextError: a word that the text encoder was not trained on.
+        """
+        padding = "max_length" if self.attends_to_padding else True
+        texts = [text or "" for text in prompts]
+        given = self.tokenizer(texts, padding=padding, truncation=True, return_tensors="pt")
+        ids, device = given["input_ids"], self.encoder.device
+        if self.attends_to_padding:
+            states = self.encoder(input_ids=ids.to(device)).last_hidden_state
+            return states, torch.ones_like(ids, dtype=torch.bool, device=device)
+        unknown = self.unknown(texts)
+        if unknown is not None:
+            known = sorted(word for word in self.tokenizer.get_vocab() if not word.startswith("["))
+            raise TextError(f"{unknown!r} has words this model never saw; it knows: {', '.join(known)}")
+        states = self.encoder(input_ids=ids.to(device), attention_mask=given["attention_mask"].to(device))
+        mask = given["attention_mask"].bool() & torch.tensor([text is not None for text in prompts])[:, None]
+        return states.last_hidden_state, mask.to(device)
+
+    def unknown(self, texts: Iterable[str]) -> str | None:
+        """The first text with a word that the text encoder was not trained on.
+
+        Args:
+            texts: any number.
+        """
+        unknown = self.tokenizer.unk_token_id
+        # A vocabulary of pieces spells any word; one of whole words does not.
+        if unknown is None or self.tokenizer.unk_token == self.tokenizer.eos_token:
+            return None
+        return next((text for text in texts if unknown in self.tokenizer(text)["input_ids"]), None)
+
+    def null(self) -> Tensor | None:
+        """States (1, m, e) of no prompt; None where the UNet then reads nothing."""
+        return self([None])[0] if self.attends_to_padding else None
+
+    def tokens(self, prompt: str) -> list[str]:
+        """The tokens of a prompt, one for each state.
+
+        Args:
+            prompt: one.
+        """
+        tokens: list[str] = self.tokenizer.convert_ids_to_tokens(self.tokenizer(prompt, truncation=True)["input_ids"])
+        return tokens
+
+
+@dataclass
+class DiffusionHost:
+    """All models that turn prompts into pictures, frozen or not.
+
+    Args:
+        unet: `UNet2DConditionModel` of diffusers.
+        prompts: the text encoder.
+        schedule: `DDPMScheduler` of the noise that the UNet was trained with.
+        vae: between pictures and the latents that the UNet sees; None where it sees pixels.
+    """
+
+    unet: Any
+    prompts: PromptEncoder
+    schedule: Any
+    vae: Any = None
+
+    def to(self, device: torch.device | str) -> DiffusionHost:
+        """Itself, on a device.
+
+        Args:
+            device: of all models.
+        """
+        for part in (self.unet, self.prompts, self.vae):
+            if part is not None:
+                part.to(device)
+        return self
+
+    @property
+    def size(self) -> int:
+        """Pixels of a side of a picture."""
+        scale = 1 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
+        return int(self.unet.config.sample_size * scale)
+
+    @property
+    def channels(self) -> int:
+        """Channels of a picture: 1, of ink on paper, or 3."""
+        return int((self.unet if self.vae is None else self.vae).config.in_channels)
+
+    @torch.no_grad()
+    def encode(self, pictures: Tensor) -> Tensor:
+        """Pictures as the UNet sees them, on its device: of a VAE the mean of the latents, without noise.
+
+        Args:
+            pictures: (b, c, size, size) from -1 to 1.
+        """
+        pictures = pictures.to(self.unet.device)
+        if self.vae is None:
+            return pictures
+        latents: Tensor = self.vae.encode(pictures).latent_dist.mode() * self.vae.config.scaling_factor
+        return latents
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures (b, c, size, size) from -1 to 1.
+
+        Args:
+            latents: as the UNet sees pictures.
+        """
+        if self.vae is not None:
+            latents = self.vae.decode(latents / self.vae.config.scaling_factor).sample
+        return latents.clamp(-1, 1)
+
+    def sampler(self, num_inference_steps: int) -> Any:
+        """`DDIMScheduler` of diffusers over the schedule; of pixels it keeps to their range.
+
+        Args:
+            num_inference_steps: denoising steps.
+        """
+        from diffusers import DDIMScheduler
+
+        settings = {"timestep_spacing": "trailing", "clip_sample": self.vae is None}
+        scheduler = DDIMScheduler.from_config(self.schedule.config, **settings)
+        scheduler.set_timesteps(num_inference_steps)
+        return scheduler
+
+    @torch.no_grad()
+    def generate(
+        self,
+        model: Any,
+        prompts: Sequence[str],
+        *,
+        num_inference_steps: int = 30,
+        guidance_scale: float = 1.0,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        adapter_scale: Any = 1.0,
+        append: Any = None,
+        progress: bool = False,
+    ) -> Tensor:
+        """Pictures (b, c, size, size) from -1 to 1 on the CPU, by DDIM (arXiv 2010.02502).
+
+        Args:
+            model: the adapted UNet.
+            prompts: b of them.
+            num_inference_steps: denoising steps.
+            guidance_scale: of classifier-free guidance (arXiv 2207.12598), as in diffusers; 1 is none.
+            generator: of the noise, on the CPU.
+            memory: of b rows.
+            adapter_scale: how strongly the memory acts.
+            append: a function of states, mask and memory to states and mask, that reads the memory instead of adapters.
+            progress: show a bar.
+
+        Raises:
+            TextError: a word that the text encoder was not trained on.
+        """
+        scheduler, settings = self.sampler(num_inference_steps), self.unet.config
+        (states, mask), null = self.prompts(list(prompts)), self.prompts.null()
+        memory = None if memory is None else memory.to(states.device, states.dtype)
+        if append is not None:
+            (states, mask), memory = append(states, mask, memory), None
+        side = settings.sample_size
+        noise = torch.randn(len(states), settings.in_channels, side, side, generator=generator)
+        latents = noise.to(states.device, states.dtype)
+        guidance = Guidance(guidance_scale)
+        given = {"text_mask": mask, "null_text": null, "memory": memory, "adapter_scale": adapter_scale}
+        # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.
+        clipped = {"use_clipped_model_output": True} if scheduler.config.clip_sample else {}
+        with guidance.run(model, states, **given) as predict:
+            for index in tracked(len(scheduler.timesteps), "drawing", progress):
+                time = scheduler.timesteps[index]
+                latents = scheduler.step(predict(latents, time), time, latents, **clipped).prev_sample
+        return self.decode(latents).float().cpu()
+
+
+def load_diffusion_host(
+    name: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> DiffusionHost:
+    """The models of a folder, frozen and in evaluation mode.
+
+    Args:
+        name: a run of the recipe diffusion (a UNet in "unet", tokenizer and text encoder in "text", trained on
+            `noise_schedule`), or Stable Diffusion 1 or 2: a folder in diffusers' layout or a name on the hub.
+        device: of all models.
+        dtype: of the weights, float32 by default.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ConfigError: neither, or a UNet that needs more than text.
+        MissingExtraError: diffusers is not installed.
+    """
+    diffusers = import_extra("diffusers", "diffusion")
+    from transformers import CLIPTextModel, PreTrainedTokenizerFast
+
+    folder, dtype = Path(name), dtype or torch.float32
+    if (folder / "text").is_dir():
+        unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet", torch_dtype=dtype)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "text")
+        encoder = CLIPTextModel.from_pretrained(folder / "text", dtype=dtype)
+        host = DiffusionHost(unet, PromptEncoder(tokenizer, encoder), noise_schedule())
+    else:
+        more = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        try:
+            pipe = diffusers.StableDiffusionPipeline.from_pretrained(str(name), revision=revision, **more).to(dtype)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{str(name)!r} is neither a run of the recipe diffusion nor a Stable Diffusion in diffusers' layout: "
+                f"{error}"
+            ) from error
+        if pipe.unet.config.addition_embed_type is not None:
+            raise ConfigError(
+                f"{str(name)!r} needs more than text ({pipe.unet.config.addition_embed_type}), as SDXL does: use "
+                "Stable Diffusion 1 or 2"
+            )
+        schedule = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
+        host = DiffusionHost(pipe.unet, PromptEncoder(pipe.tokenizer, pipe.text_encoder, True), schedule, pipe.vae)
+    for part in (host.unet, host.prompts, host.vae):
+        if part is not None:
+            part.eval().requires_grad_(False)
+    return host.to(device)
+
+
+def noise_schedule() -> Any:
+    """`DDPMScheduler` of a thousand steps of a squared cosine, for a UNet that predicts v (arXiv 2202.00512)."""
+    from diffusers import DDPMScheduler
+
+    return DDPMScheduler(1000, beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,6 +123,12 @@ def _pipeline(adapter: Path, device: str | None, **options: Any) -> Any:
     name = str(adapter)
     if not name.startswith("assets/") and (adapter.exists() or name.count("/") != 1):
         check_adapter_folder(adapter)
-    from mmattn.pipelines import pipeline
+    # Imports leave a million objects, and all of them stay: looking for garbage among them is a quarter of the start.
+    gc.disable()
+    try:
+        from mmattn.pipelines import pipeline
 
-    return pipeline(name, device=device, **options)
+        return pipeline(name, device=device, **options)
+    finally:
+        gc.freeze()
+        gc.enable()

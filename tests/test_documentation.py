@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import doctest
 import functools
 import importlib
-import io
 import json
 import pkgutil
 import re
 import runpy
 import shlex
-import sys
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,54 +21,18 @@ import typer
 import mmattn
 from mmattn import masks
 from mmattn.cli.app import app
+from tests.pages import SKIP, Block, blocks, run, run_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
 REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
-BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S)
-SKIP = "<!-- skip -->"
 SITE = "https://mmattn.github.io/mmattn/"
 REPOSITORY = re.compile(
     r"https://(?:github\.com/mmattn/mmattn/(?:blob|tree)|raw\.githubusercontent\.com/mmattn/mmattn)/main/"
 )
 ROOMS = "adapters encoders errors hosts inspect retrieval seq2seq testing training"
-SHOWN = re.compile(r"<!-- (tests/\S+\.py) -->\s*\Z")
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-
-
-@dataclass(frozen=True)
-class Block:
-    """A Python block of a page, with the text it says it prints (None where it says nothing), or the file it shows."""
-
-    line: int
-    code: str
-    output: str | None
-    file: str | None = None
-
-
-def blocks(page: str) -> list[Block]:
-    """The Python blocks of a page that are to be run; one that must download something stands under a skip mark."""
-    found = []
-    for match in BLOCK.finditer(page):
-        if not page[: match.start()].rstrip().endswith(SKIP):
-            shown = SHOWN.search(page[: match.start()])
-            line = page[: match.start()].count("\n") + 1
-            found.append(Block(line, match["code"], match["output"], shown and shown[1]))
-    return found
-
-
-def run(block: Block, names: dict[str, object]) -> None:
-    """Run a block in `names` and compare what it prints with what it says; import the file that a block shows."""
-    if block.file is not None:
-        assert block.code == (ROOT / block.file).read_text(encoding="utf-8"), f"{block.file} reads otherwise now"
-        names.update(vars(importlib.import_module(block.file.removesuffix(".py").replace("/", "."))))
-        return
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(block.code, f"block at line {block.line}", "exec"), names)
-    if block.output is not None:
-        assert printed.getvalue().split() == block.output.split()
 
 
 def modules() -> list[str]:
@@ -109,10 +69,7 @@ def test_readme_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))  # dataclasses look for the module of a class
-    names = vars(sys.modules["page"])
-    for block in blocks((ROOT / page).read_text(encoding="utf-8")):
-        run(block, names)
+    run_page((ROOT / page).read_text(encoding="utf-8"))
 
 
 def test_a_wrong_block_is_seen() -> None:

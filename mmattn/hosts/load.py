@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -22,7 +22,7 @@ from mmattn.hosts.attached import adapted
 from mmattn.hosts.causal_lm.published import read_weights, text_host
 from mmattn.hosts.interop.hub import local_folder
 from mmattn.hosts.saved import SETTINGS, STATE, saved_settings
-from mmattn.hosts.saving import describe_host, host_sizes
+from mmattn.hosts.saving import host_fingerprint, host_sizes
 from mmattn.storage.tensor_files import check_values
 
 
@@ -127,15 +127,23 @@ def _read_folder(model: Any, folder: str | PathLike[str]) -> tuple[Any, dict[str
     """The settings and tensors of an adapter, everything checked against a host that is not changed."""
     config, tensors = load_folder(folder, lambda config, shapes: _check_fits(model, config, shapes))
     settings = parse_config(config, adapter_kinds())
-    here = describe_host(model, settings.sites(model)[0].position)["fingerprint"]
     there = config["host"]["fingerprint"]
-    if here is not None and there is not None and here != there:
+    # A host that is stored in half precision may have been trained on in full.
+    if there is not None and all(here not in (None, there) for here in _fingerprints(model)):
         warnings.warn(
             f"the weights of this {type(model.host).__name__} are not those the adapter in {str(folder)!r} was trained "
-            "on: another revision or a fine-tuned copy; what it says may be worse than what was measured",
+            "on: another revision, a fine-tuned copy, or another dtype; what it says may be worse than what was "
+            "measured",
             stacklevel=4,
         )
     return settings, tensors
+
+
+def _fingerprints(model: Any) -> Iterator[str | None]:
+    """Of the host as it is, and as it would be in float32."""
+    yield host_fingerprint(model)
+    if any(value.is_floating_point() and value.dtype != torch.float32 for value in model.host.parameters()):
+        yield host_fingerprint(model, torch.float32)
 
 
 def _attach_with(host: nn.Module, settings: Any, tensors: Mapping[str, Tensor], name: str, path: str | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import nn
 
 from mmattn import __version__
@@ -75,15 +76,32 @@ def host_sizes(model: Any, position: str) -> dict[str, int]:
 
 def describe_host(model: Any, position: str, with_fingerprint: bool = True) -> dict[str, Any]:
     """What an adapter's file says of its host: class, family, sizes, and a fingerprint of the weights."""
-    get_base: Any = getattr(model.host, "get_base_model", None)
-    inner: nn.Module = model.host if get_base is None else get_base()
+    inner = _inner(model)
     return {
         "kind": model.kind,
         "class": type(inner).__name__,
         "model_type": getattr(text_config(inner), "model_type", None),
         **host_sizes(model, position),
-        "fingerprint": fingerprint(inner.state_dict()) if with_fingerprint and not weights_elsewhere(inner) else None,
+        "fingerprint": host_fingerprint(model) if with_fingerprint else None,
     }
+
+
+def host_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str | None:
+    """The fingerprint of a host's weights, or None where some of them are elsewhere.
+
+    Args:
+        model: the adapted model.
+        dtype: as if the weights had this one.
+    """
+    inner = _inner(model)
+    return None if weights_elsewhere(inner) else fingerprint(inner.state_dict(), dtype)
+
+
+def _inner(model: Any) -> nn.Module:
+    """The host without peft's wrapper."""
+    get_base: Any = getattr(model.host, "get_base_model", None)
+    inner: nn.Module = model.host if get_base is None else get_base()
+    return inner
 
 
 def weights_elsewhere(host: nn.Module) -> bool:

@@ -32,7 +32,7 @@ def file_fingerprint(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(state: Mapping[str, Tensor]) -> str:
+def fingerprint(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
     """A sha256 of the names, shapes, dtypes and values of tensors, which changes with any one value.
 
     Every tensor enters as the sums of its rows and of its columns, taken as a table of 1,024 words of 8 bytes, modulo
@@ -41,6 +41,7 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
 
     Args:
         state: tensors by name, on any device, quantised ones too.
+        dtype: as if floating-point tensors had this one.
 
     Raises:
         ConfigError: a tensor without values (on the meta device).
@@ -57,8 +58,9 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
         for part in _plain_parts(state[name].detach()):
             if part.device.type == "meta":
                 raise ConfigError(f"{name!r} has no values (it is on the meta device), so it has no fingerprint")
-            digest.update(f"{name!r} {part.dtype} {list(part.shape)}\n".encode())
             with torch.no_grad():
+                part = part.to(dtype) if dtype is not None and part.is_floating_point() else part
+                digest.update(f"{name!r} {part.dtype} {list(part.shape)}\n".encode())
                 digest.update(_sums(part))
     return digest.hexdigest()
 

@@ -171,3 +171,21 @@ class TestLoad:
         with pytest.raises(NonFiniteError):
             model.save_adapter(saved)
         assert torch.equal(logits(mmattn.load(tiny.make("llama"), saved), memory=tiny.memory(ROWS)), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_host_that_is_stored_in_half_precision_is_the_one_of_the_training(
+    tmp_path: Path, dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    """transformers loads weights as the file has them; the training may have read the same file in float32."""
+    tiny.attach(tiny.make("llama").to(dtype).float()).save_adapter(tmp_path)
+    mmattn.load(tiny.make("llama").to(dtype), tmp_path)
+    assert not recwarn.list
+    other = tiny.make("llama").to(dtype)
+    with torch.no_grad():
+        other.lm_head.weight[3, 5] += 0.25
+    with pytest.warns(UserWarning, match="another revision, a fine-tuned copy, or another dtype"):
+        mmattn.load(other, tmp_path)
+    tiny.attach(tiny.make("llama")).save_adapter(tmp_path / "whole")
+    with pytest.warns(UserWarning, match="another revision, a fine-tuned copy, or another dtype"):
+        mmattn.load(tiny.make("llama").to(dtype), tmp_path / "whole")

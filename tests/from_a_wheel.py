@@ -63,7 +63,7 @@ class User:
             [str(self.environment / "bin" / words[0]), *words[1:]],
             cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
-        said = done.stdout + done.stderr
+        said = done.stderr + done.stdout
         missing = [one for one in says if one not in said]
         print(f"{time.perf_counter() - began:6.1f} s  {' '.join(words)[:150]}", flush=True)
         if done.returncode != code or missing or "Traceback" in said:

@@ -46,7 +46,7 @@ def test_it_serves_an_index_by_its_name(tmp_path: Path) -> None:
 
 def test_the_documentation_shows_this_file_and_its_lines_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "retrieval.md").read_text(encoding="utf-8")
-    shown, after = page.split("```py\n")[1].split("```", 1)
+    shown, after = page.split("<!-- tests/foreign/store.py -->\n```python\n")[1].split("```", 1)
     assert shown == (ROOT / "tests" / "foreign" / "store.py").read_text(encoding="utf-8")
     monkeypatch.setitem(sys.modules, "sqlite_store", importlib.import_module("tests.foreign.store"))
     monkeypatch.chdir(tmp_path)

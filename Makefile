@@ -28,11 +28,13 @@ LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_ne
     opt] or mamba or sdxl or only_cross or k] or test_memory_arrives)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lowest lint bench docs clean
+.PHONY: help setup demo test test-slow test-wheel test-lowest lint bench docs clean
 
 help:
 	@echo "make demo   train a small adapter on drawn flowers, caption pictures, print the table"
-	@echo "make test   run the tests"
+	@echo "make test   run the tests, but those that take long"
+	@echo "make test-slow  run those: training, compiling, killed processes, families that others stand for"
+	@echo "make test-wheel  go through every page and every command from a wheel"
 	@echo "make test-lowest  run some of them with the lowest versions of everything that pyproject.toml allows"
 	@echo "make lint   check style and types"
 	@echo "make bench  time the core and the decoding against other implementations"
@@ -60,7 +62,14 @@ demo: $(STAMP)
 
 # One thread per worker: two workers with two threads each fight over two cores.
 test: $(STAMP)
-	@$(COMPILED) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
+	@$(COMPILED) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-slow: $(STAMP)
+	@$(COMPILED) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal -m slow
+
+# As a user has it: the wheel with its extras in a clean environment, in a folder that does not see the checkout.
+test-wheel: $(STAMP)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.from_a_wheel $(WHEEL_OPTIONS)
 
 # Only uv resolves to the lowest versions.
 $(LOWEST_STAMP): pyproject.toml | $(STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import zlib
 from pathlib import Path
@@ -20,6 +21,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import tiny
+
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
@@ -29,6 +32,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Shared machines stall now and then: a slow example is not a wrong one.
 settings.register_profile("mmattn", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("mmattn")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of families built alike, one is quick to be tested and the others are slow."""
+    others = set(tiny.FAMILIES) - set(tiny.DISTINCT)
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        if spec is not None and others & set(re.split(r"[-, ]", spec.id)):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

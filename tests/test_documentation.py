@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
 REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
+LONG = ("docs/extending.md",)  # it runs the suites that a new adapter must pass
 SITE = "https://mmattn.github.io/mmattn/"
 REPOSITORY = re.compile(
     r"https://(?:github\.com/mmattn/mmattn/(?:blob|tree)|raw\.githubusercontent\.com/mmattn/mmattn)/main/"
@@ -65,7 +66,9 @@ def test_readme_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
-@pytest.mark.parametrize("page", RECIPES + PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in RECIPES + PAGES]
+)
 def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     monkeypatch.chdir(tmp_path)
@@ -228,6 +231,7 @@ def resolve(path: str) -> Any:
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_notebooks_run_and_hold_what_they_show(path: Path) -> None:
     """Every cell runs and gives outputs of the kinds that are kept; numbers may differ from machine to machine."""
     torch.manual_seed(0)

@@ -97,6 +97,12 @@ _SETTINGS: dict[str, dict] = {
 FAMILIES = list(_SETTINGS)
 """Names of the families, as transformers spells `model_type`."""
 
+DISTINCT = ("llama", "mistral", "mixtral", "gemma3_text", "gpt2", "gptj", "bloom", "mamba")
+"""One of each build: rotary, windows, experts, normed queries, learned positions, parallel branches, ALiBi, a state.
+
+Tests of the others are marked slow.
+"""
+
 RUNNING_STATE = ("mamba",)
 """Families without a key/value cache: their state cannot be taken back, so drafts and prefill in chunks are refused."""
 

@@ -97,6 +97,7 @@ print(n, sum(seen))
         assert steps > 20
         assert 1 < new < steps
 
+    @pytest.mark.slow
     def test_thirty_kills_at_random_moments(self, tmp_path: Path) -> None:
         code = """
 rng = random.Random(13)

@@ -282,6 +282,7 @@ class TestErrors:
         with pytest.raises(ModuleNotFoundError, match="no_such_module"):
             main(["train", str(toy / "config.yaml")])
 
+    @pytest.mark.slow
     def test_no_bars_in_a_pipe(self) -> None:
         golden = ROOT / "tests" / "golden"
         words = ["doctor", golden / "2" / "gated", "--host", golden / "hosts" / "llama"]

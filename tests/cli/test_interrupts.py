@@ -55,6 +55,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
+@pytest.mark.slow
 def test_a_training_saves_what_it_has_and_exits_with_130(recipe: Path) -> None:
     code, printed = interrupt_at(start(recipe, "train", "config.yaml"), "at 7")
     assert code == 130 and printed.endswith("stopped\n") and "Traceback" not in printed, printed
@@ -64,6 +65,7 @@ def test_a_training_saves_what_it_has_and_exits_with_130(recipe: Path) -> None:
     assert again.returncode == 0 and printed.endswith("finished\n"), printed
 
 
+@pytest.mark.slow
 def test_an_index_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
     texts = [f"the bluebell {number}" for number in range(12_000)]  # two shards
@@ -80,6 +82,7 @@ def test_an_index_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
     assert len(index) == len(texts) and index[index.ids[10_000]].text == texts[10_000]
 
 
+@pytest.mark.slow
 def test_at_any_moment(encoder: Path, tmp_path: Path) -> None:
     """From the start of the process on; more moments: `tests.stress.interrupts`."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")

@@ -18,6 +18,8 @@ from mmattn.cli.live import LONGEST, Live
 from mmattn.errors import AdapterFileError, ConfigError, ImageError, TextError
 from mmattn.recipes import find_recipe, load_recipe
 
+pytestmark = pytest.mark.slow
+
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 FLOWERS = [ASSETS / "flora" / f"{name}.png" for name in ("daffodil", "field-poppy")]
 BOLD, SLANTED = (ASSETS / "digits" / f"{name}.png" for name in ("bold", "slanted"))

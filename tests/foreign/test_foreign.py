@@ -84,6 +84,7 @@ def test_what_does_not_apply_says_so(check: Check, name: str) -> None:
         check(case_of(name))
 
 
+@pytest.mark.slow
 def test_the_suites_in_one_call() -> None:
     assert set(check_adapter(FILM, decoder)) == {"check_generation"}
     assert check_host(decoder, GATED, FILM) == {}
@@ -102,6 +103,7 @@ def test_the_suites_do_without_pytest() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_loads_once_its_module_is_imported(tmp_path: Path) -> None:
     model = mmattn.attach(tiny.make("llama"), FILM)
     stir(model.adapter("default"))

@@ -148,6 +148,7 @@ def pushed(program: str, tmp_path: Path) -> tuple[str, dict[str, bytes]]:
     return done.stdout, dict(Hub.files)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_pushed_and_nothing_of_the_host(tmp_path: Path) -> None:
     done, files = pushed(PUSH.format(folder=str(tmp_path / "kept")), tmp_path)
     assert f"/org/flowers/commit/{NEW}" in done
@@ -158,6 +159,7 @@ def test_an_adapter_is_pushed_and_nothing_of_the_host(tmp_path: Path) -> None:
     assert isinstance(asked, dict) and (asked.get("private") is True or asked.get("visibility") == "private"), asked
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_pushed_with_what_it_needs(tmp_path: Path) -> None:
     program = """
 import mmattn

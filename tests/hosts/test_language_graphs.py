@@ -86,6 +86,7 @@ def test_decoding_with_a_static_cache_is_one_graph(dynamo):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_new_batch_size_is_at_most_one_graph_more(dynamo):
     model = tiny.attach(shallow(), layers=(0,))
     fast = torch.compile(model.host, backend=dynamo, fullgraph=True)

@@ -212,6 +212,7 @@ def memories():
 
 @pytest.mark.parametrize("compiled", ["host", "model"])
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_compiled_host_reads_each_memory_it_is_given(ids, compiled, dynamo):
     """Invariant 38."""
     model = tiny.attach(shallow(), layers=(0,))
@@ -233,6 +234,7 @@ def test_a_compiled_host_reads_each_memory_it_is_given(ids, compiled, dynamo):
     assert 1 <= dynamo.frame_count <= 5, f"{dynamo.frame_count} graphs for {len(given)} memories"
 
 
+@pytest.mark.slow
 def test_training_a_compiled_host(ids, dynamo):
     """Invariant 38."""
     memory = tiny.memory(ROWS, lengths=[5, 0, 3])
@@ -250,6 +252,7 @@ def test_training_a_compiled_host(ids, dynamo):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_attaching_after_the_host_was_compiled_is_never_silent(ids, dynamo):
     """Invariant 37."""
     lm = shallow()

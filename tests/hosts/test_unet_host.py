@@ -106,6 +106,7 @@ def test_pickling_says_what_to_do(model):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_compiled_afterwards(model):
     memory, args = tiny.memory(ROWS), tiny_unets.given()[0]
     want, own = run(model, memory), run(model)

@@ -69,6 +69,7 @@ def test_what_the_index_does_not_hold_is_refused(pipe: Any, index: Path, facts: 
     assert sum(answer.refused for answer in answers) >= 18
 
 
+@pytest.mark.slow
 def test_the_code_of_the_card(index: Path, facts: list[Any], asked: list[int]) -> None:
     """The lines of the card as they stand there, with the folders and the question put in."""
     card = (asset_path(ADAPTER) / "README.md").read_text(encoding="utf-8")

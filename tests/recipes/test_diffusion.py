@@ -209,6 +209,7 @@ def test_maps_of_words_are_the_attention_of_the_host(recipe: SimpleNamespace, ba
     assert torch.equal(drawn[None], recipe.train.draw(model, host, ["a thick seven"], 3, 1.0, seed=5))
 
 
+@pytest.mark.slow
 def test_a_folder_in_colour_at_another_size(recipe: SimpleNamespace, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, colour in {"red_rose": (0.8, 0.1, 0.2), "blue_flag": (0.1, 0.2, 0.8), "lawn": (0.2, 0.7, 0.1)}.items():
@@ -252,6 +253,7 @@ def test_a_dataset_of_torchvision(recipe: SimpleNamespace, tmp_path: Path) -> No
     assert recipe.data.load_data(settings, 16, 3)[0].pictures.shape == (50, 3, 16, 16)
 
 
+@pytest.mark.slow
 def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "words").mkdir()
     tiny_pipeline.make_pipeline(tiny_pipeline.make_tokenizer(tmp_path / "words")).save_pretrained(tmp_path / "sd")

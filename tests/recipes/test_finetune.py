@@ -233,6 +233,7 @@ def test_few_pictures_beside_a_probe(load_files: Callable[..., SimpleNamespace],
 
 
 class TestUNet:
+    @pytest.mark.slow
     def test_it_learns_to_draw(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
         pictures = tmp_path / "pictures"
         pictures.mkdir()

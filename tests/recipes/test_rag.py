@@ -128,6 +128,7 @@ def test_counts_are_what_their_heads_say(recipe: SimpleNamespace) -> None:
     assert recipe.measure.count(said) == {"accuracy": 0.5, "looked": 0.5, "precision": 0.5, "recall": 0.5}
 
 
+@pytest.mark.slow
 def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -> None:
     names = {"config.resolved.yaml", "metrics.jsonl", "table.json", "table.md", "sizes.png", "answers.json", "adapter"}
     assert names <= {path.name for path in run.iterdir()}
@@ -285,6 +286,7 @@ def test_every_paragraph_of_the_documents_stands_once(recipe: SimpleNamespace) -
     assert sum(map(len, known.values())) < 0.9 * sum(map(len, whole.values()))
 
 
+@pytest.mark.slow
 def test_a_run_over_documents_has_its_controls(
     recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_shards_of_blank_lines_and_an_empty_file(encoder: TextEncoder, tmp_path:
     assert [len(vectors) for _, _, _, vectors in shards] == [1, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_killed_job_resumes_to_the_same_bytes(
     files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path
 ) -> None:

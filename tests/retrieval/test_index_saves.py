@@ -86,6 +86,7 @@ def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
 # ---- crashes
 
 
+@pytest.mark.slow
 def test_kills_during_saves(tmp_path: Path, seeded: int) -> None:
     """Two hundred of them, and more: `tests.stress.kills_in_index`."""
     assert len(killed_saves(tmp_path / "index", 8, seeded)) > 1

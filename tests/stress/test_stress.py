@@ -13,6 +13,8 @@ import pytest
 
 from tests.stress import compiled_lengths, disk_full, growth, mutated_files, soak, threads
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -221,6 +221,7 @@ def test_a_loss_of_zero_targets_is_nothing() -> None:
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.slow
 def test_workers_of_a_data_loader(tmp_path: Path, start: str) -> None:
     """Invariant 78: the same batches, memories included, as without workers."""
     rows = small_run.rows(7)

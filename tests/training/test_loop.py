@@ -36,6 +36,7 @@ def weights(model: object) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.adapters.named_parameters()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(whole: Path, tmp_path: Path) -> None:
     """Invariant 76: killed inside an accumulation, and in the middle of writing a checkpoint."""
     found = small_run.start(tmp_path, kill={"at_loss": 10})  # the second piece of step 5; a checkpoint is at step 4
@@ -58,6 +59,7 @@ def test_a_finished_run_started_again_changes_nothing(whole: Path) -> None:
     assert done.resumed_from_step == done.global_step == 9 and small_run.sha256(whole) == before
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """The same global batches; some of them leave one process, or both, without anything to remember."""
     plain = {"dropout": 0.0, "max_steps": 5, "batch_size": 3, "gradient_accumulation_steps": 1}

@@ -58,6 +58,7 @@ def test_accumulated_with_others(tmp_path: Path) -> None:
         assert torch.allclose(value, want[name], rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.slow
 def test_two_processes_of_which_one_has_none(tmp_path: Path) -> None:
     """Of batches of six, the three rows of one process have memories and those of the other have none."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]

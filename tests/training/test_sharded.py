@@ -19,6 +19,7 @@ from tests.tiny import assert_close
 from tests.training import small_run
 
 
+@pytest.mark.slow
 def test_a_host_in_pieces_on_two_processes_is_one(tmp_path: Path) -> None:
     """Sharded by FSDP2: a process without a memory, a row, or as many held-out rows keeps no other waiting."""
     plain = {"dropout": 0.0, "max_steps": 5, "batch_size": 3, "gradient_accumulation_steps": 2}

@@ -1,0 +1,122 @@
+"""Packed rows: several documents in one row of text, each with a row of memory of its own.
+
+What an adapter does there it does to the documents as rows: their tokens are gathered, adapted, and put back. Whatever
+is no part of a document passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Names under which flash attention and state-space models are told where documents begin.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """Where the documents of packed rows lie.
+
+    Args:
+        tokens: (t,) places of the tokens of all documents in the flattened rows, in order.
+        places: (s, longest) the same by document; a shorter one repeats its last.
+        real: (s, longest) bool, which of them are tokens of the document.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, documents: Tensor) -> PackedText:
+        """From the number of the document of each token.
+
+        Args:
+            documents: (b, l), rising through the flattened rows; -1 is none.
+        """
+        flat = documents.flatten()
+        tokens = (flat >= 0).nonzero()[:, 0]
+        _, lengths = torch.unique_consecutive(flat[tokens], return_counts=True)
+        count = torch.arange(int(lengths.max()), device=flat.device)
+        starts = lengths.cumsum(0) - lengths
+        places = tokens[starts[:, None] + torch.minimum(count, lengths[:, None] - 1)]
+        return cls(tokens, places, count < lengths[:, None])
+
+    @property
+    def documents(self) -> int:
+        """s, documents in all rows."""
+        return self.places.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return self.places.shape[1]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Documents as rows (s, longest, …); what follows a shorter one repeats its last token.
+
+        Args:
+            x: (b, l, …).
+        """
+        return x.flatten(0, 1)[self.places.to(x.device)]
+
+    def pack(self, documents: Tensor, x: Tensor) -> Tensor:
+        """x (b, l, …) with the tokens of the documents in place of its own.
+
+        Args:
+            documents: (s, longest, …).
+            x: (b, l, …).
+        """
+        flat, tokens = x.flatten(0, 1), self.tokens.to(x.device)
+        return flat.index_copy(0, tokens, documents[self.real.to(x.device)]).view_as(x)
+
+
+def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText | None:
+    """Where the documents of a call lie, or None where each row is one.
+
+    A document begins where positions do not rise, or where `cu_seq_lens_q` or `seq_idx` say so.
+
+    Args:
+        kwargs: of the call.
+        rows: b of the text.
+        length: l of the text.
+    """
+    if torch.compiler.is_compiling():
+        return None  # it depends on values, which a graph has not
+    numbers = _numbers(kwargs, rows, length)
+    return None if numbers is None else PackedText.of(numbers)
+
+
+def _numbers(kwargs: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
+    """The number of the document of each token (b, l), -1 for none; None where rows are not packed."""
+    boundaries = next((kwargs[name] for name in BOUNDARIES if kwargs.get(name) is not None), None)
+    if boundaries is not None:
+        place = torch.arange(rows * length, device=boundaries.device)
+        number = torch.searchsorted(boundaries, place, right=True) - 1
+        return number.masked_fill(place >= boundaries[-1], -1).view(rows, length)
+    real = _real(kwargs.get("attention_mask"), rows, length)
+    index, positions = kwargs.get("seq_idx"), kwargs.get("position_ids")
+    if index is not None:
+        real = index >= 0 if real is None else real.to(index.device) & (index >= 0)
+        starts = index[:, 1:] != index[:, :-1]
+    elif isinstance(positions, Tensor) and positions.dim() == 2 and length > 1:
+        positions = positions.expand(rows, -1)
+        real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(positions.device)
+        starts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
+        if not bool(starts.any()):
+            return None
+    else:
+        return None
+    begins = torch.cat([real[:, :1], (starts | ~real[:, :-1]) & real[:, 1:]], 1)
+    return (begins.flatten().cumsum(0) - 1).view(rows, -1).masked_fill(~real, -1)
+
+
+def _real(mask: Any, rows: int, length: int) -> Tensor | None:
+    """Which tokens (b, l) are no padding, where a mask says so."""
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
+        return mask[:, -length:].bool().expand(rows, -1)
+    return None

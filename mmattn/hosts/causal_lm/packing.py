@@ -1,0 +1,124 @@
+"""Packed rows on a host: its own attention must keep documents apart, or memories would pass from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.language_models import device_of, embeddings_of, text_config
+from mmattn.adapters.packed_text import BOUNDARIES, PackedText
+from mmattn.adapters.protocols import View
+from mmattn.errors import ConditionError
+from mmattn.hosts.calls import FORWARD
+
+#: What is known of hosts: by their attention and what a call says of its documents, how these are kept apart.
+_KNOWN: WeakKeyDictionary[nn.Module, dict[tuple[str | None, ...], str | None]] = WeakKeyDictionary()
+
+
+class PackedView:
+    """What the documents of packed rows see.
+
+    Args:
+        view: of the documents as rows.
+        text: where they lie.
+    """
+
+    def __init__(self, view: View, text: PackedText) -> None:
+        self.view, self.text = view, text
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """What x (b, l, d) becomes at a site."""
+        return self.text.pack(self.view.apply(self.text.unpack(x), block, layer, adapter_scale), x)
+
+
+def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText, shape: tuple[int, int]) -> dict[str, Any]:
+    """The arguments of a packed call with which the host keeps documents apart.
+
+    transformers does so by itself where positions start again and neither a mask nor a cache is given. What does not
+    (ALiBi, for one) may read a mask of four dimensions. Which it is, a call of seven tokens proves once for each host.
+
+    Args:
+        host: the language model.
+        kwargs: of the call.
+        text: where its documents lie.
+        shape: (b, l) of the text.
+
+    Raises:
+        ConditionError: the host mixes documents whatever it is given, or the call has a mask or a cache of its own.
+    """
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise ConditionError(
+            "positions start again inside a row, so that it holds several documents, and such rows cannot go on with a "
+            "cache: give each document a row of its own, or leave use_cache out"
+        )
+    if isinstance(mask, Tensor) and (mask.dim() != 2 or not bool(mask.all())):
+        raise ConditionError(
+            "positions start again inside a row, and an attention mask is given, with which transformers does not keep "
+            "documents apart: leave attention_mask out (padding may be a document of its own, labelled -100)"
+        )
+    changed = {name: value for name, value in kwargs.items() if name != "attention_mask"} | {"use_cache": False}
+    said = tuple(name for name in (*BOUNDARIES, "seq_idx", "position_ids") if kwargs.get(name) is not None)
+    known, key = _KNOWN.setdefault(host, {}), (getattr(text_config(host), "_attn_implementation", None), *said)
+    if key not in known:
+        known[key] = next((way for way in ("itself", "mask") if _is_apart(host, said, way)), None)
+    if known[key] is None:
+        raise ConditionError(
+            f"{type(host).__name__} mixes the documents of packed rows, and memories would pass from one to the next: "
+            "give each document a row of its own (pad instead of packing)"
+        )
+    return changed | _mask(text, shape, host) if known[key] == "mask" else changed
+
+
+def _mask(text: PackedText, shape: tuple[int, int], host: nn.Module) -> dict[str, Tensor]:
+    """What is added to the scores: (b, 1, l, l), 0 for earlier tokens of a document and its own, else the least."""
+    weight = embeddings_of(host).weight
+    assert isinstance(weight, Tensor)
+    number = torch.full((shape[0] * shape[1],), -1, device=weight.device)
+    number[text.tokens.to(weight.device)] = text.real.to(weight.device).nonzero()[:, 0]
+    number = number.view(shape)
+    seen = (number[:, :, None] == number[:, None, :]).tril()
+    least = torch.finfo(weight.dtype).min
+    return {"attention_mask": torch.zeros_like(seen, dtype=weight.dtype).masked_fill(~seen, least)[:, None]}
+
+
+@torch.no_grad()
+def _is_apart(host: nn.Module, said: tuple[str, ...], way: str) -> bool:
+    """Whether a document after another is answered as it is alone."""
+    device, lengths = device_of(embeddings_of(host)), (3, 4)
+    total = sum(lengths)
+    size = getattr(text_config(host), "vocab_size", 2)
+    ids = (torch.arange(total, device=device) * 7 + 5)[None] % size
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=device, dtype=torch.int32)
+    number = torch.repeat_interleave(torch.arange(2, device=device), torch.tensor(lengths, device=device))[None]
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+    offered = {
+        "cu_seq_lens_q": ends,
+        "cu_seqlens": ends,
+        "seq_idx": number.int(),
+        "position_ids": positions,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+    names = [*said, *(("cu_seq_lens_k", "max_length_q", "max_length_k") if "cu_seq_lens_q" in said else ())]
+    given = {name: offered[name] for name in names}
+    if way == "mask":
+        given |= _mask(PackedText.of(number), (1, total), host)
+    modes, step = [(module, module.training) for module in host.modules()], FORWARD.set(None)
+    try:
+        for module, _ in modes:
+            module.training = False
+        packed = host(input_ids=ids, use_cache=False, **given).logits[0, lengths[0] :]
+        alone = host(input_ids=ids[:, lengths[0] :], use_cache=False).logits[0]
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False  # it cannot be called so
+    finally:
+        FORWARD.reset(step)
+        for module, mode in modes:
+            module.training = mode
+    return bool((packed - alone).abs().max() <= 0.02 * alone.abs().max())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.adapters.packed_text import PackedText
 from mmattn.errors import ConditionError, ShapeError
 
 
@@ -42,6 +43,7 @@ class TextState:
         expansions: inside `generate`, how many rows of text a row of the prompt may have become (beams); else empty.
         generation: what `generate` last prepared for the host.
         layer: the only layer that asks, where only a part of the host was called.
+        packed: where the rows lie that are the documents of packed rows.
     """
 
     rows: int
@@ -54,6 +56,7 @@ class TextState:
     expansions: Collection[int] = ()
     generation: GenerationInput | None = None
     layer: int | None = None
+    packed: PackedText | None = None
 
     def check_rows(self, memory_rows: int | None, name: str) -> None:
         """Rows of text must be rows of memory, or inside `generate` the beams of them.
@@ -69,6 +72,11 @@ class TextState:
         if memory_rows is None or rows == memory_rows or any(rows == n * memory_rows for n in self.expansions):
             return
         hint = f"; to share one memory between all rows say memory.expand({rows})" if memory_rows == 1 else ""
+        if self.packed is not None:
+            raise ShapeError(
+                f"the packed rows hold {rows} documents and the memory of adapter {name!r} has {memory_rows} rows: "
+                f"give one row of memory for each document, in order{hint.replace('all rows', 'all of them')}"
+            )
         raise ShapeError(
             f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory "
             f"for each row of text{hint}"

@@ -346,6 +346,10 @@ class AdaptedModel(SavedModel):
         text = self.text_state(call, args, kwargs)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 
+    def prepare_inputs(self, call: Call, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments with which the host is called where a memory is given: those of the caller."""
+        return args, kwargs
+
     def actions(
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
     ) -> dict[tuple[int, str], list[Action]]:

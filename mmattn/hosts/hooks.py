@@ -83,11 +83,11 @@ class BeforeHost:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def __call__(self, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model, outer = self.model, FORWARD.get()
         if outer is not None and outer.model is model and outer.module is not host:
             outer.nested += 1  # peft calls the model that it has wrapped
-            return
+            return None
         refuse_misplaced(host, kwargs)
         if host.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             keep_context_of_hooks(model.hooked.values())
@@ -96,12 +96,14 @@ class BeforeHost:
         if call is None:
             if outer is not None:
                 FORWARD.set(ForwardStep(model, host, outer, {}))
-            return
+            return None
+        args, kwargs = model.prepare_inputs(call, host, args, kwargs)
         if torch.compiler.is_compiling() and not any(source.follows_text for source in call.sources.values()):
-            return  # a compiler cannot follow the variable, and the layers can do without
+            return None  # a compiler cannot follow the variable, and the layers can do without
         step = model.forward_step(call, disabled, host, args, kwargs)
         step.outer, step.call = outer, call
         FORWARD.set(step)
+        return args, kwargs
 
 
 def refuse_misplaced(host: nn.Module, kwargs: dict[str, Any]) -> None:

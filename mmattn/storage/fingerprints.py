@@ -55,7 +55,7 @@ def fingerprint(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
     """
     digest = hashlib.sha256()
     for name in sorted(state):
-        for part in _plain_parts(state[name].detach()):
+        for part in plain_parts(state[name].detach()):
             if part.device.type == "meta":
                 raise ConfigError(f"{name!r} has no values (it is on the meta device), so it has no fingerprint")
             with torch.no_grad():
@@ -65,11 +65,15 @@ def fingerprint(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
     return digest.hexdigest()
 
 
-def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors inside a quantised one; of a plain one, itself."""
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors inside a quantised one; of a plain one, itself.
+
+    Args:
+        tensor: any.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_parts(getattr(tensor, name))
+            yield from plain_parts(getattr(tensor, name))
     else:
         yield tensor
 

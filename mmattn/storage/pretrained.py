@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from mmattn.errors import AdapterFileError
+from mmattn.storage.fingerprints import plain_parts
 from mmattn.storage.released_weights import refuse_keys
 from mmattn.storage.tensor_files import check_values
 
@@ -78,7 +79,8 @@ def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple
     missing = sorted(key for key in found["missing_keys"] if key.split(".")[0] not in unused)
     refuse_keys(name, type(model).__name__, missing, [])
     for key, tensor in model.state_dict().items():
-        check_values(key, tensor)
+        for part in plain_parts(tensor):
+            check_values(key, part)
     return model
 
 

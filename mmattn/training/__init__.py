@@ -17,6 +17,7 @@ from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, t
 from mmattn.training.memory_collator import MemoryCollator
 from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
+from mmattn.training.packing import pack
 from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
 from mmattn.training.row_files import FileRows, read_lines
 from mmattn.training.row_folders import read_folder
@@ -66,6 +67,7 @@ __all__ = [
     "mean_and_spread",
     "mean_loss",
     "mean_nats",
+    "pack",
     "parameter_groups",
     "perplexity",
     "ranks_for",

@@ -9,6 +9,7 @@ from typing import Any
 from mmattn.errors import ConfigError, TextError, check_int
 from mmattn.tokenization import tokenize
 from mmattn.training.memory_collator import row_memory
+from mmattn.training.packing import pack
 from mmattn.training.row_memories import RowMemories
 from mmattn.training.rows import Row, make_row
 from mmattn.training.text_batches import IGNORED, TextBatch, bos_and_eos, collate
@@ -27,6 +28,7 @@ class RowCollator:
         max_length: ids of the longest row; None for any length.
         truncation: shorten the text of a longer row, its end token kept; False refuses it.
         text_only: leave the memories of the rows out, for a control that sees the text alone.
+        packing: several rows of data share a row of the batch, each with its own memory, so that little is padding.
 
     Raises:
         ConfigError: a length below 3, or memories that would be left out.
@@ -48,10 +50,11 @@ class RowCollator:
         max_length: int | None = None,
         truncation: bool = False,
         text_only: bool = False,
+        packing: bool = False,
     ) -> None:
         if text_only and memories is not None:
             raise ConfigError("text_only=True leaves memories out, and memories= was given: give one of them")
-        self.text_only = text_only
+        self.text_only, self.packing = text_only, packing
         self.tokenizer, self.memories, self.truncation = tokenizer, memories, truncation
         self.max_length = None if max_length is None else check_int("max_length", max_length, at_least=3)
         self._ends = bos_and_eos(tokenizer)
@@ -93,7 +96,7 @@ class RowCollator:
             self.ids(rows[start : start + 256], start)
 
     def batch(self, rows: Sequence[Row | Mapping[str, Any]]) -> TextBatch:
-        """The padded batch (b, l) with its memory (b, m, e), or none if no row has any.
+        """The padded or packed batch with its memory, or none if no row has any.
 
         Raises:
             TextError: as `ids`.
@@ -107,8 +110,10 @@ class RowCollator:
             )
         ids, unlearned = self.ids(given)
         memory = None if self.memories is None else self.memories.of(given)
-        pad = self.tokenizer.pad_token_id
-        padded = collate(ids, memory, self._ends[1] if pad is None else pad)
+        pad = self._ends[1] if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        if self.packing:
+            return pack(ids, memory, unlearned, pad)
+        padded = collate(ids, memory, pad)
         labels = padded.labels.clone()
         for row, count in enumerate(unlearned):
             labels[row, :count] = IGNORED

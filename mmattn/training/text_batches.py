@@ -18,28 +18,34 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Rows of text padded on the right, and their memory.
+    """Rows of text padded on the right, or packed, and their memory.
 
     Attributes:
         input_ids: (b, l) int.
-        attention_mask: (b, l) int, 1 = text.
+        attention_mask: (b, l) int, 1 = text; None in packed rows, as transformers wants it.
         labels: (b, l) int, the ids themselves and -100 on the padding.
-        memory: of b rows, or None for text alone.
+        memory: of b rows, in packed rows of a row for each document, or None for text alone.
+        position_ids: (b, l) int in packed rows, which begin anew with each document; else None.
     """
 
     input_ids: Tensor
-    attention_mask: Tensor
+    attention_mask: Tensor | None
     labels: Tensor
     memory: Memory | None = None
+    position_ids: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TextBatch:
         """The same batch on another device."""
-        memory = None if self.memory is None else self.memory.to(device)
-        return TextBatch(self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device), memory)
+        parts = (self.input_ids, self.attention_mask, self.labels, self.memory, self.position_ids)
+        return TextBatch(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
 
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments of an adapted model; a bare host takes the same where there is no memory."""
-        given: dict[str, Any] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        given: dict[str, Any] = {"input_ids": self.input_ids}
+        if self.position_ids is None:
+            given["attention_mask"] = self.attention_mask
+        else:  # with a cache, transformers would not keep documents apart
+            given |= {"position_ids": self.position_ids, "use_cache": False}
         if self.memory is not None:
             given["memory"] = self.memory
         return given

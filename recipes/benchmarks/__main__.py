@@ -15,9 +15,9 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 import torch
 
-from recipes.benchmarks import bank, core, decoding, denoising, prompting, search, training_memory
+from recipes.benchmarks import bank, core, decoding, denoising, packing, prompting, search, training_memory
 
-PARTS = ("core", "decoding", "beams", "prompting", "bank", "denoising", "search", "training")
+PARTS = ("core", "decoding", "beams", "prompting", "bank", "denoising", "search", "packing", "training")
 
 
 def main() -> None:
@@ -42,6 +42,7 @@ def main() -> None:
         "bank": lambda: print_bank(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
+        "packing": lambda: print_packing(asked.quick),
         "training": print_training,
     }
     results = {part: runs[part]() for part in asked.parts or PARTS}
@@ -110,6 +111,20 @@ def print_prompting(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[st
         print(f"### {what}\n\n{table('passages of 64 tokens', rows)}\n", flush=True)
         results |= {f"{what}: {name}": row for name, row in rows.items()}
     return results
+
+
+def print_packing(quick: bool) -> dict[str, dict[str, float]]:
+    """Packed rows for each unit of padded ones."""
+    rows = {
+        f"{fill:.0%} of the padded batch is text": packing.measure(
+            fill, **({"seconds": 2.0, "longest": 32} if quick else {})
+        )
+        for fill in (packing.QUICK_FILLS if quick else packing.FILLS)
+    }
+    print(
+        f"## Packing: time of a training step for each unit of padded rows\n\n{table('documents', rows)}\n", flush=True
+    )
+    return rows
 
 
 def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:

@@ -32,8 +32,9 @@ class Language:
 
     def collator(self, memories: training.RowMemories | None) -> training.RowCollator:
         """Rows to batches, with these memories beside them or none."""
-        text_only = memories is None
-        return training.RowCollator(self.tokenizer, memories, self.longest, self.settings.data.truncation, text_only)
+        text_only, packing = memories is None, self.settings.data.packing
+        truncation = self.settings.data.truncation
+        return training.RowCollator(self.tokenizer, memories, self.longest, truncation, text_only, packing)
 
     def check(self, rows: Any) -> None:
         """Refuse rows that this host cannot learn, before anything is trained."""

@@ -23,6 +23,7 @@ class DataSettings(Strict):
     held_out: float | None = Field(None, ge=0)
     max_length: int | None = Field(None, ge=3)  # tokens of a row; by default what the language model can read
     truncation: bool = False  # shorten longer texts instead of refusing them
+    packing: bool = False  # language: several texts share a row, each with its own memory, so that little is padding
     cache: str = "runs/cache"  # memories are cached here, by encoder and content
 
 

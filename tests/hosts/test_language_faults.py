@@ -88,21 +88,6 @@ def test_a_memory_of_the_wrong_width_or_kind(model, ids):
         assert torch.equal(bare, model(ids, memory=memory).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_packed_rows_are_refused(family):
-    """Several texts in one row, one memory for the row: it would condition all of them."""
-    model, ids = tiny.attach(tiny.make(family)), tiny.text(2, LENGTH)
-    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2]]).expand(2, -1)
-    with pytest.raises(ConditionError, match="pack"):
-        model(ids, position_ids=packed, memory=tiny.memory(2))
-    with torch.no_grad():
-        assert torch.equal(model(ids, position_ids=packed).logits, tiny.make(family)(ids, position_ids=packed).logits)
-        straight = torch.arange(LENGTH).expand(2, -1)
-        assert torch.equal(
-            model(ids, position_ids=straight, memory=tiny.memory(2)).logits, model(ids, memory=tiny.memory(2)).logits
-        )
-
-
 # 15 - 19: dtypes, dropout, empty batches, gradients of the memory
 
 

@@ -155,14 +155,11 @@ def test_a_lora_beside_the_adapter(tmp_path: Path) -> None:
         )
 
 
-def test_prompts_of_peft_and_packed_rows_are_refused() -> None:
+def test_prompts_of_peft_are_refused() -> None:
     host = peft.get_peft_model(tiny.make("llama"), peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
     model = tiny.attach(host)
     with pytest.raises(ConditionError, match="leave the prompts out"):
         model.base_model(tiny.text(2), memory=tiny.memory(2))
-    model = tiny.attach(tiny.make("llama"))
-    with pytest.raises(ConditionError, match="pad instead of packing"):
-        model.base_model(tiny.text(1), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), memory=tiny.memory(1))
 
 
 def test_the_base_model_is_the_host_without_its_head() -> None:

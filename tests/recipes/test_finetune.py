@@ -138,6 +138,16 @@ class TestLanguage:
         with pytest.raises(AdapterFileError, match="has no pipeline_config.json"):
             mmattn.pipeline(out / "adapter")
 
+    def test_packed_rows_cost_what_they_do_padded(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
+        asked = short(tmp_path)
+        asked["data"] |= {"cache": str(run.parent / "cache"), "packing": True}
+        out = recipe.train.main(asked)
+        rows, padded = (
+            {row["name"]: row["loss"] for row in json.loads((folder / "table.json").read_text())["rows"]}
+            for folder in (out, run)
+        )
+        assert rows == pytest.approx(padded, rel=1e-3)
+
     @pytest.mark.parametrize("kind", ["int8", "bnb8", "bnb4"])
     def test_a_quantised_host(self, recipe: SimpleNamespace, run: Path, tmp_path: Path, kind: str) -> None:
         pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.text_state import GenerationInput
@@ -51,26 +50,10 @@ def asked(host: Any, kwargs: dict[str, Any], name: str) -> Any:
     return kwargs.get(name, getattr(config, name, None))
 
 
-def refuse_packed(kwargs: Any) -> None:
-    """Several documents in one row would all see the memory of that row.
-
-    Raises:
-        ConditionError: positions start again inside a row, or the call says that it is packed.
-    """
-    packed = any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "seq_idx"))
-    positions = kwargs.get("position_ids")
-    if positions is not None and positions.dim() == 2 and positions.shape[1] > 1 and not torch.compiler.is_compiling():
-        mask = kwargs.get("attention_mask")
-        real = torch.ones_like(positions, dtype=torch.bool)
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= positions.shape[1]:
-            real = mask[:, -positions.shape[1] :].bool().expand(positions.shape)
-        both = real[:, 1:] & real[:, :-1]
-        packed = packed or bool(((positions[:, 1:] <= positions[:, :-1]) & both).any())
-    if packed:
-        raise ConditionError(
-            "positions start again inside a row: several documents share it and would all see the memory of that row. "
-            "Give each document a row of its own (pad instead of packing)"
-        )
+def inputs_of(args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+    """The ids (b, l) or embeddings (b, l, d) among the arguments of a forward."""
+    inputs = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs.get("inputs_embeds") if inputs is None else inputs
 
 
 def inner_host(host: nn.Module) -> nn.Module:

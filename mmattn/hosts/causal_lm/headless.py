@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import check_unused
-from mmattn.hosts.causal_lm.generation import inner_host, refuse_packed
+from mmattn.hosts.causal_lm.generation import inner_host
+from mmattn.hosts.hooks import AfterHost, BeforeHost
 
 
 class HeadlessHost:
@@ -36,11 +37,10 @@ class HeadlessHost:
             kwargs: the base model's own.
 
         Raises:
-            ConditionError: packed rows, prompts of peft that would be left out, or a call in training that could train
-                nothing, since it has no memory.
+            ConditionError: prompts of peft that would be left out, or a call in training that could train nothing,
+                since it has no memory.
         """
         model = self._model
-        refuse_packed(kwargs)
         if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
             raise ConditionError(
                 "the base model of a host with prompts of peft was called, and would leave the prompts out: call the "
@@ -51,7 +51,17 @@ class HeadlessHost:
             self._check_trains()
             return self._own(*args, **kwargs)
         with model.open_blocks.conditioned(model.make_call(memory, adapter_scale, images)):
-            return self._own(*args, **kwargs)
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The base model's forward, at which adapters act as in one of the whole host."""
+        output = None
+        args, kwargs = BeforeHost(self._model)(self._own, args, kwargs) or (args, kwargs)
+        try:
+            output = self._own(*args, **kwargs)
+        finally:
+            AfterHost(self._model)(self._own, args, output)
+        return output
 
     def _check_trains(self) -> None:
         """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached.

@@ -13,27 +13,29 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
+from mmattn.adapters.packed_text import packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
-from mmattn.hosts.calls import Call
+from mmattn.hosts.calls import Action, Call
 from mmattn.hosts.causal_lm.generation import (
     asked,
     expansions_of,
     forget_texts,
     guard_threads,
     inner_host,
+    inputs_of,
     note_texts,
     past_length,
     prompt_of,
-    refuse_packed,
     unguard_threads,
 )
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.keywords import check_keywords
 from mmattn.hosts.causal_lm.layer_search import find_layers
+from mmattn.hosts.causal_lm.packing import PackedView, keep_apart
 from mmattn.hosts.causal_lm.probe import probe
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.registry import register_host
@@ -112,13 +114,21 @@ class AdaptedCausalLM(AdaptedModel):
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""
-        refuse_packed(kwargs)
-        inputs = kwargs.get("input_ids", args[0] if args else None)
-        if inputs is None:
-            inputs = kwargs.get("inputs_embeds")
+        inputs = inputs_of(args, kwargs)
         generation, call.generation = call.generation, None
         if inputs is None:
             return TextState(0, 0)  # the host says itself what it misses
+        packed = packed_text(kwargs, inputs.shape[0], inputs.shape[1])
+        if packed is not None:
+            return TextState(
+                rows=packed.documents,
+                length=packed.longest,
+                inputs=packed.unpack(inputs),
+                past=0,
+                attention_mask=packed.real.to(inputs.device),
+                images=None if call.images is None else packed.unpack(call.images),
+                packed=packed,
+            )
         return TextState(
             rows=inputs.shape[0],
             length=inputs.shape[1],
@@ -130,6 +140,28 @@ class AdaptedCausalLM(AdaptedModel):
             expansions=call.expansions,
             generation=generation,
         )
+
+    def prepare_inputs(self, call: Call, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of packed rows with which the host keeps their documents apart; others as they are.
+
+        Raises:
+            ConditionError: it cannot, or packed rows inside `generate`.
+        """
+        inputs = inputs_of(args, kwargs)
+        packed = None if inputs is None else packed_text(kwargs, inputs.shape[0], inputs.shape[1])
+        if packed is None or inputs is None:
+            return args, kwargs
+        with self.open_blocks.conditioned(None):
+            return args, keep_apart(self.host, kwargs, packed, (inputs.shape[0], inputs.shape[1]))
+
+    def actions(
+        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
+    ) -> dict[tuple[int, str], list[Action]]:
+        """What the active adapters do at each site, in packed rows to each document."""
+        packed, actions = text.packed, super().actions(call, disabled, text, site)
+        if packed is None:
+            return actions
+        return {site: [(PackedView(view, packed), *rest) for view, *rest in own] for site, own in actions.items()}
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design.

@@ -69,7 +69,7 @@ def use(client: Any, live: Live, folder: Path) -> None:
     for question, job in zip(live.questions, answers, strict=True):
         (said, shares), answer = job.result(300), live.ask(question)
         assert said.startswith(answer.text) and ("nothing in the index" in said) == answer.refused
-        assert {one["label"] for one in shares["confidences"]} >= {source for source, _ in answer.sources[:2]}
+        assert {one["label"] for one in shares["confidences"]} >= {source.text for source in answer.sources[:2]}
     with Image.open(client.predict("a seven", None, 1.0, 3, 2.0, 0, api_name="/draw")) as drawn:
         assert drawn.size == (256, 256)
 

@@ -346,6 +346,10 @@ class AdaptedModel(SavedModel):
         text = self.text_state(call, args, kwargs)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 
+    def requested_call(self, kwargs: Mapping[str, Any]) -> Call | None:
+        """What a forward sees that was begun elsewhere, with a memory for each of its requests; None is nothing."""
+        return None
+
     def prepare_inputs(self, call: Call, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments with which the host is called where a memory is given: those of the caller."""
         return args, kwargs

@@ -94,6 +94,8 @@ class BeforeHost:
         call, disabled = model.current_call()
         model.check_host_call(host)
         if call is None:
+            call = model.requested_call(kwargs)
+        if call is None:
             if outer is not None:
                 FORWARD.set(ForwardStep(model, host, outer, {}))
             return None

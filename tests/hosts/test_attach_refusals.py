@@ -299,6 +299,19 @@ def test_a_unet_has_no_path(tmp_path):
 # Hosts whose weights are elsewhere
 
 
+@pytest.mark.parametrize("error", [KeyError, ZeroDivisionError, AttributeError])
+def test_a_host_that_cannot_be_called_with_ids_is_refused(error, monkeypatch):
+    lm = tiny.make("llama")
+
+    def fails(*args, **kwargs):
+        raise error("pixel_values")
+
+    monkeypatch.setattr(lm.model, "forward", fails)
+    with pytest.raises(AttachError, match=f"cannot be called with two token ids.*{error.__name__}.*pixel_values"):
+        tiny.attach(lm)
+    assert not lm._forward_hooks and not lm.model.layers[0]._forward_hooks
+
+
 def test_a_host_without_weights_is_refused():
     with torch.device("meta"):
         host = AutoModelForCausalLM.from_config(tiny.config("llama"))

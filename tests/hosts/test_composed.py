@@ -316,6 +316,8 @@ def test_settings_that_cannot_be():
         ({"own_place": 1}, "own_place"),
         ({"own_place": True, "rotary": False}, "needs rotary"),
         ({"head_dim": 7}, "even"),
+        ({"augmenting_layers": ()}, "must be a list of layers"),
+        ({"augmenting_layers": "12"}, "must be a list of layers"),
     ):
         with pytest.raises(ConfigError, match=words):
             mmattn.ComposedAdapter(**fine | changes)

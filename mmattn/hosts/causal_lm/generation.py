@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -101,6 +102,8 @@ def forget_texts(host: nn.Module) -> None:
 class InThreads:
     """A method of the host that generates in a thread of its own, where the memory of this context does not hold.
 
+    The manager that it makes takes a memory with each request.
+
     Args:
         model: the adapted model.
         host: whose method it stands for.
@@ -114,10 +117,41 @@ class InThreads:
         call, _ = self.model.current_call()
         if call is not None:
             raise ConditionError(
-                f"{self.name} generates in a thread of its own, mixing requests in one row, and the memory given here "
-                "would not reach it: use generate(input_ids, memory=memory)"
+                f"{self.name} generates in a thread of its own, where the memory given here does not hold: give each "
+                "request its own, model.generate_batch(inputs, memory=[…]) or manager.add_request(input_ids, memory=…)"
             )
-        return getattr(type(self.host), self.name)(self.host, *args, **kwargs)
+        own = getattr(type(self.host), self.name)
+        if self.name != "init_continuous_batching":
+            return own(self.host, *args, **kwargs)
+        given = inspect.signature(own).bind(self.host, *args, **kwargs).arguments
+        given["continuous_batching_config"] = for_memories(given.get("continuous_batching_config"))
+        manager = own(**given)
+        self.model.managers.add(self.model, manager)
+        return manager
+
+
+def for_memories(config: Any) -> Any:
+    """The settings of continuous batching under which each request can have a memory of its own.
+
+    Prompts that begin alike must not share the host's keys and values, which depend on the memory, and a captured graph
+    would run without adapters.
+
+    Args:
+        config: as it was given; it stays as it is.
+
+    Raises:
+        ConditionError: a compiled forward is asked for.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig() if config is None else copy.copy(config)
+    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
+        raise ConditionError(
+            "a compiled forward of continuous batching would leave the adapters out: take varlen_compile_config and "
+            "decode_compile_config out of the ContinuousBatchingConfig"
+        )
+    config.allow_block_sharing, config.use_cuda_graph = False, False
+    return config
 
 
 def guard_threads(model: Any, host: nn.Module) -> None:

@@ -37,6 +37,7 @@ from mmattn.hosts.causal_lm.keywords import check_keywords
 from mmattn.hosts.causal_lm.layer_search import find_layers
 from mmattn.hosts.causal_lm.packing import PackedView, keep_apart
 from mmattn.hosts.causal_lm.probe import probe
+from mmattn.hosts.causal_lm.requests import Managers, bind_request, pending, rows_of
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.registry import register_host
 from mmattn.memory import Memory
@@ -73,6 +74,7 @@ class AdaptedCausalLM(AdaptedModel):
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
         super().__init__(host, require_memory)
         self.path, _ = find_layers(host, path)
+        self.managers = Managers()
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -147,6 +149,8 @@ class AdaptedCausalLM(AdaptedModel):
         Raises:
             ConditionError: it cannot, or packed rows inside `generate`.
         """
+        if kwargs.get("cache") is not None:
+            return args, kwargs  # the paged cache of continuous batching does so by itself
         inputs = inputs_of(args, kwargs)
         packed = None if inputs is None else packed_text(kwargs, inputs.shape[0], inputs.shape[1])
         if packed is None or inputs is None:
@@ -307,6 +311,40 @@ class AdaptedCausalLM(AdaptedModel):
             return self._host_generate(**kwargs)
         with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images)):
             return self._host_generate(**kwargs)
+
+    def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
+        """The host's `generate_batch`, continuous batching of requests of any lengths, each with its own memory.
+
+        Prompts that begin alike do not share their cache, since it depends on the memory. Requests that come one by one
+        go to `init_continuous_batching()`, whose `add_request` takes `memory=`, too.
+
+        Args:
+            inputs: ids of each prompt.
+            memory: a list with a memory of one row for each request, None for none, the same object where several share
+                one; or a memory with a row for each.
+            kwargs: the host's own.
+
+        Returns:
+            What the host returns, by request.
+
+        Raises:
+            ShapeError: another number of memories than of prompts, or one that does not fit the adapters.
+            ConditionError: adapters for which a token sees a part of its memory only, or a compiled forward.
+        """
+        memories = rows_of(memory, len(inputs))
+        # transformers logs what is raised while it queues, and answers without it: so all is checked before.
+        for one in {id(one): one for one in memories}.values():
+            if one is None:
+                self.check_not_required()
+            else:
+                bind_request(self, one)
+        with pending(memories):
+            host: Any = self.host
+            return host.generate_batch(inputs, **kwargs)
+
+    def requested_call(self, kwargs: Mapping[str, Any]) -> Call | None:
+        """What the requests see that a manager of transformers runs in this forward."""
+        return self.managers.call(kwargs)
 
     def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
         """What `host.generate` is while adapters are attached: rows are checked, then beams may multiply them."""

@@ -1,0 +1,358 @@
+"""Continuous batching: transformers schedules the requests, and each sees the memory that it was given.
+
+All requests of a step share one packed row. Which they are, transformers' manager knows; here is what each may attend
+to. Nothing of its scheduler or its paged cache is written again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from mmattn.adapters.projected import ProjectedMemory, ProjectedView
+from mmattn.adapters.text_state import TextState
+from mmattn.core.kv import KeyValue
+from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.calls import Call
+
+#: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
+_PENDING: ContextVar[Iterator[Any] | None] = ContextVar("mmattn_pending", default=None)
+
+
+@dataclass
+class Shared:
+    """A memory bound to the adapters, and how many requests use it."""
+
+    memory: Any
+    sources: Mapping[str, ProjectedMemory]
+    users: int = 0
+
+
+class RequestMemories:
+    """The memories of the requests of one manager; its `add_request` takes `memory=`.
+
+    Args:
+        model: the adapted model.
+        manager: `ContinuousBatchingManager` of transformers.
+    """
+
+    def __init__(self, model: Any, manager: Any) -> None:
+        self.model, self.manager, self._lock = model, manager, threading.Lock()
+        self._by_request: dict[str, Shared] = {}
+        self._left: dict[str, int] = {}
+        self._by_memory: dict[int, Shared] = {}
+        self._joined: dict[tuple[str, int], tuple[list[KeyValue | None], KeyValue]] = {}
+        self._own = {name: getattr(manager, name) for name in ("add_request", "cancel_request", "stop")}
+        manager.add_request, manager.cancel_request, manager.stop = self.add_request, self.cancel_request, self.stop
+        router = manager.output_router
+        self._deliver, self._deliver_batch = router.deliver, router.deliver_batch
+        router.deliver, router.deliver_batch = self.deliver, self.deliver_batch
+
+    def __len__(self) -> int:
+        """Requests with a memory that have not ended."""
+        return len(self._by_request)
+
+    def nbytes(self) -> int:
+        """Bytes of cached keys and values of all memories in use."""
+        with self._lock:
+            shared = {id(one): one for one in self._by_request.values()}.values()
+        prepared = {id(source.prepared): source.prepared for one in shared for source in one.sources.values()}
+        return sum(one.nbytes() for one in prepared.values())
+
+    # What the manager does -------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, input_ids: list[int], request_id: str | None = None, *args: Any, memory: Any = None, **kwargs: Any
+    ) -> str | None:
+        """Queue a request, with a memory of its own, one shared with others, or none.
+
+        Args:
+            input_ids: of the prompt.
+            request_id: made up where it is None.
+            args: the manager's own.
+            memory: of one row; for requests that share one, the same object. Its keys and values are computed once, and
+                freed with the last request that uses it.
+            kwargs: the manager's own.
+
+        Raises:
+            ShapeError: a memory of several rows, or one that does not fit the adapters.
+            ConditionError: adapters for which a token sees a part of its memory only.
+        """
+        pending = _PENDING.get()
+        if memory is None and pending is not None:
+            memory = next(pending)
+        if memory is None:
+            self.model.check_not_required()
+        if request_id is None:
+            with self.manager._request_lock:
+                request_id = f"req_{self.manager._request_counter}"
+                self.manager._request_counter += 1
+        if memory is not None:
+            self._hold(request_id, memory)
+        added: str | None = self._own["add_request"](input_ids, request_id, *args, **kwargs)
+        if added is None:
+            self.release(request_id)
+        return added
+
+    def cancel_request(self, request_id: str) -> None:
+        """Take a request back; what was computed for it alone is freed."""
+        self._own["cancel_request"](request_id)
+        self.release(request_id)
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the manager, and forget all memories."""
+        self._own["stop"](*args, **kwargs)
+        with self._lock:
+            self._by_request.clear()
+            self._by_memory.clear()
+            self._left.clear()
+            self._joined.clear()
+
+    def deliver(self, output: Any) -> None:
+        """Hand out what a request has written; one that has ended needs its memory no more."""
+        self._ended([output])
+        self._deliver(output)
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        """The same for several."""
+        self._ended(outputs)
+        self._deliver_batch(outputs)
+
+    def _ended(self, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            if output.is_finished():
+                name = _base(output.request_id)
+                with self._lock:
+                    left = self._left[name] = self._left.get(name, 1) - 1
+                if left <= 0:
+                    self.release(name)
+
+    def _hold(self, request_id: str, memory: Any) -> None:
+        with self._lock:
+            shared = self._by_memory.get(id(memory))
+            if shared is None:
+                shared = Shared(memory, bind_request(self.model, memory))
+                self._by_memory[id(memory)] = shared
+            shared.users += 1
+            self._by_request[request_id] = shared
+            self._left[request_id] = self.manager.num_return_sequences
+
+    def release(self, request_id: str) -> None:
+        """Forget the memory of a request, and with its last request what was computed of it."""
+        with self._lock:
+            shared = self._by_request.pop(request_id, None)
+            self._left.pop(request_id, None)
+            if shared is None:
+                return
+            shared.users -= 1
+            if not shared.users:
+                self._by_memory.pop(id(shared.memory), None)
+            if not self._by_request:
+                self._joined.clear()
+
+    # What a step sees ------------------------------------------------------------------------------------------------
+
+    def call(self, kwargs: Mapping[str, Any]) -> Call | None:
+        """What the requests of this step see; None where it is no step of this manager, or none of them has a memory.
+
+        Args:
+            kwargs: with which the host is called.
+        """
+        processor = self.manager.batch_processor
+        if processor is None or kwargs.get("cache") is not processor.cache:
+            return None
+        batches = processor.inputs_and_outputs
+        if hasattr(batches, "io_pairs"):  # on a GPU the next batch is prepared while this one runs
+            batches = batches.io_pairs[batches.current_pair].host_io
+        with self._lock:
+            shared = [self._by_request.get(_base(one.state.request_id)) for one in batches.requests_in_batch]
+        names = {name for one in shared if one is not None for name in one.sources}
+        if not names:
+            return None
+        given = [{} if one is None else one.sources for one in shared]
+        return Call(
+            {name: JoinedMemories(name, [one.get(name) for one in given], self._joined) for name in sorted(names)}
+        )
+
+
+def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory]:
+    """The memory of one request, bound to the adapters.
+
+    Args:
+        model: the adapted model.
+        memory: of one row.
+
+    Raises:
+        ShapeError: a memory of several rows, or one that does not fit the adapters.
+        ConditionError: adapters for which a token sees a part of its memory only.
+    """
+    sources: Mapping[str, Any] = model.bind(memory)
+    for name, source in sources.items():
+        if not isinstance(source, ProjectedMemory) or source.follows_text:
+            kind = model.adapter(name).config.kind
+            raise ConditionError(
+                f"adapter {name!r} (kind {kind!r}) must know the text of each request to tell which part of its "
+                "memory it sees, and continuous batching does not tell: use generate"
+            )
+        if source.rows != 1:
+            raise ShapeError(
+                f"a request has one row of memory, and {source.rows} were given: add a request for each row"
+            )
+    return sources
+
+
+class JoinedMemories:
+    """The memories of the requests of one step, as rows for one adapter.
+
+    Args:
+        name: of the adapter.
+        sources: of each request; None where it has none.
+        joined: keys and values that were put together before, with those that they were made of.
+    """
+
+    follows_text = False
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[ProjectedMemory | None],
+        joined: dict[tuple[str, int], tuple[list[KeyValue | None], KeyValue]],
+    ) -> None:
+        self.name, self.sources, self._joined = name, sources, joined
+        self.rows: int | None = len(sources)
+
+    def step(self, text: TextState) -> ProjectedView:
+        """What this forward sees: each request its own memory, and one without any nothing.
+
+        Raises:
+            ShapeError: the text is not that of the requests.
+        """
+        text.check_rows(self.rows, self.name)
+        first = next(source for source in self.sources if source is not None)
+        adapter, read = first.adapter, {}
+        for source in self.sources:
+            if source is not None and id(source) not in read:
+                read[id(source)] = source.prepared.read(adapter)
+        layers = adapter.layers if text.layer is None else (text.layer,)
+        projected = {
+            layer: self._join(
+                layer,
+                [
+                    None if source is None else source.prepared.project(adapter, layer, read[id(source)], 1)
+                    for source in self.sources
+                ],
+            )
+            for layer in layers
+        }
+        everywhere = getattr(getattr(adapter, "config", None), "layout", None)
+        visible = [
+            source is not None
+            and (getattr(everywhere, "feed_forward_all", False) or bool(read[id(source)].real_slots().any()))
+            for source in self.sources
+        ]
+        seen = None if all(visible) else torch.tensor(visible, device=first.adapter.weight.device).view(-1, 1, 1)
+        return ProjectedView(projected, None, seen)
+
+    def as_memory(self, text: TextState) -> Any:
+        """There is no one memory of several requests."""
+        raise ConditionError("a step of continuous batching has several memories: examine one request with a call")
+
+    def _join(self, layer: int, parts: list[KeyValue | None]) -> KeyValue:
+        """Rows of several keys and values as one; the same as last time where nothing has changed."""
+        before, known = self._joined.get((self.name, layer), ([], None))
+        if known is not None and list(map(id, before)) == list(map(id, parts)):
+            return known
+        blank = _blank(next(part for part in parts if part is not None))
+        joined = KeyValue.gather([(blank if part is None else part, 0) for part in parts])
+        self._joined[self.name, layer] = parts, joined
+        return joined
+
+
+def _blank(like: KeyValue) -> KeyValue:
+    """Keys and values of a memory with one slot, which is hidden."""
+    shape = (1, like.keys.shape[1], 1 + like.null, like.keys.shape[3])
+    keys = like.keys.new_zeros(shape)
+    values = keys if like.absorbed else like.values.new_zeros((*shape[:3], like.values.shape[3]))
+    hidden = torch.zeros(1, 1, dtype=torch.bool, device=keys.device)
+    bias = None if like.bias is None else like.bias.new_zeros(1, 1)
+    return replace(like, keys=keys, values=values, mask=hidden, bias=bias, lengths=None, finite=True, seen=None)
+
+
+def _base(request_id: str) -> str:
+    """The request that a further answer to the same prompt was forked from."""
+    return request_id.split("__child#")[0]
+
+
+@contextmanager
+def pending(memories: Sequence[Any]) -> Iterator[None]:
+    """Inside the block, requests that are added without a memory get these, one after the other.
+
+    Args:
+        memories: of each request; None is none.
+    """
+    token = _PENDING.set(iter(memories))
+    try:
+        yield
+    finally:
+        _PENDING.reset(token)
+
+
+def rows_of(memory: Any, requests: int) -> list[Any]:
+    """The memory of each request.
+
+    Args:
+        memory: None, a list with one for each request, or one whose rows are those of the requests.
+        requests: how many there are.
+
+    Raises:
+        ShapeError: another number of them.
+    """
+    if memory is None:
+        return [None] * requests
+    if isinstance(memory, (list, tuple)):
+        found = list(memory)
+    else:
+        count = memory.shape[0] if isinstance(memory, Tensor) else memory.batch
+        found = [memory[row : row + 1] for row in range(count)]
+    if len(found) != requests:
+        raise ShapeError(
+            f"{requests} requests need {requests} memories, got {len(found)}: give a list with one for each (None for "
+            f"none); to share one between all say [memory] * {requests}"
+        )
+    return found
+
+
+class Managers:
+    """The managers that serve one adapted model."""
+
+    def __init__(self) -> None:
+        self._all: WeakSet[RequestMemories] = WeakSet()
+
+    def add(self, model: Any, manager: Any) -> None:
+        """Have a manager take memories; once.
+
+        Args:
+            model: the adapted model.
+            manager: of transformers.
+        """
+        if getattr(manager, "memories", None) is None:
+            manager.memories = RequestMemories(model, manager)
+        self._all.add(manager.memories)
+
+    def call(self, kwargs: Mapping[str, Any]) -> Call | None:
+        """What the requests of this step see.
+
+        Args:
+            kwargs: with which the host is called.
+        """
+        if kwargs.get("cache") is None:
+            return None
+        return next((call for one in list(self._all) if (call := one.call(kwargs)) is not None), None)

@@ -1,0 +1,153 @@
+"""Continuous batching: whatever transformers schedules together, each request answers as it does alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+
+import mmattn
+from mmattn.errors import ConditionError, ShapeError
+from tests import tiny
+
+NEW = 7
+#: Few blocks: with its default size the cache of a tiny host takes a minute on a CPU.
+SMALL = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64}
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    answers = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return {"generation_config": answers, "continuous_batching_config": ContinuousBatchingConfig(**SMALL | more)}
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, tiny.VOCAB - 2, (length,), generator=generator).tolist() for length in lengths]
+
+
+def one_by_one(model: Any, inputs: list[list[int]], memories: Sequence[Any]) -> list[list[int]]:
+    answers = []
+    for ids, memory in zip(inputs, memories, strict=True):
+        out = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
+def tokens(outputs: dict[str, Any]) -> list[list[int]]:
+    return [one.generated_tokens for one in outputs.values()]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3"])
+def test_each_request_answers_as_it_does_alone(family: str) -> None:
+    """Memories of several lengths, one shared, none, and two prompts that are alike but for their memory."""
+    model, inputs = tiny.attach(tiny.make(family)), prompts((4, 9, 2, 6, 4, 11))
+    inputs[4] = list(inputs[0])
+    memories = [tiny.memory(1, m=3 + row, seed=row) for row in range(6)]
+    memories[2], memories[3] = None, memories[1]
+    wanted = one_by_one(model, inputs, memories)
+    assert wanted[0] != wanted[4] and wanted[1] != one_by_one(model, inputs, [None] * 6)[1]
+    assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
+
+
+def test_without_a_memory_it_is_the_hosts_own() -> None:
+    inputs = prompts((4, 9, 2))
+    wanted = tokens(tiny.make("llama").generate_batch(inputs, **settings()))
+    model = tiny.attach(tiny.make("llama"))
+    assert tokens(model.generate_batch(inputs, **settings())) == wanted
+    assert tokens(model.generate_batch(inputs, memory=[None] * 3, **settings())) == wanted
+
+
+@pytest.mark.parametrize(
+    "setting", [{"null_slot": True}, {"score_bias": True}, {"resampler": {"num_latents": 3}}], ids=str
+)
+def test_other_adapters(setting: dict[str, Any]) -> None:
+    model, inputs = tiny.attach(tiny.make("llama"), **setting), prompts((4, 7, 3))
+    memories: list[Any] = [
+        mmattn.Memory(tiny.memory(1, m=m, seed=m).tokens, scores=torch.linspace(-1, 1, m)[None]) for m in (3, 5, 4)
+    ]
+    memories[1] = None
+    wanted = one_by_one(model, inputs, memories)
+    assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
+
+
+def test_rows_of_one_memory_and_several_answers() -> None:
+    model, inputs, memory = tiny.attach(tiny.make("llama")), prompts((4, 7)), tiny.memory(2, lengths=[5, 2])
+    wanted = one_by_one(model, inputs, [memory[:1], memory[1:]])
+    given = settings()
+    given["generation_config"].num_return_sequences = 2
+    assert tokens(model.generate_batch(inputs, memory=memory, **given)) == [wanted[0], wanted[0], wanted[1], wanted[1]]
+
+
+def test_streams_cancelled_requests_and_what_is_left() -> None:
+    model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 9, 6))
+    shared, own = tiny.memory(1, seed=3), tiny.memory(1, seed=4)
+    wanted = one_by_one(model, inputs, [shared, own, shared])
+    freed = weakref.ref(own.tokens)
+    with model.host.continuous_batching_context_manager(**settings()) as manager:
+        given = [
+            manager.add_request(ids, memory=memory, streaming=True, max_new_tokens=count)
+            for ids, memory, count in zip(inputs, (shared, own, shared), (NEW, 10_000, NEW), strict=True)
+        ]
+        with pytest.raises(ShapeError, match="memory_dim=13"):
+            manager.add_request(inputs[0], memory=torch.randn(1, 3, 5))
+        with pytest.raises(ShapeError, match="a request has one row of memory, and 2 were given"):
+            manager.add_request(inputs[0], memory=tiny.memory(2))
+        seen: dict[str, list[list[int]]] = {name: [] for name in given}
+        ended: set[str] = set()
+        while ended < {given[0], given[2]}:
+            result = manager.get_result(timeout=60)
+            assert result is not None and result.error is None
+            seen[result.request_id].append(list(result.generated_tokens))
+            if result.request_id == given[1] and len(result.generated_tokens) == 2:
+                manager.cancel_request(given[1])
+                assert len(manager.memories) <= 2
+            if result.is_finished():
+                ended.add(result.request_id)
+        assert len(seen[given[0]]) > 2, "piece by piece"
+        assert [seen[name][-1] for name in (given[0], given[2])] == [wanted[0], wanted[2]]
+        assert seen[given[1]][1] == wanted[1][:2]
+        assert len(manager.memories) == 0 and manager.memories.nbytes() == 0
+        del own
+        gc.collect()
+        assert freed() is None, "the memory of a cancelled request is let go"
+        again = manager.add_request(inputs[0], memory=shared)
+        result = manager.get_result(timeout=60)
+        while result.request_id != again:  # what was written before it was cancelled
+            result = manager.get_result(timeout=60)
+        assert result.generated_tokens == wanted[0]
+
+
+def test_a_shared_memory_is_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, shared = tiny.attach(tiny.make("llama")), prompts((4, 9, 6, 3)), tiny.memory(1)
+    projected = []
+    for name, attention in model.attentions().items():
+        own = attention.project
+        monkeypatch.setattr(
+            attention, "project", lambda *a, own=own, name=name, **k: projected.append(name) or own(*a, **k)
+        )
+    found = model.generate_batch(inputs, memory=[shared] * 4, **settings())
+    assert len(found) == 4 and sorted(projected) == sorted(model.attentions()), "once for each layer"
+
+
+def test_what_continuous_batching_cannot_give() -> None:
+    model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 9))
+    with model.condition(tiny.memory(2)), pytest.raises(ConditionError, match=r"model.generate_batch\(inputs, memory="):
+        model.host.generate_batch(inputs, **settings())
+    with pytest.raises(ShapeError, match="2 requests need 2 memories, got 3"):
+        model.generate_batch(inputs, memory=[None] * 3, **settings())
+    with pytest.raises(ConditionError, match="would leave the adapters out"):
+        model.generate_batch(inputs, **settings(varlen_compile_config=CompileConfig()))
+    model.unload()
+    latest = mmattn.GatedAdapter(memory_dim=13, every=2, visible_segments="latest", media_token=5, num_heads=2)
+    model = mmattn.attach(tiny.make("llama"), latest)
+    memory = mmattn.Memory(torch.randn(1, 2, 13), segments=torch.zeros(1, 2, dtype=torch.long))
+    with pytest.raises(ConditionError, match="continuous batching does not tell: use generate"):
+        model.generate_batch(inputs[:1], memory=[memory], **settings())
+    needs = mmattn.attach(tiny.make("gpt2"), mmattn.GatedAdapter(memory_dim=13, every=2), require_memory=True)
+    with pytest.raises(ConditionError, match="memory"):
+        needs.generate_batch(inputs, **settings())

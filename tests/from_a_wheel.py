@@ -165,6 +165,8 @@ def main() -> int:
     parser.add_argument("--wheel", type=Path, help="a wheel that is built already")
     parser.add_argument("--without-demo", action="store_true", help="leave out `mmattn demo`, which trains for minutes")
     given = parser.parse_args()
+    # A shell that starts this in the background has it, and all that it starts, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as place:
         user, began = User(Path(place).resolve()), time.perf_counter()
         try:

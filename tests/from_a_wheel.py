@@ -157,7 +157,9 @@ def first_hour(user: User, demo: bool) -> None:
         mmattn(
             "mmattn", "caption", "assets/flora/snowdrop.png", "--adapter", "runs/demo/adapter", says=["snowdrop.png:"]
         )
-        mmattn("mmattn", "ask", "What is the currency of Inde?", "--index", "runs/demo/facts", says=["rupee"])
+        mmattn(
+            "mmattn", "ask", "What is the currency of Pakitāne?", "--index", "runs/demo/facts", says=["Pakistani Rupee"]
+        )
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
     python -m recipes.benchmarks packing [--quick]
 
-A GPT-2-small-shaped host with three gated adapters, sixteen documents of unequal length, each with 64 slots of memory.
+A GPT-2-small-shaped host with three gated adapters, eight documents of at most 64 tokens, each with 64 slots of memory.
 The share of the padded batch that is text is the fill; packed, a row is as long as the longest document.
 """
 
@@ -15,7 +15,7 @@ from mmattn import training
 from recipes.benchmarks.bank import WIDTH, make_reader
 from recipes.benchmarks.timing import interleaved, ratio
 
-DOCUMENTS, LONGEST, SLOTS = 16, 256, 64
+DOCUMENTS, LONGEST, SLOTS = 8, 64, 64
 FILLS, QUICK_FILLS = (0.2, 0.35, 0.5, 0.8), (0.35,)
 
 

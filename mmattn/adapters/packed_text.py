@@ -22,11 +22,13 @@ class PackedText:
     """Where the documents of packed rows lie.
 
     Args:
+        numbers: (b, l) the number of the document of each token, rising through the flattened rows; -1 is none.
         tokens: (t,) places of the tokens of all documents in the flattened rows, in order.
         places: (s, longest) the same by document; a shorter one repeats its last.
         real: (s, longest) bool, which of them are tokens of the document.
     """
 
+    numbers: Tensor
     tokens: Tensor
     places: Tensor
     real: Tensor
@@ -44,7 +46,7 @@ class PackedText:
         count = torch.arange(int(lengths.max()), device=flat.device)
         starts = lengths.cumsum(0) - lengths
         places = tokens[starts[:, None] + torch.minimum(count, lengths[:, None] - 1)]
-        return cls(tokens, places, count < lengths[:, None])
+        return cls(documents, tokens, places, count < lengths[:, None])
 
     @property
     def documents(self) -> int:

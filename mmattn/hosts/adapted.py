@@ -350,9 +350,9 @@ class AdaptedModel(SavedModel):
         """What a forward sees that was begun elsewhere, with a memory for each of its requests; None is nothing."""
         return None
 
-    def prepare_inputs(self, call: Call, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments with which the host is called where a memory is given: those of the caller."""
-        return args, kwargs
+    def host_inputs(self, step: ForwardStep, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name with which the host is called where a memory is given: those of the caller."""
+        return kwargs
 
     def actions(
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None

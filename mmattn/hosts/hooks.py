@@ -91,18 +91,17 @@ class BeforeHost:
         refuse_misplaced(host, kwargs)
         if host.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             keep_context_of_hooks(model.hooked.values())
-        call, disabled = model.current_call()
+        requested = model.requested_call(kwargs)
+        call, disabled = model.current_call() if requested is None else (requested, frozenset())
         model.check_host_call(host)
-        if call is None:
-            call = model.requested_call(kwargs)
         if call is None:
             if outer is not None:
                 FORWARD.set(ForwardStep(model, host, outer, {}))
             return None
-        args, kwargs = model.prepare_inputs(call, host, args, kwargs)
         if torch.compiler.is_compiling() and not any(source.follows_text for source in call.sources.values()):
             return None  # a compiler cannot follow the variable, and the layers can do without
         step = model.forward_step(call, disabled, host, args, kwargs)
+        kwargs = model.host_inputs(step, kwargs)
         step.outer, step.call = outer, call
         FORWARD.set(step)
         return args, kwargs

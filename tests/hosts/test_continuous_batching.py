@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Sequence
@@ -120,6 +121,48 @@ def test_streams_cancelled_requests_and_what_is_left() -> None:
         while result.request_id != again:  # what was written before it was cancelled
             result = manager.get_result(timeout=60)
         assert result.generated_tokens == wanted[0]
+
+
+def test_one_of_several_answers_is_cancelled() -> None:
+    """The others go on with the memory that they share; the last one takes it with it."""
+    model, (ids,), memory = tiny.attach(tiny.make("llama")), prompts((4,)), tiny.memory(1)
+    given = settings()
+    given["generation_config"].num_return_sequences = 2
+    (wanted,) = one_by_one(model, [ids], [memory])
+    with model.host.continuous_batching_context_manager(**given) as manager:
+        name = manager.add_request(ids, memory=memory)
+        manager.cancel_request(f"{name}__child#0")
+        assert len(manager.memories) == 1
+        found = manager.get_result(name, timeout=60)
+        assert found.generated_tokens == wanted
+        assert len(manager.memories) == 0
+
+
+def test_what_fails_leaves_no_memory() -> None:
+    model, (ids, other), memory = tiny.attach(tiny.make("llama")), prompts((4, 3)), tiny.memory(1)
+    with model.host.continuous_batching_context_manager(**settings()) as manager:
+        manager.add_request(ids, "first", memory=memory, max_new_tokens=500)
+        with pytest.raises(ConditionError, match="'first' has not ended"):
+            manager.add_request(other, "first", memory=tiny.memory(1, seed=5))
+        with pytest.raises(TypeError):
+            manager.add_request(None, "second", memory=memory)
+        assert len(manager.memories) == 1
+        manager.add_request(other, "third", memory=memory, no_such_argument=1)
+        failed = manager.get_result("third", timeout=60)
+        assert "no_such_argument" in failed.error and len(manager.memories) == 1
+        manager.cancel_request("first")
+        assert len(manager.memories) == 0 and manager.memories.nbytes() == 0
+
+
+def test_a_model_that_must_have_memories() -> None:
+    adapter = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
+    model, inputs = mmattn.attach(tiny.make("llama"), adapter, require_memory=True), prompts((4, 3))
+    tiny.open_gates(model)
+    memories = [tiny.memory(1, seed=row) for row in range(2)]
+    wanted = one_by_one(model, inputs, memories)
+    assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
+    twin = copy.deepcopy(model)
+    assert tokens(twin.generate_batch(inputs, memory=memories, **settings())) == wanted
 
 
 def test_a_shared_memory_is_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:

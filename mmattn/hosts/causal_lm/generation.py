@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.text_state import GenerationInput
 from mmattn.errors import ConditionError
+from mmattn.hosts.causal_lm.requests import take_memories
 
 # Ways of transformers to generate in a thread of its own.
 IN_THREADS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -114,8 +115,7 @@ class InThreads:
         self.model, self.host, self.name = model, host, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, _ = self.model.current_call()
-        if call is not None:
+        if self.model.open_blocks.in_force().call is not None:
             raise ConditionError(
                 f"{self.name} generates in a thread of its own, where the memory given here does not hold: give each "
                 "request its own, model.generate_batch(inputs, memory=[…]) or manager.add_request(input_ids, memory=…)"
@@ -126,7 +126,7 @@ class InThreads:
         given = inspect.signature(own).bind(self.host, *args, **kwargs).arguments
         given["continuous_batching_config"] = for_memories(given.get("continuous_batching_config"))
         manager = own(**given)
-        self.model.managers.add(self.model, manager)
+        take_memories(self.model, manager)
         return manager
 
 

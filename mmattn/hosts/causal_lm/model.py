@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
-from mmattn.adapters.packed_text import packed_text
+from mmattn.adapters.packed_text import PackedText, packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
-from mmattn.hosts.calls import Action, Call
+from mmattn.hosts.calls import Action, Call, ForwardStep
 from mmattn.hosts.causal_lm.generation import (
     asked,
     expansions_of,
@@ -37,7 +37,7 @@ from mmattn.hosts.causal_lm.keywords import check_keywords
 from mmattn.hosts.causal_lm.layer_search import find_layers
 from mmattn.hosts.causal_lm.packing import PackedView, keep_apart
 from mmattn.hosts.causal_lm.probe import probe
-from mmattn.hosts.causal_lm.requests import Managers, bind_request, pending, rows_of
+from mmattn.hosts.causal_lm.requests import bind_request, pending, requested_call, rows_of
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.registry import register_host
 from mmattn.memory import Memory
@@ -74,7 +74,6 @@ class AdaptedCausalLM(AdaptedModel):
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
         super().__init__(host, require_memory)
         self.path, _ = find_layers(host, path)
-        self.managers = Managers()
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -143,20 +142,24 @@ class AdaptedCausalLM(AdaptedModel):
             generation=generation,
         )
 
-    def prepare_inputs(self, call: Call, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def host_inputs(self, step: ForwardStep, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of packed rows with which the host keeps their documents apart; others as they are.
 
         Raises:
-            ConditionError: it cannot, or packed rows inside `generate`.
+            ConditionError: it cannot.
         """
-        if kwargs.get("cache") is not None:
-            return args, kwargs  # the paged cache of continuous batching does so by itself
-        inputs = inputs_of(args, kwargs)
-        packed = None if inputs is None else packed_text(kwargs, inputs.shape[0], inputs.shape[1])
-        if packed is None or inputs is None:
-            return args, kwargs
+        # The paged cache of continuous batching keeps requests apart by itself.
+        if not isinstance(step.details, PackedText) or kwargs.get("cache") is not None:
+            return kwargs
         with self.open_blocks.conditioned(None):
-            return args, keep_apart(self.host, kwargs, packed, (inputs.shape[0], inputs.shape[1]))
+            return keep_apart(self.host, kwargs, step.details)
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ForwardStep:
+        """What the adapters do in one forward of the host; in packed rows, where its documents lie."""
+        text = self.text_state(call, args, kwargs)
+        return ForwardStep(self, host, None, self.actions(call, disabled, text), details=text.packed)
 
     def actions(
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
@@ -344,7 +347,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     def requested_call(self, kwargs: Mapping[str, Any]) -> Call | None:
         """What the requests see that a manager of transformers runs in this forward."""
-        return self.managers.call(kwargs)
+        return requested_call(self, kwargs)
 
     def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
         """What `host.generate` is while adapters are attached: rows are checked, then beams may multiply them."""

@@ -35,7 +35,7 @@ class PackedView:
         return self.text.pack(self.view.apply(self.text.unpack(x), block, layer, adapter_scale), x)
 
 
-def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText, shape: tuple[int, int]) -> dict[str, Any]:
+def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> dict[str, Any]:
     """The arguments of a packed call with which the host keeps documents apart.
 
     transformers does so by itself where positions start again and neither a mask nor a cache is given. What does not
@@ -45,7 +45,6 @@ def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText, sha
         host: the language model.
         kwargs: of the call.
         text: where its documents lie.
-        shape: (b, l) of the text.
 
     Raises:
         ConditionError: the host mixes documents whatever it is given, or the call has a mask or a cache of its own.
@@ -71,16 +70,14 @@ def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText, sha
             f"{type(host).__name__} mixes the documents of packed rows, and memories would pass from one to the next: "
             "give each document a row of its own (pad instead of packing)"
         )
-    return changed | _mask(text, shape, host) if known[key] == "mask" else changed
+    return changed | _mask(text, host) if known[key] == "mask" else changed
 
 
-def _mask(text: PackedText, shape: tuple[int, int], host: nn.Module) -> dict[str, Tensor]:
+def _mask(text: PackedText, host: nn.Module) -> dict[str, Tensor]:
     """What is added to the scores: (b, 1, l, l), 0 for earlier tokens of a document and its own, else the least."""
     weight = embeddings_of(host).weight
     assert isinstance(weight, Tensor)
-    number = torch.full((shape[0] * shape[1],), -1, device=weight.device)
-    number[text.tokens.to(weight.device)] = text.real.to(weight.device).nonzero()[:, 0]
-    number = number.view(shape)
+    number = text.numbers.to(weight.device)
     seen = (number[:, :, None] == number[:, None, :]).tril()
     least = torch.finfo(weight.dtype).min
     return {"attention_mask": torch.zeros_like(seen, dtype=weight.dtype).masked_fill(~seen, least)[:, None]}
@@ -108,7 +105,7 @@ def _is_apart(host: nn.Module, said: tuple[str, ...], way: str) -> bool:
     names = [*said, *(("cu_seq_lens_k", "max_length_q", "max_length_k") if "cu_seq_lens_q" in said else ())]
     given = {name: offered[name] for name in names}
     if way == "mask":
-        given |= _mask(PackedText.of(number), (1, total), host)
+        given |= _mask(PackedText.of(number), host)
     modes, step = [(module, module.training) for module in host.modules()], FORWARD.set(None)
     try:
         for module, _ in modes:

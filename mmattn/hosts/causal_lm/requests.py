@@ -7,12 +7,11 @@ to. Nothing of its scheduler or its paged cache is written again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -36,6 +35,14 @@ class Shared:
     users: int = 0
 
 
+@dataclass
+class Held:
+    """The memory of a request, and which of its answers have ended: there may be several, forked from one prompt."""
+
+    shared: Shared
+    ended: set[str] = field(default_factory=set)
+
+
 class RequestMemories:
     """The memories of the requests of one manager; its `add_request` takes `memory=`.
 
@@ -46,26 +53,30 @@ class RequestMemories:
 
     def __init__(self, model: Any, manager: Any) -> None:
         self.model, self.manager, self._lock = model, manager, threading.Lock()
-        self._by_request: dict[str, Shared] = {}
-        self._left: dict[str, int] = {}
+        self._by_request: dict[str, Held] = {}
         self._by_memory: dict[int, Shared] = {}
         self._joined: dict[tuple[str, int], tuple[list[KeyValue | None], KeyValue]] = {}
-        self._own = {name: getattr(manager, name) for name in ("add_request", "cancel_request", "stop")}
-        manager.add_request, manager.cancel_request, manager.stop = self.add_request, self.cancel_request, self.stop
-        router = manager.output_router
-        self._deliver, self._deliver_batch = router.deliver, router.deliver_batch
-        router.deliver, router.deliver_batch = self.deliver, self.deliver_batch
+        self._releases = 0
+        router, self._own = manager.output_router, {}
+        for owner, names in (
+            (manager, ("add_request", "cancel_request", "stop", "_create_batch_processor")),
+            (router, ("deliver", "deliver_batch")),
+        ):
+            for name in names:
+                self._own[name] = getattr(owner, name)
+                setattr(owner, name, getattr(self, name))
 
     def __len__(self) -> int:
         """Requests with a memory that have not ended."""
         return len(self._by_request)
 
     def nbytes(self) -> int:
-        """Bytes of cached keys and values of all memories in use."""
+        """Bytes of cached keys and values of all memories in use, those put together for the last step included."""
         with self._lock:
-            shared = {id(one): one for one in self._by_request.values()}.values()
+            shared = list(self._by_memory.values())
+            joined = sum(one.nbytes() for _, one in self._joined.values())
         prepared = {id(source.prepared): source.prepared for one in shared for source in one.sources.values()}
-        return sum(one.nbytes() for one in prepared.values())
+        return joined + sum(one.nbytes() for one in prepared.values())
 
     # What the manager does -------------------------------------------------------------------------------------------
 
@@ -84,7 +95,8 @@ class RequestMemories:
 
         Raises:
             ShapeError: a memory of several rows, or one that does not fit the adapters.
-            ConditionError: adapters for which a token sees a part of its memory only.
+            ConditionError: adapters for which a token sees a part of its memory only, or a request of this name that
+                has not ended.
         """
         pending = _PENDING.get()
         if memory is None and pending is not None:
@@ -97,90 +109,127 @@ class RequestMemories:
                 self.manager._request_counter += 1
         if memory is not None:
             self._hold(request_id, memory)
-        added: str | None = self._own["add_request"](input_ids, request_id, *args, **kwargs)
-        if added is None:
-            self.release(request_id)
-        return added
+        added = None
+        try:
+            added = self._own["add_request"](input_ids, request_id, *args, **kwargs)
+        finally:
+            if added is None:
+                self._release(request_id)
+        return request_id if added is not None else None
 
     def cancel_request(self, request_id: str) -> None:
         """Take a request back; what was computed for it alone is freed."""
         self._own["cancel_request"](request_id)
-        self.release(request_id)
+        self._end(request_id)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stop the manager, and forget all memories."""
         self._own["stop"](*args, **kwargs)
-        with self._lock:
-            self._by_request.clear()
-            self._by_memory.clear()
-            self._left.clear()
-            self._joined.clear()
+        for request_id in list(self._by_request):
+            self._release(request_id)
 
     def deliver(self, output: Any) -> None:
         """Hand out what a request has written; one that has ended needs its memory no more."""
-        self._ended([output])
-        self._deliver(output)
+        if output.is_finished():
+            self._end(output.request_id)
+        self._own["deliver"](output)
 
     def deliver_batch(self, outputs: list[Any]) -> None:
         """The same for several."""
-        self._ended(outputs)
-        self._deliver_batch(outputs)
-
-    def _ended(self, outputs: Sequence[Any]) -> None:
         for output in outputs:
             if output.is_finished():
-                name = _base(output.request_id)
-                with self._lock:
-                    left = self._left[name] = self._left.get(name, 1) - 1
-                if left <= 0:
-                    self.release(name)
+                self._end(output.request_id)
+        self._own["deliver_batch"](outputs)
+
+    def _create_batch_processor(self) -> Any:
+        """What runs the steps; its cache, which each forward is given, leads back here."""
+        processor = self._own["_create_batch_processor"]()
+        processor.cache.memories = self
+        return processor
 
     def _hold(self, request_id: str, memory: Any) -> None:
+        known = self._by_memory.get(id(memory))
+        sources = bind_request(self.model, memory) if known is None else known.sources
         with self._lock:
-            shared = self._by_memory.get(id(memory))
-            if shared is None:
-                shared = Shared(memory, bind_request(self.model, memory))
-                self._by_memory[id(memory)] = shared
+            if request_id in self._by_request:
+                raise ConditionError(
+                    f"the request {request_id!r} has not ended, and another was added under its name: choose another"
+                )
+            shared = self._by_memory.setdefault(id(memory), Shared(memory, sources))
             shared.users += 1
-            self._by_request[request_id] = shared
-            self._left[request_id] = self.manager.num_return_sequences
+            self._by_request[request_id] = Held(shared)
 
-    def release(self, request_id: str) -> None:
+    def _end(self, request_id: str) -> None:
+        """One answer of a request has ended, the last one perhaps."""
+        with self._lock:
+            held = self._by_request.get(_base(request_id))
+            if held is None:
+                return
+            held.ended.add(request_id)
+            last = len(held.ended) >= self.manager.num_return_sequences
+        if last:
+            self._release(_base(request_id))
+
+    def _release(self, request_id: str) -> None:
         """Forget the memory of a request, and with its last request what was computed of it."""
         with self._lock:
-            shared = self._by_request.pop(request_id, None)
-            self._left.pop(request_id, None)
-            if shared is None:
+            held = self._by_request.pop(request_id, None)
+            if held is None:
                 return
-            shared.users -= 1
-            if not shared.users:
-                self._by_memory.pop(id(shared.memory), None)
-            if not self._by_request:
-                self._joined.clear()
+            held.shared.users -= 1
+            if not held.shared.users:
+                self._by_memory.pop(id(held.shared.memory), None)
+            self._joined.clear()
+            self._releases += 1
 
     # What a step sees ------------------------------------------------------------------------------------------------
 
-    def call(self, kwargs: Mapping[str, Any]) -> Call | None:
-        """What the requests of this step see; None where it is no step of this manager, or none of them has a memory.
-
-        Args:
-            kwargs: with which the host is called.
-        """
-        processor = self.manager.batch_processor
-        if processor is None or kwargs.get("cache") is not processor.cache:
-            return None
-        batches = processor.inputs_and_outputs
+    def call(self) -> Call | None:
+        """What the requests of the step under way see; None where none of them has a memory."""
+        batches = self.manager.batch_processor.inputs_and_outputs
         if hasattr(batches, "io_pairs"):  # on a GPU the next batch is prepared while this one runs
             batches = batches.io_pairs[batches.current_pair].host_io
         with self._lock:
-            shared = [self._by_request.get(_base(one.state.request_id)) for one in batches.requests_in_batch]
-        names = {name for one in shared if one is not None for name in one.sources}
+            held = [self._by_request.get(_base(one.state.request_id)) for one in batches.requests_in_batch]
+            releases = self._releases
+        given: list[Mapping[str, ProjectedMemory]] = [{} if one is None else one.shared.sources for one in held]
+        names = sorted({name for one in given for name in one})
+
+        def join(key: tuple[str, int], parts: list[KeyValue | None]) -> KeyValue:
+            before, known = self._joined.get(key, ([], None))
+            if known is not None and list(map(id, before)) == list(map(id, parts)):
+                return known
+            joined = join_rows(parts)
+            with self._lock:
+                if releases == self._releases:  # else it holds what was let go meanwhile
+                    self._joined[key] = parts, joined
+            return joined
+
         if not names:
             return None
-        given = [{} if one is None else one.sources for one in shared]
-        return Call(
-            {name: JoinedMemories(name, [one.get(name) for one in given], self._joined) for name in sorted(names)}
-        )
+        return Call({name: JoinedMemories(name, [one.get(name) for one in given], join) for name in names})
+
+
+def requested_call(model: Any, kwargs: Mapping[str, Any]) -> Call | None:
+    """What the requests see that a manager runs in this forward; None where there is none, or none has a memory.
+
+    Args:
+        model: the adapted model.
+        kwargs: with which its host is called.
+    """
+    memories = getattr(kwargs.get("cache"), "memories", None)
+    return memories.call() if isinstance(memories, RequestMemories) and memories.model is model else None
+
+
+def take_memories(model: Any, manager: Any) -> None:
+    """Have a manager take a memory with each request.
+
+    Args:
+        model: the adapted model.
+        manager: of transformers; one that does so already stays as it is.
+    """
+    if getattr(manager, "memories", None) is None:
+        manager.memories = RequestMemories(model, manager)
 
 
 def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory]:
@@ -209,24 +258,22 @@ def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory]:
     return sources
 
 
+Join = Callable[[tuple[str, int], list["KeyValue | None"]], KeyValue]
+
+
 class JoinedMemories:
     """The memories of the requests of one step, as rows for one adapter.
 
     Args:
         name: of the adapter.
         sources: of each request; None where it has none.
-        joined: keys and values that were put together before, with those that they were made of.
+        join: puts keys and values of one layer together, by the adapter's name and the layer.
     """
 
     follows_text = False
 
-    def __init__(
-        self,
-        name: str,
-        sources: Sequence[ProjectedMemory | None],
-        joined: dict[tuple[str, int], tuple[list[KeyValue | None], KeyValue]],
-    ) -> None:
-        self.name, self.sources, self._joined = name, sources, joined
+    def __init__(self, name: str, sources: Sequence[ProjectedMemory | None], join: Join) -> None:
+        self.name, self.sources, self._join = name, sources, join
         self.rows: int | None = len(sources)
 
     def step(self, text: TextState) -> ProjectedView:
@@ -244,7 +291,7 @@ class JoinedMemories:
         layers = adapter.layers if text.layer is None else (text.layer,)
         projected = {
             layer: self._join(
-                layer,
+                (self.name, layer),
                 [
                     None if source is None else source.prepared.project(adapter, layer, read[id(source)], 1)
                     for source in self.sources
@@ -265,15 +312,15 @@ class JoinedMemories:
         """There is no one memory of several requests."""
         raise ConditionError("a step of continuous batching has several memories: examine one request with a call")
 
-    def _join(self, layer: int, parts: list[KeyValue | None]) -> KeyValue:
-        """Rows of several keys and values as one; the same as last time where nothing has changed."""
-        before, known = self._joined.get((self.name, layer), ([], None))
-        if known is not None and list(map(id, before)) == list(map(id, parts)):
-            return known
-        blank = _blank(next(part for part in parts if part is not None))
-        joined = KeyValue.gather([(blank if part is None else part, 0) for part in parts])
-        self._joined[self.name, layer] = parts, joined
-        return joined
+
+def join_rows(parts: Sequence[KeyValue | None]) -> KeyValue:
+    """Keys and values of several memories of one row as rows; None is a row without any slot.
+
+    Args:
+        parts: of one layer, one at least.
+    """
+    blank = _blank(next(part for part in parts if part is not None))
+    return KeyValue.gather([(blank if part is None else part, 0) for part in parts])
 
 
 def _blank(like: KeyValue) -> KeyValue:
@@ -328,31 +375,3 @@ def rows_of(memory: Any, requests: int) -> list[Any]:
             f"none); to share one between all say [memory] * {requests}"
         )
     return found
-
-
-class Managers:
-    """The managers that serve one adapted model."""
-
-    def __init__(self) -> None:
-        self._all: WeakSet[RequestMemories] = WeakSet()
-
-    def add(self, model: Any, manager: Any) -> None:
-        """Have a manager take memories; once.
-
-        Args:
-            model: the adapted model.
-            manager: of transformers.
-        """
-        if getattr(manager, "memories", None) is None:
-            manager.memories = RequestMemories(model, manager)
-        self._all.add(manager.memories)
-
-    def call(self, kwargs: Mapping[str, Any]) -> Call | None:
-        """What the requests of this step see.
-
-        Args:
-            kwargs: with which the host is called.
-        """
-        if kwargs.get("cache") is None:
-            return None
-        return next((call for one in list(self._all) if (call := one.call(kwargs)) is not None), None)

@@ -124,11 +124,12 @@ def _pipeline(adapter: Path, device: str | None, **options: Any) -> Any:
     if not name.startswith("assets/") and (adapter.exists() or name.count("/") != 1):
         check_adapter_folder(adapter)
     # Imports leave a million objects, and all of them stay: looking for garbage among them is a quarter of the start.
+    collects = gc.isenabled()
     gc.disable()
     try:
         from mmattn.pipelines import pipeline
 
         return pipeline(name, device=device, **options)
     finally:
-        gc.freeze()
-        gc.enable()
+        if collects:
+            gc.enable()

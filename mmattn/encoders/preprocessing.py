@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +66,7 @@ class ImageProcessor:
         Raises:
             ImageError: an image cannot be read; the message says which one.
         """
-        rows = []
-        for number, image in enumerate(images, start=first):
-            try:
-                rows.append(_pixels(self._fitted(load_image(image, max_pixels=max_pixels))))
-            except ImageError as error:
-                raise ImageError(f"picture {number}: {error}") from error
+        rows = each_image(lambda image: _pixels(self._fitted(image)), images, first, max_pixels)
         pixels = torch.stack(rows) if rows else torch.zeros(0, *self.size, 3, dtype=torch.uint8)  # type: ignore[misc]
         mean, std = (torch.tensor(value).view(3, 1, 1) for value in (self.mean, self.std))
         return (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
@@ -100,6 +95,29 @@ class ImageProcessor:
         left, top = round((wide - columns) / 2) * width / wide, round((tall - rows) / 2) * height / tall
         right, bottom = left + columns * width / wide, top + rows * height / tall
         return image.resize((columns, rows), method, box=(left, top, min(right, width), min(bottom, height)))
+
+
+def each_image(
+    prepare: Callable[[Image], Tensor], images: Iterable[Any], first: int = 0, max_pixels: int = MAX_PIXELS
+) -> list[Tensor]:
+    """Pixels of each image; what cannot be read is named.
+
+    Args:
+        prepare: one image to its pixels.
+        images: of any kind that `load_image` reads.
+        first: number of the first image in messages.
+        max_pixels: larger images are refused before they are decoded.
+
+    Raises:
+        ImageError: an image cannot be read; the message says which one.
+    """
+    rows = []
+    for number, image in enumerate(images, start=first):
+        try:
+            rows.append(prepare(load_image(image, max_pixels=max_pixels)))
+        except ImageError as error:
+            raise ImageError(f"picture {number}: {error}") from error
+    return rows
 
 
 def preprocess(images: Any, size: int | Sequence[int] = 224, **settings: Any) -> Tensor:

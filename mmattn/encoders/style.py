@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.encoders.frozen import ImageEncoder
-from mmattn.encoders.images import MAX_PIXELS, load_image
-from mmattn.encoders.preprocessing import ImageProcessor
+from mmattn.encoders.images import MAX_PIXELS
+from mmattn.encoders.preprocessing import ImageProcessor, each_image
 from mmattn.errors import AdapterFileError, ImageError
 from mmattn.storage.atomic import replacing
 from mmattn.storage.released_weights import read_weights
@@ -83,20 +83,15 @@ class InkProcessor:
         Raises:
             ImageError: an image cannot be read or shows nothing; the message says which one.
         """
-        rows = []
-        for number, image in enumerate(images, start=first):
-            try:
-                rows.append(self._ink(image, max_pixels))
-            except ImageError as error:
-                raise ImageError(f"picture {number}: {error}") from error
+        rows = each_image(self._ink, images, first, max_pixels)
         return torch.cat(rows) if rows else torch.zeros(0, 1, self.size, self.size)
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON holds them."""
         return {"size": self.size, "ink": True}
 
-    def _ink(self, image: Any, max_pixels: int) -> Tensor:
-        picture = load_image(image, max_pixels=max_pixels).convert("L")
+    def _ink(self, image: Any) -> Tensor:
+        picture = image.convert("L")
         grey = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width)
         ink = away_from_paper(grey.float() / 255)
         if ink.max() < 0.1:

@@ -166,7 +166,6 @@ class DiffusionHost:
         generator: torch.Generator | None = None,
         memory: Memory | None = None,
         adapter_scale: Any = 1.0,
-        append: Any = None,
         progress: bool = False,
     ) -> Tensor:
         """Pictures (b, c, size, size) from -1 to 1 on the CPU, by DDIM (arXiv 2010.02502).
@@ -179,7 +178,6 @@ class DiffusionHost:
             generator: of the noise, on the CPU.
             memory: of b rows.
             adapter_scale: how strongly the memory acts.
-            append: a function of states, mask and memory to states and mask, that reads the memory instead of adapters.
             progress: show a bar.
 
         Raises:
@@ -188,8 +186,6 @@ class DiffusionHost:
         scheduler, settings = self.sampler(num_inference_steps), self.unet.config
         (states, mask), null = self.prompts(list(prompts)), self.prompts.null()
         memory = None if memory is None else memory.to(states.device, states.dtype)
-        if append is not None:
-            (states, mask), memory = append(states, mask, memory), None
         side = settings.sample_size
         noise = torch.randn(len(states), settings.in_channels, side, side, generator=generator)
         latents = noise.to(states.device, states.dtype)

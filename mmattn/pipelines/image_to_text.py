@@ -4,46 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmattn.encoders.images import as_list, load_image, picture_files
-from mmattn.encoders.named import load_image_encoder
 from mmattn.errors import ImageError
 from mmattn.inspect.recording import record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import arguments, generate_texts, left_padded, prompt_rows, stream_text
-from mmattn.pipelines.models import check_encoder, resolve
-from mmattn.pipelines.pipeline import Pipeline
-from mmattn.pipelines.pipeline_config import PipelineConfig
+from mmattn.pipelines.pipeline import ImagePipeline
 
 
-class ImageToTextPipeline(Pipeline):
-    """Captions of pictures.
-
-    Args:
-        config: what the adapter's folder says.
-        model: the adapted language model.
-        tokenizer: of its host.
-        folder: of the adapter.
-        fingerprint: of the encoder that the adapter was trained with, where its file names it.
-
-    Attributes:
-        encoder: what sees the pictures.
-
-    Raises:
-        AdapterFileError: the encoder has changed since the training.
-    """
-
-    def __init__(
-        self, config: PipelineConfig, model: Any, tokenizer: Any, folder: Path, fingerprint: str | None
-    ) -> None:
-        super().__init__(config, model, tokenizer, folder)
-        self.encoder: Any = load_image_encoder(resolve(config.encoder.name, folder), self.device)
-        check_encoder(self.encoder, config.encoder.name, folder, fingerprint)
+class ImageToTextPipeline(ImagePipeline):
+    """Captions of pictures."""
 
     def __call__(self, images: Any, *, batch_size: int = 64, progress: bool = False, **options: Any) -> Any:
         """A caption of a picture, or a list of them for a list of pictures.

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from mmattn.encoders.named import load_image_encoder
 from mmattn.errors import ConfigError
 from mmattn.hosts.interop.hub import upload
 from mmattn.pipelines.entries import load_index, load_text_encoder
+from mmattn.pipelines.models import check_encoder, resolve
 from mmattn.pipelines.pipeline_config import PipelineConfig
 from mmattn.retrieval.index import Index
 
@@ -71,6 +73,31 @@ class Pipeline:
                 )
         message = commit_message or f"Adapter for {self.config.task}"
         return upload(self.folder, repository, private=private, revision=revision, token=token, message=message)
+
+
+class ImagePipeline(Pipeline):
+    """A pipeline that sees pictures.
+
+    Args:
+        config: what the adapter's folder says.
+        model: the adapted model.
+        tokenizer: of its host.
+        folder: of the adapter.
+        fingerprint: of the encoder that the adapter was trained with, where its file names it.
+
+    Attributes:
+        encoder: what sees them.
+
+    Raises:
+        AdapterFileError: the encoder has changed since the training.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, model: Any, tokenizer: Any, folder: Path, fingerprint: str | None
+    ) -> None:
+        super().__init__(config, model, tokenizer, folder)
+        self.encoder: Any = load_image_encoder(resolve(config.encoder.name, folder), self.device)
+        check_encoder(self.encoder, config.encoder.name, folder, fingerprint)
 
 
 class IndexPipeline(Pipeline):

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from mmattn.encoders.images import as_list, load_image
-from mmattn.encoders.named import load_image_encoder
 from mmattn.errors import ConfigError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.pipelines.diffusion_host import DiffusionHost
-from mmattn.pipelines.models import check_encoder, resolve
-from mmattn.pipelines.pipeline import Pipeline
+from mmattn.pipelines.pipeline import ImagePipeline
 from mmattn.pipelines.pipeline_config import PipelineConfig
 from mmattn.tokenization import check_text
 
 
-class TextToImagePipeline(Pipeline):
+class TextToImagePipeline(ImagePipeline):
     """Pictures from prompts, like an example where there is one.
 
     Args:
@@ -42,10 +40,8 @@ class TextToImagePipeline(Pipeline):
     ) -> None:
         # Only through the core is the padding of the text hidden, as it was in training.
         model = model if host.prompts.attends_to_padding else model.use_core()
-        super().__init__(config, model, host.prompts.tokenizer, folder)
+        super().__init__(config, model, host.prompts.tokenizer, folder, fingerprint)
         self.host = host
-        self.encoder: Any = load_image_encoder(resolve(config.encoder.name, folder), self.device)
-        check_encoder(self.encoder, config.encoder.name, folder, fingerprint)
 
     def __call__(
         self,

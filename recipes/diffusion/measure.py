@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
 from typing import Any
@@ -121,6 +121,21 @@ class Judge:
         }
 
 
+class WithExamples(torch.nn.Module):
+    """Prompts with their examples as more words, for a host without adapters."""
+
+    def __init__(self, prompts: Any, concatenated: Any, memory: mmattn.Memory) -> None:
+        super().__init__()
+        self.prompts, self.concatenated, self.memory = prompts, concatenated, memory
+        self.null = prompts.null
+
+    def forward(self, sentences: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """States (b, m + 16, e) and their mask."""
+        states, mask = self.prompts(sentences)
+        found: tuple[Tensor, Tensor] = self.concatenated(states, mask, self.memory.to(states.device, states.dtype))
+        return found
+
+
 def text_rows(
     model: mmattn.hosts.AdaptedUNet, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int
 ) -> list[dict[str, Any]]:
@@ -153,7 +168,7 @@ def style_rows(
     # Each example exchanged for the one half the pictures further on.
     shuffled = memory[[(index + n // 2) % n for index in range(n)]]
 
-    def row(name: str, **given: Any) -> dict[str, Any]:
+    def row(name: str, host: DiffusionHost = host, **given: Any) -> dict[str, Any]:
         made = draw(model, host, sentences, steps, guidance_scale, seed=seed, **given)
         found = similarity(wanted, judge.style(made))
         return {
@@ -170,8 +185,8 @@ def style_rows(
     ]
     rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
     if concatenated is not None:
-        rows.append(row("concatenated with the text", append=concatenated, memory=memory))
-        rows.append(row("concatenated, shuffled examples", append=concatenated, memory=shuffled))
+        for name, examples in (("concatenated with the text", memory), ("concatenated, shuffled examples", shuffled)):
+            rows.append(row(name, replace(host, prompts=WithExamples(host.prompts, concatenated, examples))))
     return rows
 
 

@@ -77,7 +77,7 @@ def stage_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
     done["decoupled"], losses = train_style(*given, model.adapters, "decoupled", *shared)
     plot_losses(losses, run.path / "loss.png")
     model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
-    describe(config, host).save(run.path / "adapter")
+    describe(config, host, len(data)).save(run.path / "adapter")
     concatenated = None
     if config.style.control:
         wanted, _ = model.trainable_parameters()
@@ -93,14 +93,14 @@ def stage_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
     return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
 
 
-def describe(config: Config, host: DiffusionHost) -> PipelineConfig:
-    """How to run the adapter from sentences and examples to pictures."""
+def describe(config: Config, host: DiffusionHost, count: int) -> PipelineConfig:
+    """How to run the adapter, trained on so many pictures, from sentences and examples to pictures."""
     return PipelineConfig(
         task="text-to-image",
         host=ModelReference.of(config.unet, host.prompts.tokenizer),
         encoder=EncoderReference(name="../style.safetensors"),
         generation={"num_inference_steps": config.sample.steps, "guidance_scale": config.sample.guidance_scale},
-        trained_on=f"Pictures of {config.data.path or 'scikit-learn, 1,438 handwritten digits'}.",
+        trained_on=f"{count:,} pictures of {config.data.path or 'handwritten digits, of scikit-learn'}.",
         training={"recipe": "diffusion", "seed": config.seed, "steps": config.optim.max_steps},
     )
 

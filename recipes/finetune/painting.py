@@ -15,6 +15,8 @@ from mmattn.recipes import resolve_asset
 from .memories import without
 from .settings import Config
 
+STEPS = 20  # of denoising, where pictures are drawn
+
 
 class Painting:
     """The frozen UNet of the settings with its text encoder, and the loss of its rows.
@@ -110,7 +112,7 @@ class Painting:
         given = {"encoder_hidden_states": states}
         return given if self.models.prompts.attends_to_padding else {**given, "text_mask": mask}
 
-    def draw(self, model: Any, memory: Any, texts: Sequence[str], seed: int, steps: int = 20) -> torch.Tensor:
+    def draw(self, model: Any, memory: Any, texts: Sequence[str], seed: int, steps: int = STEPS) -> torch.Tensor:
         """Pictures (b, c, height, width) from 0 to 1, as the texts say, without guidance."""
         generator = torch.Generator().manual_seed(seed)
         made = self.models.generate(model, texts, num_inference_steps=steps, generator=generator, memory=memory)
@@ -136,7 +138,7 @@ class Painting:
             task="text-to-image",
             host=pipelines.ModelReference.of(settings.unet, self.models.prompts.tokenizer),
             encoder=pipelines.EncoderReference.of(settings.encoder),
-            generation={"num_inference_steps": 30, "guidance_scale": 2.0},
+            generation={"num_inference_steps": STEPS, "guidance_scale": 1.0},
             trained_on=f"{Path(data).name or data}, a part of it held out.",
             training={"recipe": "finetune", "seed": settings.seed, "learning_rate": settings.optim.learning_rate},
             results=results,

@@ -264,6 +264,8 @@ class TestUNet:
         assert rows["adapter, its own memory"]["parameters"] == pytest.approx(
             rows["LoRA, text only"]["parameters"], rel=0.05
         )
+        drawn = mmattn.pipeline(out / "adapter", device="cpu")("a two", pictures / "1.png")
+        assert drawn.size == (16, 16), "as the folder of the run says"
         # Time and noise belong to a row, not to the part of the batch that it is learned in.
         pieces = {
             "optim": asked["optim"] | {"gradient_accumulation_steps": 3, "max_steps": 2},

@@ -189,6 +189,8 @@ class Runner:
             path.write_text(source, encoding="utf-8")
         if answer["code"] is None:
             return "timed out", ""
+        if answer["code"] == 4 and "ImportError while loading conftest" in answer["out"]:
+            return "killed", "the package cannot be imported"
         if answer["code"] not in (0, 1):
             raise RuntimeError(f"pytest ended with code {answer['code']}: {answer['out'][-2000:]}")
         test = next((line for line in answer["out"].splitlines() if line.startswith(("FAILED", "ERROR"))), "")

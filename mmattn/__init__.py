@@ -18,6 +18,7 @@ _HOME = {
     "SelfAttention": "mmattn.core.layers",
     "KeyValue": "mmattn.core.kv",
     "Memory": "mmattn.memory",
+    "SharedMemory": "mmattn.memory_parts",
     # The adapted host
     "attach": "mmattn.hosts.attach",
     "load": "mmattn.hosts.load",
@@ -38,7 +39,6 @@ _HOME = {
     "TextEncoder": "mmattn.encoders.text",
     "load_image": "mmattn.encoders.images",
     "Index": "mmattn.retrieval.index",
-    "Hits": "mmattn.retrieval.hits",
     # Kinds of your own
     "register_adapter": "mmattn.adapters.registry",
     "register_host": "mmattn.hosts.registry",
@@ -85,8 +85,8 @@ if TYPE_CHECKING:
     from mmattn.hosts.unet.guidance import Guidance
     from mmattn.inspect.diagnosis import doctor
     from mmattn.memory import Memory
+    from mmattn.memory_parts import SharedMemory
     from mmattn.pipelines.load import pipeline
-    from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.stores.registry import register_store
 

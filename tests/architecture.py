@@ -14,6 +14,7 @@ ROOMS = (
     ("errors", "progress"),
     ("storage", "tokenization"),
     ("memory",),
+    ("memory_parts",),
     ("core",),
     ("adapters",),
     ("hosts", "seq2seq"),

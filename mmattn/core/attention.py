@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmattn.core.log_sum_exp import FusedAttention
 from mmattn.core.masks import Mask, causal as causal_mask
 from mmattn.core.tracing import autocast, may_read, transform_under_way
 from mmattn.errors import MaskError, ShapeError, check_bool_mask, check_choice, check_float
@@ -86,7 +87,7 @@ def attend(
         hidden = ~visible_slots(allowed, b, m)[:, None, :, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
         contain = allowed.shape[1:3] != (1, 1) or allowed.shape[0] not in (1, b)
-    return attend_checked(
+    return attend_checked(  # type: ignore[return-value]  # one extra at most
         q,
         k,
         v,
@@ -268,8 +269,9 @@ def attend_checked(
     dropout: float = 0.0,
     backend: str | None = None,
     return_weights: bool = False,
+    return_total: bool = False,
     seen: Tensor | bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """`attend` without its checks.
 
     Args:
@@ -284,6 +286,7 @@ def attend_checked(
         dropout: probability of dropping a weight.
         backend: as in `attend`.
         return_weights: also return the weights (b, h, l, m) before dropout.
+        return_total: also return, last, the log-sum-exp of the scores (b, h, l, 1), -inf where nothing may be seen.
         seen: (b, 1, 1, 1) bool, which rows may look at anything, or True where all may, where that is known and the
             same for all queries of a row.
     """
@@ -292,15 +295,22 @@ def attend_checked(
     if not (m and rows and l):
         # Sums of nothing: exactly 0 whatever the tensors hold, and the graph stays whole.
         nothing = q.new_zeros(rows, h, l, v.shape[3]) + sum(tensor.reshape(-1)[:0].sum() for tensor in (q, k, v))
-        return (nothing, q.new_zeros(rows, h, l, m)) if return_weights else nothing
+        total = q.new_full((rows, h, l, 1), float("-inf")) if return_total else None
+        return _with_extras(nothing, q.new_zeros(rows, h, l, m) if return_weights else None, total)
+    rest = scale, dropout, backend, return_weights, return_total, seen
     if contain and not (may_read(k) and all_finite(k, v)):
-        return _attend_contained(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights, seen)
-    return _attend_finite(q, k, v, allowed, bias, causal, scale, dropout, backend, return_weights, seen)
+        return _attend_contained(q, k, v, allowed, bias, causal, *rest)
+    return _attend_finite(q, k, v, allowed, bias, causal, *rest)
+
+
+def _with_extras(out: Tensor, weights: Tensor | None, total: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    extras = [extra for extra in (weights, total) if extra is not None]
+    return (out, *extras) if extras else out
 
 
 def _attend_contained(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None, causal: bool, *rest: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention over finite slots, and NaN for queries that may look at another: a weight of 0 does not hide NaN."""
     rows, b = q.shape[0], k.shape[0]
     broken = ~(torch.isfinite(k).all(-1).all(1) & torch.isfinite(v).all(-1).all(1))
@@ -314,7 +324,7 @@ def _attend_contained(
         reached = reached.repeat_interleave(rows // reached.shape[0], 0)
     out = _attend_finite(q, k, v, allowed, bias, causal, *rest)
     if isinstance(out, tuple):
-        return out[0].masked_fill(reached, math.nan), out[1].masked_fill(reached, math.nan)
+        return tuple(one.masked_fill(reached, math.nan) for one in out)
     return out.masked_fill(reached, math.nan)
 
 
@@ -329,27 +339,29 @@ def _attend_finite(
     dropout: float,
     backend: str | None,
     return_weights: bool,
+    return_total: bool,
     seen: Tensor | bool | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention where what a weight of 0 is multiplied with is finite."""
     rows, h, _, _ = q.shape
     b, g, m, _ = k.shape
     if backend is None and not torch.compiler.is_compiling() and transform_under_way() is not None:
         # torch's kernels have no rule for batches of batches, and no forward derivative.
         backend = "eager"
-    if q.element_size() == 2 and q.device.type == "cpu" and not (backend or return_weights):
+    if q.element_size() == 2 and q.device.type == "cpu" and not (backend or return_weights or return_total):
         needed = q.requires_grad or k.requires_grad or v.requires_grad
         # The length is asked last: a traced graph would hold only for lengths of the same answer.
         if needed and torch.is_grad_enabled() and m <= _WIDEN_UP_TO:
             with torch.autocast("cpu", enabled=False):
                 out = _attend_finite(
-                    q.float(), k.float(), v.float(), allowed, bias, causal, scale, dropout, None, False, seen
+                    q.float(), k.float(), v.float(), allowed, bias, causal, scale, dropout, None, False, False, seen
                 )
             assert isinstance(out, Tensor)
             return out.to(v.dtype)
-    if allowed is None and bias is None and h == g and rows == b and not return_weights and backend != "eager":
+    plain = allowed is None and bias is None and h == g and rows == b
+    if plain and not (return_weights or return_total) and backend != "eager":
         return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale)
-    eager = return_weights or backend == "eager"
+    eager = return_weights or backend == "eager" or (return_total and not _gives_total(q, k, v, bias, causal, dropout))
     # Scores in float32 at least: float16 overflows, and bfloat16 scores lose accuracy the fused path keeps.
     dtype = torch.promote_types(q.dtype, torch.float32) if eager else q.dtype
     if allowed is not None:
@@ -377,24 +389,51 @@ def _attend_finite(
             bias = bias.masked_fill(empty, 0)
 
     rule = allowed if bias is None else bias
-    weights = None
+    weights = total = None
     if eager:
-        out, weights = _eager(q, k, v, rule, causal, scale, dropout)
+        out, weights, total = _eager(q, k, v, rule, causal, scale, dropout, return_total)
     else:
         if rule is not None:
             rule = rule.expand(-1, -1, q.shape[2], m)
-        out = F.scaled_dot_product_attention(q, k, v, rule, dropout, causal, scale=scale)
+        if return_total:
+            if rule is not None and rule.dtype is torch.bool:
+                rule = torch.zeros_like(rule, dtype=q.dtype).masked_fill(~rule, float("-inf"))
+            out, total = FusedAttention.apply(q, k, v, rule, scale)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, rule, dropout, causal, scale=scale)
     if empty is not None:
         out = out.masked_fill(empty, 0)
         weights = None if weights is None else weights.masked_fill(empty, 0)
+        total = None if total is None else total.masked_fill(empty, float("-inf"))
     out = _unfold(out, rows, h)
-    return (out, _unfold(weights, rows, h)) if return_weights and weights is not None else out
+    return _with_extras(
+        out,
+        _unfold(weights, rows, h) if return_weights and weights is not None else None,
+        _unfold(total, rows, h) if total is not None else None,
+    )
+
+
+def _gives_total(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, dropout: float) -> bool:
+    """Whether the fused kernel that gives the log-sum-exp can be used; it has no gradient of a bias."""
+    alike = q.dtype is k.dtype is v.dtype and q.shape[3] == v.shape[3]
+    learned = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    return q.device.type == "cpu" and alike and not (causal or dropout or learned)
 
 
 def _eager(
-    q: Tensor, k: Tensor, v: Tensor, rule: Tensor | None, causal: bool, scale: float, dropout: float
-) -> tuple[Tensor, Tensor]:
-    """Attention step by step, and its weights; `rule` is bool, True = may look, or float, added to the scores."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    return_total: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention step by step, its weights, and the log-sum-exp of its scores where asked for.
+
+    `rule` is bool, True = may look, or float, added to the scores.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False) if autocast(q) else nullcontext():
         scores = (q.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
@@ -404,4 +443,5 @@ def _eager(
             scores = scores.masked_fill(~rule, float("-inf")) if rule.dtype is torch.bool else scores + rule
         weights = scores.softmax(-1)
         out = F.dropout(weights, dropout, dropout > 0) @ v.to(wide)
-    return out.to(v.dtype), weights.to(v.dtype)
+        total = scores.logsumexp(-1, keepdim=True) if return_total else None
+    return out.to(v.dtype), weights.to(v.dtype), total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +133,13 @@ class KeyValue:
         keys = torch.cat([self.keys, more.keys[:, :, more.null :]], 2)
         values = torch.cat([self.values, more.values[:, :, more.null :]], 2)
         return KeyValue(keys, values, null=self.null, finite=self.finite and more.finite)
+
+    def without_null(self) -> KeyValue:
+        """The same without the learned first slot, as views."""
+        if not self.null:
+            return self
+        bias = None if self.bias is None else self.bias[:, 1:]
+        return replace(self, keys=self.keys[:, :, 1:], values=self.values[:, :, 1:], bias=bias, null=False)
 
     def nbytes(self) -> int:
         """Bytes held, counting storage shared by keys and values once."""

@@ -16,6 +16,7 @@ from mmattn.core.attention import BACKENDS, attend, combine_masks, visible_rows
 from mmattn.core.import_weights import FromWeights
 from mmattn.core.kv import KeyValue
 from mmattn.core.masks import Mask, causal as causal_mask
+from mmattn.core.parts import KeyValueParts
 from mmattn.core.positions import Rotary
 from mmattn.core.projection import KeyValueProjection, norm_heads
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
@@ -205,7 +206,7 @@ class CrossAttention(FromWeights, nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor | KeyValue,
+        memory: Tensor | KeyValue | KeyValueParts,
         *,
         values: Tensor | None = None,
         mask: Tensor | None = None,

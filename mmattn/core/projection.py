@@ -18,6 +18,7 @@ from mmattn.core.attention import all_finite, attend_checked, combine_masks, vis
 from mmattn.core.kv import KeyValue, pack, real_slots_first
 from mmattn.core.layouts import absorbing_pays, packed_lengths
 from mmattn.core.masks import Mask, causal as causal_mask
+from mmattn.core.parts import KeyValueParts, attend_parts
 from mmattn.core.positions import Rotary
 from mmattn.core.tracing import autocast, may_read, readable
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask
@@ -171,7 +172,7 @@ class KeyValueProjection(nn.Module):
     def attend(
         self,
         q: Tensor,
-        memory: Tensor | KeyValue,
+        memory: Tensor | KeyValue | KeyValueParts,
         *,
         values: Tensor | None = None,
         mask: Tensor | None = None,
@@ -204,6 +205,10 @@ class KeyValueProjection(nn.Module):
             ShapeError: sizes or devices that do not fit.
         """
         rows, _, l, _ = q.shape
+        if isinstance(memory, KeyValueParts):
+            if not (mask is scores is values is memory_positions is attention_mask is None) or causal:
+                raise ShapeError("parts of a memory hold their masks: give no mask, scores, values or positions")
+            return attend_parts(self, q, memory, return_weights)
         if isinstance(memory, KeyValue):
             if not (mask is scores is values is memory_positions is None):
                 raise ShapeError(
@@ -236,7 +241,8 @@ class KeyValueProjection(nn.Module):
                 mask = visible_slots(allowed, memory_rows, m)
             packable = attention_mask is None and not return_weights
             kv = self._prepare(memory, values, mask, scores, memory_positions, queries, packable)
-        return *self._attend(q, kv, allowed, attention_mask is not None, return_weights), allowed
+        out, weights, _ = self.attend_projected(q, kv, allowed, attention_mask is not None, return_weights)
+        return out, weights, allowed
 
     def cast(self, tensor: Tensor) -> Tensor:
         """A tensor in the dtype of the weights; under autocast as it is."""
@@ -400,10 +406,16 @@ class KeyValueProjection(nn.Module):
             return KeyValue(raw, raw, mask, bias, lengths, absorbed=True)
         return self.join(*self.keys_and_values(memory, values, memory_positions), mask, bias, lengths)
 
-    def _attend(
-        self, q: Tensor, kv: KeyValue, allowed: Tensor | None, per_query: bool, return_weights: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention of q (rows, h, l, k) over keys and values: (rows, h, l, k), and the weights where asked for.
+    def attend_projected(
+        self,
+        q: Tensor,
+        kv: KeyValue,
+        allowed: Tensor | None,
+        per_query: bool,
+        return_weights: bool,
+        return_total: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Attention of q (rows, h, l, k) over keys and values: (rows, h, l, k), and what is asked for, else None.
 
         Args:
             allowed: all rules together.
@@ -425,10 +437,13 @@ class KeyValueProjection(nn.Module):
                 known = None
             else:
                 known = None if per_query else kv.seen
-            out = self._attend_padded(q, kv.keys, kv.values, allowed, bias, contain, return_weights, known)
+            asked = contain, return_weights, return_total
+            found = self._attend_padded(q, kv.keys, kv.values, allowed, bias, *asked, known)
         else:
-            out = self._attend_by_row(q, kv, allowed if per_query else None, contain, return_weights)
-        out, weights = out if isinstance(out, tuple) else (out, None)
+            found = self._attend_by_row(q, kv, allowed if per_query else None, contain, return_weights, return_total)
+        out, *extras = found if isinstance(found, tuple) else (found,)
+        weights = extras[0] if return_weights else None
+        total = extras[-1] if return_total else None
         if kv.absorbed:
             out = _per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
             if self.v_proj.bias is not None:
@@ -438,7 +453,7 @@ class KeyValueProjection(nn.Module):
             weights = None if weights is None else weights.masked_fill(~seen, 0)
         if weights is not None and kv.null:
             weights = weights[..., 1:]
-        return out, weights
+        return out, weights, total
 
     def _attend_padded(
         self,
@@ -449,6 +464,7 @@ class KeyValueProjection(nn.Module):
         bias: Tensor | None,
         contain: bool = False,
         return_weights: bool = False,
+        return_total: bool = False,
         seen: Tensor | bool | None = None,
     ) -> Any:
         return attend_checked(
@@ -462,29 +478,37 @@ class KeyValueProjection(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
             return_weights=return_weights,
+            return_total=return_total,
             seen=seen,
         )
 
     def _attend_by_row(
-        self, q: Tensor, kv: KeyValue, allowed: Tensor | None, contain: bool, return_weights: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self,
+        q: Tensor,
+        kv: KeyValue,
+        allowed: Tensor | None,
+        contain: bool,
+        return_weights: bool,
+        return_total: bool,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Each row over its own real slots; nothing is computed on padding."""
         assert kv.mask is not None
         rows = q.shape[0]
         if allowed is not None:
             allowed = allowed.repeat_interleave(rows // allowed.shape[0], 0)
-        parts, weights = [], []
+        parts: list[tuple[Tensor, ...]] = []
         step = rows // kv.batch
         for row, (own, (keys, values, bias)) in enumerate(zip(q.split(step), kv.rows(), strict=True)):
             rule = None if allowed is None else allowed[row * step : (row + 1) * step][..., kv.mask[row]]
-            out = self._attend_padded(own, keys, values, rule, bias, contain, return_weights)
-            if isinstance(out, tuple):
-                out, real = out
-                full = real.new_zeros(*real.shape[:3], kv.slots)
-                full[..., kv.mask[row]] = real
-                weights.append(full)
-            parts.append(out)
-        return (torch.cat(parts), torch.cat(weights)) if weights else torch.cat(parts)
+            found = self._attend_padded(own, keys, values, rule, bias, contain, return_weights, return_total)
+            out, *extras = found if isinstance(found, tuple) else (found,)
+            if return_weights:
+                full = extras[0].new_zeros(*extras[0].shape[:3], kv.slots)
+                full[..., kv.mask[row]] = extras[0]
+                extras[0] = full
+            parts.append((out, *extras))
+        joined = tuple(torch.cat(one) for one in zip(*parts, strict=True))
+        return joined if len(joined) > 1 else joined[0]
 
     def _with_length_norm(self, bias: Tensor | None, allowed: Tensor | None, kv: KeyValue) -> Tensor | None:
         """`bias` (b, 1, 1, 1 + m) with log C − log M on the M slots each query sees, and nothing on the null slot."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters import parts
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.file_format import check_name
 from mmattn.adapters.protocols import Site
@@ -173,10 +174,10 @@ class AdaptedModel(SavedModel):
         """
         from mmattn.hosts.merging import weighted_sum
 
-        parts = [self.adapter(one) for one in names] if not isinstance(names, str) else names
-        merged = weighted_sum(parts, weights)
+        given = [self.adapter(one) for one in names] if not isinstance(names, str) else names
+        merged = weighted_sum(given, weights)
         active = list(self.active)
-        self.add_adapter(name, parts[0].config)  # type: ignore[union-attr]
+        self.add_adapter(name, given[0].config)  # type: ignore[union-attr]
         self.active = active
         self.adapter(name).load_state_dict(merged)
 
@@ -226,7 +227,8 @@ class AdaptedModel(SavedModel):
         """
         prepared = self.prepare_by_name(memory)
         for name, one in prepared.items():
-            self.adapter(name).check_shareable(one)
+            for part in one.parts if isinstance(one, parts.PreparedParts) else (one,):
+                self.adapter(name).check_shareable(part)
         if not prepared:
             raise ConditionError("no adapter is active to prepare a memory for: set_adapter(name) first")
         return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
@@ -237,13 +239,14 @@ class AdaptedModel(SavedModel):
         shared: dict[int, Any] = {}
         prepared = {}
         for name, one in given.items():
-            prepared[name] = self.adapter(name).prepare(shared.get(id(one), one))
+            prepared[name] = parts.prepare(self.adapter(name), shared.get(id(one), one))
             shared.setdefault(id(one), prepared[name])
         return prepared
 
     def bind(self, memory: Any) -> dict[str, Any]:
         """The source of a call for each adapter that is given a memory."""
-        return {name: self.adapter(name).bind(one, self.host) for name, one in self.prepare_by_name(memory).items()}
+        prepared = self.prepare_by_name(memory)
+        return {name: parts.bind(self.adapter(name), one, self.host) for name, one in prepared.items()}
 
     def make_call(self, memory: Any, adapter_scale: float = 1.0, images: Tensor | None = None) -> Call | None:
         """What a call with this memory sees; None is no memory."""

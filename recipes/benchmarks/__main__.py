@@ -15,9 +15,9 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 import torch
 
-from recipes.benchmarks import bank, core, decoding, denoising, packing, prompting, search, training_memory
+from recipes.benchmarks import bank, core, decoding, denoising, packing, prompting, search, shared, training_memory
 
-PARTS = ("core", "decoding", "beams", "prompting", "bank", "denoising", "search", "packing", "training")
+PARTS = ("core", "decoding", "beams", "prompting", "bank", "denoising", "search", "packing", "shared", "training")
 
 
 def main() -> None:
@@ -43,6 +43,7 @@ def main() -> None:
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
         "packing": lambda: print_packing(asked.quick),
+        "shared": lambda: print_shared(dtypes, asked.quick),
         "training": print_training,
     }
     results = {part: runs[part]() for part in asked.parts or PARTS}
@@ -124,6 +125,18 @@ def print_packing(quick: bool) -> dict[str, dict[str, float]]:
     print(
         f"## Packing: time of a training step for each unit of padded rows\n\n{table('documents', rows)}\n", flush=True
     )
+    return rows
+
+
+def print_shared(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """A shared memory for each unit of a copy of it for each row."""
+    rows = {
+        f"{str(dtype).removeprefix('torch.')}": shared.measure(
+            dtype, **({"seconds": 1.0, "rows": 4, "shared": 512} if quick else {})
+        )
+        for dtype in dtypes
+    }
+    print(f"## Shared memory: for each unit of a copy of it for each row\n\n{table('dtype', rows)}\n", flush=True)
     return rows
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import mmattn
+from mmattn.retrieval import Hits
 from recipes.benchmarks.timing import interleaved, ratio
 
 WIDTH, TOP = 384, 10
@@ -102,7 +103,7 @@ def bytes_held(index: mmattn.Index) -> int:
     return store.version.entries.vectors.nbytes + made
 
 
-def recall(hits: mmattn.Hits, true: torch.Tensor) -> float:
+def recall(hits: Hits, true: torch.Tensor) -> float:
     """Share of the true best that were found."""
     found = [len(set(line) & set(best)) / len(best) for line, best in zip(hits.ids, true.tolist(), strict=True)]
     return sum(found) / len(found)

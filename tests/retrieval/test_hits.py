@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmattn import CrossAttention, Hits, Index, Memory
+from mmattn import CrossAttention, Index, Memory
 from mmattn.errors import ConfigError, IndexMismatchError, MaskError, ShapeError
+from mmattn.retrieval import Hits
 from tests.retrieval.searching import METRICS, WIDTH, Letters, small
 
 TEXTS = ["sun and moon", "a grey cat", "the moon"]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from qdrant_client import QdrantClient, models
 
-from mmattn import Hits, Index
+from mmattn import Index
 from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError, NonFiniteError
-from mmattn.retrieval import QdrantIndex
+from mmattn.retrieval import Hits, QdrantIndex
 from mmattn.retrieval.stores.qdrant_points import ABOUT
 from tests.retrieval.searching import METRICS, WIDTH, Letters, held
 

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from mmattn import Hits, Index, TextEncoder
+from mmattn import Index, TextEncoder
 from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError, MaskError, NonFiniteError, ShapeError, TextError
+from mmattn.retrieval import Hits
 from mmattn.retrieval.rerank import Reranker
 from tests.tiny_texts import POSITIONS, save_encoder
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmattn import Hits, Memory
+from mmattn import Memory
 from mmattn.errors import ConfigError
+from mmattn.retrieval import Hits
 from tests.retrieval.searching import KINDS, METRICS, STORES, WIDTH, Letters, built, held, reference, small
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.adapters.parts import PartedMemory
 from mmattn.adapters.projected import ProjectedMemory, ProjectedView
 from mmattn.adapters.text_state import TextState
 from mmattn.core.kv import KeyValue
@@ -245,6 +246,10 @@ def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory]:
     """
     sources: Mapping[str, Any] = model.bind(memory)
     for name, source in sources.items():
+        if isinstance(source, PartedMemory):
+            raise ConditionError(
+                "a request of continuous batching has a memory of one part: join them, Memory.cat([shared, own])"
+            )
         if not isinstance(source, ProjectedMemory) or source.follows_text:
             kind = model.adapter(name).config.kind
             raise ConditionError(

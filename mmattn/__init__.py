@@ -16,9 +16,9 @@ _HOME = {
     "attend": "mmattn.core.attention",
     "CrossAttention": "mmattn.core.layers",
     "SelfAttention": "mmattn.core.layers",
-    "KeyValue": "mmattn.core.kv",
     "Memory": "mmattn.memory",
     "SharedMemory": "mmattn.memory_parts",
+    "MemoryStream": "mmattn.memory_stream",
     # The adapted host
     "attach": "mmattn.hosts.attach",
     "load": "mmattn.hosts.load",
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from mmattn.adapters.resampler import Resampler
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
-    from mmattn.core.kv import KeyValue
     from mmattn.core.layers import CrossAttention, SelfAttention
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
@@ -86,6 +85,7 @@ if TYPE_CHECKING:
     from mmattn.inspect.diagnosis import doctor
     from mmattn.memory import Memory
     from mmattn.memory_parts import SharedMemory
+    from mmattn.memory_stream import MemoryStream
     from mmattn.pipelines.load import pipeline
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.stores.registry import register_store

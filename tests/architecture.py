@@ -14,7 +14,7 @@ ROOMS = (
     ("errors", "progress"),
     ("storage", "tokenization"),
     ("memory",),
-    ("memory_parts",),
+    ("memory_parts", "memory_stream"),
     ("core",),
     ("adapters",),
     ("hosts", "seq2seq"),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import mmattn.core.layouts
-from mmattn import CrossAttention, KeyValue, attend
+from mmattn import CrossAttention, attend
+from mmattn.core.kv import KeyValue
 from tests.reference import assert_close, attend_reference, cross_attention_reference, gradients
 
 B, L, M = 2, 5, 7

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmattn import KeyValue, attend
+from mmattn import attend
+from mmattn.core.kv import KeyValue
 from mmattn.core.masks import Mask
 from tests.core import BACKENDS, DTYPES, LAYOUTS, MASK, RULE, B, D, E, L, M, force, kind, make_heads, make_layer
 from tests.reference import assert_close, attend_reference, gradients

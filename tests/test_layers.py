@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from mmattn import CrossAttention, KeyValue, SelfAttention, masks
+from mmattn import CrossAttention, SelfAttention, masks
+from mmattn.core.kv import KeyValue
 from mmattn.core.positions import Rotary
 from mmattn.core.projection import KeyValueProjection
 from tests.core import (

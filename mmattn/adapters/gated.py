@@ -123,13 +123,15 @@ class GatedLayers(BlockLayers):
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
         """The first token that may see each slot (b, m), the text's length where none may."""
+        arrived = super().first_tokens(memory, batch)
         if self.config.visible_segments == "all":
-            return None
+            return arrived
         images, ids = batch.get("images"), batch.get("input_ids")
         if images is None:
             assert ids is not None and self.config.media_token is not None
             images = images_so_far(ids, self.config.media_token)
-        return first_reaching(images, memory)
+        begun = first_reaching(images, memory)
+        return begun if arrived is None else torch.maximum(begun, arrived)
 
 
 class GatedMemory(ProjectedMemory):

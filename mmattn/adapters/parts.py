@@ -41,8 +41,8 @@ class PreparedParts:
         return sum(part.nbytes() for part in self.parts)
 
 
-def prepare(adapter: AdapterLayers, memory: Any) -> Any:
-    """What `adapter.prepare` makes of a memory, or of each of its parts.
+def prepare(adapter: AdapterLayers, memory: SharedMemory | ShardedMemory | PreparedParts) -> PreparedParts:
+    """What `adapter.prepare` makes of each part.
 
     Args:
         adapter: the trainable part that reads it.
@@ -51,8 +51,6 @@ def prepare(adapter: AdapterLayers, memory: Any) -> Any:
     Raises:
         ConditionError: a memory in parts for an adapter that must read all slots together.
     """
-    if not isinstance(memory, (SharedMemory, ShardedMemory, PreparedParts)):
-        return adapter.prepare(memory)
     parts = [adapter.prepare(part) for part in memory.parts]
     if adapter.resampler is not None or not all(isinstance(part, PreparedMemory) for part in parts):
         why = "its resampler mixes all slots" if adapter.resampler is not None else f"kind {adapter.config.kind!r}"
@@ -63,7 +61,7 @@ def prepare(adapter: AdapterLayers, memory: Any) -> Any:
     return memory if isinstance(memory, PreparedParts) else PreparedParts(tuple(parts), memory.group)
 
 
-def bind(adapter: AdapterLayers, prepared: Any, host: nn.Module) -> MemorySource:
+def bind(adapter: AdapterLayers, prepared: PreparedParts, host: nn.Module) -> MemorySource:
     """The source of one call, of what `prepare` returned.
 
     Args:
@@ -74,8 +72,6 @@ def bind(adapter: AdapterLayers, prepared: Any, host: nn.Module) -> MemorySource
     Raises:
         ConditionError: parts for an adapter whose tokens see a part of their memory only.
     """
-    if not isinstance(prepared, PreparedParts):
-        return adapter.bind(prepared, host)
     sources = [adapter.bind(part, host) for part in prepared.parts]
     for source in sources:
         if not isinstance(source, ProjectedMemory) or source.visibility is not None:

@@ -187,6 +187,10 @@ class ProjectedMemory:
         text.check_rows(self.rows, self.adapter.name)
         memory = self.prepared.read(self.adapter)
         rule = None if self.visibility is None else self.visibility(text, memory)
+        arrived = text.arrived_slots(memory.length)
+        if arrived is not None:
+            arrived = arrived.to(memory.device)
+            rule = arrived if rule is None else rule & arrived
         sizes = (text.rows, memory.batch, 1, text.length, memory.length)
         allowed = combine_masks(memory.mask, rule, sizes)
         seen = visible_rows(allowed, text.rows, memory.length, device=memory.device)

@@ -28,6 +28,19 @@ class GenerationInput:
 
 
 @dataclass(frozen=True)
+class Arrivals:
+    """How many slots of the memory had arrived at each token.
+
+    Args:
+        count: (b, l) int.
+        window: how many of the latest each token sees; None for all.
+    """
+
+    count: Tensor
+    window: int | None = None
+
+
+@dataclass(frozen=True)
 class TextState:
     """The tokens of one forward of a host, and what is known of the text that they continue.
 
@@ -39,6 +52,7 @@ class TextState:
         past: tokens in the host's cache; None where the host does not say.
         attention_mask: what the host was called with under this name.
         images: (b, l) int, images begun at or before each token, where the caller says so.
+        arrivals: how many slots of the memory had arrived at each token, where the caller says so.
         prompt: what `generate` was called with, ids (b, l) or embeddings (b, l, d).
         expansions: inside `generate`, how many rows of text a row of the prompt may have become (beams); else empty.
         generation: what `generate` last prepared for the host.
@@ -52,6 +66,7 @@ class TextState:
     past: int | None = None
     attention_mask: Any = None
     images: Tensor | None = None
+    arrivals: Arrivals | None = None
     prompt: Tensor | None = None
     expansions: Collection[int] = ()
     generation: GenerationInput | None = None
@@ -132,26 +147,45 @@ class TextState:
         Raises:
             ConditionError: it cannot be known here.
         """
-        past, known, ids = self.past, self.images, self.input_ids
+        known, ids = self.images, self.input_ids
         if known is None and media_token is not None:
             if self.prompt is not None and not self.prompt.is_floating_point():
                 known = images_so_far(self.prompt, media_token)
-            elif ids is not None and past == 0:
+            elif ids is not None and self.past == 0:
                 known = images_so_far(ids, media_token)
         if known is None:
             raise ConditionError(
                 "visible_segments='latest' and 'previous' must know which images began before each token: give "
                 "images=(b, l), or media_token= to the adapter and the text from its first token on"
             )
-        if known.shape[1] == self.length and not self.expansions:
-            past = 0
+        return self._of_tokens("images", known)
+
+    def arrived_slots(self, slots: int) -> Tensor | None:
+        """Which slots each token of this forward sees, (b, 1, l, m), where the caller says what had arrived.
+
+        Args:
+            slots: m.
+
+        Raises:
+            ConditionError: it is not known which tokens of the text these are.
+        """
+        if self.arrivals is None:
+            return None
+        count = self._of_tokens("arrived", self.arrivals.count)[:, None, :, None]
+        number = torch.arange(slots, device=count.device)
+        seen = number < count
+        return seen if self.arrivals.window is None else seen & (number >= count - self.arrivals.window)
+
+    def _of_tokens(self, name: str, known: Tensor) -> Tensor:
+        """What is known of the tokens of the text (b, any), for those of this forward (b, l)."""
+        past = 0 if known.shape[1] == self.length and not self.expansions else self.past
         if past is None:
             raise ConditionError(
-                "the host does not say how many tokens came before those of this forward: give images=(b, l) for it"
+                f"the host does not say how many tokens came before those of this forward: give {name}=(b, l) for it"
             )
         if known.shape[0] != self.rows:
             known = known.repeat_interleave(self.rows // known.shape[0], 0)
-        # Tokens written after the prompt see its last image.
+        # Tokens written after the prompt are like its last one.
         index = torch.arange(past, past + self.length, device=known.device).clamp(max=known.shape[1] - 1)
         return known[:, index]
 

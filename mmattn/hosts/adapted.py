@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters import parts
+from mmattn.adapters import forms
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.file_format import check_name
 from mmattn.adapters.protocols import Site
@@ -227,8 +227,7 @@ class AdaptedModel(SavedModel):
         """
         prepared = self.prepare_by_name(memory)
         for name, one in prepared.items():
-            for part in one.parts if isinstance(one, parts.PreparedParts) else (one,):
-                self.adapter(name).check_shareable(part)
+            forms.check_shareable(self.adapter(name), one)
         if not prepared:
             raise ConditionError("no adapter is active to prepare a memory for: set_adapter(name) first")
         return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
@@ -239,14 +238,14 @@ class AdaptedModel(SavedModel):
         shared: dict[int, Any] = {}
         prepared = {}
         for name, one in given.items():
-            prepared[name] = parts.prepare(self.adapter(name), shared.get(id(one), one))
+            prepared[name] = forms.prepare(self.adapter(name), shared.get(id(one), one))
             shared.setdefault(id(one), prepared[name])
         return prepared
 
     def bind(self, memory: Any) -> dict[str, Any]:
         """The source of a call for each adapter that is given a memory."""
         prepared = self.prepare_by_name(memory)
-        return {name: parts.bind(self.adapter(name), one, self.host) for name, one in prepared.items()}
+        return {name: forms.bind(self.adapter(name), one, self.host) for name, one in prepared.items()}
 
     def make_call(self, memory: Any, adapter_scale: float = 1.0, images: Tensor | None = None) -> Call | None:
         """What a call with this memory sees; None is no memory."""
@@ -382,7 +381,14 @@ class AdaptedModel(SavedModel):
         call, disabled = self.current_call()
         if call is None:
             return ()
-        text = TextState(x.shape[0], x.shape[1], images=call.images, expansions=call.expansions, layer=site[0])
+        text = TextState(
+            x.shape[0],
+            x.shape[1],
+            images=call.images,
+            arrivals=call.arrivals,
+            expansions=call.expansions,
+            layer=site[0],
+        )
         return self.actions(call, disabled, text, site).get(site, ())
 
     def refresh_hooks(self) -> None:

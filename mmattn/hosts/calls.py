@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmattn.adapters.protocols import MemorySource, View
-from mmattn.adapters.text_state import GenerationInput
+from mmattn.adapters.text_state import Arrivals, GenerationInput
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Call:
         sources: for each adapter that is given a memory, its source.
         adapter_scale: multiplies what the adapters add.
         images: (b, l) images begun at or before each token, where the caller says so.
+        arrivals: how many slots of the memory had arrived at each token, where the caller says so.
         prompt: ids (b, l) or embeddings (b, l, d) that `generate` was called with.
         expansions: inside `generate`, how many rows of text a row of the prompt may become.
         generation: what `generate` last prepared for the host.
@@ -30,6 +31,7 @@ class Call:
     sources: Mapping[str, MemorySource]
     adapter_scale: Any = 1.0
     images: Tensor | None = None
+    arrivals: Arrivals | None = None
     prompt: Tensor | None = None
     expansions: Collection[int] = ()
     generation: GenerationInput | None = None

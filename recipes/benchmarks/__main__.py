@@ -15,9 +15,34 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 import torch
 
-from recipes.benchmarks import bank, core, decoding, denoising, packing, prompting, search, shared, training_memory
+from recipes.benchmarks import (
+    bank,
+    core,
+    decoding,
+    denoising,
+    packing,
+    prompting,
+    requests,
+    search,
+    shared,
+    streaming,
+    training_memory,
+)
 
-PARTS = ("core", "decoding", "beams", "prompting", "bank", "denoising", "search", "packing", "shared", "training")
+PARTS = (
+    "core",
+    "decoding",
+    "beams",
+    "prompting",
+    "bank",
+    "denoising",
+    "search",
+    "packing",
+    "requests",
+    "shared",
+    "streaming",
+    "training",
+)
 
 
 def main() -> None:
@@ -43,6 +68,8 @@ def main() -> None:
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
         "packing": lambda: print_packing(asked.quick),
+        "requests": lambda: print_requests(asked.quick),
+        "streaming": lambda: print_streaming(asked.quick),
         "shared": lambda: print_shared(dtypes, asked.quick),
         "training": print_training,
     }
@@ -126,6 +153,22 @@ def print_packing(quick: bool) -> dict[str, dict[str, float]]:
         f"## Packing: time of a training step for each unit of padded rows\n\n{table('documents', rows)}\n", flush=True
     )
     return rows
+
+
+def print_requests(quick: bool) -> dict[str, dict[str, float]]:
+    """Mixed requests through continuous batching, for each unit of one after the other."""
+    rows = requests.measure(**({"count": 6, "slots": 64, "prompt": 16, "new": 8} if quick else {}))
+    print(f"## Requests: {requests.COUNT} with memories of their own\n\n{table('way', rows)}\n", flush=True)
+    return rows
+
+
+def print_streaming(quick: bool) -> dict[str, dict[str, float]]:
+    """A growing memory: time of a token, and answers that are revised."""
+    times = {"64 of 10,000 frames seen": streaming.measure(**({"frames": 100, "window": 8} if quick else {}))}
+    print(f"## Streaming: time of a token\n\n{table('memory', times)}\n", flush=True)
+    rows = streaming.answers(**({"steps": 20, "count": 20, "seeds": 1} if quick else {}))
+    print(f"## Streaming: what is written when a frame arrives\n\n{table('memory', rows)}\n", flush=True)
+    return times | rows
 
 
 def print_shared(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.benchmarks import core
+from recipes.benchmarks import core, requests, shared, streaming
 from recipes.benchmarks.__main__ import table
 from recipes.benchmarks.timing import interleaved, ratio
 
@@ -50,3 +50,23 @@ def test_tables_leave_missing_figures_empty():
 def test_small_ratios_keep_two_figures():
     text = table("size", {"one": {"a": 0.0117, "b": 0.0996, "c": 1234.5}})
     assert text.splitlines()[2] == "| one | 0.012 | 0.10 | 1,234.50 |"
+
+
+@pytest.mark.slow
+def test_mixed_requests_answer_as_one_by_one():
+    rows = requests.measure(count=5, slots=40, prompt=9, new=8)
+    assert {name: row["answers equal"] for name, row in rows.items()} == dict.fromkeys(rows, 1.0)
+
+
+@pytest.mark.slow
+def test_an_answer_is_revised_when_a_frame_arrives():
+    rows = streaming.answers(steps=250, count=60, seeds=1)
+    assert rows["a stream"]["named within two tokens"] >= 0.9 and rows["a stream"]["named before"] == 0
+    assert all(row["named within two tokens"] <= 0.3 for name, row in rows.items() if name != "a stream")
+
+
+@pytest.mark.slow
+def test_what_a_shared_memory_and_a_stream_cost():
+    made = shared.measure(torch.float32, seconds=0.1, rows=3, shared=64)
+    assert made["difference of the logits"] < 1e-5 and made["bytes"] < 0.8
+    assert streaming.measure(frames=40, window=4)["megabytes held"] < 2

@@ -25,7 +25,14 @@ class HeadlessHost:
         self._own: Any = inner_host(model.host).base_model
 
     def __call__(
-        self, *args: Any, memory: Any = None, images: Tensor | None = None, adapter_scale: float = 1.0, **kwargs: Any
+        self,
+        *args: Any,
+        memory: Any = None,
+        images: Tensor | None = None,
+        arrived: Tensor | None = None,
+        window: int | None = None,
+        adapter_scale: float = 1.0,
+        **kwargs: Any,
     ) -> Any:
         """Call the host's base model with a memory; returns what it returns.
 
@@ -33,6 +40,8 @@ class HeadlessHost:
             args: the base model's own.
             memory: as in the adapted model's `forward`.
             images: as in `condition`.
+            arrived: as in `condition`.
+            window: as in `condition`.
             adapter_scale: as in `condition`.
             kwargs: the base model's own.
 
@@ -47,10 +56,15 @@ class HeadlessHost:
                 "adapted model"
             )
         if memory is None:
-            check_unused(images=(images, None), adapter_scale=(adapter_scale, 1.0))
+            check_unused(
+                images=(images, None),
+                arrived=(arrived, None),
+                window=(window, None),
+                adapter_scale=(adapter_scale, 1.0),
+            )
             self._check_trains()
             return self._own(*args, **kwargs)
-        with model.open_blocks.conditioned(model.make_call(memory, adapter_scale, images)):
+        with model.open_blocks.conditioned(model.make_call(memory, adapter_scale, images, arrived, window)):
             return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mmattn.errors import ConfigError
 
-OWN = ("memory", "images", "adapter_scale")
+OWN = ("memory", "images", "arrived", "window", "adapter_scale")
 # Read by decorators of transformers around every forward.
 DECORATED = ("return_dict",)
 

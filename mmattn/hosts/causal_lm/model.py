@@ -20,6 +20,7 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Action, Call, ForwardStep
+from mmattn.hosts.causal_lm.arrivals import arrivals_of
 from mmattn.hosts.causal_lm.generation import (
     asked,
     expansions_of,
@@ -67,7 +68,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     kind: ClassVar[str] = "causal_lm"
     attaches_bare: ClassVar[bool] = False
-    memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images")
+    memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
     replaced = ("generate",)
 
@@ -128,6 +129,7 @@ class AdaptedCausalLM(AdaptedModel):
                 past=0,
                 attention_mask=packed.real.to(inputs.device),
                 images=None if call.images is None else packed.unpack(call.images),
+                arrivals=call.arrivals and replace(call.arrivals, count=packed.unpack(call.arrivals.count)),
                 packed=packed,
             )
         return TextState(
@@ -137,6 +139,7 @@ class AdaptedCausalLM(AdaptedModel):
             past=past_length(kwargs),
             attention_mask=kwargs.get("attention_mask"),
             images=call.images,
+            arrivals=call.arrivals,
             prompt=call.prompt,
             expansions=call.expansions,
             generation=generation,
@@ -241,6 +244,8 @@ class AdaptedCausalLM(AdaptedModel):
         labels: Tensor | None = None,
         memory: Any = None,
         images: Tensor | None = None,
+        arrived: Tensor | None = None,
+        window: int | None = None,
         adapter_scale: float = 1.0,
         **kwargs: Any,
     ) -> Any:
@@ -254,6 +259,8 @@ class AdaptedCausalLM(AdaptedModel):
                 memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
                 function that finds the neighbours of chunks, for a `ComposedAdapter` an `AugmentingModel`.
             images: as in `condition`.
+            arrived: as in `condition`.
+            window: as in `condition`.
             adapter_scale: as in `condition`.
             kwargs: the host's own.
 
@@ -264,27 +271,43 @@ class AdaptedCausalLM(AdaptedModel):
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         kwargs.update({name: value for name, value in given.items() if value is not None})
         if memory is None:
-            check_unused(images=(images, None), adapter_scale=(adapter_scale, 1.0))
+            check_unused(
+                images=(images, None),
+                arrived=(arrived, None),
+                window=(window, None),
+                adapter_scale=(adapter_scale, 1.0),
+            )
             return self.host(**kwargs)
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images)):
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images, arrived, window)):
             return self.host(**kwargs)
 
     @contextlib.contextmanager
     def condition(
-        self, memory: Any, *, images: Tensor | None = None, adapter_scale: float = 1.0
+        self,
+        memory: Any,
+        *,
+        images: Tensor | None = None,
+        arrived: Tensor | None = None,
+        window: int | None = None,
+        adapter_scale: float = 1.0,
     ) -> Iterator[AdaptedCausalLM]:
         """Every call of the host inside the block sees this memory; None is no memory.
 
         Args:
             memory: one for all active adapters, or one by adapter name.
             images: (b, l) images begun at or before each token, for visible_segments="latest" and "previous".
+            arrived: (b, l) how many slots of the memory had arrived at each token, which sees no later ones; tokens
+                after those are like the last. A `MemoryStream` is the same while it grows.
+            window: with `arrived`, how many of the latest slots each token sees; None for all.
             adapter_scale: multiplies what the adapters add; 0 is exactly nothing.
 
         Raises:
             ShapeError: a memory that does not fit.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images), is_condition=True):
+        with self.open_blocks.conditioned(
+            self.make_call(memory, adapter_scale, images, arrived, window), is_condition=True
+        ):
             yield self
 
     def generate(
@@ -293,6 +316,8 @@ class AdaptedCausalLM(AdaptedModel):
         *,
         memory: Any = None,
         images: Tensor | None = None,
+        arrived: Tensor | None = None,
+        window: int | None = None,
         adapter_scale: float = 1.0,
         **kwargs: Any,
     ) -> Any:
@@ -304,15 +329,22 @@ class AdaptedCausalLM(AdaptedModel):
             inputs: the prompt.
             memory: as in `forward`.
             images: as in `condition`.
+            arrived: as in `condition`.
+            window: as in `condition`.
             adapter_scale: as in `condition`.
             kwargs: the host's own.
         """
         if inputs is not None:
             kwargs["inputs"] = inputs
         if memory is None:
-            check_unused(images=(images, None), adapter_scale=(adapter_scale, 1.0))
+            check_unused(
+                images=(images, None),
+                arrived=(arrived, None),
+                window=(window, None),
+                adapter_scale=(adapter_scale, 1.0),
+            )
             return self._host_generate(**kwargs)
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images)):
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images, arrived, window)):
             return self._host_generate(**kwargs)
 
     def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
@@ -344,6 +376,22 @@ class AdaptedCausalLM(AdaptedModel):
         with pending(memories):
             host: Any = self.host
             return host.generate_batch(inputs, **kwargs)
+
+    def make_call(
+        self,
+        memory: Any,
+        adapter_scale: float = 1.0,
+        images: Tensor | None = None,
+        arrived: Tensor | None = None,
+        window: int | None = None,
+    ) -> Call | None:
+        """What a call with this memory sees; None is no memory."""
+        call = super().make_call(memory, adapter_scale, images)
+        if arrived is not None and call is not None:
+            call.arrivals = arrivals_of(arrived, window, call.sources)
+        elif window is not None:
+            raise ConditionError("window= counts back from what had arrived at each token: give arrived=, too")
+        return call
 
     def requested_call(self, kwargs: Mapping[str, Any]) -> Call | None:
         """What the requests see that a manager of transformers runs in this forward."""

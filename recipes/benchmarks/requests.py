@@ -1,0 +1,112 @@
+"""Mixed requests with memories: continuous batching, against one request after the other and static batches of eight.
+
+    python -m recipes.benchmarks requests [--quick]
+
+200 requests to a GPT-2-small-shaped host with three gated adapters: 0 to 1,024 slots of memory, a third of them share
+one; prompts of 4 to 200 tokens; 8 to 64 new ones, greedily. A static batch pads prompts on the left and memories on the
+right, and writes until its longest answer is done.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import mmattn
+from recipes.benchmarks.bank import WIDTH, make_reader
+
+COUNT, STATIC = 200, 8
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+
+@dataclass
+class Request:
+    """A prompt, its memory, and how many tokens are to be written."""
+
+    ids: list[int]
+    memory: mmattn.Memory | None
+    new: int
+
+
+def draw(count: int, slots: int = 1024, prompt: int = 200, new: int = 64) -> list[Request]:
+    """Requests of all sizes; a third share one memory."""
+    random_numbers, generator = random.Random(0), torch.Generator().manual_seed(0)
+    shared = mmattn.Memory(torch.randn(1, slots // 2, WIDTH, generator=generator))
+    requests = []
+    for number in range(count):
+        ids = [random_numbers.randrange(5, 50_000) for _ in range(random_numbers.randint(4, prompt))]
+        length = random_numbers.randint(0, slots)
+        own = mmattn.Memory(torch.randn(1, length, WIDTH, generator=generator)) if length else None
+        memory = shared if number % 3 == 0 else own
+        requests.append(Request(ids, memory, random_numbers.randint(new // 8, new)))
+    return requests
+
+
+def one_by_one(model: Any, requests: list[Request]) -> list[list[int]]:
+    """`generate` for each."""
+    answers = []
+    for one in requests:
+        out = model.generate(torch.tensor([one.ids]), memory=one.memory, max_new_tokens=one.new, **GREEDY)
+        answers.append(out[0, len(one.ids) :].tolist())
+    return answers
+
+
+def static(model: Any, requests: list[Request]) -> list[list[int]]:
+    """`generate` for eight at a time, as they came."""
+    answers = []
+    for begin in range(0, len(requests), STATIC):
+        some = requests[begin : begin + STATIC]
+        longest = max(len(one.ids) for one in some)
+        ids = torch.tensor([[0] * (longest - len(one.ids)) + one.ids for one in some])
+        keep = torch.tensor([[0] * (longest - len(one.ids)) + [1] * len(one.ids) for one in some])
+        rows = [torch.zeros(0, WIDTH) if one.memory is None else one.memory.tokens[0] for one in some]
+        memory = mmattn.Memory.pad(rows)
+        out = model.generate(
+            ids, attention_mask=keep, memory=memory, max_new_tokens=max(one.new for one in some), **GREEDY
+        )
+        answers += [row[longest : longest + one.new].tolist() for row, one in zip(out, some, strict=True)]
+    return answers
+
+
+def continuous(model: Any, requests: list[Request], blocks: int = 1024) -> list[list[int]]:
+    """All at once, through transformers' scheduler."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    settings = {
+        "generation_config": GenerationConfig(eos_token_id=-1, **GREEDY),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=blocks, page_size=32, max_batch_tokens=256),
+    }
+    answers: dict[str, list[int]] = {}
+    with model.host.continuous_batching_context_manager(**settings) as manager:
+        names = [manager.add_request(one.ids, memory=one.memory, max_new_tokens=one.new) for one in requests]
+        while len(answers) < len(requests):
+            result = manager.get_result(timeout=600)
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            if result.is_finished():
+                answers[result.request_id] = result.generated_tokens
+        assert len(manager.memories) == 0
+    return [answers[name] for name in names]
+
+
+def measure(count: int = COUNT, **sizes: int) -> dict[str, dict[str, float]]:
+    """For each way: tokens a second, throughput for each unit of one after the other, and answers equal to it."""
+    model, requests = make_reader(torch.float32).eval(), draw(count, **sizes)
+    for way in (one_by_one, static, continuous):
+        way(model, requests[:3])
+    rows, tokens, wanted, first = {}, sum(one.new for one in requests), None, 0.0
+    for name, way in (("one after the other", one_by_one), ("batches of eight", static), ("continuous", continuous)):
+        begin = time.perf_counter()
+        answers = way(model, requests)
+        seconds = time.perf_counter() - begin
+        wanted, first = (answers, seconds) if wanted is None else (wanted, first)
+        rows[name] = {
+            "tokens a second": tokens / seconds,
+            "throughput": first / seconds,
+            "answers equal": sum(a == b for a, b in zip(answers, wanted, strict=True)) / count,
+        }
+    return rows

@@ -1,0 +1,227 @@
+"""A memory that grows while text is written: each token sees what had arrived, no more, in one forward and in many."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import mmattn
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import ConditionError, MaskError, NonFiniteError, ShapeError
+from tests import tiny
+
+E, NEW = tiny.MEMORY_DIM, 11
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+
+
+def frames(count: int, rows: int = 2) -> Tensor:
+    return torch.randn(rows, count, E, generator=torch.Generator().manual_seed(4))
+
+
+class Camera(LogitsProcessor):
+    """Slots arrive between tokens: one, none, two, …"""
+
+    def __init__(self, stream: mmattn.MemoryStream, slots: Tensor) -> None:
+        self.stream, self.slots, self.counts, self.logits = stream, slots, [], []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.counts.append(self.stream.arrived)
+        self.logits.append(scores)
+        more = len(self.counts) % 3
+        begin = self.stream.arrived
+        self.stream.append(self.slots[:, begin : begin + more])
+        return scores
+
+
+@pytest.mark.parametrize("window", [None, 4, 1])
+@pytest.mark.parametrize("setting", [{}, {"null_slot": True, "length_norm": 9.0}, {"num_kv_heads": 1}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_streamed_is_offline(family: str, setting: dict[str, Any], window: int | None) -> None:
+    """Every token, with host caches, against one forward under the same boundaries."""
+    model, slots = tiny.attach(tiny.make(family), **setting), frames(40)
+    stream = mmattn.MemoryStream(E, window=window, rows=2)
+    stream.append(slots[:, :3])
+    camera, prompt = Camera(stream, slots), tiny.text(2)
+    with torch.no_grad():
+        written = model.generate(prompt, memory=stream, logits_processor=[camera], **GREEDY)
+        counts = torch.tensor(camera.counts)
+        assert len(set(camera.counts)) > 5
+        # The prompt was read at once, before anything more had arrived; each new token one forward later.
+        arrived = torch.cat([counts[:1].expand(prompt.shape[1]), counts[1:]]).expand(2, -1)
+        whole = model(written[:, :-1], memory=slots, arrived=arrived, window=window).logits
+        other = model(written[:, :-1], memory=slots, arrived=arrived + 1, window=window).logits
+    streamed = torch.stack(camera.logits, 1)
+    tiny.assert_close(streamed, whole[:, prompt.shape[1] - 1 :], 1e-5)
+    assert tiny.differs(whole, other), "a boundary that is off by one is another answer"
+    assert torch.equal(written[:, prompt.shape[1] :], streamed.argmax(-1))
+
+
+def test_generating_under_boundaries() -> None:
+    model, slots, prompt = tiny.attach(tiny.make("llama")), frames(9), tiny.text(2)
+    arrived = torch.arange(prompt.shape[1]).expand(2, -1) + 1
+    with torch.no_grad():
+        written = model.generate(prompt, memory=slots, arrived=arrived, window=3, **GREEDY)
+        last = arrived[:, -1:].expand(-1, NEW - 1)
+        whole = model(written[:, :-1], memory=slots, arrived=torch.cat([arrived, last], 1), window=3).logits
+    assert torch.equal(whole[:, prompt.shape[1] - 1 :].argmax(-1), written[:, prompt.shape[1] :])
+
+
+def test_training_under_boundaries() -> None:
+    """Against forwards of each prefix with what had arrived; gradients reach the slots that were seen."""
+    model, ids = tiny.attach(tiny.make("llama")), tiny.text(2)
+    slots = frames(9).requires_grad_()
+    arrived = torch.tensor([[0, 0, 2, 2, 3, 5, 5], [1, 2, 3, 4, 5, 6, 7]])
+    out = model(ids, labels=ids, memory=slots, arrived=arrived).logits
+    assert torch.equal(out[0, :2], tiny.own(ids)[0, :2]), "before anything arrives it is the host's own, bit for bit"
+    grad = torch.autograd.grad(out[0].sum(), slots)[0]
+    assert grad[0, :5].abs().sum((1,)).gt(0).all() and not grad[0, 5:].any() and not grad[1].any()
+    # Another slot that arrives later changes nothing before.
+    changed = slots.detach().clone()
+    changed[1, 4] = changed[1, 4].flip(0)
+    later = model(ids, memory=changed, arrived=arrived).logits
+    assert torch.equal(later[1, :4], out[1, :4]) and tiny.differs(later[1, 4:], out[1, 4:])
+    with torch.no_grad():
+        forgotten = model(ids, memory=slots, arrived=arrived, window=2).logits
+    assert tiny.differs(forgotten[1, 3:], out[1, 3:]) and torch.equal(forgotten[1, :2], out[1, :2].detach())
+
+
+def test_the_doctor_finds_what_comes_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny.attach(tiny.make("llama")), tiny.text(2)
+    batch = {"input_ids": ids, "memory": frames(6), "arrived": torch.arange(ids.shape[1]).clamp(max=6).expand(2, -1)}
+    report = mmattn.doctor(model, batch)
+    assert report.ok, report
+    assert any(ok for ok, name, _ in report.lines if name == "slots for later tokens"), report
+    own = TextState.arrived_slots
+
+    def leak(text: TextState, count: int) -> Tensor | None:
+        seen = own(text, count)
+        return None if seen is None else seen.roll(1, -1) | seen  # one slot too early
+
+    monkeypatch.setattr(TextState, "arrived_slots", leak)
+    assert mmattn.doctor(model, batch).failed == ["slots for later tokens"]
+
+
+def test_each_slot_is_projected_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, slots = tiny.attach(tiny.make("llama")), frames(200)
+    stream = mmattn.MemoryStream(E, window=8, rows=2)
+    projected: list[int] = []
+    for attention in model.attentions().values():
+        own = attention.project
+        monkeypatch.setattr(
+            attention, "project", lambda m, *a, own=own, **k: projected.append(m.shape[1]) or own(m, *a, **k)
+        )
+    sizes = set()
+    with torch.no_grad():
+        for number in range(200):
+            stream.append(slots[:, number : number + 1])
+            model(tiny.text(2, length=1), memory=stream)
+            sizes.add(sum(one.nbytes() for one in stream.computed.values()))
+    assert sum(projected) == 200 * len(model.attentions())
+    assert max(sizes) < 4 * 2 * 2 * 16 * 4 * 40, "keys and values of some windows, not of all that came"
+    with pytest.raises(ConditionError, match="are forgotten"):
+        stream.tokens(0, 8)
+    whole = model(tiny.text(2, length=1), memory=slots[:, -8:]).logits
+    tiny.assert_close(model(tiny.text(2, length=1), memory=stream).logits, whole, 1e-6)
+
+
+def test_weights_that_change_and_another_host() -> None:
+    model, slots = tiny.attach(tiny.make("llama")), frames(6)
+    stream = mmattn.MemoryStream(E, rows=2)
+    stream.append(slots)
+    ids = tiny.text(2)
+    with torch.no_grad():
+        model(ids, memory=stream)
+        for parameter in model.adapters.parameters():
+            parameter.mul_(1.5)
+        tiny.assert_close(model(ids, memory=stream).logits, model(ids, memory=slots).logits, 1e-6)
+        other = tiny.attach(tiny.make("llama", seed=1))
+        tiny.assert_close(other(ids, memory=stream).logits, other(ids, memory=slots).logits, 1e-6)
+    tiny.assert_close(model(ids, memory=stream).logits, model(ids, memory=slots).logits, 1e-6)  # with gradients
+
+
+def test_two_adapters_see_the_same_slots() -> None:
+    """Slots that arrive in the middle of a forward are for the next one."""
+    model, slots = tiny.attach(tiny.make("llama")), frames(9)
+    model.add_adapter("other", mmattn.GatedAdapter(memory_dim=E, layers=(1,), num_heads=2, head_dim=8))
+    tiny.open_gates(model)
+    stream = mmattn.MemoryStream(E, rows=2)
+    stream.append(slots[:, :4])
+    hook = model.host.model.layers[0].register_forward_hook(lambda *_: stream.append(slots[:, 4:6]))
+    ids = tiny.text(2)
+    with torch.no_grad():
+        tiny.assert_close(model(ids, memory=stream).logits, model(ids, memory=slots[:, :4]).logits, 1e-6)
+    hook.remove()
+
+
+def test_nothing_has_arrived_yet() -> None:
+    model, ids = tiny.attach(tiny.make("llama"), null_slot=True), tiny.text(2)
+    with torch.no_grad():
+        assert torch.equal(model(ids, memory=mmattn.MemoryStream(E, rows=2)).logits, tiny.own(ids))
+
+
+def test_a_thread_that_appends() -> None:
+    model, slots = tiny.attach(tiny.make("llama")), frames(400)
+    stream = mmattn.MemoryStream(E, window=16, rows=2)
+    errors: list[Exception] = []
+
+    def read() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(60):
+                    assert model(tiny.text(2, length=1), memory=stream).logits.isfinite().all()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(400):
+        stream.append(slots[:, number : number + 1])
+    for thread in threads:
+        thread.join()
+    assert not errors
+    last = model(tiny.text(2, length=1), memory=slots[:, -16:]).logits
+    tiny.assert_close(model(tiny.text(2, length=1), memory=stream).logits, last, 1e-6)
+
+
+def test_what_is_refused() -> None:
+    model, ids, slots = tiny.attach(tiny.make("llama")), tiny.text(2), frames(5)
+    stream = mmattn.MemoryStream(E, rows=2)
+    with pytest.raises(ShapeError, match=r"b = 2 and e = 13, got \(1, 5, 13\)"):
+        stream.append(slots[:1])
+    with pytest.raises(ShapeError, match="without padding"):
+        stream.append(mmattn.Memory(slots, torch.zeros(2, 5, dtype=torch.bool)))
+    with pytest.raises(NonFiniteError):
+        stream.append(slots * float("nan"))
+    with pytest.raises(ConditionError, match=r"arrived=counts"):
+        stream.append(slots.clone().requires_grad_())
+    assert stream.arrived == 0
+    with pytest.raises(ShapeError, match="the text has 3 rows"):
+        model(tiny.text(3), memory=stream)
+    with pytest.raises(ShapeError, match="memory_dim=13"):
+        model(ids, memory=mmattn.MemoryStream(5, rows=2))
+    with pytest.raises(ConditionError, match="belongs to a call"):
+        model.prepare(stream)
+    with pytest.raises(ConditionError, match="give arrived="):
+        model(ids, memory=slots, window=3)
+    with pytest.raises(ConditionError, match="without memory="):
+        model(ids, arrived=torch.ones(2, 7, dtype=torch.long))
+    with pytest.raises(ShapeError, match=r"arrived must be \(b, l\) with b = 2"):
+        model(ids, memory=slots, arrived=torch.ones(3, 7, dtype=torch.long))
+    with pytest.raises(MaskError, match="must hold integers"):
+        model(ids, memory=slots, arrived=torch.ones(2, 7))
+    with pytest.raises(ConditionError, match="reads none of its slots as they are"):
+        model(ids, memory=stream, arrived=torch.ones(2, 7, dtype=torch.long))
+    model = tiny.attach(tiny.make("llama"), resampler={"num_latents": 3})
+    with pytest.raises(ConditionError, match="its resampler mixes all slots"):
+        model(ids, memory=stream)
+    with pytest.raises(ConditionError, match="reads none of its slots as they are"):
+        model(ids, memory=slots, arrived=torch.ones(2, 7, dtype=torch.long))
+    model = tiny.attach(tiny.make("llama"), score_bias=True)
+    with pytest.raises(ShapeError, match="has no scores"):
+        model(ids, memory=stream)

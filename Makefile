@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-WANTED := --editable '.[all,quantised,demo,scale]' --group dev
+WANTED := --editable '.[all,quantised,demo,serve,scale]' --group dev
 WORKERS ?= 2
 DOCS := build/docs-env
 # Where bytecode is not to be written, each of the processes that tests start would compile torch and transformers anew.

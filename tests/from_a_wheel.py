@@ -2,10 +2,10 @@
 
     python -m tests.from_a_wheel [--wheel FILE] [--without-demo]
 
-Builds the wheel of this checkout, installs it with its extras `all` and `demo` into an environment of its own, and
-there, in a folder that does not see the checkout, runs the Python blocks of the README, of docs and of the recipes'
-pages, and each `mmattn` command once. Nothing is sent anywhere but to 127.0.0.1, and to the package registry for what
-is installed. Prints one line for each step with its seconds and exits with 1 at the first that fails.
+Builds the wheel of this checkout, installs it with its extras into an environment of its own, and there, in a folder
+that does not see the checkout, runs the Python blocks of the README, of docs and of the recipes' pages, and each
+`mmattn` command once. Nothing is sent anywhere but to 127.0.0.1, and to the package registry for what is installed.
+Prints one line for each step with its seconds and exits with 1 at the first that fails.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class User:
             raise Failed(f"{' '.join(words)} ended with {done.returncode}, without {missing}:\n{said[-4000:]}")
         return said
 
-    def serve(self, *words: str) -> None:
+    def serve(self, *words: str, path: str = "") -> None:
         """Start a command that serves a page, fetch it, and end it with Ctrl-C."""
         began = time.perf_counter()
         with socket.socket() as one:
@@ -83,7 +83,7 @@ class User:
         try:
             while True:
                 try:
-                    page = urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10).read().decode()
+                    page = urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10).read().decode()
                     break
                 except OSError as error:
                     if process.poll() is not None or time.perf_counter() - began > 300:
@@ -107,7 +107,7 @@ def install(user: User, wheel: Path | None) -> None:
         (wheel,) = dist.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(user.environment)], check=True)
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    python, wanted = str(user.environment / "bin" / "python"), f"mmattn[all,demo] @ {wheel.resolve().as_uri()}"
+    python, wanted = str(user.environment / "bin" / "python"), f"mmattn[all,demo,serve] @ {wheel.resolve().as_uri()}"
     pip = [uv, "pip", "install", "--quiet", "--python", python] if uv else [python, "-m", "pip", "install", "-qq"]
     subprocess.run([*pip, wanted], check=True, env=user.variables)
 
@@ -143,6 +143,7 @@ def first_hour(user: User, demo: bool) -> None:
     mmattn("mmattn", "explore", "runs/mine", says=[".html"])
     mmattn("mmattn", "draw", "a seven", "--adapter", "runs/mine/adapter", code=2, says=["for image-to-text"])
     user.serve("mmattn", "live", "--adapter", "runs/mine/adapter")
+    user.serve("mmattn", "serve", "runs/mine/adapter", path="v1/models")
 
     for page in PAGES:
         (user.environment.parent / page).parent.mkdir(parents=True, exist_ok=True)

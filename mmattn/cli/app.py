@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmattn.cli import index, inspect, pipelines, recipes
+from mmattn.cli import index, inspect, pipelines, recipes, serve
 
 app = typer.Typer(
     name="mmattn",
@@ -32,6 +32,7 @@ app.command()(recipes.schema)
 app.command()(pipelines.caption)
 app.command()(pipelines.draw)
 app.command()(pipelines.ask)
+app.command()(serve.serve)
 app.command()(inspect.doctor)
 app.command()(inspect.explore)
 app.command()(inspect.env)

@@ -57,9 +57,19 @@ class ImageToTextPipeline(ImagePipeline):
         Raises:
             ImageError: it cannot be read.
         """
-        memory = self._memory([image], False)
-        given = self.config.generation | options
-        return stream_text(self.model, self.tokenizer, self.config.prompt, memory, options=given)
+        prompt, memory = self.inputs(image)
+        return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
+
+    def inputs(self, image: Any) -> tuple[str, Memory]:
+        """The prompt, and the memory (1, m, e) of a picture.
+
+        Args:
+            image: one picture.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+        return self.config.prompt, self._memory([image], False)
 
     @torch.no_grad()
     def trace(self, image: Any) -> Trace:

@@ -89,8 +89,7 @@ class QuestionAnsweringPipeline(IndexPipeline):
             TextError: an empty question.
             ConfigError: as in a call.
         """
-        (prompt,) = self._prompts(self._asked(question))
-        memory = self._memory([question], index)
+        prompt, memory = self.inputs(question, index)
         return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
 
     def trace(self, question: str, *, index: Any = None) -> Trace:
@@ -104,14 +103,27 @@ class QuestionAnsweringPipeline(IndexPipeline):
             TextError: an empty question.
             ConfigError: as in a call.
         """
-        (prompt,) = self._prompts(self._asked(question))
-        memory = self._memory([question], index)
+        prompt, memory = self.inputs(question, index)
         (text,) = generate_texts(self.model, self.tokenizer, [prompt], memory, options=self.config.generation)
         begin, end = bos_and_eos(self.tokenizer)
         given = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ids = [begin, *given, *self.tokenizer(f" {text}", add_special_tokens=False)["input_ids"], end]
         words = [self.tokenizer.decode([one]) for one in ids]
         return attribute(self.model, ids, memory, words, start=1 + len(given), title=f"{prompt} {text}")
+
+    def inputs(self, question: str, index: Any = None) -> tuple[str, Memory]:
+        """The prompt of a question, and the memory (1, m, e) of what the index holds for it.
+
+        Args:
+            question: one.
+            index: as in a call.
+
+        Raises:
+            TextError: an empty question.
+            ConfigError: as in a call.
+        """
+        (prompt,) = self._prompts(self._asked(question))
+        return prompt, self._memory([question], index)
 
     def _answer(self, questions: list[str], index: Any, options: dict[str, Any]) -> list[Answer]:
         prompts, memory = self._prompts(questions), self._memory(questions, index)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.stress import compiled_lengths, disk_full, growth, mutated_files, soak, threads
+from tests.stress import compiled_lengths, disk_full, growth, mutated_files, serving, soak, threads
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,11 @@ def test_nothing_is_left_behind() -> None:
 def test_a_round_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(0, seed=1) == 0
     assert "the host is what it was" in capsys.readouterr().out
+
+
+def test_clients_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """Invariant 86."""
+    assert serving.main(3, 8) == 0, capsys.readouterr().out
 
 
 def test_a_few_compiled_lengths(capsys: pytest.CaptureFixture[str]) -> None:

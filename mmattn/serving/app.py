@@ -1,0 +1,289 @@
+"""The HTTP interface: /v1/models, /v1/completions, /v1/chat/completions, /health and /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from mmattn.errors import MmattnError
+from mmattn.memory import Memory
+from mmattn.serving.engine import BusyError, Engine, Piece
+from mmattn.serving.inputs import make_inputs
+from mmattn.serving.metrics import Metrics
+from mmattn.serving.middleware import AccessLog, BodyLimit
+from mmattn.serving.schemas import ChatRequest, CompletionRequest
+
+
+def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
+    """The application; its lifespan starts the engine, and ends it when all that was taken is answered.
+
+    Args:
+        engine: what answers.
+        name: of the model, as /v1/models lists it.
+        api_key: what a request must bring as bearer token; None for any.
+    """
+    metrics = Metrics(engine)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.stop()
+
+    app = FastAPI(title="mmattn", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(BodyLimit, most=engine.limits.max_body_bytes)
+    app.add_middleware(AccessLog, metrics=metrics)
+    answering = Answering(engine, name, metrics)
+
+    def authorise(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+            raise HTTPException(401, "the bearer token is missing or wrong")
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return as_error(error.status_code, str(error.detail), error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return as_error(400, f"{where}: {first['msg']}" if where else str(first["msg"]), param=where or None)
+
+    @app.exception_handler(MmattnError)
+    async def wrong(request: Request, error: MmattnError) -> JSONResponse:
+        return as_error(400, str(error))
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        ok = engine.healthy()
+        return JSONResponse({"status": "ok" if ok else "stopped", "running": engine.running}, 200 if ok else 503)
+
+    @app.get("/metrics", dependencies=[Depends(authorise)])
+    async def figures() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models", dependencies=[Depends(authorise)])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "mmattn"}]}
+
+    @app.post("/v1/completions", dependencies=[Depends(authorise)])
+    async def completions(body: CompletionRequest, request: Request) -> Any:
+        pictures = [] if body.image is None else [body.image]
+        return await answering.answer(request, body, body.prompt, pictures, body.max_tokens, Completion())
+
+    @app.post("/v1/chat/completions", dependencies=[Depends(authorise)])
+    async def chat(body: ChatRequest, request: Request) -> Any:
+        try:
+            text, pictures = body.last()
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        most = body.max_completion_tokens or body.max_tokens
+        return await answering.answer(request, body, text, pictures, most, Chat())
+
+    return app
+
+
+class Completion:
+    """The words of /v1/completions."""
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
+        """A part of an answer."""
+        return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
+
+    complete = choice
+
+
+class Chat:
+    """The words of /v1/chat/completions."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
+        """A part of an answer."""
+        delta = {"role": "assistant"} if first else {}
+        return {"index": 0, "delta": {**delta, "content": text}, "finish_reason": reason}
+
+    def complete(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
+        """A whole answer."""
+        return {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+
+
+class Answering:
+    """What both paths of completions have in common.
+
+    Args:
+        engine: what answers.
+        name: of the model.
+        metrics: counted into.
+    """
+
+    def __init__(self, engine: Engine, name: str, metrics: Metrics) -> None:
+        self.engine, self.name, self.metrics = engine, name, metrics
+        # Encoders and searches run one at a time, beside the model.
+        self._encoding = asyncio.Semaphore(1)
+
+    async def answer(
+        self, request: Request, body: Any, text: str, pictures: list[str], most: int | None, words: Any
+    ) -> Any:
+        """The response to one request.
+
+        Args:
+            request: as it came.
+            body: as it was read.
+            text: of the prompt.
+            pictures: data URLs.
+            most: new tokens asked for.
+            words: those of the path.
+        """
+        limits = self.engine.limits
+        if body.model != self.name:
+            raise HTTPException(404, f"there is no model {body.model!r} here: this server has {self.name!r}")
+        usual = min(limits.max_tokens, int(self.engine.pipe.config.generation.get("max_new_tokens", 64)))
+        most = usual if most is None else most
+        if most > limits.max_tokens:
+            raise HTTPException(400, f"max_tokens={most} is more than the {limits.max_tokens} of this server")
+        try:
+            self.engine.enter()
+        except BusyError:
+            message = f"{limits.max_requests} requests run or wait already: try again"
+            raise HTTPException(429, message, {"Retry-After": "1"}) from None
+        left = False
+        try:
+            deadline = time.perf_counter() + limits.timeout
+            async with self._encoding:
+                prompt, memory = await asyncio.to_thread(
+                    make_inputs, self.engine.pipe, limits, text, pictures, body.documents, body.memory
+                )
+            ids = self.engine.ids_of(prompt, most)
+            head = {"id": f"{words.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
+            if body.stream:
+                usage = bool((body.stream_options or {}).get("include_usage"))
+                chunks = self._chunks(head, ids, memory, most, words, deadline, usage)
+                left = True  # with the stream's end
+                return Events(chunks, self.engine.leave)
+            return await self._whole(request, head, ids, memory, most, words, deadline)
+        finally:
+            if not left:
+                self.engine.leave()
+
+    async def _pieces(self, ids: list[int], memory: Memory, most: int, deadline: float) -> AsyncIterator[Piece]:
+        begin, count = time.perf_counter(), 0
+        pieces = self.engine.answer(ids, memory, most)
+        try:
+            while True:
+                try:
+                    piece = await asyncio.wait_for(anext(pieces), deadline - time.perf_counter())
+                except StopAsyncIteration:
+                    return
+                if not count:
+                    self.metrics.first_token.observe(time.perf_counter() - begin)
+                self.metrics.tokens.inc(piece.tokens - count)
+                count = piece.tokens
+                yield piece
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+    async def _whole(
+        self,
+        request: Request,
+        head: dict[str, Any],
+        ids: list[int],
+        memory: Memory,
+        most: int,
+        words: Any,
+        deadline: float,
+    ) -> Any:
+        async def write() -> tuple[str, Piece]:
+            text, last = "", Piece("", 0, "length")
+            async for piece in self._pieces(ids, memory, most, deadline):
+                text, last = text + piece.text, piece
+            return text, last
+
+        writing = asyncio.ensure_future(write())
+        try:
+            while not (await asyncio.wait([writing], timeout=0.5))[0]:
+                if await request.is_disconnected():
+                    return Response(status_code=499)
+            text, last = writing.result()
+        except asyncio.TimeoutError:
+            raise HTTPException(504, f"no answer within {self.engine.limits.timeout:g} s") from None
+        finally:
+            writing.cancel()
+            with contextlib.suppress(BaseException):
+                await writing
+        choice = words.complete(text.rstrip(), last.finish_reason, True)
+        return {**head, "object": words.whole, "choices": [choice], "usage": usage_of(ids, last.tokens)}
+
+    async def _chunks(
+        self,
+        head: dict[str, Any],
+        ids: list[int],
+        memory: Memory,
+        most: int,
+        words: Any,
+        deadline: float,
+        with_usage: bool,
+    ) -> AsyncIterator[str]:
+        head, count = {**head, "object": words.chunk}, 0
+        try:
+            async for piece in self._pieces(ids, memory, most, deadline):
+                choice = words.choice(piece.text, piece.finish_reason, not count)
+                count = piece.tokens
+                yield as_event({**head, "choices": [choice]})
+            if with_usage:
+                yield as_event({**head, "choices": [], "usage": usage_of(ids, count)})
+            yield "data: [DONE]\n\n"
+        except (MmattnError, asyncio.TimeoutError) as error:
+            message = str(error) or f"no answer within {self.engine.limits.timeout:g} s"
+            yield as_event({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+
+
+class Events(StreamingResponse):
+    """A stream of events, after which something is done however it ends, also where nobody reads it.
+
+    Args:
+        chunks: the events.
+        end: what is done.
+    """
+
+    def __init__(self, chunks: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(chunks, media_type="text/event-stream")
+        self._chunks, self._end = chunks, end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._chunks.aclose()  # type: ignore[attr-defined]
+            self._end()
+
+
+def usage_of(ids: list[int], tokens: int) -> dict[str, int]:
+    """Counts of tokens."""
+    return {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens}
+
+
+def as_event(content: dict[str, Any]) -> str:
+    """A line of a stream."""
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def as_error(status: int, message: str, headers: Any = None, param: str | None = None) -> JSONResponse:
+    """An error in the interface of OpenAI."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    content = {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    return JSONResponse(content, status, headers=dict(headers or {}))

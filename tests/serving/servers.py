@@ -1,0 +1,104 @@
+"""Servers for the tests: uvicorn in a thread, on a port of this machine, with small adapters that caption or answer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mmattn
+from mmattn import pipelines
+from mmattn.pipelines.entries import build_index
+from mmattn.recipes import asset_path, find_recipe, load_recipe
+from mmattn.serving import Engine, Limits, make_app
+from tests import tiny
+
+#: Facts that the shipped adapter was not trained on.
+_HELD_OUT = load_recipe(find_recipe("rag").folder, "facts").load_facts()[1][:24]
+FACTS = [{"title": fact.title, "value": fact.value} for fact in _HELD_OUT]
+QUESTIONS = [fact.question for fact in _HELD_OUT]
+
+
+@dataclass
+class Server:
+    """A server that runs."""
+
+    engine: Engine
+    port: int
+    uvicorn: Any
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def until(self, condition: Any, seconds: float = 20.0) -> bool:
+        """Whether something becomes true in time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if condition():
+                return True
+            time.sleep(0.02)
+        return False
+
+    def is_idle(self) -> bool:
+        """Nothing runs and no memory is held."""
+        manager = self.engine.manager
+        handlers = manager.output_router.result_handlers
+        return not (self.engine.running or len(manager.memories) or manager.memories.nbytes() or handlers)
+
+
+@contextlib.contextmanager
+def serving(pipe: Any, api_key: str | None = None, **limits: Any) -> Iterator[Server]:
+    """A server of a pipeline, until the block ends."""
+    import uvicorn
+
+    engine = Engine(pipe, Limits(**limits))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = uvicorn.Config(
+        make_app(engine, "tiny", api_key), host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=20
+    )
+    server = Server(engine, port, uvicorn.Server(settings))
+    thread = threading.Thread(target=server.uvicorn.run, daemon=True)
+    thread.start()
+    assert server.until(lambda: server.uvicorn.started, 60)
+    try:
+        yield server
+    finally:
+        server.uvicorn.should_exit = True
+        thread.join(40)
+        assert not thread.is_alive()
+
+
+def answering_pipe() -> Any:
+    """The facts adapter that ships, with an index of facts that it never saw."""
+    pipe = mmattn.pipeline("assets/rag/adapter", device="cpu")
+    pipe.index = build_index(FACTS, pipe.config, pipe.encoder)
+    return pipe
+
+
+def captioning_pipe(folder: Path) -> Any:
+    """An adapter that was opened instead of trained, on the small language model and CLIP that ship."""
+    encoder = mmattn.OpenCLIPEncoder(f"local-dir:{asset_path('assets/clip')}")
+    host, tokenizer = pipelines.load_host(pipelines.ModelReference(name="assets/lm"), folder, torch.device("cpu"), None)
+    settings = mmattn.GatedAdapter(memory_dim=encoder.dim, layers=(0, 2), num_heads=2, head_dim=8)
+    model = tiny.open_gates(mmattn.attach(host, settings))
+    model.save_adapter(folder, encoder=encoder.fingerprint)
+    fingerprint = pipelines.tokenizer_fingerprint(tokenizer)
+    pipelines.PipelineConfig(
+        task="image-to-text",
+        host=pipelines.ModelReference(name="assets/lm", tokenizer_fingerprint=fingerprint),
+        encoder=pipelines.EncoderReference(name="assets/clip"),
+        prompt="A photo of",
+        generation={"max_new_tokens": 9},
+        trained_on="Nothing: its gates were opened by hand.",
+    ).save(folder)
+    return mmattn.pipeline(folder, device="cpu")

@@ -1,0 +1,301 @@
+"""The server, by real clients over HTTP: what it answers, what it refuses, and that nothing is left behind.
+
+Invariants 86, 87.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mmattn.errors import ConfigError
+from mmattn.recipes import asset_path
+from mmattn.serving import Engine, Limits
+from tests.serving.servers import FACTS, QUESTIONS, Server, answering_pipe, captioning_pipe, serving
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+PICTURES = [Path(asset_path(f"assets/flora/{name}.png")) for name in ("snowdrop", "cornflower")]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return answering_pipe()
+
+
+@pytest.fixture(scope="module")
+def server(pipe: Any) -> Iterator[Server]:
+    with serving(pipe, max_requests=16, max_tokens=40) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Any]:
+    yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    assert server.until(server.is_idle), "a request or its memory is left behind"
+
+
+def data_url(file: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+
+
+def asked(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def test_answers_are_those_of_the_pipeline(client: Any, pipe: Any) -> None:
+    for question in QUESTIONS[:3]:
+        wanted = pipe(question).text
+        made = client.chat.completions.create(model="tiny", messages=asked(question))
+        assert made.choices[0].message.content == wanted and made.choices[0].finish_reason == "stop"
+        assert made.usage.completion_tokens > 0
+        assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
+        assert client.completions.create(model="tiny", prompt=question).choices[0].text == wanted
+    assert [one.id for one in client.models.list()] == ["tiny"]
+
+
+def test_streams(client: Any, pipe: Any) -> None:
+    wanted = pipe(QUESTIONS[7]).text
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=asked(QUESTIONS[7]), stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(one.choices[0].delta.content or "" for one in chunks[:-1]).rstrip() == wanted
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-2].choices[0].finish_reason == "stop"
+    assert len(chunks) > 3 and chunks[-1].usage.completion_tokens > 2
+    texts = client.completions.create(model="tiny", prompt=QUESTIONS[7], stream=True)
+    assert "".join(one.choices[0].text for one in texts).rstrip() == wanted
+
+
+def test_max_tokens(client: Any) -> None:
+    made = client.completions.create(model="tiny", prompt=QUESTIONS[0], max_tokens=1)
+    assert made.usage.completion_tokens == 1 and made.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="max_tokens=41 is more than the 40 of this server"):
+        client.chat.completions.create(model="tiny", messages=asked("a"), max_completion_tokens=41)
+
+
+def test_documents_and_vectors_with_the_request(client: Any, pipe: Any) -> None:
+    """They take the place of the index; each request has its own."""
+    from mmattn.pipelines.entries import build_index
+
+    documents = [{"title": FACTS[2]["title"], "value": FACTS[5]["value"]}, FACTS[6]]
+    own = pipe(QUESTIONS[2], index=build_index(documents, pipe.config, pipe.encoder)).text
+    assert own != pipe(QUESTIONS[2]).text
+    made = client.chat.completions.create(
+        model="tiny", messages=asked(QUESTIONS[2]), extra_body={"documents": documents}
+    )
+    assert made.choices[0].message.content == own
+    with pytest.raises(openai.BadRequestError, match="entry 0 has no value"):
+        client.completions.create(model="tiny", prompt="a", extra_body={"documents": [{"title": "x"}]})
+
+
+def test_many_at_once(server: Server, pipe: Any) -> None:
+    """Sixteen clients, each with its own question; every answer is that of its own memory."""
+    wanted = {question: pipe(question).text for question in QUESTIONS}
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+    def ask(question: str) -> bool:
+        made = client.chat.completions.create(model="tiny", messages=asked(question))
+        return made.choices[0].message.content == wanted[question]
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(ask, QUESTIONS * 2))
+    assert server.until(server.is_idle)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}], "temperature": 0.7}, 400, "temperature"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_p": 0.7}, 400, "top_p"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, 400, "one message"),
+        ({"messages": [{"role": "user", "content": "a"}], "model": "gpt"}, 404, "there is no model 'gpt' here"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "positions"),
+        ({"messages": [{"role": "user", "content": "a"}], "memory": [[float("nan")] * 768]}, 400, "non-finite"),
+        ({"messages": [{"role": "user", "content": "a"}], "memory": [[0.5] * 3]}, 400, "width 768, got widths"),
+        ({"messages": [{"role": "user", "content": "a"}], "documents": []}, 400, "documents is empty"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
+            400,
+            "sees no pictures",
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+@pytest.mark.filterwarnings("ignore:1 texts are longer:UserWarning")
+def test_what_is_refused(server: Server, body: dict[str, Any], status: int, said: str) -> None:
+    content = json.dumps({"model": "tiny", **body})
+    made = httpx.post(
+        f"{server.url}/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+    )
+    assert made.status_code == status and said in made.json()["error"]["message"], made.text
+    assert server.until(server.is_idle)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"null", b'{"model": 3}', b""])
+def test_broken_bodies(server: Server, content: bytes) -> None:
+    made = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert made.status_code == 400 and made.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_of_a_hundred_megabytes(server: Server, announced: bool) -> None:
+    """Refused after as much as is taken, whether its length is announced or not."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as wire:
+        length = b"Content-Length: 100000000" if announced else b"Transfer-Encoding: chunked"
+        wire.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n" + length + b"\r\n\r\n"
+        )
+        sent, piece = 0, b"x" * 65536
+        try:
+            while sent < 100_000_000:
+                wire.sendall(piece if announced else b"10000\r\n" + piece + b"\r\n")
+                sent += len(piece)
+        except OSError:
+            pass  # the server has closed the connection
+        assert sent < 40_000_000
+    made = httpx.get(f"{server.url}/health")
+    assert made.status_code == 200 and made.json()["running"] == 0
+
+
+def test_too_many(server: Server) -> None:
+    for _ in range(16):
+        server.engine.enter()
+    try:
+        made = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"})
+        assert made.status_code == 429 and made.headers["retry-after"] == "1"
+    finally:
+        for _ in range(16):
+            server.engine.leave()
+    assert httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": QUESTIONS[0]}).status_code == 200
+
+
+def test_a_request_that_takes_too_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine, "limits", replace(server.engine.limits, timeout=0.001))
+    body = {"model": "tiny", "prompt": QUESTIONS[0]}
+    made = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    assert made.status_code == 504 and "no answer within" in made.json()["error"]["message"]
+    made = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=30)
+    assert "no answer within" in made.text and "[DONE]" not in made.text
+    assert server.until(server.is_idle)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_vanishes(server: Server, stream: bool) -> None:
+    body = json.dumps({"model": "tiny", "prompt": QUESTIONS[0], "stream": stream}).encode()
+    lines = "POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {len(body)}"
+    head = "\r\n".join([*lines, "", ""])
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as wire:
+            wire.sendall(head.encode() + body)
+            if stream:
+                wire.recv(200)
+            # Closed without reading: a reset.
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+    assert server.until(server.is_idle)
+
+
+def test_figures_and_logs(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mmattn.serving"):
+        httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": QUESTIONS[1]})
+        assert server.until(lambda: any("completions" in one.getMessage() for one in caplog.records))
+    said = [json.loads(one.getMessage()) for one in caplog.records if one.name == "mmattn.serving"]
+    assert said[-1]["path"] == "/v1/completions" and said[-1]["status"] == 200 and said[-1]["seconds"] > 0
+    assert FACTS[1]["title"] not in caplog.text and FACTS[1]["value"] not in caplog.text, "logs have no contents"
+    text = httpx.get(f"{server.url}/metrics").text
+    for name in (
+        "mmattn_tokens_total",
+        "mmattn_first_token_seconds_bucket",
+        "mmattn_running_requests 0.0",
+        "mmattn_memory_bytes 0.0",
+    ):
+        assert name in text
+    assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
+
+
+def test_bearer_tokens_and_a_shutdown_that_finishes_what_runs(pipe: Any) -> None:
+    with serving(pipe, api_key="secret", max_tokens=40) as server:
+        body = {"model": "tiny", "prompt": QUESTIONS[0]}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 401
+        wrong = {"authorization": "Bearer sécret".encode()}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=wrong).status_code == 401
+        assert (
+            httpx.get(f"{server.url}/metrics").status_code == 401
+            and httpx.get(f"{server.url}/health").status_code == 200
+        )
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0)
+        wanted = client.completions.create(**body).choices[0].text
+        texts: list[str] = []
+
+        def read() -> None:
+            for chunk in client.completions.create(**body, stream=True):
+                texts.append(chunk.choices[0].text)
+
+        readers = [threading.Thread(target=read) for _ in range(4)]
+        for reader in readers:
+            reader.start()
+        assert server.until(lambda: server.engine.running == 4)
+        server.uvicorn.should_exit = True
+        for reader in readers:
+            reader.join(30)
+        assert "".join(texts).count(wanted.split()[0]) >= 4, "each stream came to its end"
+    assert not server.engine.healthy()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pipe = captioning_pipe(tmp_path / "adapter")
+    wanted = pipe(PICTURES)
+    assert wanted[0] != wanted[1]
+    with serving(pipe) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+        def caption(url: str) -> str:
+            content = [{"type": "image_url", "image_url": {"url": url}}]
+            made = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
+            return str(made.choices[0].message.content)
+
+        assert [caption(data_url(file)) for file in PICTURES] == wanted
+        made = client.completions.create(model="tiny", prompt="", extra_body={"image": data_url(PICTURES[1])})
+        assert made.choices[0].text == wanted[1]
+        for url, said in (
+            ("http://127.0.0.1:1/a.png", "this server fetches no addresses"),
+            ("file:///etc/passwd", "this server fetches no addresses"),
+            ("data:image/png;base64,%%%", "no base64"),
+            ("data:image/png;base64,aGVsbG8=", "picture"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=said):
+                caption(url)
+        with pytest.raises(openai.BadRequestError, match="describes one picture, and 0 were given"):
+            client.completions.create(model="tiny", prompt="a flower")
+        with pytest.raises(openai.BadRequestError, match="reads no documents"):
+            client.completions.create(model="tiny", prompt="", extra_body={"documents": FACTS})
+        assert server.until(server.is_idle)
+
+
+def test_settings_that_cannot_be(pipe: Any) -> None:
+    with pytest.raises(ConfigError, match="max_requests"):
+        Limits(max_requests=0)
+    with pytest.raises(ConfigError, match="timeout"):
+        Limits(timeout=0)
+
+    class Drawing:
+        config = pipe.config.model_copy(update={"task": "text-to-image"})
+
+    with pytest.raises(ConfigError, match="is for text-to-image, and a server answers questions"):
+        Engine(Drawing(), Limits())

@@ -73,9 +73,10 @@ class AdapterLayers(nn.Module, ABC):
 
     def reading_parameters(self) -> Iterator[nn.Parameter]:
         """The weights that `read` uses: all that are not of a block."""
-        for name, parameter in self.named_parameters():
-            if not name.startswith("blocks."):
-                yield parameter
+        yield from self.parameters(recurse=False)
+        for name, part in self.named_children():
+            if name != "blocks":
+                yield from part.parameters()
 
     def check_memory(self, memory: Memory) -> None:
         """Refuse a memory that this adapter cannot read.

@@ -137,9 +137,9 @@ class GatedLayers(BlockLayers):
 class GatedMemory(ProjectedMemory):
     """A prepared memory bound to a gated adapter."""
 
-    def step(self, text: TextState) -> Any:
+    def see(self, text: TextState) -> Any:
         """What this forward sees; the feed-forward acts on all tokens where the layout says so."""
-        view = super().step(text)
+        view = super().see(text)
         if self.adapter.config.layout.feed_forward_all:  # type: ignore[attr-defined]
             view.seen = None
         return view

@@ -135,10 +135,11 @@ class GatedBlock(nn.Module):
             seen: (b, l or 1, 1) bool, which tokens change; the others pass through bit for bit. None for all.
             adapter_scale: multiplies what is added.
         """
-        wide = x.to(self.norm.weight.dtype)
+        norm = self.norm
+        wide = x if x.dtype is norm.weight.dtype else x.to(norm.weight.dtype)
         gate = self.gate()
         found = self.attention(
-            self.norm(wide),
+            norm(wide),
             memory,
             attention_mask=attention_mask,
             query_positions=query_positions,
@@ -149,7 +150,8 @@ class GatedBlock(nn.Module):
             out = torch.addcmul(out, self.feed_forward_gate(), self.feed_forward(out))
         if adapter_scale != 1.0:
             out = wide + adapter_scale * (out - wide)
-        out = out.to(x.dtype)
+        if out.dtype is not x.dtype:
+            out = out.to(x.dtype)
         return out if seen is None else torch.where(seen, out, x)
 
 
@@ -171,5 +173,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, d) to (…, d)."""
-        x = self.norm(x.to(self.norm.weight.dtype))
+        wanted = self.norm.weight.dtype
+        x = self.norm(x if x.dtype is wanted else x.to(wanted))
         return self.down(F.gelu(self.up(x)) if self.swish is None else F.silu(self.swish(x)) * self.up(x))

@@ -105,7 +105,6 @@ class PartedMemory:
             ShapeError: the rows of the text are not those of the memory.
         """
         views = [source.step(text) for source in self.sources]
-        view: ProjectedView = views[-1]
         seen = None
         if all(one.seen is not None for one in views):
             seen = torch.stack([one.seen.expand(text.rows, 1, 1) for one in views if one.seen is not None]).any(0)
@@ -113,12 +112,11 @@ class PartedMemory:
             device = self.sources[-1].adapter.weight.device
             here = torch.ones(text.rows, 1, 1, device=device) if seen is None else seen.float()
             seen = summed(here, self.group) > 0
-        view.seen = seen
         projected: dict[int, Any] = {
             layer: KeyValueParts(tuple((one.projected[layer], None) for one in views), self.group)
-            for layer in view.projected
+            for layer in views[-1].projected
         }
-        view.projected = projected
+        view: ProjectedView = self.sources[-1].view(projected, views[-1].attention_mask, seen)
         return view
 
     def as_memory(self, text: TextState) -> Memory:

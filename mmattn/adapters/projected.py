@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.graph_inputs import GraphInputs
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import combine_masks, visible_rows
 from mmattn.core.kv import KeyValue
-from mmattn.core.tensor_cache import TensorCache, autocast_dtype
+from mmattn.core.tensor_cache import ModuleTree, TensorCache, TensorVersion, autocast_dtype
+from mmattn.errors import ConditionError
 from mmattn.memory import Memory
 
 # Cached keys and values decode faster at every size measured, but the memory itself is stored once for all layers:
@@ -177,15 +179,44 @@ class ProjectedMemory:
         self.prepared, self.adapter, self.visibility = prepared, adapter, visibility
         self.rows: int | None = prepared.batch
         self.follows_text = visibility is not None
+        # By rows and dtype of autocast, what a forward saw, and all that it depends on.
+        self._kept: dict[Any, tuple[ProjectedView, ModuleTree, TensorVersion, list[Tensor]]] = {}
+        self._device = adapter.weight.device
+        self._graph: GraphInputs | None = None
+        self._graph_version = TensorVersion([])
+        self._read_by_graph = False
 
     def step(self, text: TextState) -> ProjectedView:
-        """What this forward sees.
+        """What this forward sees; the same for each token that is written, until a tensor that it depends on changes.
 
         Raises:
             ShapeError: the rows of the text are not those of the memory.
         """
-        text.check_rows(self.rows, self.adapter.name)
-        memory = self.prepared.read(self.adapter)
+        prepared, adapter = self.prepared, self.adapter
+        text.check_rows(self.rows, adapter.name)
+        depends = self.visibility is not None or text.arrivals is not None or text.layer is not None
+        many = text.rows // max(prepared.batch, 1) * text.length > ABSORB_BELOW
+        if depends or many or prepared.is_uncached(adapter):
+            return self.see(text)
+        key = text.rows, autocast_dtype(self._device)
+        kept = self._kept.get(key)
+        if kept is None or not (kept[1].holds() and kept[2].holds(kept[3])):
+            self._device = adapter.weight.device
+            sources = self._sources()
+            tree = ModuleTree(adapter.attention(layer) for layer in adapter.layers)
+            kept = self._kept[key] = self.see(text), tree, TensorVersion(sources), sources
+        return kept[0]
+
+    def see(self, text: TextState) -> ProjectedView:
+        """What this forward sees, computed now."""
+        prepared, adapter = self.prepared, self.adapter
+        layers = adapter.layers if text.layer is None else (text.layer,)
+        graph = self._graph if torch.compiler.is_compiling() and not self._may_not_keep() else None
+        if graph is not None:
+            memory = graph.memory
+            self._read_by_graph = True
+        else:
+            memory = prepared.read(adapter)
         rule = None if self.visibility is None else self.visibility(text, memory)
         arrived = text.arrived_slots(memory.length)
         if arrived is not None:
@@ -194,10 +225,44 @@ class ProjectedMemory:
         sizes = (text.rows, memory.batch, 1, text.length, memory.length)
         allowed = combine_masks(memory.mask, rule, sizes)
         seen = visible_rows(allowed, text.rows, memory.length, device=memory.device)
-        queries = text.rows // max(memory.batch, 1) * text.length
-        layers = self.adapter.layers if text.layer is None else (text.layer,)
-        projected = {layer: self.prepared.project(self.adapter, layer, memory, queries) for layer in layers}
+        if graph is not None:
+            projected = graph.project(layers)
+        else:
+            queries = text.rows // max(memory.batch, 1) * text.length
+            projected = {layer: prepared.project(adapter, layer, memory, queries) for layer in layers}
         return self.view(projected, rule, seen)
+
+    def _may_not_keep(self) -> bool:
+        return torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type)
+
+    def prepare_graph(self) -> None:
+        """Compute what a compiled host is to be given, where that may be kept."""
+        prepared, adapter = self.prepared, self.adapter
+        if torch.compiler.is_compiling() or self._may_not_keep():
+            return
+        memory = prepared.read(adapter)
+        self._graph = GraphInputs.of(
+            memory, {layer: prepared.project(adapter, layer, memory, 1) for layer in adapter.layers}
+        )
+        self._graph_version = TensorVersion(self._sources())
+
+    def check_graph(self) -> None:
+        """Refuse answers of a compiled host for which the weights or the memory were edited too late.
+
+        Raises:
+            ConditionError: they were, since the call was begun.
+        """
+        if self._read_by_graph and not self._graph_version.holds(self._sources()):
+            raise ConditionError(
+                f"the weights of adapter {self.adapter.name!r} or its memory were changed inside a condition block, "
+                "and a compiled host went on with keys and values from before: begin a new block after each change"
+            )
+
+    def _sources(self) -> list[Tensor]:
+        sources = [*self.prepared.memory.tensors(), *self.adapter.reading_parameters()]
+        for layer in self.adapter.layers:
+            sources += self.adapter.attention(layer).projecting_parameters()
+        return sources
 
     def as_memory(self, text: TextState) -> Memory:
         """The memory itself."""

@@ -49,6 +49,8 @@ class KeyValue:
     batch: int = field(init=False)
     #: Number of slots m of the memory, padding included and a null slot not.
     slots: int = field(init=False)
+    #: Nothing but keys and values of slots that all may be seen.
+    plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if self.lengths is None:
@@ -58,6 +60,8 @@ class KeyValue:
             batch, slots = len(self.lengths), self.mask.shape[1]
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "slots", slots)
+        special = self.lengths is not None or self.mask is not None or self.bias is not None
+        object.__setattr__(self, "plain", slots > 0 and not (special or self.absorbed or self.null))
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Keys (1, g, m_i, k), values and bias (m_i,) of each row whose length is known, as views."""

@@ -154,13 +154,16 @@ class KeyValueProjection(nn.Module):
 
     def projecting_parameters(self) -> list[Tensor]:
         """The weights that `project` uses."""
-        own = [self.null_key, self.null_value, self.score_scale]
+        own = [self.null_key, self.null_value, self.score_scale] if self._parameters else []
         weights: list[Tensor] = [weight for weight in own if weight is not None]
         for layer in (self.k_proj, self.v_proj, self.k_norm):
-            if type(layer) is nn.Linear and layer.bias is None:
-                weights.append(layer.weight)
-            elif layer is not None:
-                weights += layer.parameters()
+            if layer is not None:
+                # Asked at every step of decoding: `parameters()` takes longer than the list itself.
+                weights += (
+                    layer.parameters()
+                    if layer._modules
+                    else [one for one in layer._parameters.values() if one is not None]
+                )
         return weights
 
     @property
@@ -215,6 +218,8 @@ class KeyValueProjection(nn.Module):
                     "a projected memory holds its mask, scores, values and positions: give them to project"
                 )
             mask, memory_rows, m = memory.mask, memory.batch, memory.slots
+            if memory.plain and rows == memory_rows and attention_mask is None and not (causal or return_weights):
+                return self._attend_padded(q, memory.keys, memory.values, None, None), None, None
         else:
             mask = self._check(memory, values, mask, scores, q.device)
             memory_rows, m = memory.shape[:2]
@@ -535,6 +540,8 @@ def _rows_that_see(kv: KeyValue) -> Tensor | bool | None:
 def norm_heads(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
     """Queries or keys (b, h, l, k) normalised, in their dtype."""
     # Autocast does not know RMSNorm, which warns of weights of another dtype.
+    if heads.dtype is norm.weight.dtype:
+        return norm(heads)
     return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
 
 

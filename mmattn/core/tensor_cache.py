@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class TensorVersion:
@@ -38,6 +39,32 @@ class TensorVersion:
             and tensor.stride() == data.stride()
             for tensor, (data, version) in zip(now, self._seen, strict=True)
         )
+
+
+class ModuleTree:
+    """The parts and parameters of modules, to tell later whether one was taken out or replaced.
+
+    Args:
+        modules: each with all that is in it.
+
+    >>> from torch import nn
+    >>> layer = nn.Linear(2, 3)
+    >>> tree = ModuleTree([layer])
+    >>> tree.holds()
+    True
+    >>> layer.bias = None
+    >>> tree.holds()
+    False
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        parts = [part for module in modules for part in module.modules()]
+        owners: list[dict[str, Any]] = [owner for one in parts for owner in (one._modules, one._parameters) if owner]
+        self._seen = [(owner, tuple(owner.values())) for owner in owners]
+
+    def holds(self) -> bool:
+        """Whether they are all as they were."""
+        return all(len(owner) == len(seen) and all(map(is_, owner.values(), seen)) for owner, seen in self._seen)
 
 
 class TensorCache:
@@ -76,5 +103,5 @@ class TensorCache:
 
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
     """The dtype of autocast on a device, None where it is off: part of the key of what is computed under it."""
-    kind = torch.device(device).type
+    kind = (device if isinstance(device, torch.device) else torch.device(device)).type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -255,7 +255,10 @@ class AdaptedModel(SavedModel):
             self.check_not_required()
             return None
         call = Call(self.bind(memory), adapter_scale, images)
-        return None if adapter_scale == 0 else call
+        if adapter_scale == 0:
+            return None
+        call.prepare_graphs()
+        return call
 
     @contextlib.contextmanager
     def condition(self, memory: Any, *, adapter_scale: float = 1.0) -> Iterator[Any]:
@@ -269,8 +272,11 @@ class AdaptedModel(SavedModel):
             ShapeError: a memory that does not fit.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale), is_condition=True):
+        call = self.make_call(memory, adapter_scale)
+        with self.open_blocks.conditioned(call, is_condition=True):
             yield self
+        if call is not None:
+            call.check_graphs()
 
     def forward(self, *args: Any, memory: Any = None, adapter_scale: float = 1.0, **kwargs: Any) -> Any:
         """Call the host with a memory; returns what the host returns.

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmattn.adapters.projected import ProjectedMemory
 from mmattn.adapters.protocols import MemorySource, View
 from mmattn.adapters.text_state import Arrivals, GenerationInput
 
@@ -36,6 +37,22 @@ class Call:
     expansions: Collection[int] = ()
     generation: GenerationInput | None = None
     early_exit: bool = False
+
+    def prepare_graphs(self) -> None:
+        """Compute what a compiled host is to be given, outside of its graph."""
+        for source in self.sources.values():
+            if isinstance(source, ProjectedMemory):
+                source.prepare_graph()
+
+    def check_graphs(self) -> None:
+        """Refuse answers of a compiled host that missed a change.
+
+        Raises:
+            ConditionError: weights or a memory were changed since the call was begun.
+        """
+        for source in self.sources.values():
+            if isinstance(source, ProjectedMemory):
+                source.check_graph()
 
 
 # What a hook does at a site: a view, the block that it applies, and what multiplies the result.

@@ -94,3 +94,41 @@ def measure_beams(slots: int, beams: int, dtype: torch.dtype, seconds: float = 1
         "bytes shared": float(shared.nbytes()),
         "bytes copied": float(copies.nbytes()),
     }
+
+
+@torch.no_grad()
+def measure_compiled(slots: int, dtype: torch.dtype, seconds: float = 15.0) -> dict[str, float]:
+    """Time of a step of a compiled Llama with a static cache, for each unit of the same step as it is.
+
+    Args:
+        slots: m.
+        dtype: of everything.
+        seconds: to measure for.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 4096, "max_position_embeddings": 1024}
+    host = LlamaForCausalLM(LlamaConfig(hidden_size=WIDTH, intermediate_size=4 * WIDTH, **sizes)).to(dtype).eval()
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
+    model.adapters.to(dtype)
+    for name, parameter in model.adapters.named_parameters():
+        if "gate" in name:
+            parameter.data.fill_(0.5)
+    ids, calls = torch.ones(1, 16, dtype=torch.long), {"eager": host, "compiled": torch.compile(host, fullgraph=True)}
+    with model.condition(mmattn.Memory(torch.randn(1, slots, WIDTH, dtype=dtype))):
+        steps: dict[str, Callable[[], object]] = {}
+        for name, call in calls.items():
+            cache = StaticCache(config=host.config, max_cache_len=1024)
+            host(input_ids=ids, past_key_values=cache, use_cache=True)
+            places = iter(range(16, 1024))
+
+            def step(call: Callable[..., object] = call, cache: object = cache, places: object = places) -> None:
+                place = torch.tensor([[next(places)]])  # type: ignore[call-overload]
+                call(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, position_ids=place)
+
+            for _ in range(3):
+                step()
+            steps[name] = step
+        times = interleaved(steps, seconds=seconds)
+    return {"compiled": ratio(times, "compiled", "eager")}

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.export import Dim, export
-from transformers import StaticCache
+from transformers import CompileConfig, StaticCache
 
 import mmattn
 from tests import tiny
@@ -102,3 +102,79 @@ def test_a_new_batch_size_is_at_most_one_graph_more(dynamo):
     assert not torch._dynamo.utils.counters["graph_break"]
     more = [after - before for before, after in zip(graphs, graphs[1:], strict=False)]
     assert max(more) <= 1 and graphs[0] <= 2, f"graphs after each batch size: {graphs}"
+
+
+class Graphs:
+    """A backend that keeps what it was asked to compile."""
+
+    def __init__(self):
+        self.inputs = []
+
+    def __call__(self, graph, example):
+        self.inputs.append({node.name for node in graph.graph.nodes if node.op == "placeholder"})
+        return graph
+
+    def __deepcopy__(self, memo):
+        return self  # transformers copies what it compiles with
+
+    def projects(self, number):
+        """Whether a graph reads the weights that project the memory."""
+        return any("kv_proj" in name and "k_proj" in name for name in self.inputs[number])
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+def test_a_compiled_host_is_given_keys_and_values(graphs):
+    """In a block without gradients its graph projects nothing; where weights may be trained it does."""
+    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    fast, memory = torch.compile(model.host, backend=graphs, fullgraph=True), tiny.memory(ROWS, lengths=[5, 0, 3])
+    with torch.no_grad(), model.condition(memory):
+        got = fast(ids).logits
+    assert_close(got, model(ids, memory=memory).logits)
+    assert len(graphs.inputs) == 1 and not graphs.projects(0)
+    with model.condition(memory):
+        loss = fast(ids, labels=ids).loss
+    loss.backward()
+    assert graphs.projects(1)
+    assert all(weight.grad is not None for weight in model.adapters.parameters() if weight.requires_grad)
+
+
+@torch.no_grad()
+def test_a_change_that_a_graph_cannot_see_is_refused(graphs):
+    model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
+    fast = torch.compile(model.host, backend=graphs, fullgraph=True)
+    weight = model.adapter("default").attention(0).kv_proj.k_proj.weight
+    for changed in (weight, memory.tokens):
+        with pytest.raises(mmattn.errors.ConditionError, match="begin a new block"), model.condition(memory):
+            fast(ids)
+            changed.mul_(2)
+            fast(ids)
+        with model.condition(memory):
+            got = fast(ids).logits
+        assert_close(got, model(ids, memory=memory).logits)
+    with model.condition(memory):  # the host as it is sees every change
+        model.host(ids)
+        weight.mul_(2)
+        assert_close(model.host(ids).logits, model(ids, memory=memory).logits)
+    assert len(graphs.inputs) == 1
+
+
+def test_generate_with_a_static_cache(graphs):
+    """Compiled as transformers does it: one graph for every memory, which projects nothing."""
+    model, ids = tiny.attach(tiny.make("llama"), layers=(0, 2)), tiny.text(ROWS, LENGTH)
+    compiled = CompileConfig(fullgraph=True, backend=graphs, mode=None)
+    compiled._compile_all_devices = True
+    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    answers = []
+    for memory in (tiny.memory(ROWS, lengths=[5, 0, 3]), tiny.memory(ROWS, m=9, lengths=[2, 9, 1], seed=1)):
+        static = model.generate(ids, memory=memory, cache_implementation="static", compile_config=compiled, **how)
+        assert torch.equal(static, model.generate(ids, memory=memory, **how))
+        answers.append((static, len(graphs.inputs)))
+    assert not torch.equal(answers[0][0], answers[1][0])
+    assert graphs.inputs and not any(map(graphs.projects, range(len(graphs.inputs))))
+    assert answers[1][1] - answers[0][1] <= 1, "more than one graph for another number of slots"

@@ -305,10 +305,11 @@ class AdaptedCausalLM(AdaptedModel):
             ShapeError: a memory that does not fit.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        with self.open_blocks.conditioned(
-            self.make_call(memory, adapter_scale, images, arrived, window), is_condition=True
-        ):
+        call = self.make_call(memory, adapter_scale, images, arrived, window)
+        with self.open_blocks.conditioned(call, is_condition=True):
             yield self
+        if call is not None:
+            call.check_graphs()
 
     def generate(
         self,
@@ -414,6 +415,8 @@ class AdaptedCausalLM(AdaptedModel):
             generation=None,
             early_exit=call.early_exit or asked(self.host, kwargs, "assistant_early_exit") is not None,
         )
+        with torch.no_grad():
+            inner.prepare_graphs()
         with self.open_blocks.conditioned(inner):
             return own.generate(self.host, *args, **kwargs)
 

@@ -1,0 +1,75 @@
+"""`mmattn serve` in a process of its own, asked as docs/serving.md says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmattn", "serve", "assets/vision/adapter", "--port", str(port)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    try:
+        while True:
+            try:
+                assert httpx.get(f"{url}/health").status_code == 200
+                break
+            except httpx.ConnectError:
+                assert process.poll() is None and time.monotonic() < end, "it does not start"
+                time.sleep(0.2)
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_page_asks_and_a_stop_finishes_what_runs(served: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = served
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    (block,) = [one for one in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "image_url" in one]
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    done = subprocess.run(["bash", "-c", block.replace("http://127.0.0.1:8000", url)], cwd=ROOT, capture_output=True)
+    assert "snowdrop" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+    body = re.search(r"END\n(.*?)END", block, re.DOTALL)
+    assert body is not None
+    picture = subprocess.run(["bash", "-c", f"cat <<END\n{body[1]}END"], cwd=ROOT, capture_output=True, check=True)
+    asked, lines = json.loads(picture.stdout) | {"stream": True}, list[str]()
+
+    def read() -> None:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=asked, timeout=60) as answer:
+            lines.extend(answer.iter_lines())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while not httpx.get(f"{url}/health").json()["running"]:
+        assert reader.is_alive()
+    process.send_signal(signal.SIGTERM)
+    reader.join(60)
+    said = process.communicate(timeout=60)[1]
+    assert "data: [DONE]" in lines and process.returncode in (0, -signal.SIGTERM), said
+    assert "snowdrop" not in said and '"path": "/v1/chat/completions", "status": 200' in said

@@ -296,6 +296,17 @@ def test_long_lines_are_read_and_longer_ones_named(
         assert [len(found) for _, found, _, _ in shards] == [1, 0, *[1] * (len(texts) - 1)]
 
 
+def test_a_line_of_sixteen_mebibytes_is_read_and_a_byte_more_named(encoder: TextEncoder, tmp_path: Path) -> None:
+    path, row = tmp_path / "a.jsonl", b'{"text": "one", "more": "%s"}\n'
+    rest = (16 << 20) - len(row % b"")
+    path.write_bytes(row % (b"x" * rest))
+    ((ids, texts, metadata, _),) = embed_corpus(path, tmp_path / "out", encoder)
+    assert (ids, texts, len(metadata[0]["more"])) == (["a.jsonl:1"], ["one"], rest)
+    path.write_bytes(row % (b"x" * (rest + 1)))
+    with pytest.raises(TextError, match="a.jsonl:1 has more than 16,777,216 bytes"):
+        embed_corpus(path, tmp_path / "other", encoder)
+
+
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
 def test_a_plan_of_another_shape_is_refused(files: list[Path], encoder: TextEncoder, tmp_path: Path, name: str) -> None:
     """Every field taken away, or replaced by a value of another type."""

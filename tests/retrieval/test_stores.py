@@ -224,6 +224,19 @@ def test_an_index_over_a_store_of_ones_own() -> None:
     assert mmattn.Index.build(torch.eye(3), store="hnsw", links=7).store.settings == index.store.settings
 
 
+def test_lists_visited_by_default(tmp_path: Path) -> None:
+    """An eighth of them: of 83, ten, and neither fewer nor more; in what was loaded, too."""
+    vectors, queries = torch.randn(3251, 12), torch.randn(29, 12)
+    found = {}
+    for visited in (None, 9, 10, 11):
+        index = Index.build(vectors, store="ivfpq", lists=83, visited=visited)
+        found[visited] = index.search(queries, 31).ids
+        index.save(tmp_path / f"{visited}")
+        for mapped in (False, True):
+            assert Index.load(tmp_path / f"{visited}", mapped=mapped).search(queries, 31).ids == found[visited]
+    assert found[None] == found[10] and found[10] not in (found[9], found[11])
+
+
 def test_the_suite_needs_no_pytest() -> None:
     code = "import sys, mmattn.testing, mmattn.retrieval as r; r.HNSWStore; mmattn.testing.check_store(r.InMemoryStore)"
     code += "; print('pytest' in sys.modules)"

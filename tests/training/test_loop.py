@@ -246,7 +246,7 @@ class TestAnyBatches:
         return loss
 
     def train(self, layer: torch.nn.Linear, batches: object, **given: object) -> training.TrainingResult:
-        names = {"folder", "eval_rows", "loss", "log"} & set(given)
+        names = {"folder", "eval_rows", "loss", "log", "resume"} & set(given)
         more = {name: given.pop(name) for name in names}
         loss = more.pop("loss", self.loss_of(layer))
         config = training.TrainingConfig(**{"learning_rate": 0.3, "logging_steps": 1, **given})
@@ -303,6 +303,15 @@ class TestAnyBatches:
         done = self.train(again, loader(), loss=noted, **settings)
         assert (done.resumed_from_step, done.global_step) == (10, 16)
         assert seen[12] == [8, 9, 10, 11] and torch.equal(again.weight, whole.weight)
+
+    def test_a_run_begun_anew_leaves_no_checkpoint_of_the_one_before(self, tmp_path: Path) -> None:
+        """They would be taken for later ones, and the new run's own be removed as the oldest."""
+        drawn = [[step, step + 1] for step in range(7)]
+        self.train(self.layer(), drawn, max_steps=6, save_steps=3, folder=tmp_path)
+        assert training.last_step(tmp_path) == 6
+        done = self.train(self.layer(), drawn, max_steps=2, resume=False, folder=tmp_path)
+        assert (done.resumed_from_step, done.global_step, training.last_step(tmp_path)) == (0, 2, 2)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
     def test_what_cannot_be_counted(self) -> None:
         with pytest.raises(ConfigError, match="has no length, so epochs cannot be counted"):

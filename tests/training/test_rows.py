@@ -383,6 +383,12 @@ class TestDatasets:
         with pytest.raises(ConfigError, match="template is for class folders"):
             training.read_rows(str(saved), columns=columns, template="{label}")
 
+    def test_pictures_without_texts(self, saved: Path) -> None:
+        """To be drawn: all are of one length, and are put into batches."""
+        rows = training.read_rows(str(saved), "unet", columns={"image": "picture"})
+        assert rows.text_lengths() == [row.text_length for row in rows] == [0] * 6
+        assert [len(batch) for batch in training.RowBatches(rows, 4).epoch(0)] == [4, 2]
+
     def test_classes(self, tmp_path: Path) -> None:
         """As the image datasets of the hub have them: a column of classes, and no texts."""
         datasets = pytest.importorskip("datasets")

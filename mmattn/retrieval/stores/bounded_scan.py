@@ -45,7 +45,7 @@ class BoundedScan:
     Immutable, so that threads may search while another builds the next one.
 
     Args:
-        vectors: (n, e) float32.
+        vectors: (n, e) float32, at least one.
         metric: how they are compared.
         dtype: of the scan; by default what is fastest here.
     """
@@ -56,7 +56,7 @@ class BoundedScan:
         dtype = dtype or scan_dtype(vectors)
         norms = lengths_of(vectors)
         self.metric = metric
-        self.largest = norms.amax().clamp(min=torch.finfo(torch.float32).tiny) if len(norms) else norms.new_ones(())
+        self.largest = norms.amax().clamp(min=torch.finfo(torch.float32).tiny)
         divisors = norms if metric == "cosine" else self.largest.expand(len(norms))
         self.scan = torch.empty(vectors.shape, dtype=dtype, device=vectors.device)
         errors = torch.empty_like(norms)
@@ -66,7 +66,7 @@ class BoundedScan:
             self.scan[block] = scaled.to(dtype)
             errors[block] = lengths_of(scaled - self.scan[block])
         self.norms, self.errors = (norms / divisors).float(), errors.float() * 1.001
-        self.worst = (self.norms.amax(), self.errors.amax()) if len(norms) else (self.norms.sum(), self.errors.sum())
+        self.worst = (self.norms.amax(), self.errors.amax())
         self.bias = -(self.norms.double() if norms.dtype == torch.float64 else self.norms).square() / 2
         # How far the rounding of the result moves it, as a part of it.
         self.unit = 2.0**-8 if dtype == torch.bfloat16 else 0.0

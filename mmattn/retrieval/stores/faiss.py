@@ -50,10 +50,11 @@ class FaissStore(InMemoryStore, ABC):
         """The faiss index itself."""
 
     @abstractmethod
-    def parameters(self, selector: Any, count: int) -> Any:
+    def parameters(self, index: Any, selector: Any, count: int) -> Any:
         """The parameters of one search in faiss.
 
         Args:
+            index: what `trained` gave, or what was read from its file.
             selector: which rows may be found.
             count: how many are wanted.
         """
@@ -130,7 +131,7 @@ class FaissStructure:
             import numpy
 
             selector = faiss().IDSelectorBitmap(numpy.packbits(allowed.cpu().numpy(), bitorder="little"))
-        parameters = self.store.parameters(selector, width)
+        parameters = self.store.parameters(self.index, selector, width)
         _, rows = self.index.search(_numpy(queries, self.store.metric), width, params=parameters)
         return torch.from_numpy(rows).to(queries.device)
 
@@ -149,7 +150,7 @@ class FlatStore(FaissStore):
         index.add(_numpy(vectors, self.metric))
         return index
 
-    def parameters(self, selector: Any, count: int) -> Any:
+    def parameters(self, index: Any, selector: Any, count: int) -> Any:
         """The parameters of one search in faiss."""
         return faiss().SearchParameters(sel=selector)
 
@@ -196,7 +197,7 @@ class HNSWStore(FaissStore):
         index.add(_numpy(vectors, self.metric))
         return index
 
-    def parameters(self, selector: Any, count: int) -> Any:
+    def parameters(self, index: Any, selector: Any, count: int) -> Any:
         """The parameters of one search in faiss."""
         return faiss().SearchParametersHNSW(sel=selector, efSearch=max(self.search_effort, count))
 
@@ -223,7 +224,7 @@ class IVFPQStore(FaissStore):
         ConfigError: a number below 1, or bytes that do not divide the width.
     """
 
-    recall = 0.2
+    recall = 0.7
     index_class = "IndexIVFPQ"
 
     def __init__(
@@ -267,11 +268,10 @@ class IVFPQStore(FaissStore):
         index.nprobe = self.visited or max(8, lists // 8)
         return index
 
-    def parameters(self, selector: Any, count: int) -> Any:
+    def parameters(self, index: Any, selector: Any, count: int) -> Any:
         """The parameters of one search in faiss."""
-        # Left alone, nprobe is read from the index, where building put it.
-        visited = {} if self.visited is None else {"nprobe": self.visited}
-        return faiss().SearchParametersIVF(sel=selector, **visited)
+        # Left out, it would be one list, whatever the index says.
+        return faiss().SearchParametersIVF(sel=selector, nprobe=index.nprobe)
 
     def width(self, count: int) -> int:
         """How many candidates to take for `count` results."""

@@ -122,6 +122,7 @@ def first_hour(user: User, demo: bool) -> None:
     mmattn("mmattn", "draw", "a thick seven", "--like", "assets/digits/slanted.png", "-o", "seven.png")
     if not (work / "seven.png").read_bytes().startswith(b"\x89PNG"):
         raise Failed("mmattn draw left no PNG file")
+    mmattn("mmattn", "caption", "assets/flora/snowdrop.png", says=["the snowdrop"])
     mmattn("mmattn", "doctor", "assets/rag/adapter", "--host", "assets/rag")
     (work / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
     mmattn("mmattn", "index", "build", "facts.jsonl", "-o", "facts", "--for", "assets/rag/adapter")

@@ -13,10 +13,10 @@ from mmattn.cli.arguments import check_adapter_folder
 
 def caption(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format, or folders.")],
-    adapter: Annotated[Path, typer.Option(help="The adapter's folder, such as runs/vision/adapter, or ORG/NAME.")],
+    adapter: Annotated[Path, typer.Option(help="The adapter's folder, or ORG/NAME.")] = Path("assets/vision/adapter"),
     device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:
-    """Describe pictures with a trained adapter."""
+    """Describe pictures with a trained adapter: drawn flowers, with the one that is installed."""
     from mmattn.encoders.images import picture_files
     from mmattn.errors import ConfigError
 
@@ -102,9 +102,7 @@ def ask(
 
 
 def live(
-    adapter: Annotated[Path, typer.Option(help="What captions pictures; the demo leaves one.")] = Path(
-        "runs/demo/adapter"
-    ),
+    adapter: Annotated[Path, typer.Option(help="What captions pictures.")] = Path("assets/vision/adapter"),
     port: Annotated[int, typer.Option(help="Where it is served.")] = 7860,
     host: Annotated[str, typer.Option(help="Who may open it; 0.0.0.0 is all who reach this machine.")] = "127.0.0.1",
     share: Annotated[bool, typer.Option("--share", help="Lend it a public address of gradio's, for a week.")] = False,

@@ -20,6 +20,7 @@ from mmattn.pipelines import ImageToTextPipeline, TextToImagePipeline, pipeline
 from mmattn.recipes import copy_recipe, find_recipe, read_settings
 from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.index import Index
+from mmattn.serving import Limits, make_app
 from tests.cli.running import call
 from tests.tiny_texts import save_encoder
 
@@ -38,6 +39,7 @@ PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "index build": ([embed_corpus, Index.build], {"for_"}),
     "index search": ([Index.search, Index.load], {"folder", "query", "rerank"}),
     "index info": ([], {"folder"}),
+    "serve": ([pipeline, Limits, make_app], {"adapter", "host", "port"}),
     "demo": ([], set()),
     "env": ([], set()),
 }

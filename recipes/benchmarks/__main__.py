@@ -20,6 +20,7 @@ from recipes.benchmarks import (
     core,
     decoding,
     denoising,
+    mllama,
     packing,
     prompting,
     requests,
@@ -32,6 +33,7 @@ from recipes.benchmarks import (
 PARTS = (
     "core",
     "decoding",
+    "compiled",
     "beams",
     "prompting",
     "bank",
@@ -50,9 +52,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--beside", choices=["mllama"], help="decoding beside another implementation, same weights")
     parser.add_argument("--quick", action="store_true", help="few sizes, short rounds: to see that it runs")
     parser.add_argument("--json", type=Path, help="also write every ratio to this file")
     asked = parser.parse_args()
+    if asked.beside and asked.parts != ["decoding"]:
+        parser.error("--beside belongs to the part decoding: give that part alone")
     if unknown := set(asked.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     transformers_quiet()
@@ -61,7 +66,8 @@ def main() -> None:
     dtypes = [getattr(torch, name) for name in asked.dtype]
     runs: dict[str, Callable[[], object]] = {
         "core": lambda: print_core(dtypes, asked.quick),
-        "decoding": lambda: print_decoding(dtypes, asked.quick),
+        "decoding": lambda: (print_beside_mllama if asked.beside else print_decoding)(dtypes, asked.quick),
+        "compiled": lambda: print_compiled(dtypes, asked.quick),
         "beams": lambda: print_beams(dtypes, asked.quick),
         "prompting": lambda: print_prompting(dtypes, asked.quick),
         "bank": lambda: print_bank(dtypes, asked.quick),
@@ -114,6 +120,35 @@ def print_decoding(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str
         print(f"### {str(dtype).removeprefix('torch.')}\n\n{table('memory', rows)}\n", flush=True)
         results |= {f"{dtype}: {name}": row for name, row in rows.items()}
     return results
+
+
+def print_beside_mllama(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Our time of a step for each unit of Mllama's with the same weights, and of a layer where only Python costs."""
+    seconds = 1.0 if quick else 12.0
+    rows = {
+        str(dtype).removeprefix("torch."): {
+            f"{count} × {slots}": mllama.measure(count, slots, dtype, seconds)
+            for count, slots in (mllama.QUICK if quick else mllama.SIZES)
+        }
+        for dtype in dtypes
+    }
+    print(f"## Decoding beside Mllama: our time of a step for each unit of its\n\n{table('rows × slots', rows)}\n")
+    tiny = mllama.measure_layer(seconds)
+    print(f"a cross-attention layer of width 64, one thread: {', '.join(f'{n} {t:.0f} µs' for n, t in tiny.items())}\n")
+    return rows | {"layer": tiny}
+
+
+def print_compiled(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """A compiled step with a static cache for each unit of the same step as it is."""
+    rows = {
+        f"{str(dtype).removeprefix('torch.')}, {slots} slots": decoding.measure_compiled(
+            slots, dtype, 1.0 if quick else 15.0
+        )
+        for dtype in dtypes
+        for slots in ((257,) if quick else (257, 1601, 4096))
+    }
+    print(f"## Compiled: time of a step for each unit of the step as it is\n\n{table('memory', rows)}\n", flush=True)
+    return rows
 
 
 def print_beams(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:

@@ -9,6 +9,8 @@ before, and Mllama is given the mask that its own model gives it.
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +86,7 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
 
     Args:
         rows: b.
-        slots: m.
+        slots: m; without any both pass over their cross-attention.
         dtype: of all weights.
         width: d.
     """
@@ -96,10 +98,10 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
     caches = {"mllama": DynamicCache(config=theirs.config), "mmattn": DynamicCache(config=model.host.config)}
 
     def their_step(ids: torch.Tensor, **more: Any) -> Any:
-        masks = {
-            "cross_attention_mask": torch.zeros(rows, 1, ids.shape[1], slots, dtype=dtype),
-            "full_text_row_masked_out_mask": torch.ones(rows, 1, ids.shape[1], 1, dtype=dtype),
-        }
+        masks = {}
+        if slots:
+            masks["cross_attention_mask"] = torch.zeros(rows, 1, ids.shape[1], slots, dtype=dtype)
+            masks["full_text_row_masked_out_mask"] = torch.ones(rows, 1, ids.shape[1], 1, dtype=dtype)
         return theirs(input_ids=ids, past_key_values=caches["mllama"], use_cache=True, **masks, **more)
 
     def cut(name: str) -> None:
@@ -117,8 +119,8 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
         cut("mmattn")
         return logits
 
-    their_step(ids, cross_attention_states=tokens)
-    with model.condition(prepared):
+    their_step(ids, **({"cross_attention_states": tokens} if slots else {}))
+    with model.condition(prepared) if slots else contextlib.nullcontext():
         model.host(input_ids=ids, past_key_values=caches["mmattn"], use_cache=True)
     return Pair(model, prepared, {"mmattn": ours_once, "mllama": theirs_once})
 
@@ -131,3 +133,22 @@ def measure(rows: int, slots: int, dtype: torch.dtype, seconds: float = 8.0) -> 
         furthest = (pair.steps["mmattn"]() - pair.steps["mllama"]()).abs().max()
         assert furthest < (1e-4 if dtype == torch.float32 else 0.2), f"the models differ by {furthest}"
         return ratio(interleaved(pair.steps, seconds=seconds, least=15), "mmattn", "mllama")
+
+
+@torch.no_grad()
+def measure_layer(seconds: float = 12.0) -> dict[str, float]:
+    """Microseconds of a cross-attention layer of width 64 on one thread: what a step takes longer with a memory."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seeing, blind = make_pair(1, 17, torch.float32, 64), make_pair(1, 0, torch.float32, 64)
+        with seeing.model.condition(seeing.memory):
+            times = interleaved(
+                seeing.steps | {f"{name} without": step for name, step in blind.steps.items()},
+                seconds=seconds,
+                most=4000,
+            )
+    finally:
+        torch.set_num_threads(threads)
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    return {name: 1e3 * (middle[name] - middle[f"{name} without"]) / len(CROSS) for name in seeing.steps}

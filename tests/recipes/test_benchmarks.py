@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.benchmarks import core, requests, shared, streaming
+from recipes.benchmarks import core, mllama, requests, shared, streaming
 from recipes.benchmarks.__main__ import table
 from recipes.benchmarks.timing import interleaved, ratio
+from tests.tiny import assert_close, differs
 
 
 def test_ratios_are_taken_within_a_round():
@@ -70,3 +71,14 @@ def test_what_a_shared_memory_and_a_stream_cost():
     made = shared.measure(torch.float32, seconds=0.1, rows=3, shared=64)
     assert made["difference of the logits"] < 1e-5 and made["bytes"] < 0.8
     assert streaming.measure(frames=40, window=4)["megabytes held"] < 2
+
+
+@torch.no_grad()
+def test_mllama_has_our_weights() -> None:
+    """Steps of both give the same logits, with a memory and where both pass over it."""
+    seeing, blind = (mllama.make_pair(2, slots, torch.float32, 64) for slots in (17, 0))
+    with seeing.model.condition(seeing.memory):
+        seen, theirs = seeing.steps["mmattn"](), seeing.steps["mllama"]()
+    assert_close(seen, theirs)
+    assert_close(blind.steps["mmattn"](), blind.steps["mllama"]())
+    assert differs(seen, blind.steps["mmattn"]())

@@ -86,6 +86,13 @@ def test_causal(l, m, h, g, beams):
     compare(make(torch.float32, h, g, l=l, m=m, beams=beams), beams, causal=True, mask=mask)
 
 
+@pytest.mark.parametrize("l", [L, M])
+def test_causal_with_a_bias(l):
+    """A bias on every pair of tokens adds to the causal rule, with as many queries as slots too."""
+    bias = torch.randn(5, l, M).requires_grad_()
+    compare((*make(torch.float32, l=l), bias), causal=True)
+
+
 def test_never_causal_unless_asked():
     """The first query looks at the last slot, with as many queries as slots and without any mask."""
     q, k, v = make(l=M)

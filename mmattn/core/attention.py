@@ -315,8 +315,8 @@ def _attend_contained(
     rows, b = q.shape[0], k.shape[0]
     broken = ~(torch.isfinite(k).all(-1).all(1) & torch.isfinite(v).all(-1).all(1))
     k, v = (tensor.masked_fill(broken[:, None, :, None], 0) for tensor in (k, v))
-    if allowed is None:
-        reached = (broken.cumsum(-1) > 0)[:, None, :, None] if causal else broken.any(-1)[:, None, None, None]
+    if allowed is None:  # causal: without any rule there is nothing to contain
+        reached = (broken.cumsum(-1) > 0)[:, None, :, None]
     else:
         of_row = broken if allowed.shape[0] in (1, b) else broken.repeat_interleave(rows // b, 0)
         reached = (allowed & of_row[:, None, None]).any(-1, keepdim=True)

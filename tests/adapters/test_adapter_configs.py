@@ -54,6 +54,8 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "latents 10**9": (lambda c: c["adapter"]["resampler"].update(num_latents=10**9), "num_latents"),
     "bool as number": (lambda c: c["adapter"].update(qk_norm=1), "qk_norm"),
     "gate": (lambda c: c["adapter"].update(gate="portal"), "gate"),
+    "feed-forward 65": (lambda c: c["adapter"].update(feed_forward=65), "feed_forward"),
+    "resampler, feed-forward 65": (lambda c: c["adapter"]["resampler"].update(feed_forward=65), "feed_forward"),
     "layers text": (lambda c: c.update(layers="13"), "layers"),
     "layers empty": (lambda c: c.update(layers=[]), "layers"),
     "layers twice": (lambda c: c.update(layers=[1, 1]), "layers"),
@@ -67,6 +69,11 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "version": (lambda c: c.update(mmattn_version="../x"), "mmattn_version"),
     "version 1.0": (lambda c: c.update(format_version=1.0), "version"),
     "version true": (lambda c: c.update(format_version=True), "version"),
+    "no host class": (lambda c: c["host"].pop("class"), "host.*lacks: .*class"),
+    "no host type": (lambda c: c["host"].pop("model_type"), "host.*lacks: .*model_type"),
+    "no host size": (lambda c: c["host"].pop("hidden_size"), "host.*lacks: .*hidden_size"),
+    "no host layers": (lambda c: c["host"].pop("num_layers"), "host.*lacks: .*num_layers"),
+    "no fingerprint": (lambda c: c["host"].pop("fingerprint"), "host.*lacks: .*fingerprint"),
 }
 
 PATHS = [
@@ -178,6 +185,26 @@ class TestConfigs:
             for name, raw in good.items():
                 (tmp_path / name).write_bytes(raw)
         load_folder(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("setting", "words"),
+        [
+            ({"text": "../x"}, r"adapter\.text must be a plain name"),
+            ({"outer": {"inner": {"text": "os.system"}}}, r"outer\.inner\.text must be a plain name"),
+            ({"texts": ["fair", "/etc/passwd"]}, r"adapter\.texts must be a plain name"),
+            ({"a/b": 3}, "no plain name: 'a/b'"),
+            ({"outer": {"": 3}}, "no plain name: ''"),
+            ({"number": 10**15}, r"adapter\.number must be from"),
+            ({"numbers": [0] * 10**5}, "a list of 100,000"),
+        ],
+    )
+    def test_settings_are_bounded_and_plain_whatever_a_kind_makes_of_them(
+        self, tmp_path: Path, setting: dict[str, Any], words: str
+    ) -> None:
+        save(tmp_path)
+        edit(tmp_path, lambda c: c.update(adapter=setting))
+        with pytest.raises(AdapterFileError, match=words):
+            load_folder(tmp_path)
 
     @pytest.mark.parametrize(
         "text",

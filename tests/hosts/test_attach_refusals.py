@@ -25,6 +25,12 @@ def language(family: str, seq2seq: bool = False, **sizes):
     return auto.from_config(CONFIG_MAPPING[family](**SMALL, **sizes)).eval()
 
 
+def of_another_width(host):
+    """A host whose layers are not as wide as its config says."""
+    host.config.hidden_size = 48
+    return host
+
+
 def called_once(host):
     """Some routers note their input's dtype on themselves at the first call."""
     host(input_ids=torch.ones(1, 2, dtype=torch.long), decoder_input_ids=torch.ones(1, 2, dtype=torch.long))
@@ -82,6 +88,7 @@ LANGUAGE = {
         None,
         r"\(b, l, 32\).*\(3, 2, 4, 32\)",
     ),
+    "another width": (lambda: of_another_width(tiny.make("llama")), None, r"\(b, l, 48\).*\(3, 2, 32\)"),
     "xlnet": (lambda: language("xlnet", d_model=32, n_layer=3, n_head=4, d_inner=48), None, "causal language model"),
     "reformer, whose backward pass runs layers again": (
         lambda: language(

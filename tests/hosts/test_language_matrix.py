@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import mmattn
+from mmattn.errors import ConditionError
+from mmattn.hosts.recomputation import runs_hooks_again
 from tests import tiny
 from tests.tiny import assert_close, differs
 
@@ -157,6 +160,48 @@ def test_checkpointing_gives_the_same_gradients(family, use_reentrant):
     for name, want in gradients[0].items():
         assert want.abs().max() > 0, name
         assert_close(gradients[1][name], want)
+
+
+class GradientCheckpointingLayer:
+    """A layer as older transformers has it: checkpointing wraps its call, hooks included, and not its forward."""
+
+    def __call__(self, *args, **kwargs):
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+        return super().__call__(*args, **kwargs)
+
+
+def with_older_layers(family: str):
+    """`trainable`, on a host whose layers are as in older transformers."""
+    model = trainable(family)
+    for layer in tiny.decoder_layers(model.host):
+        own = type(layer)
+        if runs_hooks_again(layer):
+            continue
+        older = type(own.__name__, (GradientCheckpointingLayer, own), {})
+        older.forward = getattr(own.forward, "__wrapped__", own.forward)
+        layer.__class__ = older
+    return model
+
+
+def test_layers_whose_hooks_run_again_keep_their_memory_or_are_refused():
+    """With the layers of older transformers: the same gradients, and no checkpoint that would lose some."""
+    ids, memory = tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
+    gradients = []
+    for checkpointed in (False, True):
+        model = with_older_layers("llama")
+        if checkpointed:
+            tiny.checkpoint(model.host, False)
+        model(ids, labels=ids, memory=memory, use_cache=False).loss.backward()
+        gradients.append(adapter_gradients(model))
+    for name, want in gradients[0].items():
+        assert_close(gradients[1][name], want)
+    reentrant = functools.partial(checkpoint, use_reentrant=True)
+    for way in (reentrant, lambda *given: reentrant(*given)):  # the second does not tell
+        for layer in tiny.decoder_layers(model.host):
+            layer._gradient_checkpointing_func = way
+        with pytest.raises(ConditionError, match="reentrant gradient checkpointing"):
+            model(ids, labels=ids, memory=memory, use_cache=False)
 
 
 @families

@@ -77,6 +77,33 @@ def test_padding_is_not_there(setting):
 
 
 @settings
+@torch.no_grad()
+def test_a_memory_whose_check_was_left_out_is_not_refused(setting):
+    """NaN in it makes its own row NaN, and no other."""
+    ids, model, given = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting), memory()
+    want, tokens = model(ids, memory=given).logits, given.tokens.clone()
+    tokens[1, 0] = float("nan")
+    broken = mmattn.Memory(tokens, given.mask, scores=given.scores, check_finite=False)
+    out = model(ids, memory=broken).logits
+    assert out[1].isnan().all()
+    assert_close(out[::2], want[::2])
+
+
+@settings
+@torch.no_grad()
+def test_a_prepared_memory_follows_every_weight(setting):
+    ids, model = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting)
+    prepared = model.prepare(memory())
+    out = model(ids, memory=prepared).logits
+    for name, parameter in model.adapters.named_parameters():
+        before = out
+        parameter.mul_(-1.5).add_(torch.linspace(0, 0.3, parameter.numel()).view_as(parameter) + 0.1)
+        out = model(ids, memory=prepared).logits
+        assert not torch.equal(out, before), name
+        assert torch.equal(out, model(ids, memory=memory()).logits), name
+
+
+@settings
 def test_everything_learns(setting):
     ids, model = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting).train()
     model.eval()

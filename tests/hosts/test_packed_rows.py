@@ -169,6 +169,23 @@ def test_boundaries_of_flash_attention(texts: Texts) -> None:
         tiny.assert_close(model(**given, **more, memory=memory).logits, wanted)
 
 
+def test_padding_that_seq_idx_numbers_minus_one(texts: Texts) -> None:
+    """It belongs to no document: it takes no row of the memory, and is the host's own bit for bit."""
+    model, memory, ids = tiny.attach(tiny.make("llama")), tiny.memory(len(LENGTHS)), texts.padded["input_ids"]
+    pad = tiny.text(1, 3)[0]
+    rows = [torch.cat([pad[:1], ids[0, :7], ids[1, :3], pad[1:]]), torch.cat([ids[2, :5], pad, ids[3, :5]])]
+    index = torch.tensor([[-1] + [0] * 7 + [1] * 3 + [-1] * 2, [2] * 5 + [-1] * 3 + [3] * 5])
+    positions = torch.tensor([[0, *range(7), *range(3), *range(2)], [*range(5), *range(3), *range(5)]])
+    given = {"input_ids": torch.stack(rows), "position_ids": positions}
+    with torch.no_grad():
+        found = model(**given, seq_idx=index, memory=memory).logits
+        wanted = model(**{k: v for k, v in texts.padded.items() if k != "labels"}, memory=memory).logits
+        own = tiny.make("llama")(**given, use_cache=False).logits
+    for number, length in enumerate((7, 3, 5, 5)):
+        tiny.assert_close(found[index == number], wanted[number, :length])
+    assert torch.equal(found[index < 0], own[index < 0])
+
+
 def test_chunks_and_images_are_those_of_their_document() -> None:
     lengths = (9, 4, 13)
     texts, host = make_texts(lengths), tiny.make("llama")

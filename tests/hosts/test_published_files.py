@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -109,6 +111,25 @@ def test_what_does_not_fit_changes_nothing():
         with pytest.raises((AdapterFileError, NonFiniteError), match=match):
             mmattn.load_published(host, family, weights)
         assert tiny_unets.traces(host) == before, wrong
+
+
+class Runs:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("ending", ["bin", "pt", "pth"])
+def test_what_a_pickle_would_run_is_not_run(ending, tmp_path):
+    path, made = tmp_path / f"weights.{ending}", tmp_path / "made"
+    torch.save(open_flamingo((1,)) | {"more": Runs(made)}, path)
+    with pytest.raises(AdapterFileError, match="cannot be read as weights"):
+        mmattn.load_published(tiny.make("llama"), "openflamingo", path, num_heads=2)
+    assert not made.exists()
 
 
 def test_files_that_are_none(tmp_path):

@@ -47,6 +47,23 @@ def test_unmasked_it_is_what_diffusers_gives(kind):
 
 
 @torch.no_grad()
+def test_a_layer_that_is_given_a_picture_gives_a_picture(model):
+    """Layers of diffusers take states (b, d, height, width), too."""
+    memory, words = tiny.memory(ROWS), tiny_unets.text()
+    x = torch.randn(ROWS, model.layer(1).query_dim, 3, 5)
+    own, found = [], []
+    for core, answers in ((False, own), (True, found)):
+        model.use_core(core)
+        answers.append(model.layer(1)(x, words))
+        with model.condition(memory):
+            answers.append(model.layer(1)(x, words))
+    for got, want in zip(found, own, strict=True):
+        assert got.shape == x.shape
+        assert_close(got, want)
+    assert differs(found[1], found[0])
+
+
+@torch.no_grad()
 def test_biases_of_the_hosts_own_projections():
     unet = tiny_unets.make()
     for part in unet.modules():

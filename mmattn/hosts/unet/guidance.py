@@ -98,7 +98,7 @@ class Guidance:
         used = {name: one for name, one in (prepared or {}).items() if name in sources}
         twice = {name: one if name in drop else _twice(one.memory) for name, one in used.items()}
         scales = {name: given[name] if name in drop else doubled(given[name]) for name in twice}
-        half = model.make_call(twice or None, scales if twice else 1.0, text_mask=both_mask, guided=True)
+        half = model.make_call(twice or None, scales, text_mask=both_mask, guided=True)
 
         def predict(sample: Tensor, timestep: Any) -> Tensor:
             inside = self.interval is None or self.interval[0] <= float(timestep) <= self.interval[1]

@@ -165,8 +165,9 @@ def _with_ranks(host: nn.Module, ranks: dict[str, int], dropout: float) -> Any:
         lora_alpha=2 * highest,
         lora_dropout=dropout,
         target_modules=list(ranks),
-        rank_pattern={re.escape(name): rank for name, rank in ranks.items()},
-        alpha_pattern={re.escape(name): 2 * rank for name, rank in ranks.items()},
+        # Whole names: peft takes a pattern for the end of a name, and "proj" would be "inner.proj", too.
+        rank_pattern={f"^{re.escape(name)}": rank for name, rank in ranks.items()},
+        alpha_pattern={f"^{re.escape(name)}": 2 * rank for name, rank in ranks.items()},
         fan_in_fan_out=any(type(host.get_submodule(name)).__name__ == "Conv1D" for name in ranks),
         task_type="CAUSAL_LM" if hasattr(host, "prepare_inputs_for_generation") else None,
     )

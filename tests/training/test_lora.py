@@ -43,6 +43,15 @@ class TestMatchedLora:
         assert all(parameter.requires_grad for parameter in host.parameters())
 
 
+def test_a_layer_whose_name_ends_another_has_a_rank_of_its_own() -> None:
+    """`proj` is as narrow as 3, `inner.proj` is not."""
+    host = torch.nn.ModuleDict({"proj": torch.nn.Linear(3, 8), "inner": torch.nn.ModuleDict()})
+    host["inner"]["proj"] = torch.nn.Linear(8, 8)
+    model = training.add_lora(host, 5)
+    ranks = {name: part.weight.shape[0] for name, part in model.named_modules() if "lora_A.default" in name}
+    assert sorted(ranks.values()) == [3, 5] and ranks[next(name for name in ranks if "inner.proj" in name)] == 5
+
+
 def trained(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 

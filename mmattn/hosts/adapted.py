@@ -1,9 +1,8 @@
-"""The verbs shared by all hosts: adapters by name, memory by call, files."""
+"""The verbs shared by all hosts: a memory for each call, and what happens in one forward."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -14,20 +13,16 @@ from torch import Tensor, nn
 
 from mmattn.adapters import forms
 from mmattn.adapters.adapter_layers import AdapterLayers
-from mmattn.adapters.file_format import check_name
-from mmattn.adapters.protocols import Site
-from mmattn.adapters.registry import is_adapter, kinds_at
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AdapterFileError, AttachError, ConditionError, check_float
-from mmattn.hosts.attached import adapted, check_host, forget_compiled
+from mmattn.errors import AdapterFileError, ConditionError, check_float
+from mmattn.hosts.attached import adapted, forget_compiled
 from mmattn.hosts.blocks import OpenBlocks
 from mmattn.hosts.calls import Action, Call, ForwardStep
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
-from mmattn.hosts.interop.quantised import size_of
-from mmattn.hosts.saved import SavedModel
+from mmattn.hosts.named_adapters import NamedAdapters
 
 
-class AdaptedModel(SavedModel):
+class AdaptedModel(NamedAdapters):
     """A host and its adapters; what `attach` returns. Whatever is not found here is looked up on the host.
 
     A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is
@@ -38,8 +33,6 @@ class AdaptedModel(SavedModel):
         require_memory: calls without a memory raise instead of giving the host's own answer.
     """
 
-    kind: ClassVar[str] = ""
-    positions: ClassVar[tuple[str, ...]] = ("after", "before")
     # Whether it may be attached without an adapter.
     attaches_bare: ClassVar[bool] = False
     # Keywords of a call that belong to the memory given beside them.
@@ -48,9 +41,8 @@ class AdaptedModel(SavedModel):
     predicts_tokens: ClassVar[bool] = False
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
-        super().__init__(check_host(host))
+        super().__init__(host)
         self.require_memory = require_memory
-        self.active: list[str] = []
         self.open_blocks = OpenBlocks()
 
     # What a kind of host says of itself ----------------------------------------------------------------------------
@@ -59,10 +51,6 @@ class AdaptedModel(SavedModel):
     @abstractmethod
     def matches(cls, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
-
-    @abstractmethod
-    def sites(self, position: str) -> list[Site]:
-        """Every site of this position, in the order of the layers."""
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """What the host is given in one forward; by default its first argument is what it reads, without a cache."""
@@ -102,115 +90,6 @@ class AdaptedModel(SavedModel):
             AttachError: it cannot be proved.
             ConditionError: it does not.
         """
-
-    # Adapters ------------------------------------------------------------------------------------------------------
-
-    def set_adapter(self, names: str | Sequence[str]) -> None:
-        """Make these adapters, in this order, the active ones; an empty list is none.
-
-        Raises:
-            AttachError: a name that is not attached.
-        """
-        selected = [names] if isinstance(names, str) else list(names)
-        for name in selected:
-            self.adapter(name)
-        self.active = selected
-
-    def add_adapter(self, name: str, adapter: Any) -> None:
-        """Put another adapter on the host, active beside those that are.
-
-        Args:
-            name: to switch, combine and save it by.
-            adapter: its settings.
-
-        Raises:
-            AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
-            ConditionError: memory cannot reach its layers, or the adapters were unloaded.
-        """
-        self._check_new(name)
-        fits = is_adapter(adapter) and set(adapter.positions) & set(self.positions)
-        if not fits:
-            raise AttachError(
-                f"{type(self.host).__name__} is a host of kind {self.kind!r} and takes {kinds_at(self.positions)}; got "
-                f"{type(adapter).__name__}"
-            )
-        built = adapter.build(adapter.sites(self))
-        built.name = name
-        self.check_adapter(built)
-        built.initialise(self)
-        # A block lives where the states that it changes are: with a device map, on several devices.
-        built.to_sites()
-        built.train(self.host.training)
-        self.adapters[name] = built
-        self.active.append(name)
-        self.refresh_hooks()
-
-    def delete_adapter(self, name: str) -> None:
-        """Remove an adapter and its weights; the last one goes with `unload`.
-
-        Raises:
-            AttachError: it is not attached, or the only one.
-        """
-        self.adapter(name)
-        if len(self.adapters) == 1:
-            raise AttachError(f"{name!r} is the only adapter: use unload()")
-        del self.adapters[name]
-        self.active = [other for other in self.active if other != name]
-        self.refresh_hooks()
-
-    def add_weighted_adapter(self, names: Sequence[str], weights: Sequence[float], name: str) -> None:
-        """Merge adapters of equal settings into a new one (model soups, arXiv 2203.05482, section 2).
-
-        It is not active: `set_adapter(name)` uses it instead of the others.
-
-        Args:
-            names: of the adapters to merge.
-            weights: one for each; those of the new adapter are the weighted sum.
-            name: of the new adapter.
-
-        Raises:
-            AttachError: an adapter that is not attached, a name that is taken, or settings that differ.
-            ConfigError: another number of weights than adapters.
-        """
-        from mmattn.hosts.merging import weighted_sum
-
-        given = [self.adapter(one) for one in names] if not isinstance(names, str) else names
-        merged = weighted_sum(given, weights)
-        active = list(self.active)
-        self.add_adapter(name, given[0].config)  # type: ignore[union-attr]
-        self.active = active
-        self.adapter(name).load_state_dict(merged)
-
-    def _check_new(self, name: str) -> None:
-        if self.adapters:
-            self.check_attached()
-        check_name(name)
-        if name in self.adapters:
-            raise AttachError(
-                f"an adapter {name!r} is already attached; choose another name or delete_adapter({name!r})"
-            )
-
-    def adapter(self, name: str) -> AdapterLayers:
-        """The trainable part of the adapter of this name.
-
-        Raises:
-            AttachError: there is none.
-        """
-        if name not in self.adapters:
-            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
-        layers = self.adapters[name]
-        assert isinstance(layers, AdapterLayers)
-        return layers
-
-    def trainable_parameters(self) -> tuple[int, int]:
-        """Numbers of trained parameters and of all, host included."""
-        counts = [(size_of(p), p.requires_grad) for p in self.parameters()]
-        return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
-
-    def print_trainable_parameters(self) -> None:
-        """Print the numbers in the words of peft."""
-        trained, total = self.trainable_parameters()
-        print(f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}")
 
     # Memory --------------------------------------------------------------------------------------------------------
 
@@ -452,59 +331,6 @@ class AdaptedModel(SavedModel):
         """The host's layer of this number, at which adapters act."""
         position = self.positions[0]
         return self.host.get_submodule(self.sites(position)[index].module)
-
-    # Files -------------------------------------------------------------------------------------------------------
-
-    def save_adapter(self, path: str | PathLike[str], name: str = "default", *, encoder: str | None = None) -> None:
-        """Write one adapter as a folder: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
-
-        Args:
-            path: the folder.
-            name: of the adapter.
-            encoder: fingerprint of the encoder whose memories it was trained on, written to the file.
-
-        Raises:
-            AttachError: there is no such adapter.
-            NonFiniteError: a weight is NaN or infinite.
-        """
-        from mmattn.hosts.saving import save
-
-        save(self, path, name, encoder)
-
-    def push_to_hub(
-        self,
-        repository: str,
-        name: str = "default",
-        *,
-        encoder: str | None = None,
-        private: bool | None = None,
-        revision: str | None = None,
-        token: str | None = None,
-        commit_message: str | None = None,
-    ) -> str:
-        """Upload one adapter, and nothing of the host, to the Hugging Face hub.
-
-        Args:
-            repository: "org/name"; made where it is missing.
-            name: of the adapter.
-            encoder: as in `save_adapter`.
-            private: as in `transformers.PreTrainedModel.push_to_hub`.
-            revision: a branch, made where it is missing.
-            token: as in `transformers.PreTrainedModel.push_to_hub`.
-            commit_message: as in `transformers.PreTrainedModel.push_to_hub`.
-
-        Returns:
-            the address of the commit.
-
-        Raises:
-            AdapterFileError: the hub refused it, or cannot be reached.
-        """
-        from mmattn.hosts.interop.hub import upload
-
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_adapter(folder, name, encoder=encoder)
-            message = commit_message or f"Adapter {name}"
-            return upload(folder, repository, private=private, revision=revision, token=token, message=message)
 
 
 def check_unused(**given: tuple[Any, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from abc import abstractmethod
+import tempfile
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -17,7 +17,7 @@ from mmattn.adapters.migrations import migrate_config
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attached import AttachedModel
-from mmattn.hosts.saving import adapter_config
+from mmattn.hosts.saving import adapter_config, save
 from mmattn.storage.json_files import parse_json
 
 DEFAULT = "default"
@@ -77,9 +77,54 @@ class SavedModel(AttachedModel):
             state_dict.pop(f"{prefix}adapters.{name}.{SETTINGS}", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    @abstractmethod
     def save_adapter(self, path: str | PathLike[str], name: str = DEFAULT, *, encoder: str | None = None) -> None:
-        """Write one adapter as a folder."""
+        """Write one adapter as a folder: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
+
+        Args:
+            path: the folder.
+            name: of the adapter.
+            encoder: fingerprint of the encoder whose memories it was trained on, written to the file.
+
+        Raises:
+            AttachError: there is no such adapter.
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        save(self, path, name, encoder)
+
+    def push_to_hub(
+        self,
+        repository: str,
+        name: str = DEFAULT,
+        *,
+        encoder: str | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Upload one adapter, and nothing of the host, to the Hugging Face hub.
+
+        Args:
+            repository: "org/name"; made where it is missing.
+            name: of the adapter.
+            encoder: as in `save_adapter`.
+            private: as in `transformers.PreTrainedModel.push_to_hub`.
+            revision: a branch, made where it is missing.
+            token: as in `transformers.PreTrainedModel.push_to_hub`.
+            commit_message: as in `transformers.PreTrainedModel.push_to_hub`.
+
+        Returns:
+            the address of the commit.
+
+        Raises:
+            AdapterFileError: the hub refused it, or cannot be reached.
+        """
+        from mmattn.hosts.interop.hub import upload
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_adapter(folder, name, encoder=encoder)
+            message = commit_message or f"Adapter {name}"
+            return upload(folder, repository, private=private, revision=revision, token=token, message=message)
 
     def save_pretrained(
         self,

@@ -1,0 +1,156 @@
+"""The adapters of a host by name: added, chosen, merged and deleted."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.adapters.file_format import check_name
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.registry import is_adapter, kinds_at
+from mmattn.errors import AttachError
+from mmattn.hosts.attached import check_host
+from mmattn.hosts.interop.quantised import size_of
+from mmattn.hosts.saved import SavedModel
+
+
+class NamedAdapters(SavedModel):
+    """A host and its adapters by name, of which some are active.
+
+    Args:
+        host: the frozen model.
+    """
+
+    kind: ClassVar[str] = ""
+    positions: ClassVar[tuple[str, ...]] = ("after", "before")
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__(check_host(host))
+        self.active: list[str] = []
+
+    @abstractmethod
+    def sites(self, position: str) -> list[Site]:
+        """Every site of this position, in the order of the layers."""
+
+    @abstractmethod
+    def check_attached(self) -> None:
+        """Refuse to act on a host that these adapters were taken from."""
+
+    @abstractmethod
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Prove that what an adapter writes at its sites reaches the host's answer."""
+
+    @abstractmethod
+    def refresh_hooks(self) -> None:
+        """Listen at exactly the sites where the adapters of this moment act."""
+
+    def set_adapter(self, names: str | Sequence[str]) -> None:
+        """Make these adapters, in this order, the active ones; an empty list is none.
+
+        Raises:
+            AttachError: a name that is not attached.
+        """
+        selected = [names] if isinstance(names, str) else list(names)
+        for name in selected:
+            self.adapter(name)
+        self.active = selected
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """Put another adapter on the host, active beside those that are.
+
+        Args:
+            name: to switch, combine and save it by.
+            adapter: its settings.
+
+        Raises:
+            AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
+            ConditionError: memory cannot reach its layers, or the adapters were unloaded.
+        """
+        self._check_new(name)
+        fits = is_adapter(adapter) and set(adapter.positions) & set(self.positions)
+        if not fits:
+            raise AttachError(
+                f"{type(self.host).__name__} is a host of kind {self.kind!r} and takes {kinds_at(self.positions)}; got "
+                f"{type(adapter).__name__}"
+            )
+        built = adapter.build(adapter.sites(self))
+        built.name = name
+        self.check_adapter(built)
+        built.initialise(self)
+        # A block lives where the states that it changes are: with a device map, on several devices.
+        built.to_sites()
+        built.train(self.host.training)
+        self.adapters[name] = built
+        self.active.append(name)
+        self.refresh_hooks()
+
+    def delete_adapter(self, name: str) -> None:
+        """Remove an adapter and its weights; the last one goes with `unload`.
+
+        Raises:
+            AttachError: it is not attached, or the only one.
+        """
+        self.adapter(name)
+        if len(self.adapters) == 1:
+            raise AttachError(f"{name!r} is the only adapter: use unload()")
+        del self.adapters[name]
+        self.active = [other for other in self.active if other != name]
+        self.refresh_hooks()
+
+    def add_weighted_adapter(self, names: Sequence[str], weights: Sequence[float], name: str) -> None:
+        """Merge adapters of equal settings into a new one (model soups, arXiv 2203.05482, section 2).
+
+        It is not active: `set_adapter(name)` uses it instead of the others.
+
+        Args:
+            names: of the adapters to merge.
+            weights: one for each; those of the new adapter are the weighted sum.
+            name: of the new adapter.
+
+        Raises:
+            AttachError: an adapter that is not attached, a name that is taken, or settings that differ.
+            ConfigError: another number of weights than adapters.
+        """
+        from mmattn.hosts.merging import weighted_sum
+
+        given = [self.adapter(one) for one in names] if not isinstance(names, str) else names
+        merged = weighted_sum(given, weights)
+        active = list(self.active)
+        self.add_adapter(name, given[0].config)  # type: ignore[union-attr]
+        self.active = active
+        self.adapter(name).load_state_dict(merged)
+
+    def _check_new(self, name: str) -> None:
+        if self.adapters:
+            self.check_attached()
+        check_name(name)
+        if name in self.adapters:
+            raise AttachError(
+                f"an adapter {name!r} is already attached; choose another name or delete_adapter({name!r})"
+            )
+
+    def adapter(self, name: str) -> AdapterLayers:
+        """The trainable part of the adapter of this name.
+
+        Raises:
+            AttachError: there is none.
+        """
+        if name not in self.adapters:
+            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
+        layers = self.adapters[name]
+        assert isinstance(layers, AdapterLayers)
+        return layers
+
+    def trainable_parameters(self) -> tuple[int, int]:
+        """Numbers of trained parameters and of all, host included."""
+        counts = [(size_of(p), p.requires_grad) for p in self.parameters()]
+        return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+
+    def print_trainable_parameters(self) -> None:
+        """Print the numbers in the words of peft."""
+        trained, total = self.trainable_parameters()
+        print(f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}")

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 import mmattn
 from tests import tiny, tiny_unets
-from tests.tiny import differs
+from tests.tiny import assert_close, differs
 
 ROWS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}
@@ -155,3 +156,35 @@ def test_a_unet_under_every_precision(order):
         for name in (*order, *order):
             with precise(DTYPES[name]):
                 assert torch.equal(model.host(*args, **kwargs).sample, want[name]), name
+
+
+@torch.no_grad()
+def test_between_two_steps_of_a_block_every_change_is_seen():
+    """What is kept from step to step goes with an edit, another parameter, another module, other rows, autocast."""
+    model, ids = tiny.attach(tiny.make("llama")), tiny.text(2, 3)
+    memory = tiny.memory(2, lengths=[4, 2])
+    projection = model.adapter("default").attention(0).kv_proj
+
+    def edit():
+        projection.k_proj.weight.mul_(3)
+
+    def another_parameter():
+        projection.v_proj.weight = nn.Parameter(projection.v_proj.weight * 3)
+
+    def another_module():
+        projection.k_proj = nn.Linear(projection.memory_dim, projection.k_proj.out_features, bias=True)
+
+    def another_slot():
+        memory.tokens[0, 0, :5] += 9
+
+    with model.condition(memory):
+        before = model.host(ids).logits
+        for change in (edit, another_parameter, another_module, another_slot):
+            change()
+            seen = model.host(ids).logits
+            assert differs(seen[:1], before[:1]), change.__name__
+            assert_close(seen, model(ids, memory=mmattn.Memory(memory.tokens.clone(), memory.mask)).logits, 1e-6)
+            before = seen
+        with torch.autocast("cpu", torch.bfloat16):
+            half = model.host(ids).logits
+        assert differs(half.float(), before) and torch.equal(model.host(ids).logits, before)

@@ -17,7 +17,7 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, check_float
 from mmattn.hosts.attached import adapted, forget_compiled
 from mmattn.hosts.blocks import OpenBlocks
-from mmattn.hosts.calls import Action, Call, ForwardStep
+from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.named_adapters import NamedAdapters
 
@@ -134,10 +134,7 @@ class AdaptedModel(NamedAdapters):
             self.check_not_required()
             return None
         call = Call(self.bind(memory), adapter_scale, images)
-        if adapter_scale == 0:
-            return None
-        call.prepare_graphs()
-        return call
+        return None if adapter_scale == 0 else call
 
     @contextlib.contextmanager
     def condition(self, memory: Any, *, adapter_scale: float = 1.0) -> Iterator[Any]:
@@ -152,10 +149,8 @@ class AdaptedModel(NamedAdapters):
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
         call = self.make_call(memory, adapter_scale)
-        with self.open_blocks.conditioned(call, is_condition=True):
+        with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self
-        if call is not None:
-            call.check_graphs()
 
     def forward(self, *args: Any, memory: Any = None, adapter_scale: float = 1.0, **kwargs: Any) -> Any:
         """Call the host with a memory; returns what the host returns.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,20 @@ class Call:
         for source in self.sources.values():
             if isinstance(source, ProjectedMemory):
                 source.check_graph()
+
+
+@contextlib.contextmanager
+def prepared_for_graphs(call: Call | None) -> Iterator[None]:
+    """A block inside of which a compiled host may be called, with what its graph is to be given.
+
+    Raises:
+        ConditionError: weights or a memory were changed inside, and a graph missed it.
+    """
+    if call is not None:
+        call.prepare_graphs()
+    yield
+    if call is not None:
+        call.check_graphs()
 
 
 # What a hook does at a site: a view, the block that it applies, and what multiplies the result.

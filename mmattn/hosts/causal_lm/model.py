@@ -19,7 +19,7 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
-from mmattn.hosts.calls import Action, Call, ForwardStep
+from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
 from mmattn.hosts.causal_lm.generation import (
     asked,
@@ -306,10 +306,8 @@ class AdaptedCausalLM(AdaptedModel):
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
         call = self.make_call(memory, adapter_scale, images, arrived, window)
-        with self.open_blocks.conditioned(call, is_condition=True):
+        with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self
-        if call is not None:
-            call.check_graphs()
 
     def generate(
         self,

@@ -78,6 +78,15 @@ class AdapterLayers(nn.Module, ABC):
             if name != "blocks":
                 yield from part.parameters()
 
+    def projecting_modules(self) -> Iterator[nn.Module]:
+        """The parts on which keys and values of a memory depend, and those that hold them."""
+        yield from (self, self.blocks, *self.blocks.children())
+        for name, part in self.named_children():
+            if name != "blocks":
+                yield from part.modules()
+        for layer in self.layers:
+            yield from self.attention(layer).modules()
+
     def check_memory(self, memory: Memory) -> None:
         """Refuse a memory that this adapter cannot read.
 

@@ -14,7 +14,7 @@ from mmattn.adapters.graph_inputs import GraphInputs
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import combine_masks, visible_rows
 from mmattn.core.kv import KeyValue
-from mmattn.core.tensor_cache import ModuleTree, TensorCache, TensorVersion, autocast_dtype
+from mmattn.core.tensor_cache import ModuleVersion, TensorCache, TensorVersion, autocast_dtype
 from mmattn.errors import ConditionError
 from mmattn.memory import Memory
 
@@ -41,6 +41,9 @@ class Reader(Protocol):
 
     def reading_parameters(self) -> Iterator[nn.Parameter]:
         """The weights that `read` uses."""
+
+    def projecting_modules(self) -> Iterator[nn.Module]:
+        """The parts on which keys and values depend, and those that hold them."""
 
     def attention(self, layer: int) -> Any:
         """What projects the memory for a host layer."""
@@ -180,7 +183,7 @@ class ProjectedMemory:
         self.rows: int | None = prepared.batch
         self.follows_text = visibility is not None
         # By rows and dtype of autocast, what a forward saw, and all that it depends on.
-        self._kept: dict[Any, tuple[ProjectedView, ModuleTree, TensorVersion, list[Tensor]]] = {}
+        self._kept: dict[Any, tuple[ProjectedView, ModuleVersion, TensorVersion, list[Tensor]]] = {}
         self._device = adapter.weight.device
         self._graph: GraphInputs | None = None
         self._graph_version = TensorVersion([])
@@ -203,8 +206,8 @@ class ProjectedMemory:
         if kept is None or not (kept[1].holds() and kept[2].holds(kept[3])):
             self._device = adapter.weight.device
             sources = self._sources()
-            tree = ModuleTree(adapter.attention(layer) for layer in adapter.layers)
-            kept = self._kept[key] = self.see(text), tree, TensorVersion(sources), sources
+            parts = ModuleVersion(adapter.projecting_modules())
+            kept = self._kept[key] = self.see(text), parts, TensorVersion(sources), sources
         return kept[0]
 
     def see(self, text: TextState) -> ProjectedView:

@@ -41,25 +41,24 @@ class TensorVersion:
         )
 
 
-class ModuleTree:
-    """The parts and parameters of modules, to tell later whether one was taken out or replaced.
+class ModuleVersion:
+    """What parts and parameters some modules have, to tell later whether one was taken out or replaced.
 
     Args:
-        modules: each with all that is in it.
+        modules: each for itself; what is in it has to be named as well.
 
     >>> from torch import nn
     >>> layer = nn.Linear(2, 3)
-    >>> tree = ModuleTree([layer])
-    >>> tree.holds()
+    >>> version = ModuleVersion([layer])
+    >>> version.holds()
     True
     >>> layer.bias = None
-    >>> tree.holds()
+    >>> version.holds()
     False
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parts = [part for module in modules for part in module.modules()]
-        owners: list[dict[str, Any]] = [owner for one in parts for owner in (one._modules, one._parameters) if owner]
+        owners: list[dict[str, Any]] = [owner for one in modules for owner in (one._modules, one._parameters) if owner]
         self._seen = [(owner, tuple(owner.values())) for owner in owners]
 
     def holds(self) -> bool:

@@ -174,12 +174,15 @@ def test_between_two_steps_of_a_block_every_change_is_seen():
     def another_module():
         projection.k_proj = nn.Linear(projection.memory_dim, projection.k_proj.out_features, bias=True)
 
+    def another_norm():
+        model.adapter("default").memory_norm = nn.LayerNorm(memory.dim, eps=9.0)
+
     def another_slot():
         memory.tokens[0, 0, :5] += 9
 
     with model.condition(memory):
         before = model.host(ids).logits
-        for change in (edit, another_parameter, another_module, another_slot):
+        for change in (edit, another_parameter, another_module, another_norm, another_slot):
             change()
             seen = model.host(ids).logits
             assert differs(seen[:1], before[:1]), change.__name__

@@ -83,7 +83,7 @@ class MemoryStream:
 
         Args:
             start: of the first.
-            stop: behind the last.
+            stop: one past the last.
 
         Raises:
             ConditionError: they are forgotten.
@@ -145,7 +145,7 @@ class SlidingBuffer:
 
         Args:
             start: of the first.
-            stop: behind the last.
+            stop: one past the last.
 
         Raises:
             ConditionError: they are forgotten.

@@ -84,7 +84,7 @@ def reading(request, monkeypatch) -> bool:
     if not request.param:
         for module in ("attention", "projection"):
             monkeypatch.setattr(f"mmattn.core.{module}.may_read", lambda tensor: False)
-            monkeypatch.setattr("mmattn.core.projection.readable", lambda tensor: False)
+            monkeypatch.setattr("mmattn.core.key_values.readable", lambda tensor: False)
     return request.param
 
 

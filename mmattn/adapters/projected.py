@@ -167,6 +167,24 @@ class ProjectedView:
 Visibility = Callable[[TextState, Memory], Tensor]
 
 
+class CachedView:
+    """What a forward saw, and all that it depends on.
+
+    Args:
+        view: what it saw.
+        parts: of the adapter.
+        sources: the tensors, its weights and those of the memory.
+    """
+
+    def __init__(self, view: ProjectedView, parts: ModuleVersion, sources: list[Tensor]) -> None:
+        self.view, self._parts, self._sources = view, parts, sources
+        self._version = TensorVersion(sources)
+
+    def holds(self) -> bool:
+        """Whether a forward would see the same now."""
+        return self._parts.holds() and self._version.holds(self._sources)
+
+
 class ProjectedMemory:
     """A prepared memory bound to the adapter that reads it.
 
@@ -182,8 +200,8 @@ class ProjectedMemory:
         self.prepared, self.adapter, self.visibility = prepared, adapter, visibility
         self.rows: int | None = prepared.batch
         self.follows_text = visibility is not None
-        # By rows and dtype of autocast, what a forward saw, and all that it depends on.
-        self._kept: dict[Any, tuple[ProjectedView, ModuleVersion, TensorVersion, list[Tensor]]] = {}
+        # By rows and dtype of autocast.
+        self._views: dict[Any, CachedView] = {}
         self._device = adapter.weight.device
         self._graph: GraphInputs | None = None
         self._graph_version = TensorVersion([])
@@ -202,19 +220,18 @@ class ProjectedMemory:
         if depends or many or prepared.is_uncached(adapter):
             return self.see(text)
         key = text.rows, autocast_dtype(self._device)
-        kept = self._kept.get(key)
-        if kept is None or not (kept[1].holds() and kept[2].holds(kept[3])):
+        cached = self._views.get(key)
+        if cached is None or not cached.holds():
             self._device = adapter.weight.device
-            sources = self._sources()
             parts = ModuleVersion(adapter.projecting_modules())
-            kept = self._kept[key] = self.see(text), parts, TensorVersion(sources), sources
-        return kept[0]
+            cached = self._views[key] = CachedView(self.see(text), parts, self._sources())
+        return cached.view
 
     def see(self, text: TextState) -> ProjectedView:
         """What this forward sees, computed now."""
         prepared, adapter = self.prepared, self.adapter
         layers = adapter.layers if text.layer is None else (text.layer,)
-        graph = self._graph if torch.compiler.is_compiling() and not self._may_not_keep() else None
+        graph = self._graph if torch.compiler.is_compiling() and not self._may_not_cache() else None
         if graph is not None:
             memory = graph.memory
             self._read_by_graph = True
@@ -235,14 +252,19 @@ class ProjectedMemory:
             projected = {layer: prepared.project(adapter, layer, memory, queries) for layer in layers}
         return self.view(projected, rule, seen)
 
-    def _may_not_keep(self) -> bool:
+    def _may_not_cache(self) -> bool:
         return torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type)
 
     def prepare_graph(self) -> None:
-        """Compute what a compiled host is to be given, where that may be kept."""
+        """Compute what a compiled host is to be given, where that may be cached.
+
+        Raises:
+            ConditionError: as in `check_graph`, of what it was given before.
+        """
         prepared, adapter = self.prepared, self.adapter
-        if torch.compiler.is_compiling() or self._may_not_keep():
+        if torch.compiler.is_compiling() or self._may_not_cache():
             return
+        self.check_graph()
         memory = prepared.read(adapter)
         self._graph = GraphInputs.of(
             memory, {layer: prepared.project(adapter, layer, memory, 1) for layer in adapter.layers}

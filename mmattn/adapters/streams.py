@@ -37,7 +37,7 @@ class PreparedStream:
         return self.stream.rows
 
     def seen(self, text: TextState) -> tuple[int, int]:
-        """The numbers of the first slot that a forward sees, and of the one behind the last."""
+        """The numbers of the first slot that a forward sees, and one past the last."""
         known = self._forward
         if known is None or known[0]() is not text:
             known = self._forward = (weakref.ref(text), self.stream.seen())
@@ -90,7 +90,7 @@ class StreamWindow(PreparedMemory):
     Args:
         stream: the stream, which is locked.
         start: number of the first slot.
-        stop: behind the last.
+        stop: one past the last.
     """
 
     def __init__(self, stream: MemoryStream, start: int, stop: int) -> None:

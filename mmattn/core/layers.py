@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from mmattn.core.attention import BACKENDS, attend, combine_masks, visible_rows
 from mmattn.core.import_weights import FromWeights
+from mmattn.core.key_values import norm_heads
 from mmattn.core.kv import KeyValue
 from mmattn.core.masks import Mask, causal as causal_mask
 from mmattn.core.parts import KeyValueParts
 from mmattn.core.positions import Rotary
-from mmattn.core.projection import KeyValueProjection, norm_heads
+from mmattn.core.projection import KeyValueProjection
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 
 

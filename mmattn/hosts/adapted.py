@@ -163,7 +163,7 @@ class AdaptedModel(NamedAdapters):
             kwargs: the host's own.
         """
         if memory is None:
-            check_unused(adapter_scale=(adapter_scale, 1.0))
+            check_unused(adapter_scale)
             return self.host(*args, **kwargs)
         with self.open_blocks.conditioned(self.make_call(memory, adapter_scale)):
             return self.host(*args, **kwargs)
@@ -328,17 +328,20 @@ class AdaptedModel(NamedAdapters):
         return self.host.get_submodule(self.sites(position)[index].module)
 
 
-def check_unused(**given: tuple[Any, Any]) -> None:
+def check_unused(adapter_scale: Any = 1.0, **given: Any) -> None:
     """Refuse what only has a meaning together with a memory.
 
     Args:
-        given: by name, the value given and the one that says nothing.
+        adapter_scale: as it was given, 1 by default.
+        given: others by name, None by default.
 
     Raises:
         ConditionError: one was given.
     """
-    for name, (value, nothing) in given.items():
-        if value is not nothing and not (isinstance(value, (int, float)) and value == nothing):
+    if not (isinstance(adapter_scale, (int, float)) and adapter_scale == 1):
+        given["adapter_scale"] = adapter_scale
+    for name, value in given.items():
+        if value is not None:
             raise ConditionError(
                 f"{name}= was given without memory=, which it belongs to: give both to this call, or both to "
                 "condition()"

@@ -9,6 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -121,6 +122,32 @@ class Chat:
         return {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
 
 
+@dataclass(frozen=True)
+class Job:
+    """A request as the engine takes it.
+
+    Args:
+        ids: of the prompt.
+        memory: of one row.
+        max_tokens: new ones.
+        deadline: when it must be answered, in seconds of `time.perf_counter`.
+        words: of the path.
+        head: with which the response begins.
+    """
+
+    ids: list[int]
+    memory: Memory
+    max_tokens: int
+    deadline: float
+    words: Any
+    head: dict[str, Any]
+
+    def usage(self, tokens: int) -> dict[str, int]:
+        """Counts of tokens, so many of them new."""
+        prompt = len(self.ids)
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
 class Answering:
     """What both paths of completions have in common.
 
@@ -169,23 +196,23 @@ class Answering:
                 )
             ids = self.engine.ids_of(prompt, most)
             head = {"id": f"{words.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
+            job = Job(ids, memory, most, deadline, words, head)
             if body.stream:
                 usage = bool((body.stream_options or {}).get("include_usage"))
-                chunks = self._chunks(head, ids, memory, most, words, deadline, usage)
                 left = True  # with the stream's end
-                return Events(chunks, self.engine.leave)
-            return await self._whole(request, head, ids, memory, most, words, deadline)
+                return Events(self._chunks(job, usage), self.engine.leave)
+            return await self._whole(job, request)
         finally:
             if not left:
                 self.engine.leave()
 
-    async def _pieces(self, ids: list[int], memory: Memory, most: int, deadline: float) -> AsyncIterator[Piece]:
+    async def _pieces(self, job: Job) -> AsyncIterator[Piece]:
         begin, count = time.perf_counter(), 0
-        pieces = self.engine.answer(ids, memory, most)
+        pieces = self.engine.answer(job.ids, job.memory, job.max_tokens)
         try:
             while True:
                 try:
-                    piece = await asyncio.wait_for(anext(pieces), deadline - time.perf_counter())
+                    piece = await asyncio.wait_for(anext(pieces), job.deadline - time.perf_counter())
                 except StopAsyncIteration:
                     return
                 if not count:
@@ -196,19 +223,10 @@ class Answering:
         finally:
             await pieces.aclose()  # type: ignore[attr-defined]
 
-    async def _whole(
-        self,
-        request: Request,
-        head: dict[str, Any],
-        ids: list[int],
-        memory: Memory,
-        most: int,
-        words: Any,
-        deadline: float,
-    ) -> Any:
+    async def _whole(self, job: Job, request: Request) -> Any:
         async def write() -> tuple[str, Piece]:
             text, last = "", Piece("", 0, "length")
-            async for piece in self._pieces(ids, memory, most, deadline):
+            async for piece in self._pieces(job):
                 text, last = text + piece.text, piece
             return text, last
 
@@ -224,27 +242,18 @@ class Answering:
             writing.cancel()
             with contextlib.suppress(BaseException):
                 await writing
-        choice = words.complete(text.rstrip(), last.finish_reason, True)
-        return {**head, "object": words.whole, "choices": [choice], "usage": usage_of(ids, last.tokens)}
+        choice = job.words.complete(text.rstrip(), last.finish_reason, True)
+        return {**job.head, "object": job.words.whole, "choices": [choice], "usage": job.usage(last.tokens)}
 
-    async def _chunks(
-        self,
-        head: dict[str, Any],
-        ids: list[int],
-        memory: Memory,
-        most: int,
-        words: Any,
-        deadline: float,
-        with_usage: bool,
-    ) -> AsyncIterator[str]:
-        head, count = {**head, "object": words.chunk}, 0
+    async def _chunks(self, job: Job, with_usage: bool) -> AsyncIterator[str]:
+        head, count = {**job.head, "object": job.words.chunk}, 0
         try:
-            async for piece in self._pieces(ids, memory, most, deadline):
-                choice = words.choice(piece.text, piece.finish_reason, not count)
+            async for piece in self._pieces(job):
+                choice = job.words.choice(piece.text, piece.finish_reason, not count)
                 count = piece.tokens
                 yield as_event({**head, "choices": [choice]})
             if with_usage:
-                yield as_event({**head, "choices": [], "usage": usage_of(ids, count)})
+                yield as_event({**head, "choices": [], "usage": job.usage(count)})
             yield "data: [DONE]\n\n"
         except (MmattnError, asyncio.TimeoutError) as error:
             message = str(error) or f"no answer within {self.engine.limits.timeout:g} s"
@@ -270,11 +279,6 @@ class Events(StreamingResponse):
         finally:
             await self._chunks.aclose()  # type: ignore[attr-defined]
             self._end()
-
-
-def usage_of(ids: list[int], tokens: int) -> dict[str, int]:
-    """Counts of tokens."""
-    return {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens}
 
 
 def as_event(content: dict[str, Any]) -> str:

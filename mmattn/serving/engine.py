@@ -160,8 +160,7 @@ class Engine:
         finally:
             if not done:
                 self.manager.cancel_request(name)
-                self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        with self.manager.output_router._lock:
-            self.manager.output_router.result_handlers.pop(name, None)
+                self.manager.output_router.result_handlers.pop(name, None)
+            # What the model writes before it sees a cancellation has no handler any more: nobody reads it.
+            while self.manager.get_result(timeout=0) is not None:
+                pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 import mmattn
 from mmattn import pipelines, training
 from mmattn.errors import ConfigError
-from mmattn.recipes import assets_folder
+from mmattn.recipes import resolve_asset
 
 from .facts import UNKNOWN
 from .settings import Config
@@ -22,12 +21,10 @@ def load_lm(name: str, device: torch.device | str = "cpu") -> tuple[Any, Any]:
     """The frozen language model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = Path(name)
-    if name.startswith("assets/") and not place.exists():
-        place = assets_folder().joinpath(*place.parts[1:])
+    name = resolve_asset(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        lm = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}"

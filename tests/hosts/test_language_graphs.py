@@ -157,6 +157,12 @@ def test_a_change_that_a_graph_cannot_see_is_refused(graphs):
         with model.condition(memory):
             got = fast(ids).logits
         assert_close(got, model(ids, memory=memory).logits)
+    # What is computed anew for `generate` does not hide what was answered before.
+    with pytest.raises(mmattn.errors.ConditionError, match="begin a new block"), model.condition(memory):
+        fast(ids)
+        weight.mul_(2)
+        fast(ids)
+        model.generate(ids, max_new_tokens=1, pad_token_id=0)
     with model.condition(memory):  # the host as it is sees every change
         model.host(ids)
         weight.mul_(2)

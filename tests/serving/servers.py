@@ -53,6 +53,10 @@ class Server:
         handlers = manager.output_router.result_handlers
         return not (self.engine.running or len(manager.memories) or manager.memories.nbytes() or handlers)
 
+    def unread(self) -> int:
+        """How many outputs wait that nobody reads."""
+        return int(self.engine.manager.output_router.output_queue.qsize())
+
 
 @contextlib.contextmanager
 def serving(pipe: Any, api_key: str | None = None, **limits: Any) -> Iterator[Server]:

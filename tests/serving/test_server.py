@@ -207,6 +207,9 @@ def test_a_client_that_vanishes(server: Server, stream: bool) -> None:
             # Closed without reading: a reset.
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     assert server.until(server.is_idle)
+    # What they wrote before they were cancelled is dropped with the end of the next request.
+    assert httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": QUESTIONS[0]}).status_code == 200
+    assert server.until(server.is_idle) and not server.unread()
 
 
 def test_figures_and_logs(server: Server, caplog: pytest.LogCaptureFixture) -> None:

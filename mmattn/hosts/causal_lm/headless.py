@@ -56,12 +56,7 @@ class HeadlessHost:
                 "adapted model"
             )
         if memory is None:
-            check_unused(
-                images=(images, None),
-                arrived=(arrived, None),
-                window=(window, None),
-                adapter_scale=(adapter_scale, 1.0),
-            )
+            check_unused(adapter_scale, images=images, arrived=arrived, window=window)
             self._check_trains()
             return self._own(*args, **kwargs)
         with model.open_blocks.conditioned(model.make_call(memory, adapter_scale, images, arrived, window)):

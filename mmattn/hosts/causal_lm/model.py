@@ -271,12 +271,7 @@ class AdaptedCausalLM(AdaptedModel):
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         kwargs.update({name: value for name, value in given.items() if value is not None})
         if memory is None:
-            check_unused(
-                images=(images, None),
-                arrived=(arrived, None),
-                window=(window, None),
-                adapter_scale=(adapter_scale, 1.0),
-            )
+            check_unused(adapter_scale, images=images, arrived=arrived, window=window)
             return self.host(**kwargs)
         with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images, arrived, window)):
             return self.host(**kwargs)
@@ -336,12 +331,7 @@ class AdaptedCausalLM(AdaptedModel):
         if inputs is not None:
             kwargs["inputs"] = inputs
         if memory is None:
-            check_unused(
-                images=(images, None),
-                arrived=(arrived, None),
-                window=(window, None),
-                adapter_scale=(adapter_scale, 1.0),
-            )
+            check_unused(adapter_scale, images=images, arrived=arrived, window=window)
             return self._host_generate(**kwargs)
         with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images, arrived, window)):
             return self._host_generate(**kwargs)

@@ -150,7 +150,7 @@ class AdaptedUNet(AdaptedModel):
             kwargs |= {name: sample, "timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
             given = ()
         if memory is None:
-            check_unused(adapter_scale=(adapter_scale, 1.0))
+            check_unused(adapter_scale)
             if text_mask is None:
                 return self.host(*given, **kwargs)
         around = self.denoising_call() if memory is None else None

@@ -14,7 +14,7 @@ ROOMS = (
     ("errors", "progress"),
     ("storage", "tokenization"),
     ("memory",),
-    ("memory_parts", "memory_stream"),
+    ("memory_parts", "memory_stream", "searched_memory"),
     ("core",),
     ("adapters",),
     ("hosts", "seq2seq"),
@@ -29,7 +29,7 @@ ROOMS = (
 #: Beside the tower: which rooms they may know; whoever stands above `hosts` may know them.
 BESIDE = {
     "encoders": ("errors", "progress", "storage", "tokenization", "memory"),
-    "retrieval": ("errors", "progress", "storage", "tokenization", "memory", "encoders"),
+    "retrieval": ("errors", "progress", "storage", "tokenization", "memory", "searched_memory", "encoders"),
 }
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {

@@ -148,6 +148,17 @@ class AdapterLayers(nn.Module, ABC):
     def initialise(self, host: Any) -> None:
         """Begin from weights of the adapted host, where the settings ask for it; called before the first training."""
 
+    def slot_norm(self) -> nn.LayerNorm | None:
+        """What alone `read` does to each slot, for a memory that is searched; None where it is the slot itself.
+
+        Raises:
+            ConditionError: it does more.
+        """
+        raise ConditionError(
+            f"adapter {self.name!r} (kind {self.config.kind!r}) reads no memory that is searched, such as "
+            "index.as_memory(): give a Memory, such as hits.memory() of a search"
+        )
+
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
         """The first token that may see each slot (b, m), the text's length where none may; None where all tokens may.
 

@@ -218,3 +218,11 @@ class BlockLayers(AdapterLayers):
         if self.memory_norm is not None:
             read = read.replace(self.memory_norm(read.tokens))
         return read if self.resampler is None else self.resampler(read)
+
+    def slot_norm(self) -> nn.LayerNorm | None:
+        """The norm of the memory, which is all that `read` does to a slot where nothing is resampled.
+
+        Raises:
+            ConditionError: a resampler mixes all slots.
+        """
+        return self.memory_norm if self.resampler is None else super().slot_norm()

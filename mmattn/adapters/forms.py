@@ -1,4 +1,4 @@
-"""Whatever is given as `memory=`, for any adapter: vectors, parts, streams, or what a kind of adapter reads besides."""
+"""Whatever is given as `memory=`, for any adapter: vectors, parts, streams, an index, or what a kind reads besides."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from mmattn.adapters import parts, streams
+from mmattn.adapters import parts, searched, streams
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.protocols import MemorySource
 from mmattn.memory_parts import ShardedMemory, SharedMemory
 from mmattn.memory_stream import MemoryStream
+from mmattn.searched_memory import SearchedMemory
 
 
 def prepare(adapter: AdapterLayers, memory: Any) -> Any:
@@ -23,7 +24,7 @@ def prepare(adapter: AdapterLayers, memory: Any) -> Any:
     Raises:
         ShapeError: a memory that this adapter cannot read.
         NonFiniteError: NaN or infinity in a slot that may be attended to.
-        ConditionError: parts or a stream for an adapter that must read all slots together.
+        ConditionError: parts, a stream or an index for an adapter that must read all slots together.
     """
     if isinstance(memory, (SharedMemory, ShardedMemory, parts.PreparedParts)):
         return parts.prepare(adapter, memory)
@@ -32,6 +33,8 @@ def prepare(adapter: AdapterLayers, memory: Any) -> Any:
         return memory
     if isinstance(memory, MemoryStream):
         return streams.prepare(adapter, memory)
+    if isinstance(memory, SearchedMemory):
+        return searched.prepare(adapter, memory)
     return adapter.prepare(memory)
 
 
@@ -45,12 +48,14 @@ def bind(adapter: AdapterLayers, prepared: Any, host: nn.Module) -> MemorySource
 
     Raises:
         ShapeError: a memory that does not fit.
-        ConditionError: parts or a stream for an adapter whose tokens see a part of their memory only.
+        ConditionError: parts, a stream or an index for an adapter whose tokens see a part of their memory only.
     """
     if isinstance(prepared, parts.PreparedParts):
         return parts.bind(adapter, prepared, host)
     if isinstance(prepared, streams.PreparedStream):
         return streams.bind(adapter, prepared, host)
+    if isinstance(prepared, SearchedMemory):
+        return searched.bind(adapter, prepared, host)
     return adapter.bind(prepared, host)
 
 

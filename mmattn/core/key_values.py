@@ -126,10 +126,15 @@ class KeyValueHeads(nn.Module):
         return [weight for weight in weights if weight is not None]
 
     @property
+    def is_linear(self) -> bool:
+        """Whether keys and values of a slot are a plain matrix times the slot."""
+        plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
+        return plain and self.k_norm is None and self.rotary is None and self.value_dim == self.memory_dim
+
+    @property
     def absorbable(self) -> bool:
         """Whether keys are a plain matrix times the memory, so that it may be applied to the query instead."""
-        plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
-        return plain and self.k_norm is None and self.rotary is None and self.null_key is None
+        return self.is_linear and self.null_key is None
 
     def cast(self, tensor: Tensor) -> Tensor:
         """A tensor in the dtype of the weights; under autocast as it is."""
@@ -308,3 +313,12 @@ def norm_heads(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
     if heads.dtype is norm.weight.dtype:
         return norm(heads)
     return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
+
+
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x (b, h, l, i) times the weight (g, i, o) of each head: (b, h, l, o), reading a weight once for all rows."""
+    b, h, l, _ = x.shape
+    g, i, o = weight.shape
+    n = h // g * l
+    grouped = x.reshape(b, g, n, i).transpose(0, 1).reshape(g, b * n, i)
+    return (grouped @ weight).view(g, b, n, o).transpose(0, 1).reshape(b, h, l, o)

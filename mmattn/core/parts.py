@@ -76,11 +76,8 @@ def attend_parts(
     if group is not None:
         out, total = merge(gather(out, group), gather(total, group))
     seen = total != float("-inf")
-    if projection.null_key is not None:
-        # Once, whatever the number of parts.
-        key, value = (_by_head(projection, one) for one in (projection.null_key, projection.null_value))
-        score = (q.to(total.dtype) * key.to(total.dtype)).sum(-1, keepdim=True) * projection.scale
-        out, total = merge([out, value.to(out.dtype).expand_as(out)], [total, score])
+    # Once, whatever the number of parts.
+    out, total = with_null_slot(projection, q, out, total)
     if not return_weights:
         return out.masked_fill(~seen, 0), None, seen
     shares = [(own - total).exp().masked_fill(~seen, 0) for own in totals]
@@ -94,6 +91,22 @@ def _slots_seen(kv: KeyValue, allowed: Tensor | None, rows: int) -> Tensor:
         return torch.full((1, 1, 1, 1), kv.slots)
     number = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True)
     return number if len(number) in (1, rows) else number.repeat_interleave(rows // len(number), 0)
+
+
+def with_null_slot(projection: Any, q: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over slots and the null slot, where there is one, of what was found over the slots alone.
+
+    Args:
+        projection: `KeyValueProjection`, whose null slot it is.
+        q: (b, h, l, k), queries.
+        out: (b, h, l, k), over the slots.
+        total: (b, h, l, 1), the log-sum-exp of their scores.
+    """
+    if projection.null_key is None:
+        return out, total
+    key, value = (_by_head(projection, one) for one in (projection.null_key, projection.null_value))
+    score = (q.to(total.dtype) * key.to(total.dtype)).sum(-1, keepdim=True) * projection.scale
+    return merge([out, value.to(out.dtype).expand_as(out)], [total, score])
 
 
 def _by_head(projection: Any, heads: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.core.attention import attend_checked, combine_masks, visible_rows, visible_slots
-from mmattn.core.key_values import KeyValueHeads
+from mmattn.core.found import SearchedSlots, attend_found
+from mmattn.core.key_values import KeyValueHeads, per_head
 from mmattn.core.kv import KeyValue
 from mmattn.core.masks import Mask, causal as causal_mask
 from mmattn.core.parts import KeyValueParts, attend_parts
@@ -72,7 +73,7 @@ class KeyValueProjection(KeyValueHeads):
     def attend(
         self,
         q: Tensor,
-        memory: Tensor | KeyValue | KeyValueParts,
+        memory: Tensor | KeyValue | KeyValueParts | SearchedSlots,
         *,
         values: Tensor | None = None,
         mask: Tensor | None = None,
@@ -105,10 +106,14 @@ class KeyValueProjection(KeyValueHeads):
             ShapeError: sizes or devices that do not fit.
         """
         rows, _, l, _ = q.shape
-        if isinstance(memory, KeyValueParts):
+        if isinstance(memory, KeyValueParts | SearchedSlots):
             if not (mask is scores is values is memory_positions is attention_mask is None) or causal:
-                raise ShapeError("parts of a memory hold their masks: give no mask, scores, values or positions")
-            return attend_parts(self, q, memory, return_weights)
+                raise ShapeError(
+                    "parts of a memory, and one that is searched, hold their masks: give no mask, scores, values or "
+                    "positions"
+                )
+            attended = attend_parts if isinstance(memory, KeyValueParts) else attend_found
+            return attended(self, q, memory, return_weights)  # type: ignore[arg-type]
         if isinstance(memory, KeyValue):
             if not (mask is scores is values is memory_positions is None):
                 raise ShapeError(
@@ -165,7 +170,7 @@ class KeyValueProjection(KeyValueHeads):
         g, n = self.num_kv_heads, self.num_heads // self.num_kv_heads
         contain = per_query and not kv.finite
         if kv.absorbed:
-            q = _per_head(q, self.k_proj.weight.view(g, self.head_dim, -1))
+            q = per_head(q, self.k_proj.weight.view(g, self.head_dim, -1))
         seen = None
         if kv.null or kv.absorbed:
             seen = visible_rows(allowed, rows, kv.slots, per_head=True, device=q.device)
@@ -185,7 +190,7 @@ class KeyValueProjection(KeyValueHeads):
         weights = extras[0] if return_weights else None
         total = extras[-1] if return_total else None
         if kv.absorbed:
-            out = _per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
+            out = per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
             if self.v_proj.bias is not None:
                 out = out + self.v_proj.bias.view(g, 1, -1).repeat_interleave(n, 0)
         if seen is not None:
@@ -262,12 +267,3 @@ class KeyValueProjection(KeyValueHeads):
         if bias is None:
             return size
         return size + (bias if size.shape[0] == 1 else bias.repeat_interleave(size.shape[0] // bias.shape[0], 0))
-
-
-def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x (b, h, l, i) times the weight (g, i, o) of each head: (b, h, l, o), reading a weight once for all rows."""
-    b, h, l, _ = x.shape
-    g, i, o = weight.shape
-    n = h // g * l
-    grouped = x.reshape(b, g, n, i).transpose(0, 1).reshape(g, b * n, i)
-    return (grouped @ weight).view(g, b, n, o).transpose(0, 1).reshape(b, h, l, o)

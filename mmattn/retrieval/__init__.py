@@ -8,6 +8,7 @@ from mmattn.retrieval.corpus_shards import CorpusShards
 from mmattn.retrieval.entries import Entries, Entry, Filter, Id
 from mmattn.retrieval.hits import Hits
 from mmattn.retrieval.index import Index
+from mmattn.retrieval.index_memory import IndexMemory
 from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
 from mmattn.retrieval.qdrant import QdrantIndex
 from mmattn.retrieval.rerank import Reranked, Reranker
@@ -37,6 +38,7 @@ __all__ = [
     "Id",
     "InMemoryStore",
     "Index",
+    "IndexMemory",
     "QdrantIndex",
     "QdrantStore",
     "Reranked",

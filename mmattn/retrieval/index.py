@@ -27,6 +27,7 @@ from mmattn.retrieval.entry_checks import (
 )
 from mmattn.retrieval.hits import Hits, hits_of_rows
 from mmattn.retrieval.index_files import load_index, save_index
+from mmattn.retrieval.index_memory import IndexMemory, SearchStructures
 from mmattn.retrieval.scoring import best_rows, gather, score
 from mmattn.retrieval.stores import InMemoryStore, VectorStore
 from mmattn.retrieval.stores.registry import make_store
@@ -73,6 +74,8 @@ class Index:
         self.space = space if encoder is None else space.joined(encoder)
         self._writing = threading.RLock()
         self._saved: dict[str, str] = {}
+        #: The entries as attention searches them, for `as_memory`.
+        self.search_structures = SearchStructures(self)
 
     @classmethod
     def build(
@@ -290,6 +293,23 @@ class Index:
             near = gather(vectors, rows)
             hits = hits_of_rows(found.entries, rows, near, score(values, near, self.metric))
         return hits if score_threshold is None else hits.above(score_threshold)
+
+    def as_memory(self, per_query: int = 64, *, queries: Any = None, encoder: Encoder | None = None) -> IndexMemory:
+        """All entries as a memory that attention searches by itself, instead of the hits of one search.
+
+        Args:
+            per_query: how many entries each token sees, in each layer and head.
+            queries: for adapters with score_bias what each row of text is looked up by, as in `search`.
+            encoder: as in `search`.
+
+        Raises:
+            ConfigError: the entries are not in this process, or their distances ("l2") were to be scores.
+            IndexMismatchError: queries of another width or encoder.
+
+        >>> Index.build(torch.randn(1000, 24)).as_memory(per_query=8)
+        IndexMemory(1000 entries, e=24, per_query=8)
+        """
+        return IndexMemory(self, per_query, queries=queries, encoder=encoder)
 
     def to(self, device: str | torch.device) -> Index:
         """Move the vectors to a device, where searches then happen; returns this index.

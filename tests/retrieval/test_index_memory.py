@@ -190,8 +190,14 @@ def test_a_change_does_not_build_everything_again() -> None:
     first = index.search_structures.get(1e-5).version.parts[0].structure
     index.add(vectors(3))
     index.delete([5])
+    index.update([7, 2999], vectors(2, seed=9))
     parts = index.search_structures.get(1e-5).version.parts
-    assert parts[0].structure is first and [len(part.rows) for part in parts] == [3000, 3]
+    assert parts[0].structure is first and [len(part.rows) for part in parts] == [3000, 5]
+    shown = torch.nn.functional.layer_norm(torch.stack([index[name].vector for name in index.ids]), (E,))
+    for name in (7, 2999, 3001, 12):
+        query = shown[index.ids.index(name)]
+        found = index.as_memory().entries(1e-5).search(query[None, None], 1).item()
+        assert found == (shown @ query).argmax(), "the entry as it is now"
 
 
 @pytest.mark.parametrize("store", ["hnsw", "ivfpq"])

@@ -25,6 +25,7 @@ from recipes.benchmarks import (
     prompting,
     requests,
     search,
+    searching,
     shared,
     streaming,
     training_memory,
@@ -39,6 +40,7 @@ PARTS = (
     "bank",
     "denoising",
     "search",
+    "searching",
     "packing",
     "requests",
     "shared",
@@ -73,6 +75,7 @@ def main() -> None:
         "bank": lambda: print_bank(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
+        "searching": lambda: print_searching(asked.quick),
         "packing": lambda: print_packing(asked.quick),
         "requests": lambda: print_requests(asked.quick),
         "streaming": lambda: print_streaming(asked.quick),
@@ -274,6 +277,17 @@ def print_search(quick: bool) -> dict[str, dict[str, float]]:
         rows |= measured
     print(f"{table('index', rows)}\n\nbytes held for an entry:\n\n{table('index', held)}\n", flush=True)
     return rows | {f"{name}, bytes for an entry": row for name, row in held.items()}
+
+
+def print_searching(quick: bool) -> dict[str, dict[str, float]]:
+    """Attention that searches an index, for each unit of the host alone."""
+    rows = {
+        f"{count:,} entries, {store}": searching.measure(count, store, 1.0 if quick else 12.0)
+        for count in (searching.QUICK_SIZES if quick else searching.SIZES)
+        for store in searching.STORES
+    }
+    print(f"## Searching: attention over all entries of an index, a token\n\n{table('index', rows)}\n", flush=True)
+    return rows
 
 
 def print_training() -> dict[str, dict[str, float]]:

@@ -237,7 +237,23 @@ def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, fl
         title = f"{str(dtype).removeprefix('torch.')}, gathering for each unit of the smallest bank"
         print(f"### {title}\n\n{table('found', grown)}\n", flush=True)
         results[title] = grown["64 hits"]
+        results |= print_pages(dtype, quick)
     return results
+
+
+def print_pages(dtype: torch.dtype, quick: bool) -> dict[str, dict[str, float]]:
+    """Pages in 8 and 4 bits beside those in bfloat16: time of gathering, and bytes."""
+    times: dict[str, dict[str, float]] = {}
+    sizes: dict[str, dict[str, float]] = {}
+    for slots, entries, hits in bank.QUICK_PAGES if quick else bank.PAGES:
+        entry = f"{slots} slot{'s' if slots > 1 else ''}"
+        times[f"{hits:,} hits of {entry}"], sizes[entry] = bank.measure_pages(
+            slots, entries, hits, dtype, 1.0 if quick else 6.0
+        )
+    title = f"{str(dtype).removeprefix('torch.')}, gathering for each unit of pages in bfloat16"
+    print(f"### {title}\n\n{table('found', times)}\n", flush=True)
+    print(f"bytes for each of pages in float32:\n\n{table('entries', sizes)}\n", flush=True)
+    return {f"{title}: {name}": row for name, row in times.items()}
 
 
 def print_denoising(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:

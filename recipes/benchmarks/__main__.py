@@ -37,6 +37,7 @@ PARTS = (
     "beams",
     "prompting",
     "bank",
+    "pages",
     "denoising",
     "search",
     "packing",
@@ -71,6 +72,7 @@ def main() -> None:
         "beams": lambda: print_beams(dtypes, asked.quick),
         "prompting": lambda: print_prompting(dtypes, asked.quick),
         "bank": lambda: print_bank(dtypes, asked.quick),
+        "pages": lambda: print_pages(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
         "packing": lambda: print_packing(asked.quick),
@@ -237,23 +239,24 @@ def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, fl
         title = f"{str(dtype).removeprefix('torch.')}, gathering for each unit of the smallest bank"
         print(f"### {title}\n\n{table('found', grown)}\n", flush=True)
         results[title] = grown["64 hits"]
-        results |= print_pages(dtype, quick)
     return results
 
 
-def print_pages(dtype: torch.dtype, quick: bool) -> dict[str, dict[str, float]]:
-    """Pages in 8 and 4 bits beside those in bfloat16: time of gathering, and bytes."""
-    times: dict[str, dict[str, float]] = {}
-    sizes: dict[str, dict[str, float]] = {}
-    for slots, entries, hits in bank.QUICK_PAGES if quick else bank.PAGES:
-        entry = f"{slots} slot{'s' if slots > 1 else ''}"
-        times[f"{hits:,} hits of {entry}"], sizes[entry] = bank.measure_pages(
-            slots, entries, hits, dtype, 1.0 if quick else 6.0
-        )
-    title = f"{str(dtype).removeprefix('torch.')}, gathering for each unit of pages in bfloat16"
-    print(f"### {title}\n\n{table('found', times)}\n", flush=True)
-    print(f"bytes for each of pages in float32:\n\n{table('entries', sizes)}\n", flush=True)
-    return {f"{title}: {name}": row for name, row in times.items()}
+def print_pages(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Gathering from pages in 8 and 4 bits beside those in bfloat16, and their bytes."""
+    results = {}
+    print("## Pages: time of gathering for each unit of pages in bfloat16\n")
+    for dtype in dtypes:
+        times: dict[str, dict[str, float]] = {}
+        sizes: dict[str, dict[str, float]] = {}
+        for slots, entries, found in bank.QUICK_PAGES if quick else bank.PAGES:
+            entry = f"{slots} slot{'s' if slots > 1 else ''}"
+            made, sizes[entry] = bank.measure_pages(slots, entries, found, dtype, 1.0 if quick else 8.0)
+            times |= {f"{hits:,} hits of {entry}": row for hits, row in made.items()}
+        title = str(dtype).removeprefix("torch.")
+        print(f"### {title}\n\n{table('found', times)}\n\n{table('bytes, entries of', sizes)}\n", flush=True)
+        results |= {f"{title}: {name}": row for name, row in times.items()}
+    return results
 
 
 def print_denoising(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:

@@ -1,11 +1,11 @@
 """Answering from retrieved passages: pages of a bank, against projecting keys and values of the hits at every request.
 
-    python -m recipes.benchmarks bank [--dtype float32 bfloat16] [--quick]
+    python -m recipes.benchmarks bank pages [--dtype float32 bfloat16] [--quick]
 
 The GPT-2-small-shaped host with three gated adapters reads passages of 64 tokens as a MiniLM-shaped encoder (6 layers,
 width 384) encodes them: "encoded" runs the encoder over the hits, "projected" has their hidden states and projects
-keys and values from them, "bank" has those. Answering reads a prompt of 32 tokens and generates 8. Pages in 8 and 4
-bits stand beside pages in bfloat16.
+keys and values from them, "bank" has those. Answering reads a prompt of 32 tokens and generates 8. The part
+"pages" gathers keys and values from pages in 8 and 4 bits, beside pages in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
 }
 # Slots of an entry, entries of the bank, hits.
-PAGES = ((PASSAGE, 256, 4), (PASSAGE, 256, 16), (PASSAGE, 256, 64), (1, 10_000, 100), (1, 10_000, 1000))
-QUICK_PAGES = ((PASSAGE, 32, 4), (1, 1000, 100))
+PAGES = ((PASSAGE, 256, (4, 16, 64)), (1, 10_000, (100, 1000)))
+QUICK_PAGES = ((PASSAGE, 32, (4,)), (1, 1000, (100,)))
 
 
 def make_encoder(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -107,22 +107,25 @@ def measure_growth(banks: tuple[int, ...], dtype: torch.dtype, seconds: float = 
 
 @torch.no_grad()
 def measure_pages(
-    slots: int, entries: int, hits: int, dtype: torch.dtype, seconds: float = 6.0
-) -> tuple[dict[str, float], dict[str, float]]:
+    slots: int, entries: int, found: tuple[int, ...], dtype: torch.dtype, seconds: float = 8.0
+) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
     """By format of the pages: time of gathering for each unit of bfloat16's, and bytes for each of float32's.
 
     Args:
         slots: of each entry.
         entries: of the bank.
-        hits: that are gathered.
+        found: numbers of hits that are gathered.
         dtype: of the host.
     """
     model, memory = make_reader(dtype), torch.randn(entries, slots, WIDTH, dtype=dtype)
     banks = {name: model.bank(memory, **form) for name, form in FORMATS.items()}
-    times = interleaved({name: gatherer(bank, hits) for name, bank in banks.items()}, seconds=seconds, least=20)
-    whole = {f"{name}, with the entries": bank.nbytes() / banks["float32"].nbytes() for name, bank in banks.items()}
+    times = {}
+    for hits in found:
+        made = interleaved({name: gatherer(bank, hits) for name, bank in banks.items()}, seconds=seconds, least=20)
+        times[hits] = {name: ratio(made, name, "bfloat16") for name in made}
     pages = {name: bank.page_nbytes() / banks["float32"].page_nbytes() for name, bank in banks.items()}
-    return {name: ratio(times, name, "bfloat16") for name in times}, pages | whole
+    whole = {f"{name}, with the entries": bank.nbytes() / banks["float32"].nbytes() for name, bank in banks.items()}
+    return times, pages | whole
 
 
 def gatherer(bank: mmattn.hosts.bank.bank.Bank, hits: int) -> Callable[[], None]:

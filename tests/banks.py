@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -92,6 +93,40 @@ def check(bank, memory, found=None):
     assert projected == 0
     assert_close(got, want, 1e-6)
     return got
+
+
+def rounded(numbers, mask, largest, by_channel):
+    """The definition of quantised keys or values (n, g, m, k): codes times scales, each entry and head by itself.
+
+    Args:
+        numbers: (n, g, m, k).
+        mask: (n, m) bool.
+        largest: the largest code.
+        by_channel: numbers of a channel share a scale; else those of a slot.
+    """
+    out, steps = torch.zeros_like(numbers), torch.zeros_like(numbers)
+    for entry, head in itertools.product(range(numbers.shape[0]), range(numbers.shape[1])):
+        page = numbers[entry, head].float().masked_fill(~mask[entry][:, None], 0)
+        for shared, into, step in zip(
+            *(x.T if by_channel else x for x in (page, out[entry, head], steps[entry, head])), strict=True
+        ):
+            scale = (shared.abs().max() / largest).bfloat16()
+            if scale:
+                codes = [max(-largest, min(largest, round(float(x / scale)))) for x in shared]
+                into.copy_(torch.tensor(codes) * scale.float())
+                step.fill_(float(scale))
+    return out, steps
+
+
+def rounded_bank(bank, quantization):
+    """A plain bank, whose keys and values become what the definition makes of them."""
+    for name, table in bank._tables.items():
+        layer, _, part = name.rpartition(".")
+        if part in ("keys", "values"):
+            by_channel = part == "keys" and table.shape[2] >= 16
+            mask = bank._tables[f"{layer.rpartition('.')[0]}.mask"]
+            table.copy_(rounded(table, mask, {"int8": 127, "int4": 7}[quantization], by_channel)[0])
+    return bank
 
 
 def reload(model):

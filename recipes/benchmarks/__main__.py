@@ -38,6 +38,7 @@ PARTS = (
     "beams",
     "prompting",
     "bank",
+    "pages",
     "denoising",
     "search",
     "searching",
@@ -73,6 +74,7 @@ def main() -> None:
         "beams": lambda: print_beams(dtypes, asked.quick),
         "prompting": lambda: print_prompting(dtypes, asked.quick),
         "bank": lambda: print_bank(dtypes, asked.quick),
+        "pages": lambda: print_pages(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
         "searching": lambda: print_searching(asked.quick),
@@ -240,6 +242,23 @@ def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, fl
         title = f"{str(dtype).removeprefix('torch.')}, gathering for each unit of the smallest bank"
         print(f"### {title}\n\n{table('found', grown)}\n", flush=True)
         results[title] = grown["64 hits"]
+    return results
+
+
+def print_pages(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Gathering from pages in 8 and 4 bits beside those in bfloat16, and their bytes."""
+    results = {}
+    print("## Pages: time of gathering for each unit of pages in bfloat16\n")
+    for dtype in dtypes:
+        times: dict[str, dict[str, float]] = {}
+        sizes: dict[str, dict[str, float]] = {}
+        for slots, entries, found in bank.QUICK_PAGES if quick else bank.PAGES:
+            entry = f"{slots} slot{'s' if slots > 1 else ''}"
+            made, sizes[entry] = bank.measure_pages(slots, entries, found, dtype, 1.0 if quick else 8.0)
+            times |= {f"{hits:,} hits of {entry}": row for hits, row in made.items()}
+        title = str(dtype).removeprefix("torch.")
+        print(f"### {title}\n\n{table('found', times)}\n\n{table('bytes, entries of', sizes)}\n", flush=True)
+        results |= {f"{title}: {name}": row for name, row in times.items()}
     return results
 
 

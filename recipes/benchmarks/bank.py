@@ -1,15 +1,17 @@
 """Answering from retrieved passages: pages of a bank, against projecting keys and values of the hits at every request.
 
-    python -m recipes.benchmarks bank [--dtype float32 bfloat16] [--quick]
+    python -m recipes.benchmarks bank pages [--dtype float32 bfloat16] [--quick]
 
 The GPT-2-small-shaped host with three gated adapters reads passages of 64 tokens as a MiniLM-shaped encoder (6 layers,
-width 384) encodes them: "encoded" runs the encoder over the hits, "projected" has their hidden states and projects keys
-and values from them, "bank" has those. Answering reads a prompt of 32 tokens and generates 8.
+width 384) encodes them: "encoded" runs the encoder over the hits, "projected" has their hidden states and projects
+keys and values from them, "bank" has those. Answering reads a prompt of 32 tokens and generates 8. The part
+"pages" gathers keys and values from pages in 8 and 4 bits, beside pages in bfloat16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,15 @@ HITS, QUICK_HITS = (4, 16, 64, 256), (4, 16)
 # Of one slot each: a hundred thousand passages of 64 would take 90 GB.
 BANKS, QUICK_BANKS = (1_000, 10_000, 100_000), (1_000, 10_000)
 FOUND = 64
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
+# Slots of an entry, entries of the bank, hits.
+PAGES = ((PASSAGE, 256, (4, 16, 64)), (1, 10_000, (100, 1000)))
+QUICK_PAGES = ((PASSAGE, 32, (4,)), (1, 1000, (100,)))
 
 
 def make_encoder(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -86,12 +97,37 @@ def measure_growth(banks: tuple[int, ...], dtype: torch.dtype, seconds: float = 
     """Time of gathering 64 entries from banks of several sizes, for each unit of the smallest."""
     model = make_reader(dtype)
 
-    def gather(bank: mmattn.hosts.bank.bank.Bank) -> Callable[[], None]:
-        # Other entries every time: those just read would still be in the processor's cache.
-        return lambda: project_keys(model, bank.gather(torch.randint(0, len(bank), (1, FOUND))))
-
     candidates = {
-        f"{n:,} entries": gather(model.bank(torch.randn(1, 1, WIDTH, dtype=dtype).expand(n, -1, -1))) for n in banks
+        f"{n:,} entries": gatherer(model.bank(torch.randn(1, 1, WIDTH, dtype=dtype).expand(n, -1, -1)), FOUND)
+        for n in banks
     }
     times = interleaved(candidates, seconds=seconds, least=20)
     return {name: ratio(times, name, next(iter(times))) for name in times}
+
+
+@torch.no_grad()
+def measure_pages(
+    slots: int, entries: int, found: tuple[int, ...], dtype: torch.dtype, seconds: float = 8.0
+) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
+    """By format of the pages: time of gathering for each unit of bfloat16's, and bytes for each of float32's.
+
+    Args:
+        slots: of each entry.
+        entries: of the bank.
+        found: numbers of hits that are gathered.
+        dtype: of the host.
+    """
+    model, memory = make_reader(dtype), torch.randn(entries, slots, WIDTH, dtype=dtype)
+    banks = {name: model.bank(memory, **form) for name, form in FORMATS.items()}
+    times = {}
+    for hits in found:
+        made = interleaved({name: gatherer(bank, hits) for name, bank in banks.items()}, seconds=seconds, least=20)
+        times[hits] = {name: ratio(made, name, "bfloat16") for name in made}
+    pages = {name: bank.page_nbytes() / banks["float32"].page_nbytes() for name, bank in banks.items()}
+    whole = {f"{name}, with the entries": bank.nbytes() / banks["float32"].nbytes() for name, bank in banks.items()}
+    return times, pages | whole
+
+
+def gatherer(bank: mmattn.hosts.bank.bank.Bank, hits: int) -> Callable[[], None]:
+    """Gathers keys and values of hits, others every time: those just read would still be in the processor's cache."""
+    return lambda: project_keys(bank.model, bank.gather(torch.randint(0, len(bank), (1, hits))))

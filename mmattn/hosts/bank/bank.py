@@ -19,9 +19,10 @@ from torch import Tensor
 from mmattn.adapters.projected import PreparedMemory
 from mmattn.core.kv import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
-from mmattn.errors import ConfigError, ShapeError
+from mmattn.errors import ShapeError
 from mmattn.hosts.bank.files import read_bank, write_bank
 from mmattn.hosts.bank.gathered import GatheredMemory
+from mmattn.hosts.bank.page_formats import PageFormat, page_format
 from mmattn.hosts.bank.pages import gather_pages, projection_of
 from mmattn.hosts.bank.requests import check_hits, check_rows, memory_of_hits
 from mmattn.hosts.bank.tables import (
@@ -47,8 +48,8 @@ class Bank:
     Args:
         model: the adapted model.
         versions: for each adapter that has pages, the state of the weights that they were computed with.
+        form: of the pages.
         tables: as at the head of this file, row 0 blank.
-        dtype: of the pages; None for that of the weights.
         count: number of entries in the tables.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,39 +68,40 @@ class Bank:
         self,
         model: Any,
         versions: Mapping[str, TensorVersion],
+        form: PageFormat,
         tables: dict[str, Tensor],
-        dtype: torch.dtype | None,
         count: int = 0,
     ) -> None:
         self.model = model
         self._versions = versions
-        self._tables = tables
-        self._dtype = dtype
+        self._form, self._tables = form, tables
         self._count = count
         self._edits = int(tables["edition"].max())
         # Writers wait for each other; a reader waits only while finished rows are copied into the tables.
         self._writing, self._copying = threading.Lock(), threading.Lock()
 
     @classmethod
-    def from_memory(cls, model: Any, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
+    def from_memory(
+        cls, model: Any, memory: Memory | Tensor, dtype: torch.dtype | None = None, quantization: str | None = None
+    ) -> Bank:
         """A bank of every row of a memory, for the active adapters; what `model.bank` calls.
 
         Args:
             model: the adapted model.
             memory: (n, m, e), a row for each entry.
             dtype: of the pages; that of the weights by default.
+            quantization: "int8" or "int4", as in `model.bank`.
 
         Raises:
             ShapeError: a memory that the active adapters cannot read, or one with scores or segments.
             NonFiniteError: NaN or infinity.
             ConditionError: no adapter is active.
-            ConfigError: a dtype that is not floating point, or keys that depend on their position in the memory.
+            ConfigError: a dtype or a quantisation that pages cannot have, or keys that depend on their position in the
+                memory.
         """
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"keys and values are cached in a floating point dtype, got {dtype!r}")
-        memory = check_entries(memory)
+        form, memory = page_format(dtype, quantization), check_entries(memory)
         versions = weight_versions(model, model.active, memory.dim)
-        bank = cls(model, versions, blank_tables(model, versions, memory.tokens, memory.batch + 1, dtype), dtype)
+        bank = cls(model, versions, form, blank_tables(model, versions, form, memory.tokens, memory.batch + 1))
         bank.add(memory)
         return bank
 
@@ -115,6 +117,11 @@ class Bank:
     def nbytes(self) -> int:
         """Bytes of all tables, in memory or in the file they are mapped from."""
         return sum(table.nbytes for table in self._tables.values())
+
+    def page_nbytes(self) -> int:
+        """Bytes of keys and values alone, scales included."""
+        pages = [table for name, table in self._tables.items() if name.rpartition(".")[2] in self._form.parts]
+        return sum(table.nbytes for table in pages)
 
     def __repr__(self) -> str:
         return f"Bank({self._count:,} rows, m={self.slots}, adapters={list(self._versions)}, {self.nbytes():,} bytes)"
@@ -199,9 +206,9 @@ class Bank:
                 return None
             projection = projection_of(adapter.attention(layer))
             mask = self._tables[f"{adapter.name}.mask"][table_rows].flatten(1).to(projection.k_proj.weight.device)
-            keys, values = (self._tables[f"{adapter.name}.{layer}.{part}"] for part in ("keys", "values"))
+            tables = {part: self._tables[f"{adapter.name}.{layer}.{part}"] for part in self._form.parts}
             scores = None if scores is None else scores.to(mask.device)
-            return gather_pages(projection, keys, values, table_rows, mask, scores)
+            return gather_pages(projection, self._form, tables, table_rows, mask, scores)
 
     @without_graph()
     def _take(
@@ -246,7 +253,7 @@ class Bank:
             if end > room:
                 for name, table in self._tables.items():
                     self._tables[name] = grown(table, max(end, room + room // 2))
-            write_entries(self._tables, begin, memory, self.model, self._versions)
+            write_entries(self._tables, begin, memory, self.model, self._versions, self._form)
             with self._copying:
                 self._edits += 1
                 self._tables["edition"][begin:end] = self._edits
@@ -274,7 +281,7 @@ class Bank:
                     f"{len(table_rows)} rows were to be updated with {memory.batch} entries: give one for each"
                 )
             new = {name: table.new_zeros(len(table_rows), *table.shape[1:]) for name, table in self._tables.items()}
-            write_entries(new, 0, memory, self.model, self._versions)
+            write_entries(new, 0, memory, self.model, self._versions, self._form)
             with self._copying:
                 self._edits += 1
                 new["edition"].fill_(self._edits)
@@ -309,9 +316,9 @@ class Bank:
         with self._writing:
             versions = weight_versions(self.model, self.model.active, self._tables["tokens"].shape[2])
             old = {name: self._tables[name] for name in ("tokens", "mask", "edition")}
-            tables = blank_tables(self.model, versions, old["tokens"], len(old["tokens"]), self._dtype) | old
+            tables = blank_tables(self.model, versions, self._form, old["tokens"], len(old["tokens"])) | old
             entries = slice(1, self._count + 1)
-            write_pages(tables, 1, old["tokens"][entries], old["mask"][entries], self.model, versions)
+            write_pages(tables, 1, old["tokens"][entries], old["mask"][entries], self.model, versions, self._form)
             with self._copying:
                 self._versions, self._tables = versions, tables
 
@@ -342,7 +349,7 @@ class Bank:
         with self._writing:
             self._check_fresh()
             tables = {name: table[: self._count + 1] for name, table in self._tables.items()}
-            write_bank(path, self.model, self._versions, tables, self._dtype)
+            write_bank(path, self.model, self._versions, self._form, tables)
 
     @classmethod
     def load(cls, model: Any, path: str | PathLike[str], mapped: bool = False) -> Bank:
@@ -356,6 +363,6 @@ class Bank:
         Raises:
             AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
         """
-        names, tables, dtype = read_bank(path, model, mapped)
+        names, form, tables = read_bank(path, model, mapped)
         versions = weight_versions(model, names, tables["tokens"].shape[2])
-        return cls(model, versions, tables, dtype, count=len(tables["edition"]) - 1)
+        return cls(model, versions, form, tables, count=len(tables["edition"]) - 1)

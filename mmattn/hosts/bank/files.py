@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mmattn import __version__
 from mmattn.adapters.file_format import Shapes, check_tensors
-from mmattn.errors import AdapterFileError
+from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.hosts.bank.page_formats import PageFormat, describe_format, described_format
 from mmattn.hosts.bank.tables import blank_tables, weights
 from mmattn.storage.fingerprints import fingerprint
-from mmattn.storage.tensor_files import DTYPES, NAMES, read_header, read_tensors, write_tensors
+from mmattn.storage.tensor_files import read_header, read_tensors, write_tensors
 
 FORMAT = "mmattn-bank"
 
@@ -23,27 +24,25 @@ def write_bank(
     path: str | PathLike[str],
     model: Any,
     names: Iterable[str],
+    form: PageFormat,
     tables: dict[str, Tensor],
-    dtype: torch.dtype | None,
 ) -> None:
-    """Write the tables of a bank, the dtype of its pages, and the fingerprints of its adapters.
+    """Write the tables of a bank, the format of its pages, and the fingerprints of its adapters.
 
     Args:
         path: the file.
         model: the adapted model.
         names: of the adapters that have pages.
+        form: of the pages.
         tables: by name.
-        dtype: as given to `Bank.from_memory`.
     """
     prints = {name: fingerprint(weights(model.adapter(name))) for name in names}
-    named = None if dtype is None else NAMES[dtype]
-    write_tensors(path, tables, {"format": FORMAT, "mmattn_version": __version__, "adapters": prints, "dtype": named})
+    metadata = {"format": FORMAT, "mmattn_version": __version__, "adapters": prints} | describe_format(form)
+    write_tensors(path, tables, metadata)
 
 
-def read_bank(
-    path: str | PathLike[str], model: Any, mapped: bool
-) -> tuple[list[str], dict[str, Tensor], torch.dtype | None]:
-    """The names of the adapters of a bank, its tables, and the dtype of its pages.
+def read_bank(path: str | PathLike[str], model: Any, mapped: bool) -> tuple[list[str], PageFormat, dict[str, Tensor]]:
+    """The names of the adapters of a bank, the format of its pages, and its tables.
 
     Args:
         path: the file.
@@ -55,15 +54,15 @@ def read_bank(
     """
     shapes, metadata = read_header(path, FORMAT)
     names = check_adapters(path, model, metadata.get("adapters"))
-    named = metadata.get("dtype")
-    dtype = DTYPES.get(str(named))
-    if named is not None and (dtype is None or not dtype.is_floating_point):
-        raise AdapterFileError(f"cannot read {str(path)!r}: its pages cannot be of dtype {named!r}")
-    check_tables(model, names, shapes, dtype)
+    try:
+        form = described_format(metadata)
+    except ConfigError as error:
+        raise AdapterFileError(f"cannot read the pages in {str(path)!r}: {error}") from error
+    check_tables(model, names, form, shapes)
     tables, again = read_tensors(path, FORMAT, check_finite=False, mapped=mapped)
     if again != metadata or {name: (tuple(x.shape), x.dtype) for name, x in tables.items()} != shapes:
         raise AdapterFileError(f"{str(path)!r} was replaced while it was read")
-    return names, tables, dtype
+    return names, form, tables
 
 
 def check_adapters(path: str | PathLike[str], model: Any, prints: Any) -> list[str]:
@@ -94,14 +93,14 @@ def check_adapters(path: str | PathLike[str], model: Any, prints: Any) -> list[s
     return list(prints)
 
 
-def check_tables(model: Any, names: Iterable[str], shapes: Shapes, dtype: torch.dtype | None) -> None:
+def check_tables(model: Any, names: Iterable[str], form: PageFormat, shapes: Shapes) -> None:
     """Compare the tables of a file with those of a bank for these adapters.
 
     Args:
         model: the adapted model.
         names: of the adapters.
+        form: of the pages.
         shapes: the shape and dtype of each table in the file.
-        dtype: of its pages; None for that of the weights.
 
     Raises:
         AdapterFileError: they differ.
@@ -115,5 +114,5 @@ def check_tables(model: Any, names: Iterable[str], shapes: Shapes, dtype: torch.
             raise AdapterFileError(
                 f"adapter {name!r} reads entries of width {width}, and the file's are {shape[2]} wide"
             )
-    blank = blank_tables(model, names, torch.empty(0, *shape[1:], dtype=kind), 0, dtype)
+    blank = blank_tables(model, names, form, torch.empty(0, *shape[1:], dtype=kind), 0)
     check_tensors({name: ((shape[0], *table.shape[1:]), table.dtype) for name, table in blank.items()}, shapes)

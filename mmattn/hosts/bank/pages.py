@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from mmattn.core.kv import KeyValue, pack
 from mmattn.core.layers import CrossAttention
-from mmattn.core.paged_cache import side_by_side
 from mmattn.core.projection import KeyValueProjection
 from mmattn.core.tracing import may_read
 from mmattn.errors import ConfigError
+from mmattn.hosts.bank.page_formats import PageFormat
 
 
 def projection_of(attention: CrossAttention | KeyValueProjection) -> KeyValueProjection:
@@ -39,8 +41,8 @@ def make_pages(projection: KeyValueProjection, memory: Tensor) -> tuple[Tensor, 
 
 def gather_pages(
     projection: KeyValueProjection,
-    keys: Tensor,
-    values: Tensor,
+    form: PageFormat,
+    tables: Mapping[str, Tensor],
     rows: Tensor,
     mask: Tensor,
     scores: Tensor | None = None,
@@ -49,8 +51,8 @@ def gather_pages(
 
     Args:
         projection: that computed the pages.
-        keys: (·, g, m, k), the pages.
-        values: likewise.
+        form: of the pages.
+        tables: the pages, by the names of their parts.
         rows: (b, n), which of them to read.
         mask: (b, n·m) bool.
         scores: (b, n·m).
@@ -65,5 +67,5 @@ def gather_pages(
     if lengths is not None and bias is not None:
         bias = pack(bias, mask, lengths, first=False)
     real = None if lengths is None else mask
-    keys, values = (side_by_side(table, rows, real).to(weight.device, dtype) for table in (keys, values))
+    keys, values = form.gather(tables, rows, real, weight.device, dtype)
     return projection.join(keys, values, shown, bias, lengths)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.bank.page_formats import PageFormat
 from mmattn.hosts.bank.pages import make_pages, projection_of
 from mmattn.memory import Memory
 
@@ -110,12 +111,13 @@ def without_graph() -> Iterator[None]:
         yield
 
 
-def page_rows(model: Any, names: Iterable[str], memory: Memory) -> dict[str, Tensor]:
+def page_rows(model: Any, names: Iterable[str], form: PageFormat, memory: Memory) -> dict[str, Tensor]:
     """Rows of the tables of adapters for some entries: the mask of what they read, keys and values by layer.
 
     Args:
         model: the adapted model.
         names: of the adapters.
+        form: of the pages.
         memory: (n, m, e), the entries.
 
     Raises:
@@ -126,38 +128,36 @@ def page_rows(model: Any, names: Iterable[str], memory: Memory) -> dict[str, Ten
         adapter = model.adapter(name)
         with torch.autocast(adapter.weight.device.type, enabled=False):
             read = adapter.read(memory)
-            pages[f"{name}.mask"] = read.real_slots()
+            mask = pages[f"{name}.mask"] = read.real_slots()
             for layer in adapter.layers:
-                keys, values = make_pages(projection_of(adapter.attention(layer)), read.tokens)
-                pages[f"{name}.{layer}.keys"], pages[f"{name}.{layer}.values"] = keys, values
+                made = make_pages(projection_of(adapter.attention(layer)), read.tokens)
+                pages |= {f"{name}.{layer}.{part}": row for part, row in form.encode(*made, mask).items()}
     return pages
 
 
 @without_graph()
-def blank_tables(
-    model: Any, names: Iterable[str], tokens: Tensor, rows: int, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
+def blank_tables(model: Any, names: Iterable[str], form: PageFormat, tokens: Tensor, rows: int) -> dict[str, Tensor]:
     """Tables of zeros.
 
     Args:
         model: the adapted model.
         names: of the adapters that have pages.
+        form: of the pages.
         tokens: (·, m, e), entries whose sizes, dtype and device the tables have.
         rows: of each table.
-        dtype: of keys and values; None for that of the weights.
     """
     entry = tokens.new_zeros(1, *tokens.shape[1:])
     mask = torch.ones(entry.shape[:2], dtype=torch.bool, device=tokens.device)
     like = {"tokens": entry, "mask": mask, "edition": torch.zeros(1, dtype=torch.long)}
-    like |= page_rows(model, names, Memory(entry, mask, check_finite=False))
-    tables = {}
-    for name, row in like.items():
-        paged = dtype is not None and name.endswith((".keys", ".values"))
-        tables[name] = torch.zeros((rows, *row.shape[1:]), dtype=dtype if paged else row.dtype, device=tokens.device)
-    return tables
+    like |= page_rows(model, names, form, Memory(entry, mask, check_finite=False))
+    return {
+        name: torch.zeros((rows, *row.shape[1:]), dtype=row.dtype, device=tokens.device) for name, row in like.items()
+    }
 
 
-def write_entries(tables: dict[str, Tensor], begin: int, memory: Memory, model: Any, names: Iterable[str]) -> None:
+def write_entries(
+    tables: dict[str, Tensor], begin: int, memory: Memory, model: Any, names: Iterable[str], form: PageFormat
+) -> None:
     """Write entries and their pages to tables; their editions stay as they are.
 
     Args:
@@ -166,17 +166,24 @@ def write_entries(tables: dict[str, Tensor], begin: int, memory: Memory, model: 
         memory: (n, m, e), the entries.
         model: the adapted model.
         names: of the adapters that have pages.
+        form: of the pages.
     """
     tokens, mask = memory.tokens, memory.real_slots()
     end = begin + len(tokens)
     tables["tokens"][begin:end] = tokens
     tables["tokens"][begin:end].masked_fill_(~mask.to(tables["mask"].device)[..., None], 0)
     tables["mask"][begin:end] = mask
-    write_pages(tables, begin, tables["tokens"][begin:end], tables["mask"][begin:end], model, names)
+    write_pages(tables, begin, tables["tokens"][begin:end], tables["mask"][begin:end], model, names, form)
 
 
 def write_pages(
-    tables: dict[str, Tensor], begin: int, tokens: Tensor, mask: Tensor, model: Any, names: Iterable[str]
+    tables: dict[str, Tensor],
+    begin: int,
+    tokens: Tensor,
+    mask: Tensor,
+    model: Any,
+    names: Iterable[str],
+    form: PageFormat,
 ) -> None:
     """Write the pages of entries to tables.
 
@@ -187,11 +194,12 @@ def write_pages(
         mask: (n, m) bool, their padding.
         model: the adapted model.
         names: of the adapters that have pages.
+        form: of the pages.
     """
     step = max(1, CHUNK // tokens.shape[1])
     for i in range(0, len(tokens), step):
         piece = Memory(tokens[i : i + step], mask[i : i + step], check_finite=False)
-        for name, pages in page_rows(model, names, piece).items():
+        for name, pages in page_rows(model, names, form, piece).items():
             tables[name][begin + i : begin + i + len(pages)] = pages
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -204,7 +204,13 @@ class AdaptedCausalLM(AdaptedModel):
 
     # Entries that many requests attend to ----------------------------------------------------------------------------
 
-    def bank(self, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
+    def bank(
+        self,
+        memory: Memory | Tensor,
+        dtype: torch.dtype | None = None,
+        *,
+        quantization: Literal["int8", "int4"] | None = None,
+    ) -> Bank:
         """Cache the keys and values of every row of a memory, for requests that gather some of them.
 
         The bank is a copy on the device of the memory, and changes by its own verbs only.
@@ -212,14 +218,17 @@ class AdaptedCausalLM(AdaptedModel):
         Args:
             memory: (n, m, e), a row for each entry.
             dtype: of the cached keys and values; that of the weights by default, to which they are cast when gathered.
+            quantization: cache them in 8 or 4 bits instead, "int8" or "int4": keys with a scale for each channel of an
+                entry, or for each slot where an entry has fewer than 16, and values with one for each slot
+                (arXiv 2402.02750). The entries themselves stay as they are.
 
         Raises:
             ShapeError: a memory that the active adapters cannot read, or one with scores or segments.
             NonFiniteError: NaN or infinity.
             ConditionError: no adapter is active.
-            ConfigError: keys depend on their place in the memory.
+            ConfigError: a dtype or a quantisation that pages cannot have, or keys depend on their place in the memory.
         """
-        return Bank.from_memory(self, memory, dtype)
+        return Bank.from_memory(self, memory, dtype, quantization)
 
     def load_bank(self, path: str | PathLike[str], *, mapped: bool = False) -> Bank:
         """Read what `Bank.save` wrote.

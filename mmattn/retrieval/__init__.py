@@ -9,6 +9,7 @@ from mmattn.retrieval.entries import Entries, Entry, Filter, Id
 from mmattn.retrieval.hits import Hits
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
+from mmattn.retrieval.multi_vector import MultiVectorIndex
 from mmattn.retrieval.qdrant import QdrantIndex
 from mmattn.retrieval.rerank import Reranked, Reranker
 from mmattn.retrieval.scoring import best_rows, score
@@ -37,6 +38,7 @@ __all__ = [
     "Id",
     "InMemoryStore",
     "Index",
+    "MultiVectorIndex",
     "QdrantIndex",
     "QdrantStore",
     "Reranked",

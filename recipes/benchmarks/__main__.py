@@ -20,6 +20,7 @@ from recipes.benchmarks import (
     core,
     decoding,
     denoising,
+    late_interaction,
     mllama,
     packing,
     prompting,
@@ -39,6 +40,7 @@ PARTS = (
     "bank",
     "denoising",
     "search",
+    "late_interaction",
     "packing",
     "requests",
     "shared",
@@ -73,6 +75,7 @@ def main() -> None:
         "bank": lambda: print_bank(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
+        "late_interaction": lambda: print_late_interaction(asked.quick),
         "packing": lambda: print_packing(asked.quick),
         "requests": lambda: print_requests(asked.quick),
         "streaming": lambda: print_streaming(asked.quick),
@@ -274,6 +277,19 @@ def print_search(quick: bool) -> dict[str, dict[str, float]]:
         rows |= measured
     print(f"{table('index', rows)}\n\nbytes held for an entry:\n\n{table('index', held)}\n", flush=True)
     return rows | {f"{name}, bytes for an entry": row for name, row in held.items()}
+
+
+def print_late_interaction(quick: bool) -> dict[str, dict[str, float]]:
+    """MaxSim over token states, beside the one vector of the same network."""
+    results = {}
+    for task in ("sentences", "facts"):
+        rows = late_interaction.measure(task, **({"count": 20, "seconds": 1.0} if quick else {}))
+        print(
+            f"## Late interaction, {task}: MiniLM's token states beside its one vector\n\n{table('search', rows)}\n",
+            flush=True,
+        )
+        results |= {f"{task}: {name}": row for name, row in rows.items()}
+    return results
 
 
 def print_training() -> dict[str, dict[str, float]]:

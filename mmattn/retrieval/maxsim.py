@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mmattn.retrieval.scoring import directions, wide
+from mmattn.retrieval.scoring import directions, lengths_of, wide
 
-_BLOCK = 1 << 22
+#: Numbers that are compared at once: they should stay in the cache of the processor.
+_BLOCK = 1 << 19
 
 
 def maxsim(queries: Sequence[Tensor], entries: Sequence[Tensor], metric: str) -> Tensor:
@@ -30,12 +31,17 @@ def maxsim(queries: Sequence[Tensor], entries: Sequence[Tensor], metric: str) ->
     lengths = [len(query) for query in queries]
     if not lengths or not entries:
         return torch.zeros(len(queries), len(entries))
-    asked = _comparable(torch.cat(list(queries)), metric)
+    asked = torch.cat(list(queries))
+    asked = asked.to(wide(asked.device))
+    if metric == "cosine":
+        asked = directions(asked)
     scores = []
     for block in _blocks(entries, len(asked) + asked.shape[1]):
-        vectors = _comparable(torch.cat(block).to(asked.device), metric)
-        fit = (asked @ vectors.T).split([len(entry) for entry in block], 1)
-        best = torch.stack([part.amax(1) for part in fit], 1)
+        vectors = torch.cat(block).to(asked)
+        fit = asked @ vectors.T
+        if metric == "cosine":
+            fit = fit / lengths_of(vectors)
+        best = torch.stack([part.amax(1) for part in fit.split([len(entry) for entry in block], 1)], 1)
         scores.append(torch.stack([part.sum(0) for part in best.split(lengths)]))
     return torch.cat(scores, 1).float()
 
@@ -77,20 +83,15 @@ def mean_vectors(parts: Sequence[Tensor], metric: str) -> Tensor:
     """One vector for each tensor (m, e), by which it is a candidate: the mean of its vectors (b, e), float32."""
     means = []
     for part in parts:
-        mean = _comparable(part, metric).mean(0).float()
+        vectors = part.to(wide(part.device))
+        mean = (directions(vectors) if metric == "cosine" else vectors).mean(0).float()
         # Vectors that cancel each other have no direction: one of them stands for all.
         means.append(mean if metric != "cosine" or bool(mean.any()) else part[0].float())
     return torch.stack(means)
 
 
-def _comparable(vectors: Tensor, metric: str) -> Tensor:
-    vectors = vectors.to(wide(vectors.device))
-    return directions(vectors) if metric == "cosine" else vectors
-
-
 def _blocks(entries: Sequence[Tensor], width: int) -> Iterator[Sequence[Tensor]]:
     """Runs of entries of which one is compared at once."""
-    longest = max(len(entry) for entry in entries)
-    step = max(1, _BLOCK // (longest * width))
+    step = max(1, _BLOCK * len(entries) // (sum(map(len, entries)) * width))
     for start in range(0, len(entries), step):
         yield list(entries[start : start + step])

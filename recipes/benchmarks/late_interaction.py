@@ -72,7 +72,6 @@ def measure(task: str, count: int = QUERIES, seconds: float = 20.0) -> dict[str,
             f"MaxSim, {limit} candidates": _recall(many.search(asked, TOP, num_candidates=limit), right)
             for limit in CANDIDATES
         },
-        "MaxSim of 50 candidates of the one vector": _recall(_reranked(many, asked, one.search(vectors, 50)), right),
     }
     near = _by_tokens(many, asked, max(CANDIDATES))
     for limit in CANDIDATES:
@@ -108,15 +107,6 @@ def _recall(hits: Hits, right: Sequence[int]) -> dict[str, float]:
 def _shared(found: Sequence[Sequence[int]], best: Sequence[Sequence[int]]) -> float:
     """Share of the best that were found."""
     return sum(len(set(a) & set(b)) for a, b in zip(found, best, strict=True)) / sum(map(len, best))
-
-
-def _reranked(many: MultiVectorIndex, asked: Sequence[Tensor], hits: Hits) -> Hits:
-    """The ten best by MaxSim of what another index found."""
-    found = []
-    for query, names in zip(asked, hits.ids, strict=True):
-        few = MultiVectorIndex.build([many[name].tokens for name in names], ids=names)
-        found.append(few.search(query, TOP))
-    return Hits(torch.cat([one.scores for one in found]), ids=[one.ids[0] for one in found])
 
 
 def _by_tokens(many: MultiVectorIndex, asked: Sequence[Tensor], count: int) -> list[list[int]]:

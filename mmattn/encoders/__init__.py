@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mmattn.encoders.frozen import ImageEncoder
 from mmattn.encoders.images import load_image
+from mmattn.encoders.multi_vector import MultiVectorEncoder
 from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
 from mmattn.encoders.preprocessing import ImageProcessor, preprocess
 from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
@@ -15,6 +16,7 @@ __all__ = [
     "OpenCLIPTextEncoder",
     "ImageEncoder",
     "ImageProcessor",
+    "MultiVectorEncoder",
     "StyleEncoder",
     "StyleNetwork",
     "TextEncoder",

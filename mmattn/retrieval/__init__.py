@@ -10,6 +10,7 @@ from mmattn.retrieval.hits import Hits
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.index_memory import IndexMemory
 from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
+from mmattn.retrieval.multi_vector import MultiVectorIndex
 from mmattn.retrieval.qdrant import QdrantIndex
 from mmattn.retrieval.rerank import Reranked, Reranker
 from mmattn.retrieval.scoring import best_rows, score
@@ -39,6 +40,7 @@ __all__ = [
     "InMemoryStore",
     "Index",
     "IndexMemory",
+    "MultiVectorIndex",
     "QdrantIndex",
     "QdrantStore",
     "Reranked",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ LARGEST = 1e18
 
 
 class Encoder(Protocol):
-    """What computes the vectors of texts: any object with these three."""
+    """What computes the vectors of texts: any object with these three.
+
+    Where it encodes queries in another way than entries, it also has `encode_query(texts) -> Memory`.
+    """
 
     @property
     def dim(self) -> int:
@@ -31,7 +34,7 @@ class Encoder(Protocol):
         """What tells its vectors from those of every other encoder."""
 
     def encode(self, texts: list[str]) -> Memory:
-        """The memory of texts: one row each, of one slot."""
+        """The memory of texts: one row each, of one slot; of a slot for each token where an entry has many vectors."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class EmbeddingSpace:
     metric: str
     encoder: Encoder | None = None
     fingerprint: str | None = None
+
+    metrics: ClassVar[tuple[str, ...]] = METRICS
 
     @classmethod
     def of(cls, encoder: Encoder, metric: str) -> EmbeddingSpace:
@@ -77,7 +82,7 @@ class EmbeddingSpace:
             ConfigError: texts without an encoder, no encoder, or an unknown metric.
             ShapeError: no vectors (b, e).
         """
-        check_choice("metric", metric, METRICS)
+        check_choice("metric", metric, cls.metrics)
         if encoder is not None:
             return cls.of(encoder, metric), items
         if are_texts(items):
@@ -95,7 +100,7 @@ class EmbeddingSpace:
             IndexMismatchError: it is another encoder.
         """
         self.check(encoder)
-        return EmbeddingSpace(self.dim, self.metric, encoder, encoder.fingerprint)
+        return replace(self, encoder=encoder, fingerprint=encoder.fingerprint)
 
     def check(self, encoder: Encoder) -> None:
         """Refuse an encoder whose vectors are of another space.
@@ -113,26 +118,33 @@ class EmbeddingSpace:
                 "compared. Use the encoder of the index, or build the index again with this one"
             )
 
-    def entries(self, items: Any, texts: Iterable[str | None] | None) -> tuple[Tensor, Iterable[str | None] | None]:
-        """The vectors of new entries, checked, and their texts where there are any.
+    def entries(
+        self, items: Any, texts: Iterable[str | None] | None
+    ) -> tuple[dict[str, Any], Iterable[str | None] | None]:
+        """The columns that are computed of the items of new entries, checked, and their texts where there are any.
 
         Args:
             items: texts or vectors.
             texts: the texts, where items are vectors.
 
         Returns:
-            Vectors (n, e) float32, and the texts.
+            "vectors" (n, e) float32, a copy on the CPU, and the texts.
         """
-        if are_texts(items):
-            if texts is not None:
-                raise ConfigError("texts= is for items that are vectors; these items are texts themselves")
-            texts = check_texts([items] if isinstance(items, str) else items)
-            items = self._encode(list(texts), self.encoder)
-        elif isinstance(items, (list, tuple)) and not items:
+        items, texts = self.encoded(items, texts)
+        if isinstance(items, (list, tuple)) and not items:
             items = torch.empty(0, self.dim)
         vectors = as_vectors("vectors", items, dim=self.dim).detach()
         check_vectors("vectors", vectors, self.metric)
-        return vectors, texts
+        return {"vectors": vectors.to("cpu", copy=True)}, texts
+
+    def tokens(self, tokens: Memory, count: int) -> tuple[Tensor, ...]:
+        """The encoded tokens that were given beside items, checked and copied to the CPU.
+
+        Args:
+            tokens: one row for each entry.
+            count: how many entries there are.
+        """
+        return check_tokens(tokens, count)
 
     def columns(
         self,
@@ -151,15 +163,15 @@ class EmbeddingSpace:
             metadata: a JSON value for each.
             tokens: one row for each.
         """
-        vectors, texts = self.entries(items, texts)
-        count = len(vectors)
-        return {
+        computed, texts = self.entries(items, texts)
+        count = len(computed["vectors"])
+        given = {
             "ids": None if ids is None else check_ids(ids, count),
             "texts": (None,) * count if texts is None else check_texts(texts, count, optional=True),
             "metadata": (None,) * count if metadata is None else check_metadata(metadata, count),
-            "vectors": vectors.to("cpu", copy=True),
-            "tokens": None if tokens is None else check_tokens(tokens, count),
+            "tokens": None if tokens is None else self.tokens(tokens, count),
         }
+        return given | computed
 
     def queries(self, given: Any, encoder: Encoder | None, device: torch.device) -> Tensor:
         """The vectors (b, e) of queries, checked; gradients reach the ones that were given.
@@ -169,25 +181,49 @@ class EmbeddingSpace:
             encoder: what encodes texts; by default the one of this space.
             device: where the vectors are wanted.
         """
-        if encoder is not None:
-            self.check(encoder)
-        if are_texts(given):
-            texts = check_texts([given] if isinstance(given, str) else given)
-            for number, text in enumerate(texts):
-                if not (text or "").strip():
-                    raise TextError(f"query {number} is empty: it would find anything; leave it out")
-            given = self._encode(list(texts), encoder or self.encoder)
+        given = self.encoded_queries(given, encoder)
         queries = as_vectors("queries", given, dim=self.dim, single=True).to(device)
         check_vectors("queries", queries, self.metric)
         return queries
 
-    def _encode(self, texts: list[Any], encoder: Encoder | None) -> Memory:
+    def encoded(self, items: Any, texts: Iterable[str | None] | None) -> tuple[Any, Iterable[str | None] | None]:
+        """Items, encoded where they are texts, and their texts where there are any.
+
+        Args:
+            items: texts or vectors.
+            texts: the texts, where items are vectors.
+        """
+        if not are_texts(items):
+            return items, texts
+        if texts is not None:
+            raise ConfigError("texts= is for items that are vectors; these items are texts themselves")
+        texts = check_texts([items] if isinstance(items, str) else items)
+        return self._encode(list(texts), self.encoder), texts
+
+    def encoded_queries(self, given: Any, encoder: Encoder | None) -> Any:
+        """Queries, encoded where they are texts.
+
+        Args:
+            given: texts or vectors.
+            encoder: what encodes texts; by default the one of this space.
+        """
+        if encoder is not None:
+            self.check(encoder)
+        if not are_texts(given):
+            return given
+        texts = check_texts([given] if isinstance(given, str) else given)
+        for number, text in enumerate(texts):
+            if not (text or "").strip():
+                raise TextError(f"query {number} is empty: it would find anything; leave it out")
+        return self._encode(list(texts), encoder or self.encoder, "encode_query")
+
+    def _encode(self, texts: list[Any], encoder: Encoder | None, verb: str = "encode") -> Memory:
         if encoder is None:
             raise ConfigError(
                 "texts need an encoder, and this index has none: give encoder= when building or opening it, or vectors"
             )
         self.check(encoder)  # again: its weights may have changed since
-        memory = encoder.encode(texts)
+        memory = getattr(encoder, verb, encoder.encode)(texts)
         if not isinstance(memory, Memory) or memory.batch != len(texts):
             raise ShapeError(f"the encoder must give a Memory with one row per text, {len(texts)}; got {memory!r:.200}")
         return memory

@@ -40,6 +40,7 @@ class Hits:
         texts: for each query k texts, None where an entry has none.
         metadata: for each query k JSON values.
         tokens: for each query k tensors (m_i, e'), the encoded tokens of each entry.
+        token_dim: their width e', which the memory of no hits has, too; by default that of the first.
 
     Raises:
         ShapeError: sizes that do not fit.
@@ -50,7 +51,7 @@ class Hits:
     ([['a', None]], Memory(b=1, m=2, e=3, float32, segments, scores, sources))
     """
 
-    __slots__ = ("ids", "mask", "metadata", "scores", "texts", "tokens", "vectors")
+    __slots__ = ("ids", "mask", "metadata", "scores", "texts", "token_dim", "tokens", "vectors")
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class Hits:
         texts: Sequence[Sequence[str | None]] | None = None,
         metadata: Sequence[Sequence[Any]] | None = None,
         tokens: Sequence[Sequence[Tensor | None]] | None = None,
+        token_dim: int | None = None,
     ) -> None:
         if not isinstance(scores, Tensor) or scores.dim() != 2 or not scores.is_floating_point():
             raise ShapeError(f"scores must be a float tensor (b, k), got {_kind(scores)}")
@@ -81,6 +83,8 @@ class Hits:
         self.texts = _masked("texts", texts, scores, real)
         self.metadata = _masked("metadata", metadata, scores, real)
         self.tokens = _masked("tokens", tokens, scores, real)
+        some = (part.shape[1] for row in self.tokens or () for part in row if part is not None)
+        self.token_dim = next(some, None) if token_dim is None else token_dim
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -98,7 +102,8 @@ class Hits:
             ConfigError: the threshold is not a finite number.
         """
         mask = self.mask & (self.scores.detach() >= check_float("score_threshold", score_threshold))
-        return Hits(self.scores, mask, self.vectors, self.ids, self.texts, self.metadata, self.tokens)
+        columns = (self.vectors, self.ids, self.texts, self.metadata, self.tokens, self.token_dim)
+        return Hits(self.scores, mask, *columns)
 
     def first(self, count: int) -> Hits:
         """The best `count` of each query, or all where there are fewer.
@@ -150,6 +155,7 @@ class Hits:
             column(self.texts),
             column(self.metadata),
             column(self.tokens),
+            self.token_dim,
         )
 
     def memory(self, *, tokens: bool = False) -> Memory:
@@ -159,12 +165,12 @@ class Hits:
         the entry, and their sources name it: {"id": …, "text": …}, and with tokens also {"slot": …} within the entry.
 
         Args:
-            tokens: use the encoded tokens of each entry instead of its vector.
+            tokens: use the encoded tokens of each entry instead of its vector; always where hits have no vectors.
 
         Raises:
             ConfigError: these hits have no vectors, or no tokens.
         """
-        if tokens:
+        if tokens or (self.vectors is None and self.tokens is not None):
             return self._token_memory()
         if self.vectors is None:
             raise ConfigError("these hits have no vectors, so they make no memory; give vectors (b, k, e) to Hits")
@@ -193,11 +199,10 @@ class Hits:
             values = torch.cat([part for _, part in parts]).to(self.scores.device)
             source = [{**self._source(i, j), "slot": slot} for j, part in parts for slot in range(len(part))]
             rows.append(Memory(values[None], None, ranks[None], self.scores[i][ranks][None], [source]))
-        widths = {row.dim for row in rows if row is not None}
-        if not widths:
+        if self.token_dim is None:
             raise ConfigError("no query found an entry, so the width of its tokens is not known; use the vectors")
-        nothing = Memory(torch.zeros(1, 0, widths.pop(), device=self.scores.device))
-        return Memory.stack([nothing if row is None else row for row in rows])
+        nothing = Memory(torch.zeros(1, 0, self.token_dim, device=self.scores.device))
+        return Memory.stack([nothing if row is None else row for row in rows] or [nothing[:0]])
 
     def _source(self, row: int, rank: int) -> dict[str, Any]:
         source = {} if self.ids is None else {"id": self.ids[row][rank]}
@@ -268,14 +273,17 @@ class Hits:
         return cls(scores, mask, vectors, ids.tolist(), texts, metadata)
 
 
-def hits_of_rows(entries: Entries, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
+def hits_of_rows(
+    entries: Entries, rows: Tensor, vectors: Tensor | None, scores: Tensor, token_dim: int | None = None
+) -> Hits:
     """Hits of rows of entries.
 
     Args:
         entries: n entries.
         rows: (b, k) of them, best first; -1 is none.
-        vectors: (b, k, e) theirs.
+        vectors: (b, k, e) theirs; None where they have several.
         scores: (b, k) theirs.
+        token_dim: width of their encoded tokens.
     """
     numbers = rows.tolist()
 
@@ -289,7 +297,8 @@ def hits_of_rows(entries: Entries, rows: Tensor, vectors: Tensor, scores: Tensor
         column(entries.ids),
         column(entries.texts),
         column(entries.metadata),
-        None if entries.tokens is None else column(entries.tokens),
+        None if entries.tokens is None and token_dim is None else column(entries.tokens or ()),
+        token_dim,
     )
 
 

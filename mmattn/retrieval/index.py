@@ -21,7 +21,6 @@ from mmattn.retrieval.entry_checks import (
     check_metadata,
     check_new,
     check_texts,
-    check_tokens,
     check_tokens_agree,
     is_id,
 )
@@ -67,9 +66,10 @@ class Index:
     """
 
     default_store: ClassVar[str] = "exact"
+    space_type: ClassVar[type[EmbeddingSpace]] = EmbeddingSpace
 
     def __init__(self, store: VectorStore, encoder: Encoder | None = None) -> None:
-        space = EmbeddingSpace(store.dim, store.metric, None, store.about.get("encoder"))
+        space = self.space_type(store.dim, store.metric, None, store.about.get("encoder"))
         self.store = store
         self.space = space if encoder is None else space.joined(encoder)
         self._writing = threading.RLock()
@@ -113,7 +113,7 @@ class Index:
         >>> Index.build([[3.0, 4.0], [1.0, 0.0]]).search([1.0, 0.0], 1).scores
         tensor([[1.]])
         """
-        space, items = EmbeddingSpace.first(items, encoder, metric)
+        space, items = cls.space_type.first(items, encoder, metric)
         # Before there is a store, so that what is refused leaves none behind.
         columns = space.columns(items, ids, texts, metadata, tokens)
         index = cls(make_store(store or cls.default_store, space.dim, metric, settings), encoder)
@@ -137,7 +137,7 @@ class Index:
         return self._known([name]).entry(0)
 
     def __repr__(self) -> str:
-        return f"Index({len(self)} entries, e={self.dim}, {self.metric}, {self.store.kind})"
+        return f"{type(self).__name__}({len(self)} entries, e={self.dim}, {self.metric}, {self.store.kind})"
 
     @property
     def ids(self) -> tuple[Id, ...]:
@@ -232,7 +232,7 @@ class Index:
         names = as_id_list(ids)
         columns: dict[str, Any] = {}
         if items is not None:
-            columns["vectors"], texts = self.space.entries(items, texts)
+            columns, texts = self.space.entries(items, texts)
             if len(columns["vectors"]) != len(names):
                 raise IndexMismatchError(
                     f"each entry needs one item: got {len(columns['vectors'])} items for {len(names)} ids"
@@ -242,7 +242,7 @@ class Index:
         if metadata is not None:
             columns["metadata"] = check_metadata(metadata, len(names))
         if tokens is not None:
-            columns["tokens"] = check_tokens(tokens, len(names))
+            columns["tokens"] = self.space.tokens(tokens, len(names))
         with self._writing, torch.inference_mode(False), torch.no_grad():
             old = self._known(names)
             if not names:

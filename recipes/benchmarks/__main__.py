@@ -20,12 +20,13 @@ from recipes.benchmarks import (
     core,
     decoding,
     denoising,
+    index_memory,
+    late_interaction,
     mllama,
     packing,
     prompting,
     requests,
     search,
-    searching,
     shared,
     streaming,
     training_memory,
@@ -41,7 +42,8 @@ PARTS = (
     "pages",
     "denoising",
     "search",
-    "searching",
+    "index_memory",
+    "late_interaction",
     "packing",
     "requests",
     "shared",
@@ -77,7 +79,8 @@ def main() -> None:
         "pages": lambda: print_pages(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
         "search": lambda: print_search(asked.quick),
-        "searching": lambda: print_searching(asked.quick),
+        "index_memory": lambda: print_index_memory(asked.quick),
+        "late_interaction": lambda: print_late_interaction(asked.quick),
         "packing": lambda: print_packing(asked.quick),
         "requests": lambda: print_requests(asked.quick),
         "streaming": lambda: print_streaming(asked.quick),
@@ -298,15 +301,31 @@ def print_search(quick: bool) -> dict[str, dict[str, float]]:
     return rows | {f"{name}, bytes for an entry": row for name, row in held.items()}
 
 
-def print_searching(quick: bool) -> dict[str, dict[str, float]]:
+def print_index_memory(quick: bool) -> dict[str, dict[str, float]]:
     """Attention that searches an index, for each unit of the host alone."""
     rows = {
-        f"{count:,} entries, {store}": searching.measure(count, store, 1.0 if quick else 12.0)
-        for count in (searching.QUICK_SIZES if quick else searching.SIZES)
-        for store in searching.STORES
+        f"{count:,} entries, {store}": index_memory.measure(count, store, 1.0 if quick else 12.0)
+        for count in (index_memory.QUICK_SIZES if quick else index_memory.SIZES)
+        for store in index_memory.STORES
     }
-    print(f"## Searching: attention over all entries of an index, a token\n\n{table('index', rows)}\n", flush=True)
+    print(
+        f"## Index memory: a token whose attention searches all entries of an index\n\n{table('index', rows)}\n",
+        flush=True,
+    )
     return rows
+
+
+def print_late_interaction(quick: bool) -> dict[str, dict[str, float]]:
+    """MaxSim over token states, beside the one vector of the same network."""
+    results = {}
+    for task in ("sentences", "facts"):
+        rows = late_interaction.measure(task, **({"count": 20, "seconds": 1.0} if quick else {}))
+        print(
+            f"## Late interaction, {task}: MiniLM's token states beside its one vector\n\n{table('search', rows)}\n",
+            flush=True,
+        )
+        results |= {f"{task}: {name}": row for name, row in rows.items()}
+    return results
 
 
 def print_training() -> dict[str, dict[str, float]]:

@@ -1,6 +1,6 @@
 """Attention that searches an index of all entries: time of a token, and how much of exact attention is found.
 
-    python -m recipes.benchmarks searching [--quick]
+    python -m recipes.benchmarks index_memory [--quick]
 
 The GPT-2-small-shaped host with three gated adapters writes tokens while each layer and head searches the index, for
 each unit of the host alone. Entries lie around centres, as in `search`; the adapters' queries are made to look for

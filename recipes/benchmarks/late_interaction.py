@@ -1,0 +1,117 @@
+"""Whether MaxSim over the token states of MiniLM finds more than its one vector, on real text, and at which price.
+
+    python -m recipes.benchmarks late_interaction [--quick]
+
+Two tasks, each with one entry that is right:
+
+- sentences: a sentence of Python's own documentation (`pydoc_data`) finds the paragraph that it was taken out of, among
+  all paragraphs (the inverse cloze task, arXiv 1906.00300);
+- facts: "What is the currency of Inde?" finds "The currency of Inde is Indian Rupee." among facts of 140 languages.
+
+How many entries must be scored for the ten best of all: candidates by the nearest mean vectors (`num_candidates`), and
+as ColBERT does it, by the nearest vectors of each vector of the query, as many entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import torch
+from torch import Tensor
+
+import mmattn
+from mmattn.retrieval import Hits, MultiVectorIndex, chunk
+from recipes.benchmarks.timing import interleaved, ratio
+from recipes.rag.documents import load_topics, paragraphs
+from recipes.rag.facts import load_facts
+
+TOP, QUERIES = 10, 500
+CANDIDATES = (10, 50, 200)
+
+Task = tuple[list[str], list[str], list[int]]
+
+
+def sentences(count: int, seed: int = 0) -> Task:
+    """Paragraphs, some without one of their sentences; these sentences, and the paragraph of each."""
+    random = Random(seed)
+    texts = [
+        " ".join(part.split()) for topics in load_topics() for text in topics.values() for part in paragraphs(text)
+    ]
+    texts = list(dict.fromkeys(text for text in texts if len(text) > 40))
+    parts = {row: [one.text for one in chunk(text, 1, by="sentences")] for row, text in enumerate(texts)}
+    asked = random.sample([row for row, part in parts.items() if len(part) > 1], count)
+    queries = []
+    for row in asked:
+        queries.append(parts[row].pop(random.randrange(len(parts[row]))))
+        texts[row] = " ".join(parts[row])
+    return texts, queries, asked
+
+
+def facts(count: int, seed: int = 0) -> Task:
+    """Facts of the languages that the recipe holds out, questions, and the fact that answers each."""
+    held = load_facts()[1]
+    asked = Random(seed).sample(range(len(held)), count)
+    return [fact.sentence for fact in held], [held[row].question for row in asked], asked
+
+
+def measure(task: str, count: int = QUERIES, seconds: float = 20.0) -> dict[str, dict[str, float]]:
+    """Recall of both indexes; of the candidates of both kinds; and times for each unit of the single vector's."""
+    texts, queries, right = {"sentences": sentences, "facts": facts}[task](count)
+    pooled, states = mmattn.TextEncoder(), mmattn.TextEncoder(pooling="none")
+    one = mmattn.Index.build(texts, encoder=pooled)
+    many = MultiVectorIndex.build(texts, encoder=states)
+    memory = states.encode(queries)
+    asked = [row[real] for row, real in zip(memory.tokens, memory.mask, strict=True)]
+    vectors = pooled.encode(queries).tokens[:, 0]
+    best = many.search(asked, TOP)
+    rows = {"one vector": _recall(one.search(vectors, TOP), right), "MaxSim": _recall(best, right)}
+    near = _by_tokens(many, asked, max(CANDIDATES))
+    for limit in CANDIDATES:
+        hits = many.search(asked, TOP, num_candidates=limit)
+        rows[f"MaxSim, {limit} candidates"] = {
+            **_recall(hits, right),
+            "of the ten best of all": _shared(hits.ids, best.ids),
+            "of them, among candidates by tokens": _shared([line[:limit] for line in near], best.ids),
+        }
+    times = interleaved(
+        {
+            "one vector": lambda: one.search(vectors[:1], TOP),
+            "MaxSim": lambda: many.search(asked[:1], TOP),
+            **{
+                f"MaxSim, {limit} candidates": lambda limit=limit: many.search(asked[:1], TOP, num_candidates=limit)
+                for limit in CANDIDATES
+            },
+        },
+        seconds=seconds,
+    )
+    for name in times:
+        rows[name]["time of a search"] = ratio(times, name, "one vector")
+    tokens = sum(len(many[name].tokens) for name in many.ids)
+    rows["one vector"]["bytes of an entry"] = 4.0 * one.dim
+    rows["MaxSim"]["bytes of an entry"] = 4.0 * many.dim * (tokens / len(many) + 1)
+    rows["one vector"]["entries"], rows["MaxSim"]["entries"] = float(len(one)), float(len(many))
+    return rows
+
+
+def _recall(hits: Hits, right: Sequence[int]) -> dict[str, float]:
+    pairs = list(zip(hits.ids, right, strict=True))
+    return {f"recall@{k}": sum(row in line[:k] for line, row in pairs) / len(pairs) for k in (1, TOP)}
+
+
+def _shared(found: Sequence[Sequence[int]], best: Sequence[Sequence[int]]) -> float:
+    """Share of the best that were found."""
+    return sum(len(set(a) & set(b)) for a, b in zip(found, best, strict=True)) / sum(map(len, best))
+
+
+def _by_tokens(many: MultiVectorIndex, asked: Sequence[Tensor], count: int) -> list[list[int]]:
+    """For each query `count` entries in the order in which the nearest vectors of its vectors name them."""
+    parts = [many[name].tokens for name in many.ids]
+    owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(part) for part in parts]))
+    vectors = torch.nn.functional.normalize(torch.cat(parts), dim=-1)
+    lines = []
+    for query in asked:
+        nearest = (torch.nn.functional.normalize(query, dim=-1) @ vectors.T).topk(min(4 * count, len(vectors))).indices
+        ranked = owner[nearest].T.reshape(-1).tolist()  # the nearest of every vector first
+        lines.append(list(dict.fromkeys(ranked))[:count])
+    return lines

@@ -1,0 +1,228 @@
+"""An index of many vectors per entry keeps what an index promises: changes, files, threads, and what is refused."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from qdrant_client import QdrantClient
+
+from mmattn import Index, Memory
+from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, NonFiniteError, ShapeError, TextError
+from mmattn.retrieval import InMemoryStore, MultiVectorIndex
+from tests.retrieval.late_interaction import METRICS, WIDTH, LetterStates, agree, asked, held, ragged
+from tests.retrieval.searching import STORES, Letters, files
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_any_order_of_changes_agrees_with_a_dict(metric: str, seeded: int) -> None:
+    chance = random.Random(seeded)
+    index = MultiVectorIndex.build(ragged(29), metric=metric)
+    model: dict[Any, torch.Tensor] = held(index)
+    steps = [(verb, size) for verb in ("add", "delete", "update") for size in (1, 7)]
+    for step, (verb, size) in enumerate(chance.sample(steps, len(steps))):
+        names = chance.sample(list(model), size)
+        if verb == "add":
+            entries = ragged(size)
+            model |= dict(zip(index.add(entries, ids=[f"{step} {row}" for row in range(size)]), entries, strict=True))
+        elif verb == "delete":
+            index.delete(names)
+            model = {name: part for name, part in model.items() if name not in names}
+        else:
+            entries = ragged(size + 3)[3:]
+            index.update(names, entries)
+            model |= dict(zip(names, entries, strict=True))
+        assert index.ids == tuple(model) and all(torch.equal(part, model[name]) for name, part in held(index).items())
+        agree(index, asked(), 5)
+
+
+def test_an_update_replaces_vectors_and_keeps_the_place() -> None:
+    index = MultiVectorIndex.build(ragged(5), texts=list("abcde"), metadata=list(range(5)))
+    index.update([3], [torch.eye(WIDTH)[:2]])
+    index.update([2], metadata=["new"], texts=["new"])
+    assert index.ids == (0, 1, 2, 3, 4) and index[3].text == "d" and index[2].metadata == "new"
+    assert index.search(torch.eye(WIDTH)[:2], 1, num_candidates=1).ids == [[3]]
+    index.delete(index.ids)
+    assert not index.search(asked(), 3).mask.any()
+    assert index.add(ragged(2)) == (5, 6)
+    agree(index, asked(), 3)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_saved_and_loaded_it_finds_the_same(store: str, tmp_path: Path) -> None:
+    encoder = LetterStates()
+    settings = {"lists": 1, "visited": 1, "bytes": 13} if store == "ivfpq" else STORES[store]
+    texts = ["sun and moon", "a grey cat", "the moon", "cats"]
+    index = MultiVectorIndex.build(texts, encoder=encoder, metadata=[{"n": 1}] * 4, store=store, **settings)
+    index.delete([3])
+    index.save(tmp_path / "index")
+    queries, names = ["the moon", "cat"], files(tmp_path)
+    for mapped in (False, True):
+        again = MultiVectorIndex.load(tmp_path / "index", encoder=encoder, mapped=mapped)
+        assert (again.ids, again.metric, again.dim) == (index.ids, "cosine", WIDTH)
+        for count in (None, 2):
+            one, two = (each.search(queries, 2, num_candidates=count) for each in (index, again))
+            assert one.texts == two.texts and torch.equal(one.scores, two.scores)
+            assert torch.equal(one.memory().tokens, two.memory().tokens)
+    assert again.add(["a fourth"]) == (4,) and files(tmp_path) == names
+    again.save(tmp_path / "index")
+    with pytest.raises(IndexFileError, match="another writer has saved"):
+        index.save(tmp_path / "index")
+    with pytest.raises(IndexMismatchError, match="entries were encoded by"):
+        MultiVectorIndex.load(tmp_path / "index", encoder=LetterStates(1))
+
+
+def test_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
+    vectors = torch.randn(3, WIDTH)
+    Index.build(vectors).save(tmp_path / "plain")
+    Index.build(vectors, tokens=Memory(torch.randn(3, 5, 7))).save(tmp_path / "other width")
+    Index.build(vectors, metric="l2", tokens=Memory(torch.randn(3, 5, WIDTH))).save(tmp_path / "l2")
+    for name, match in (
+        ("plain", "entries of one vector of width 13.*None"),
+        ("other width", r"width 13.*\(5, 7\)"),
+    ):
+        with pytest.raises(IndexMismatchError, match=match):
+            MultiVectorIndex.load(tmp_path / name)
+    with pytest.raises(ConfigError, match="'l2'"):
+        MultiVectorIndex.load(tmp_path / "l2")
+    index = MultiVectorIndex.build(ragged(3))
+    index.delete(index.ids)
+    index.save(tmp_path / "empty")
+    assert MultiVectorIndex.load(tmp_path / "empty").add(ragged(2)) == (3, 4)
+
+
+def test_searchers_and_a_writer_see_one_version() -> None:
+    """Version v holds entries whose vectors and metadata say v; more or fewer of them each time."""
+
+    def contents(version: int) -> dict[str, Any]:
+        count = 11 + version % 3
+        return {
+            "items": [torch.eye(WIDTH)[: 1 + row % 5] * (version + 1) for row in range(count)],
+            "metadata": [version] * count,
+        }
+
+    index = MultiVectorIndex.build(metric="ip", **contents(0))
+    wrong: list[Exception] = []
+    seen, done = set(), threading.Event()
+
+    def search() -> None:
+        while not done.is_set():
+            try:
+                hits = index.search(torch.eye(WIDTH)[:1], 5)
+                (version,) = {value for row in hits.metadata or [] for value in row}
+                assert hits.mask.all() and (hits.scores == version + 1).all()
+                assert (hits.memory().tokens.amax(-1)[hits.memory().real_slots()] == version + 1).all()
+                seen.add(version)
+            except Exception as error:
+                wrong.append(error)
+
+    searchers = [threading.Thread(target=search) for _ in range(3)]
+    for searcher in searchers:
+        searcher.start()
+    version = 0
+    while (len(seen) < 5 or version < 50) and version < 100_000 and not wrong:
+        version += 1
+        new, count = contents(version), len(index)
+        kept = min(count, len(new["items"]))
+        index.delete(index.ids[kept:])
+        index.update(index.ids, **{name: values[:kept] for name, values in new.items()})
+        if len(new["items"]) > kept:
+            index.add(**{name: values[kept:] for name, values in new.items()})
+    done.set()
+    for searcher in searchers:
+        searcher.join()
+    assert not wrong, wrong[:3]
+    assert len(seen) >= 5
+
+
+@pytest.mark.parametrize(
+    ("queries", "error", "match"),
+    [
+        (torch.randn(3, 7), IndexMismatchError, "width 7 and the index has width 13"),
+        (torch.randn(2, 3, 7), IndexMismatchError, "width 7 and the index has width 13"),
+        ([torch.randn(2, WIDTH), torch.randn(2, 7)], IndexMismatchError, "width 7 and the index has width 13"),
+        (Memory(torch.randn(2, 3, 7)), IndexMismatchError, "width 7 and the index has width 13"),
+        (Memory(torch.randn(1, 3, WIDTH), torch.zeros(1, 3, dtype=torch.bool)), ShapeError, "number 0 has no vector"),
+        ([torch.randn(2, WIDTH), torch.empty(0, WIDTH)], ShapeError, "number 1 has no vector"),
+        (torch.randn(WIDTH), ShapeError, r"number 0 is \(\)"),
+        (torch.randn(2, 3, 5, WIDTH), ShapeError, r"number 0 is \(3, 5, 13\)"),
+        ([torch.randn(2, WIDTH), torch.randn(WIDTH)], ShapeError, r"number 1 is \(13,\)"),
+        (torch.ones(3, WIDTH, dtype=torch.bool), ShapeError, "real numbers"),
+        ([torch.ones(2, WIDTH), torch.zeros(1, WIDTH)], ShapeError, "queries, number 1: row 0 is all zeros"),
+        (torch.full((1, 2, WIDTH), torch.nan), NonFiniteError, "queries, number 0: row 0 has NaN"),
+        (None, ShapeError, "NoneType"),
+        (["a text"], ConfigError, "none: give encoder="),
+    ],
+)
+def test_queries_that_are_refused(queries: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        MultiVectorIndex.build(ragged(3)).search(queries, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"items": ["a", "b"]}, ConfigError, "texts need an encoder"),
+        ({"items": ["a", None], "encoder": LetterStates()}, TextError, "text 1.*None"),
+        ({"items": [torch.ones(2, 7)], "encoder": LetterStates()}, IndexMismatchError, "width 7.*width 13"),
+        ({"items": []}, ShapeError, r"torch.empty\(0, m, e\)"),
+        ({"items": torch.ones(2, 3)}, ShapeError, r"number 0 is \(3,\). Entries of one vector are what Index holds"),
+        ({"items": [torch.ones(2, 3), torch.empty(0, 3)]}, ShapeError, "number 1 has no vector"),
+        ({"items": [torch.ones(2, 3), torch.zeros(1, 3)]}, ShapeError, "vectors, number 1: row 0 is all zeros"),
+        ({"items": torch.ones(2, 3, 5), "metric": "l2"}, ConfigError, "'cosine', 'ip'; got 'l2'"),
+        ({"items": torch.ones(2, 3, 5), "tokens": Memory(torch.ones(2, 3, 5))}, ConfigError, "leave it out"),
+        ({"items": torch.ones(2, 3, 5), "store": "annoy"}, ConfigError, "store must be one of 'exact'.*'annoy'"),
+        ({"items": torch.ones(2, 3, 5), "texts": ["a"]}, TextError, "1 texts for 2"),
+    ],
+)
+def test_building_that_is_refused(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        MultiVectorIndex.build(**arguments)
+
+
+def test_a_refused_change_changes_nothing() -> None:
+    index = MultiVectorIndex.build(ragged(5))
+    before = index.store.version
+    for change in (
+        lambda: index.add([torch.randn(2, WIDTH), torch.full((3, WIDTH), torch.nan)]),
+        lambda: index.add([torch.randn(2, 7)]),
+        lambda: index.update([1, 2], ragged(1)),
+        lambda: index.update([1], tokens=Memory(torch.ones(1, 2, WIDTH))),
+        lambda: index.update([7], ragged(1)),
+        lambda: index.delete([1, 7]),
+    ):
+        with pytest.raises((NonFiniteError, IndexMismatchError, ConfigError)):
+            change()
+    assert index.store.version is before
+
+
+def test_a_store_of_one_vector_per_entry_is_refused_before_there_is_one() -> None:
+    client = QdrantClient(":memory:")
+    with pytest.raises(ConfigError, match="store 'qdrant' holds one vector for each entry"):
+        MultiVectorIndex.build(ragged(2), store="qdrant", client=client)
+    assert not client.get_collections().collections
+    with pytest.raises(ConfigError, match="'l2'"):
+        MultiVectorIndex(InMemoryStore(3, "l2"))
+
+
+def test_an_encoder_that_pools_gives_entries_of_one_vector() -> None:
+    """MaxSim of single vectors is their cosine."""
+    texts = ["sun and moon", "a grey cat", "the moon"]
+    one, many = Index.build(texts, encoder=Letters()), MultiVectorIndex.build(texts, encoder=Letters())
+    assert one.search("moon", 3).ids == many.search("moon", 3).ids
+    torch.testing.assert_close(one.search("moon", 3).scores, many.search("moon", 3).scores, rtol=2e-7, atol=0)
+
+
+def test_what_was_given_may_change_afterwards() -> None:
+    entries = np.random.default_rng(0).normal(size=(5, 3, WIDTH)).astype(np.float32)
+    index = MultiVectorIndex.build(entries)
+    expected = index.search(asked()[0], 5).scores
+    memory = index.search(asked()[0], 5).memory()
+    entries[:] = 0
+    assert index[0].tokens is not None and index[0].tokens.any() and memory.tokens.any()
+    assert expected.shape == (1, 5)

@@ -1,0 +1,235 @@
+"""MaxSim searches against the slow definition: ragged entries, masks, ties, filters, candidates, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmattn import Index, Memory
+from mmattn.errors import ConfigError
+from mmattn.retrieval import MultiVectorIndex
+from tests.retrieval.late_interaction import (
+    ENTRIES,
+    METRICS,
+    WIDTH,
+    LetterStates,
+    agree,
+    asked,
+    held,
+    maxsim,
+    ragged,
+    reference,
+)
+from tests.retrieval.searching import STORES
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("store", STORES)
+def test_finds_what_the_definition_finds(store: str, metric: str) -> None:
+    settings = {"lists": 3, "visited": 3, "bytes": 13} if store == "ivfpq" else STORES[store]
+    index = MultiVectorIndex.build(ragged(), metric=metric, store=store, **settings)
+    agree(index, asked(), 7)
+    agree(index, asked(), 7, num_candidates=ENTRIES)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_more_entries_than_are_compared_at_once(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmattn.retrieval.maxsim._BLOCK", 1500)
+    agree(MultiVectorIndex.build(ragged(), metric=metric), asked(), 11)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_masked_slots_of_entries_and_queries_never_count(metric: str) -> None:
+    """Whatever lies in them, forward and backward."""
+    entries, queries = ragged(), asked()
+    plain = MultiVectorIndex.build(entries, metric=metric).search(queries, 5)
+    for rubbish in (torch.nan, torch.inf, 1e17):
+        filled = [Memory.pad(parts) for parts in (entries, queries)]
+        rows, questions = (
+            Memory(one.tokens.masked_fill(~one.real_slots()[..., None], rubbish), one.mask) for one in filled
+        )
+        # Padding in front and in the middle, too.
+        flipped = Memory(rows.tokens.flip(1), rows.real_slots().flip(1))
+        questions.tokens.requires_grad_()
+        for memory in (rows, flipped):
+            hits = MultiVectorIndex.build(memory, metric=metric).search(questions, 5)
+            assert hits.ids == plain.ids
+            torch.testing.assert_close(hits.scores, plain.scores, rtol=2e-7, atol=1e-7)
+        (gradient,) = torch.autograd.grad(hits.scores.sum(), questions.tokens)
+        assert gradient.isfinite().all() and not gradient[~questions.real_slots()].any()
+        assert gradient[questions.real_slots()].any(-1).all()
+
+
+def test_equal_entries_come_in_their_order() -> None:
+    entries = [torch.eye(WIDTH)[[row % 3, 5]] for row in range(17)]
+    index = MultiVectorIndex.build(entries)
+    assert index.search(torch.eye(WIDTH)[[1, 5]], 5).ids == [[1, 4, 7, 10, 13]]
+    # A vector that an entry has twice counts once.
+    index.update([4], [torch.eye(WIDTH)[[1, 1, 1, 5]]])
+    assert index.search(torch.eye(WIDTH)[[1, 5]], 5).ids == [[1, 4, 7, 10, 13]]
+
+
+def test_vectors_that_cancel_each_other_are_found() -> None:
+    """Their mean has no direction."""
+    one = torch.eye(WIDTH)[:1]
+    index = MultiVectorIndex.build([torch.eye(WIDTH)[3:5], torch.cat([one, -one])])
+    assert index.search(torch.cat([one, -one]), 2).ids == [[1, 0]]
+    assert index.search(torch.cat([one, -one]), 1, num_candidates=1).ids == [[1]]
+
+
+def test_filters_and_thresholds() -> None:
+    index = MultiVectorIndex.build(ragged(), metadata=[{"third": row % 3} for row in range(ENTRIES)])
+    queries = asked()
+    third = {name: part for name, part in held(index).items() if name % 3 == 1}
+    for filter in ({"third": 1}, lambda about: about["third"] == 1):
+        for count in (None, 7, 99):
+            hits = index.search(queries, 7, filter=filter, num_candidates=count)
+            assert hits.ids is not None and all(name % 3 == 1 for row in hits.ids for name in row)
+            assert count == 7 or hits.ids == reference(queries, third, 7, "cosine")[0]
+    plain = index.search(queries, 7)
+    bar = float(plain.scores[2, 3])
+    assert index.search(queries, 7, score_threshold=bar).mask.tolist() == (plain.scores >= bar).tolist()
+    assert not index.search(queries, 7, filter={"third": 4}).mask.any()
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_candidates_are_those_of_the_nearest_means(metric: str) -> None:
+    index, queries = MultiVectorIndex.build(ragged(101), metric=metric), asked()
+    parts = held(index)
+    unit = torch.nn.functional.normalize if metric == "cosine" else lambda part: part
+    means = torch.stack([unit(part.double()).mean(0) for part in parts.values()]).float()
+    plain = Index.build(means, metric=metric)
+    found = 0
+    for count in (5, 11, 53, 101):
+        hits = index.search(queries, 5, num_candidates=count)
+        for row, query in enumerate(queries):
+            (near,) = plain.search(unit(query.double()).mean(0).float(), count).ids or []
+            among = {name: parts[name] for name in sorted(near)}
+            ids, scores = reference([query], among, 5, metric)
+            assert hits.ids is not None and hits.ids[row] == ids[0]
+            torch.testing.assert_close(hits.scores[row], scores[0], rtol=2e-7, atol=1e-7)
+        best = index.search(queries, 5).ids or []
+        share = sum(len(set(a) & set(b)) for a, b in zip(hits.ids or [], best, strict=True))
+        assert share >= found
+        found = share
+    assert found == 15
+    with pytest.raises(ConfigError, match="num_candidates must be at least 5, got 4"):
+        index.search(queries, 5, num_candidates=4)
+
+
+def test_more_than_there_is_is_masked() -> None:
+    index = MultiVectorIndex.build(ragged(3), texts=["a", "b", "c"])
+    hits = index.search(asked(), 5)
+    assert hits.ids is not None and all(set(row) == {0, 1, 2, None} for row in hits.ids)
+    assert hits.mask.tolist() == [[True] * 3 + [False] * 2] * 3 and (hits.scores[:, 3:] == -torch.inf).all()
+    assert hits.texts is not None and hits.texts[0][3:] == [None, None]
+    assert hits.vectors is None and len(index.search([], 3)) == 0 and index.search([], 3).memory().batch == 0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_scores_carry_gradients(metric: str) -> None:
+    index = MultiVectorIndex.build(ragged(), metric=metric)
+    queries = [query.requires_grad_() for query in asked()]
+    hits = index.search(queries, 5)
+    assert not index.search([query.detach() for query in queries], 5).scores.requires_grad
+    gradients = torch.autograd.grad(hits.scores.square().sum(), queries)
+    for row, query in enumerate(queries):
+        again = query.detach().double().requires_grad_()
+        scores = []
+        for name in hits.ids[row]:  # type: ignore[index]
+            vectors = index[name].tokens.double()  # type: ignore[union-attr]
+            if metric == "cosine":
+                fit = torch.cosine_similarity(again[:, None], vectors[None], dim=-1)
+            else:
+                fit = again @ vectors.T
+            scores.append(fit.max(1).values.sum())
+        (expected,) = torch.autograd.grad(torch.stack(scores).square().sum(), again)
+        assert gradients[row].isfinite().all() and gradients[row].any(1).all()
+        torch.testing.assert_close(gradients[row].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_masked_hits_send_no_gradient() -> None:
+    query = torch.randn(3, WIDTH, requires_grad=True)
+    index = MultiVectorIndex.build(ragged(2))
+    index.search(query, 5).scores.softmax(-1)[:, 0].sum().backward()
+    assert query.grad is not None and query.grad.isfinite().all() and query.grad.any()
+
+
+def test_a_batch_finds_what_each_row_finds_alone() -> None:
+    index, queries = MultiVectorIndex.build(ragged(101)), asked()
+    for count in (None, 7):
+        together = index.search(queries, 5, num_candidates=count)
+        for row, query in enumerate(queries):
+            alone = index.search(query, 5, num_candidates=count)
+            assert together.ids is not None and alone.ids == [together.ids[row]]
+            assert torch.equal(alone.scores[0], together.scores[row])
+
+
+def test_queries_of_every_kind_find_the_same() -> None:
+    index = MultiVectorIndex.build(ragged())
+    query = torch.randn(5, WIDTH).half().float()
+    expected = index.search(query, 3)
+    kinds = (query[None], [query], query.double(), query.half(), query.numpy(), query.tolist(), [query.tolist()])
+    for same in (*kinds, Memory(query[None])):
+        hits = index.search(same, 3)
+        assert hits.ids == expected.ids
+        torch.testing.assert_close(hits.scores, expected.scores, rtol=1e-6, atol=0)
+
+
+def test_autocast_and_inference_mode_change_nothing() -> None:
+    entries, queries = ragged(), asked()
+    expected = MultiVectorIndex.build(entries).search(queries, 5)
+    with torch.inference_mode():
+        index = MultiVectorIndex.build([part.clone() for part in entries])
+    with torch.autocast("cpu", torch.bfloat16):
+        hits = index.search(queries, 5)
+    assert hits.ids == expected.ids and torch.equal(hits.scores, expected.scores)
+    index.search(queries[0].requires_grad_(), 5).scores.sum().backward()
+    assert queries[0].grad is not None and queries[0].grad.any()
+
+
+def test_texts_and_queries_are_encoded_each_in_their_way() -> None:
+    encoder = LetterStates()
+    texts = ["sun and moon", "a grey cat", "the moon"]
+    index = MultiVectorIndex.build(texts, encoder=encoder, metadata=[1, 2, 3])
+    hits = index.search(["the moon", "cat"], 2)
+    assert hits.texts is not None and [row[0] for row in hits.texts] == ["the moon", "a grey cat"]
+    states, question = encoder.encode(["the moon"]).tokens[0], encoder.encode_query(["the moon"]).tokens[0]
+    assert float(hits.scores[0, 0]) == pytest.approx(maxsim(question, states, "cosine"), rel=2e-7)
+    assert index.search(encoder.encode_query(["the moon", "cat"]), 2).ids == hits.ids
+    assert repr(index) == "MultiVectorIndex(3 entries, e=13, cosine, exact)"
+
+
+class TestMemory:
+    def test_the_vectors_of_hits_are_its_slots(self) -> None:
+        entries = ragged()
+        index = MultiVectorIndex.build(entries, texts=[f"text {row}" for row in range(ENTRIES)])
+        hits = index.search(asked(), 3)
+        assert hits.ids is not None
+        memory = hits.memory()
+        assert torch.equal(memory.tokens, hits.memory(tokens=True).tokens)
+        for row, names in enumerate(hits.ids):
+            parts = [entries[name] for name in names]
+            count = sum(map(len, parts))
+            assert memory.lengths[row] == count and torch.equal(memory.tokens[row, :count], torch.cat(parts))
+            ranks = [rank for rank, part in enumerate(parts) for _ in part]
+            assert memory.segments is not None and memory.segments[row, :count].tolist() == ranks
+            assert memory.scores is not None and torch.equal(memory.scores[row, :count], hits.scores[row, ranks])
+            slots = [(names[rank], slot) for rank, part in enumerate(parts) for slot in range(len(part))]
+            assert memory.sources is not None and memory.sources[row][:count] == [
+                {"id": name, "text": f"text {name}", "slot": slot} for name, slot in slots
+            ]
+        few = hits.first(2).memory()
+        assert few.lengths == [sum(len(entries[name]) for name in names[:2]) for names in hits.ids]
+
+    def test_nothing_found_is_a_memory_without_a_slot(self) -> None:
+        for index in (MultiVectorIndex.build(ragged(5)), MultiVectorIndex.build(torch.empty(0, 3, WIDTH))):
+            hits = index.search(asked(), 3, score_threshold=1e6)
+            assert hits.memory().tokens.shape == (3, 0, WIDTH) and hits.first(2).memory().lengths == [0, 0, 0]
+
+    def test_scores_of_slots_teach_the_query(self) -> None:
+        query = torch.randn(3, WIDTH, requires_grad=True)
+        memory = MultiVectorIndex.build(ragged()).search(query, 3).memory()
+        assert memory.scores is not None
+        memory.scores.softmax(-1)[0, 0].backward()
+        assert query.grad is not None and query.grad.any()

@@ -120,7 +120,7 @@ class MultiVectorEncoder(FrozenEncoder):
 
 def _described(model: Any) -> dict[str, Any]:
     """What the vectors depend on beside the weights."""
-    modules = [[type(module).__name__, getattr(module, "get_config_dict", dict)()] for module in model]
+    modules: list[Any] = [[type(module).__name__, getattr(module, "get_config_dict", dict)()] for module in model]
     vocabulary = json.dumps(sorted(model.tokenizer.get_vocab().items()))
     return {
         "encoder": "multi-vector",

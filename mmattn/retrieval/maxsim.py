@@ -90,7 +90,7 @@ def mean_vectors(parts: Sequence[Tensor], metric: str) -> Tensor:
     return torch.stack(means)
 
 
-def _blocks(entries: Sequence[Tensor], width: int) -> Iterator[Sequence[Tensor]]:
+def _blocks(entries: Sequence[Tensor], width: int) -> Iterator[list[Tensor]]:
     """Runs of entries of which one is compared at once."""
     step = max(1, _BLOCK * len(entries) // (sum(map(len, entries)) * width))
     for start in range(0, len(entries), step):

@@ -15,7 +15,6 @@ from mmattn.retrieval.hits import Hits, hits_of_rows
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.maxsim import best_entries, mean_vectors, scores_of
 from mmattn.retrieval.multi_vector_space import MultiVectorSpace
-from mmattn.retrieval.scoring import best_rows
 from mmattn.retrieval.stores import Candidates, VectorStore
 from mmattn.retrieval.stores.registry import find_store
 
@@ -104,7 +103,7 @@ class MultiVectorIndex(Index):
             filter: as for `Index.search`.
             encoder: what encoded, or shall encode, the queries, by its `encode_query` where it has one.
             num_candidates: how many entries are scored for each query, at least `top_k`: those whose mean vectors are
-                nearest to that of the query. By default all.
+                nearest to that of the query, and what else the store proposes with them. By default all.
 
         Returns:
             Hits (b, k), without vectors, with tokens. Their scores carry gradients to queries that want them.
@@ -130,9 +129,7 @@ class MultiVectorIndex(Index):
     def _candidates(self, queries: Sequence[Tensor], filter: Filter | None, count: int | None) -> Candidates:
         means = mean_vectors(queries, self.metric) if queries else torch.empty(0, self.dim, device=self.device)
         if count is not None:
-            found = self.store.search(means, count, filter)
-            rows = best_rows(means, found.entries.vectors, found.rows, self.metric, count)
-            return Candidates(found.entries, rows)
+            return self.store.search(means, count, filter)
         count = max(1, len(self))
         while True:
             found = self.store.search(means, count, filter)

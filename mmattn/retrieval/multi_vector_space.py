@@ -116,7 +116,7 @@ def as_parts(what: str, given: Any, *, single: bool = False) -> list[Tensor]:
 
 def _width(given: Any) -> int:
     """The width of no rows."""
-    shape = given.tokens.shape if isinstance(given, Memory) else getattr(given, "shape", ())
+    shape = tuple(given.tokens.shape if isinstance(given, Memory) else getattr(given, "shape", ()))
     if len(shape) != 3:
         raise ShapeError("an index of no entries needs their width: give torch.empty(0, m, e), or an encoder")
     return int(shape[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,6 +125,17 @@ class MultiVectorIndex(Index):
             scores = scores_of(asked, tokens, rows, self.metric)
         hits = hits_of_rows(found.entries, rows, None, scores, token_dim=self.dim)
         return hits if score_threshold is None else hits.above(score_threshold)
+
+    def as_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to be searched by attention, which compares one vector for each entry.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "attention searches entries of one vector, and these have several: give index.search(...).memory(), or "
+            "build an Index"
+        )
 
     def _candidates(self, queries: Sequence[Tensor], filter: Filter | None, count: int | None) -> Candidates:
         means = mean_vectors(queries, self.metric) if queries else torch.empty(0, self.dim, device=self.device)

@@ -94,8 +94,7 @@ def main() -> None:
     facts, held = some(facts, len(facts), config.seed), some(held, needed, config.seed)
     fill = facts[config.data.train :][: needed - len(held)]
     entries = Entries.of(held + fill, mmattn.TextEncoder(), given.cache)
-    columns = "answers right", "unanswerable refused", "answers as with float32", "bytes of keys and values"
-    print(f"| entries | pages | {' | '.join(columns)} |")
+    print("| entries | pages | answers right | unanswerable refused | answers as with float32 | bytes of K and V |")
     print("|---|---|---|---|---|---|")
     for size in given.sizes:
         asked_of = worlds(entries, len(held), size, given.ask, config.seed)

@@ -7,7 +7,7 @@ import torch
 
 import mmattn
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
-from mmattn.hosts.bank.quantization import quantize
+from mmattn.hosts.bank.quantization import QuantizedPages, quantize
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 from tests import tiny
 from tests.banks import (
@@ -103,6 +103,17 @@ def test_numbers_of_any_size(size, largest):
     codes, scales = quantize(numbers.float(), 0, largest)
     assert int(codes.abs().max()) <= largest and (largest if size > 1e-30 else 0) in codes
     assert ((codes * scales.double() - numbers).abs() <= scales.double() * 0.5001).all()
+
+
+@lengths
+@quantizations
+def test_padding_has_no_say_in_the_scales(m, quantization):
+    keys, values = torch.randn(2, ENTRIES, 3, m, 7).unbind()
+    mask = entries(m=m).mask & (torch.arange(ENTRIES) != 3)[:, None]
+    pages = QuantizedPages(quantization)
+    want = pages.encode(keys.masked_fill(~mask[:, None, :, None], 0), values, mask)
+    loud = pages.encode(keys.masked_fill(~mask[:, None, :, None], 1e9), values, mask)
+    assert all(torch.equal(want[part], loud[part]) for part in pages.parts)
 
 
 @quantizations

@@ -15,6 +15,7 @@ from mmattn.errors import ConfigError, IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import directions
 from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.facts import key_of
 from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.qdrant_points import (
     ABOUT,
@@ -25,7 +26,6 @@ from mmattn.retrieval.stores.qdrant_points import (
     connect,
     create,
     is_local,
-    point_id,
     qdrant,
     read_about,
 )
@@ -177,7 +177,7 @@ class QdrantStore:
     def delete(self, ids: Sequence[Id]) -> None:
         """Delete entries."""
         with self._alone:
-            for part in _batches([point_id(name) for name in ids], 1000):
+            for part in _batches([key_of(name) for name in ids], 1000):
                 self.client.delete(self.collection, qdrant().models.PointIdsList(points=part), wait=True)
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
@@ -237,7 +237,7 @@ class QdrantStore:
     def _fetch(self, names: Sequence[Id]) -> tuple[Entries, list[int]]:
         points: list[Any] = []
         with self._alone:
-            for part in _batches([point_id(name) for name in names], _NUMBERS // self.dim):
+            for part in _batches([key_of(name) for name in names], _NUMBERS // self.dim):
                 points += self.client.retrieve(self.collection, part, with_payload=True, with_vectors=["vector"])
         return as_entries(points, self.dim)
 

@@ -13,8 +13,6 @@ one point more, without a vector, which no search finds: width, metric, encoder,
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,9 +22,8 @@ import torch
 
 from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import Entries, Filter
-from mmattn.retrieval.entry_checks import MAX_METADATA
 from mmattn.retrieval.scoring import METRICS, directions
-from mmattn.storage.json_files import dump_json
+from mmattn.retrieval.stores.facts import NAMES, facts_of, key_of, wanted_facts
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient
@@ -34,9 +31,8 @@ if TYPE_CHECKING:
 FORMAT = "mmattn-qdrant"
 FORMAT_VERSION = 1
 
-#: The point that says what the collection is. No id of an entry is written like this: they are written as JSON.
-_NAMES = uuid.uuid5(uuid.NAMESPACE_DNS, "mmattn")
-ABOUT = str(uuid.uuid5(_NAMES, "about"))
+#: The point that says what the collection is.
+ABOUT = str(uuid.uuid5(NAMES, "about"))
 
 _DISTANCES = {"cosine": "COSINE", "ip": "DOT", "l2": "EUCLID"}
 
@@ -106,11 +102,6 @@ def read_about(client: QdrantClient, collection: str) -> dict[str, Any]:
     return about
 
 
-def point_id(name: object) -> str:
-    """The UUID of an entry; 1 and "1" have two."""
-    return str(uuid.uuid5(_NAMES, json.dumps(name, default=repr)))
-
-
 def as_points(entries: Entries, places: Sequence[int], metric: str) -> list[Any]:
     """Entries as points.
 
@@ -129,8 +120,9 @@ def as_points(entries: Entries, places: Sequence[int], metric: str) -> list[Any]
     points = []
     for row, (name, place) in enumerate(zip(entries.ids, places, strict=True)):
         text, metadata = entries.texts[row], entries.metadata[row]
-        payload = {"id": _equal(name), "text": text, "metadata": metadata, "facts": _facts(metadata), "place": place}
-        points.append(point(id=point_id(name), vector={key: vectors[key][row] for key in vectors}, payload=payload))
+        check_ints([name, metadata])
+        payload = {"id": name, "text": text, "metadata": metadata, "facts": facts_of(metadata), "place": place}
+        points.append(point(id=key_of(name), vector={key: vectors[key][row] for key in vectors}, payload=payload))
     return points
 
 
@@ -142,45 +134,34 @@ def as_entries(points: Sequence[Any], dim: int) -> tuple[Entries, list[int]]:
     return Entries(ids, texts, metadata, vectors), [point.payload["place"] for point in points]
 
 
-def condition(wanted: Filter | None) -> Any:
+def condition(filter: Filter | None) -> Any:
     """The Qdrant filter that finds entries whose metadata is equal in some keys.
 
     Raises:
         ConfigError: it is no dict, or not of JSON values.
     """
-    if wanted is None:
+    check_ints(filter)
+    facts = wanted_facts(filter)
+    if facts is None:
         return None
-    if not isinstance(wanted, Mapping):
-        raise ConfigError(
-            f"filter must be a dict of metadata that must be equal, got {type(wanted).__name__}: Qdrant compares where "
-            "the entries are, and cannot call a function. Put what it would say into the metadata, or use Index"
-        )
     models = qdrant().models
-    facts = [models.MatchValue(value=_fact(key, value)) for key, value in wanted.items()]
-    return models.Filter(must=[models.FieldCondition(key="facts", match=fact) for fact in facts])
+    return models.Filter(must=[models.FieldCondition(key="facts", match=models.MatchValue(value=f)) for f in facts])
 
 
-def _facts(metadata: Any) -> list[str]:
-    if isinstance(metadata, dict):
-        return [_fact(key, value) for key, value in metadata.items()]
-    _equal(metadata)
-    return []
+def check_ints(value: Any) -> None:
+    """Refuse what Qdrant would round.
 
-
-def _fact(key: str, value: Any) -> str:
-    return hashlib.sha256(dump_json("filter", [key, _equal(value)], MAX_METADATA)).hexdigest()[:32]
-
-
-def _equal(value: Any) -> Any:
-    """The same JSON for all values that Python says are equal: True, 1 and 1.0, or dicts in any order.
+    Args:
+        value: a JSON value.
 
     Raises:
-        ConfigError: an int of more than 64 bits, which Qdrant would round.
+        ConfigError: an int of more than 64 bits.
     """
-    if isinstance(value, dict):
-        return {key: _equal(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, (list, tuple)):
-        return [_equal(one) for one in value]
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+    if isinstance(value, Mapping):
+        for one in value.values():
+            check_ints(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            check_ints(one)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ConfigError(f"ints in Qdrant have 64 bits, got {value!r:.80}; write it as text. Nothing was changed")
-    return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value

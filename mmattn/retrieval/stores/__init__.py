@@ -8,6 +8,7 @@ from mmattn.retrieval.stores.lancedb import LanceStore
 from mmattn.retrieval.stores.pgvector import PgvectorStore
 from mmattn.retrieval.stores.protocol import Candidates, DatabaseStore, VectorStore
 from mmattn.retrieval.stores.qdrant import QdrantStore
+from mmattn.retrieval.stores.qdrant_edge import QdrantEdgeStore
 from mmattn.retrieval.stores.registry import register_store
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "InMemoryStore",
     "LanceStore",
     "PgvectorStore",
+    "QdrantEdgeStore",
     "QdrantStore",
     "VectorStore",
     "register_store",

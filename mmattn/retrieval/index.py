@@ -373,6 +373,33 @@ class Index:
             store.close()
             raise
 
+    def copy(self, store: str, **settings: Any) -> Index:
+        """The same entries in another store, such as a database; they keep ids, order and encoder.
+
+        Args:
+            store: its name or an address, as for `build`.
+            **settings: those of the store.
+
+        Raises:
+            ConfigError: as for `build`; or the entries have encoded tokens, and the store holds none.
+
+        >>> Index.build([[3.0, 4.0]], ids=["a"], metric="ip").copy("flat")
+        Index(1 entries, e=2, ip, flat)
+        """
+        entries = self.store.get(self.ids)
+        copied = Index(make_store(store, self.dim, self.metric, settings))
+        copied.space = self.space
+        try:
+            with copied._changing():
+                copied.store.about = self.store.about
+                if len(entries):
+                    copied._check_tokens(entries.tokens)
+                    copied.store.add(entries.to(torch.device("cpu")))
+        except BaseException:
+            copied._abandon()
+            raise
+        return copied
+
     def close(self) -> None:
         """Give back what the store holds, such as a connection."""
         self.store.close()

@@ -65,9 +65,7 @@ class LanceStore:
     holds_tokens: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]] = ("lance",)
 
-    def __init__(
-        self, dim: int, metric: str, *, uri: str | os.PathLike[str] = _MEMORY, table: str = "mmattn"
-    ) -> None:
+    def __init__(self, dim: int, metric: str, *, uri: str | os.PathLike[str] = _MEMORY, table: str = "mmattn") -> None:
         self._use(uri, table)
         self.dim, self.metric = dim, metric
         about = {"format_version": FORMAT_VERSION, "dim": dim, "metric": metric, "next_place": 0}
@@ -108,7 +106,9 @@ class LanceStore:
         """
         store = cls.__new__(cls)
         if "://" not in os.fspath(uri) and not os.path.isdir(uri):
-            raise IndexFileError(f"there is no folder {os.fspath(uri)!r}: make an index there with Index.build(…, store=…)")
+            raise IndexFileError(
+                f"there is no folder {os.fspath(uri)!r}: make an index there with Index.build(…, store=…)"
+            )
         store._use(uri, table)
         try:
             store._open()

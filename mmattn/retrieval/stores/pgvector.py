@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -118,6 +119,7 @@ class PgvectorStore:
         self._table = Table(table)
         self._dsn = _checked(dsn)
         self._free: deque[Connection[Any]] = deque()
+        weakref.finalize(self, _close_all, self._free)
         # Tables that end with their connection have one, and threads wait for it.
         self._one: contextlib.AbstractContextManager[Any] = (
             threading.RLock() if self._table.temporary else contextlib.nullcontext()
@@ -239,9 +241,7 @@ class PgvectorStore:
 
     def close(self) -> None:
         """Close the connections."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self._free.pop().close()
+        _close_all(self._free)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection[Any]]:
@@ -314,7 +314,9 @@ class PgvectorStore:
             connection.execute(self._table.sql("DROP INDEX {index}"))
         over = f"({self._compared}) {'vector_l2_ops' if self.metric == 'l2' else 'vector_ip_ops'}"
         lists = f"WITH (lists = {_lists(count)})" if self.index == "ivfflat" else ""
-        connection.execute(self._table.sql(f"CREATE INDEX {{index_name}} ON {{table}} USING {self.index} ({over}) {lists}"))
+        connection.execute(
+            self._table.sql(f"CREATE INDEX {{index_name}} ON {{table}} USING {self.index} ({over}) {lists}")
+        )
         connection.execute(self._table.sql("UPDATE {about} SET indexed = %s"), [count])
 
     @property
@@ -338,14 +340,20 @@ class PgvectorStore:
             "hnsw.iterative_scan": "relaxed_order",
             "hnsw.max_scan_tuples": 1000 * count,
             "hnsw.scan_mem_multiplier": 8,
-            "ivfflat.probes": math.ceil(lists / 4),
+            "ivfflat.probes": max(10, math.ceil(lists / 4)),
             "ivfflat.iterative_scan": "relaxed_order",
-            "ivfflat.max_probes": lists,
+            "ivfflat.max_probes": max(10, lists),
         }
         for name, value in wanted.items():
             if name.startswith(str(self.index)):
                 connection.execute("SELECT set_config(%s, %s, true)", [name, str(value)])
         return True
+
+
+def _close_all(connections: deque[Connection[Any]]) -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            connections.pop().close()
 
 
 def _lists(count: int) -> int:
@@ -376,7 +384,7 @@ def _connected(dsn: str) -> Connection[Any]:
     try:
         connection: Connection[Any] = library.connect(dsn, autocommit=True)
     except library.OperationalError as error:
-        said, password = str(error).strip(), library.conninfo.conninfo_to_dict(dsn).get("password")
+        said, password = " ".join(str(error).split()), library.conninfo.conninfo_to_dict(dsn).get("password")
         raise IndexFileError(
             f"cannot open a database of PostgreSQL: {said.replace(password, '…') if password else said}. Start the "
             "server, or name another in dsn= or in the address"

@@ -60,7 +60,7 @@ class Table:
     """
 
     def __init__(self, name: str | None) -> None:
-        self.name, self.temporary = name or "mmattn_copy", name is None
+        self.name, self.temporary = "mmattn_copy" if name is None else name, name is None
         parts = self.name.split(".") if isinstance(self.name, str) else []
         if not 1 <= len(parts) <= 2 or not all(0 < len(part.encode()) <= 48 for part in parts) or "\0" in self.name:
             raise ConfigError(f"table must be NAME or SCHEMA.NAME, each of 1 to 48 bytes, got {name!r:.120}")
@@ -192,7 +192,15 @@ def as_rows(entries: Entries) -> Iterator[tuple[Any, ...]]:
         if text is not None and ("\0" in text or text.startswith(_NUL)):
             text = _NUL + dumps(text)
         facts = list(map(uuid.UUID, facts_of(metadata)))
-        yield uuid.UUID(key_of(name)), json(name), text, json(metadata), facts, head + vectors[row].tobytes(), packed[row]
+        yield (
+            uuid.UUID(key_of(name)),
+            json(name),
+            text,
+            json(metadata),
+            facts,
+            head + vectors[row].tobytes(),
+            packed[row],
+        )
 
 
 def as_entries(rows: Sequence[Sequence[Any]], dim: int) -> Entries:

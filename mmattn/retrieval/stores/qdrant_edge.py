@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -128,6 +129,7 @@ class QdrantEdgeStore:
         self.folder = folder
         self._alone = threading.RLock()
         self._closing = contextlib.ExitStack()
+        weakref.finalize(self, self._closing.close)
         if temporary is not None:
             self._closing.callback(shutil.rmtree, temporary, ignore_errors=True)
         try:

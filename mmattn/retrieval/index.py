@@ -408,9 +408,9 @@ class Index:
     def _changing(self) -> Iterator[None]:
         """One change at a time, and where the store has transactions, one of them."""
         writing = getattr(type(self.store), "writing", None)
-        with self._writing, torch.inference_mode(False), torch.no_grad():
-            with contextlib.nullcontext() if writing is None else writing(self.store):
-                yield
+        transaction = contextlib.nullcontext() if writing is None else writing(self.store)
+        with self._writing, torch.inference_mode(False), torch.no_grad(), transaction:
+            yield
 
     def _known(self, names: list[Id]) -> Entries:
         """The entries of ids, all of which must be here."""

@@ -55,8 +55,8 @@ def wanted_facts(filter: object) -> list[str] | None:
     if not isinstance(filter, Mapping):
         raise ConfigError(
             f"filter must be a dict of metadata that must be equal, got {type(filter).__name__}: a database compares "
-            "where the entries are, and cannot call a function. Put what it would say into the metadata, or use a store "
-            "in memory, such as 'exact'"
+            "where the entries are, and cannot call a function. Put what it would say into the metadata, or use a "
+            "store in memory, such as 'exact'"
         )
     return [_fact(key, value) for key, value in filter.items()]
 

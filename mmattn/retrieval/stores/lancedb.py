@@ -1,8 +1,8 @@
 """A store whose entries are in a table of LanceDB: in memory, in a folder, or in an object store.
 
-NAME         a row for each entry: place in the order of adding, key (the UUID5 of the id), id and metadata as JSON, text,
-             facts (a digest of each key and value of the metadata), vector, tokens (a safetensors file), and under the
-             cosine direction, the vector at length 1, which is what is searched: short vectors lose nothing then
+NAME         a row for each entry: place in the order of adding, key (the UUID5 of the id), id and metadata as JSON,
+             text, facts (a digest of each key and value of the metadata), vector, tokens (a safetensors file), and
+             under the cosine direction, the vector at length 1, which is what is searched: short ones lose nothing then
 NAME_about   one row of JSON: what the table is, and what the index knows of it
 """
 

@@ -10,7 +10,7 @@ facts     a digest of each key and value of the metadata, by which filters compa
 vector    of pgvector, in float32
 tokens    the encoded tokens, a safetensors file
 
-Beside NAME lies NAME_about, one row: what the table is, and what the index knows of it. Whoever changes entries locks it.
+Beside NAME lies NAME_about, one row: what the table is, and what the index knows of it. Changes of entries lock it.
 """
 
 from __future__ import annotations

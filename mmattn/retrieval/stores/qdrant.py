@@ -124,8 +124,8 @@ class QdrantStore:
             if not store.client.collection_exists(collection):
                 names = sorted(one.name for one in store.client.get_collections().collections)
                 raise IndexFileError(
-                    f"there is no collection {collection!r}, only {names[:8]}; make one with Index.build(…, store='qdrant', "
-                    "collection=…) or QdrantIndex.build"
+                    f"there is no collection {collection!r}, only {names[:8]}; make one with Index.build(…, "
+                    "store='qdrant', collection=…) or QdrantIndex.build"
                 )
             about = read_about(store.client, collection)
         except BaseException:

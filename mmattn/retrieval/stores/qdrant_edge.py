@@ -65,8 +65,8 @@ class QdrantEdgeStore:
         folder = temporary or os.fspath(path or "")
         if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
             raise ConfigError(
-                f"{folder!r} is not empty: open an index that is there with Index.open('qdrant-edge:{folder}'), or name "
-                "another folder"
+                f"{folder!r} is not empty: open an index that is there with Index.open('qdrant-edge:{folder}'), or "
+                "name another folder"
             )
         os.makedirs(folder, exist_ok=True)
         self._use(folder, temporary)

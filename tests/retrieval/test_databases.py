@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from mmattn import Index
 from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError
-from mmattn.retrieval import LanceStore, PgvectorStore, QdrantEdgeStore, VectorStore, register_store
+from mmattn.retrieval import LanceStore, PgvectorStore, QdrantEdgeStore, QdrantStore, VectorStore, register_store
 from mmattn.retrieval.stores import registry
 from mmattn.testing import store_checks
 from tests.retrieval.searching import Letters, held
@@ -74,6 +75,24 @@ def test_the_contract(kind: str, check: Callable[[Any], None], request: pytest.F
             store.close()
     else:
         check(makes[kind])
+
+
+def test_the_contract_on_a_server_of_qdrant() -> None:
+    server = os.environ.get("QDRANT_URL")
+    if not server:
+        pytest.skip("set QDRANT_URL to the address of a Qdrant server, such as http://localhost:6333")
+    made: list[QdrantStore] = []
+
+    def make(dim: int, metric: str) -> QdrantStore:
+        made.append(QdrantStore(dim, metric, location=server, collection=f"mmattn-test-{uuid.uuid4()}"))
+        return made[-1]
+
+    try:
+        for check in store_checks():
+            check(make)
+    finally:
+        for store in made:
+            store.client.delete_collection(store.collection)
 
 
 SOME = ("check_best", "check_filters", "check_order", "check_numbers", "check_entries")

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 
 _MEMORY = "memory://"
-#: Each change leaves a file or two; after so many of them they are written together, and old versions go.
-_CHANGES, _KEPT = 100, timedelta(hours=1)
+#: Each change leaves files; after so many changes they are written together, and those of versions that nobody can
+#: still be reading go.
+_CHANGES, _KEPT = 100, timedelta(minutes=10)
 _READ = ["place", "id", "text", "metadata", "vector", "tokens"]
 #: How long queries are: the engine computes 1 - product in float32, which loses products that are small beside 1.
 _LENGTH = 2.0**60
@@ -156,7 +157,7 @@ class LanceStore:
     @about.setter
     def about(self, about: dict[str, Any]) -> None:
         with self.writing():
-            self._write_about({**self._read_about(), **about})
+            self._own.about = {**self._own.about, **about}
 
     @property
     def ids(self) -> tuple[Id, ...]:
@@ -178,10 +179,11 @@ class LanceStore:
     def add(self, entries: Entries) -> None:
         """Add entries after those that are here."""
         with self.writing():
-            about = self._read_about()
-            first, end = about["next_place"], about["next_place"] + len(entries)
-            # Killed between the two, the table has a gap in its places, and no more.
-            self._write_about({**about, "next_place": end})
+            first = self._own.about["next_place"]
+            end = first + len(entries)
+            self._own.about = {**self._own.about, "next_place": end}
+            self._write_about(self._own.about)  # killed after this, the table has a gap in its places, and no more
+            self._own.written = self._own.about
             self.table.add(_as_rows(entries, list(range(first, end)), self.table.schema))
             self._changed()
 
@@ -239,15 +241,17 @@ class LanceStore:
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """What this thread does to the entries: other processes wait for its end. Each verb is all or none."""
-        if getattr(self._own, "writes", False):
+        if getattr(self._own, "about", None) is not None:
             yield
             return
         with self._locked():
-            self._own.writes = True
+            self._own.about = self._own.written = self._read_about()
             try:
                 yield
+                if self._own.about is not self._own.written:
+                    self._write_about(self._own.about)
             finally:
-                self._own.writes = False
+                self._own.about = None
 
     def _locked(self) -> contextlib.AbstractContextManager[Any]:
         if "://" in self.uri:
@@ -258,10 +262,13 @@ class LanceStore:
     def _changed(self) -> None:
         self._changes += 1
         if self._changes % _CHANGES == 0:
-            for table in (self.table, self._about_table):
-                table.optimize(cleanup_older_than=_KEPT)
+            self.table.optimize(cleanup_older_than=_KEPT)
+            self._about_table.optimize(cleanup_older_than=timedelta(minutes=1))  # one row, read in an instant
 
     def _read_about(self) -> dict[str, Any]:
+        within: dict[str, Any] | None = getattr(self._own, "about", None)
+        if within is not None:
+            return within
         (row,) = self._about_table.search().to_arrow().to_pylist() or [{"about": "{}"}]
         about: dict[str, Any] = json.loads(row["about"])
         return about

@@ -344,9 +344,11 @@ class PgvectorStore:
             "ivfflat.iterative_scan": "relaxed_order",
             "ivfflat.max_probes": max(10, lists),
         }
-        for name, value in wanted.items():
-            if name.startswith(str(self.index)):
-                connection.execute("SELECT set_config(%s, %s, true)", [name, str(value)])
+        values = [
+            text for name, value in wanted.items() if name.startswith(str(self.index)) for text in (name, str(value))
+        ]
+        settings = ", ".join(["set_config(%s, %s, true)"] * (len(values) // 2))
+        connection.execute(f"SELECT {settings}", values)
         return True
 
 

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports transformers: these are read once, at import.
@@ -21,7 +22,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import tiny
+from tests import databases, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,3 +61,10 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared data at {folder} (set MMATTN_DATA to its place)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The address of a PostgreSQL database with pgvector, which runs as long as the tests."""
+    with databases.postgres() as address:
+        yield address

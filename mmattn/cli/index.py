@@ -98,8 +98,21 @@ def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
     typer.echo(f"{index} in {out}")
 
 
+def copy_index(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
+    store: Annotated[str, typer.Argument(metavar="ADDRESS", help="Such as postgresql://user@host/database#table.")],
+) -> None:
+    """Write the entries of an index into a database, where ask, serve and search find them by the same address."""
+    from mmattn.errors import ConfigError
+    from mmattn.retrieval.index import Index
+
+    if ":" not in store:
+        raise ConfigError(f"an index is copied to an address, such as lance:{store}, and got {store!r}")
+    typer.echo(Index.open(folder).copy(store))
+
+
 def search_index(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an index.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
     query: Annotated[str, typer.Argument(metavar="QUERY")],
     top_k: Annotated[int, typer.Option(help="How many entries, at most.")] = 5,
     score_threshold: Annotated[
@@ -119,7 +132,7 @@ def search_index(
     if score_threshold is not None:
         check_float("score_threshold", score_threshold)
     with without_progress_bars():
-        index = Index.load(folder, encoder=TextEncoder(encoder))
+        index = Index.open(folder, encoder=TextEncoder(encoder))
         hits = index.search([query], top_k if rerank is None else 10 * top_k)
         found = hits.scores[0][hits.mask[0]].tolist()
         if score_threshold is None and index.metric == "cosine":
@@ -145,9 +158,11 @@ def search_index(
             typer.echo(f"{score:.3f}  {name}  {text or ''}".rstrip())
 
 
-def describe_index(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an index.")]) -> None:
+def describe_index(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
+) -> None:
     """Check an index and say what it holds."""
     from mmattn.retrieval.index import Index
 
-    index = Index.load(folder)
+    index = Index.open(folder)
     typer.echo(f"{index}\nencoder {index.space.fingerprint or 'unknown'}\nmemory {4 * index.dim * len(index):,} bytes")

@@ -79,7 +79,9 @@ def draw(
 
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help='Such as "What is the currency of Allemagne?"')],
-    index: Annotated[Path, typer.Option(help="The folder of an index, as `mmattn index build --for` makes it.")],
+    index: Annotated[
+        str, typer.Option(help="The folder of an index, as `mmattn index build --for` makes it, or its address.")
+    ],
     adapter: Annotated[Path, typer.Option(help="The folder of an adapter, or ORG/NAME.")] = Path("assets/rag/adapter"),
     show_sources: Annotated[bool, typer.Option(help="Print the entries that were attended to.")] = True,
     sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,

@@ -14,7 +14,9 @@ from mmattn.cli.arguments import check_adapter_folder
 
 def serve(
     adapter: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of an adapter, or ORG/NAME.")],
-    index: Annotated[Path | None, typer.Option(help="Answer from this index; requests may bring documents.")] = None,
+    index: Annotated[
+        str | None, typer.Option(help="Answer from this index, a folder or an address; requests may bring documents.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Who may reach it; 0.0.0.0 is all who reach this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Where it is served.")] = 8000,
     api_key: Annotated[

@@ -27,14 +27,14 @@ def load_index(index: Index | str | PathLike[str], encoder: TextEncoder) -> Inde
     """An index with its encoder.
 
     Args:
-        index: the index, or its folder.
+        index: the index, its folder, or its address: see `Index.open`.
         encoder: of the questions.
 
     Raises:
-        IndexFileError: the folder holds none.
+        IndexFileError: none is there.
         IndexMismatchError: it was built with another encoder.
     """
-    return index if isinstance(index, Index) else Index.load(index, encoder=encoder)
+    return index if isinstance(index, Index) else Index.open(index, encoder=encoder)
 
 
 def load_text_encoder(config: PipelineConfig, folder: Path, fingerprint: str | None, device: Any = None) -> TextEncoder:

@@ -38,7 +38,8 @@ def pipeline(
 
     Args:
         folder: of the adapter, "assets/…" of the installation, or "org/name" on the Hugging Face hub.
-        index: for answers from an index: the index or its folder; or give one at each call.
+        index: for answers from an index: the index, its folder or its address (see `Index.open`); or give one at each
+            call.
         device: of all models; the accelerator of this machine by default, or the CPU.
         dtype: of the host's weights, float32 by default.
         revision: branch, tag or commit of a repository on the hub.

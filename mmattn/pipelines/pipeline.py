@@ -109,7 +109,7 @@ class IndexPipeline(Pipeline):
         tokenizer: of its host.
         folder: of the adapter.
         fingerprint: of the encoder that the adapter was trained with, where its file names it.
-        index: the index or its folder; or give one at each call.
+        index: the index, its folder or its address; or give one at each call.
 
     Attributes:
         encoder: of the texts of the index.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from mmattn.retrieval.index_files import load_index, save_index
 from mmattn.retrieval.index_memory import IndexMemory, SearchStructures
 from mmattn.retrieval.scoring import best_rows, gather, score
 from mmattn.retrieval.stores import InMemoryStore, VectorStore
-from mmattn.retrieval.stores.registry import make_store
+from mmattn.retrieval.stores.registry import find_address, make_store
 from mmattn.storage.atomic import Path
 
 Built = TypeVar("Built", bound="Index")
@@ -47,8 +48,9 @@ class Index:
 
     Stores: "exact" misses nothing: its scan in bfloat16 (where the processor is quick at that) only proposes, within a
     bound on its error. "flat" is faiss's own comparison in float32. "hnsw" and "ivfpq" are approximate: they may miss
-    some of the best k, with a filter more of them, and "ivfpq" may then give fewer than k. "qdrant" is a collection of
-    Qdrant. Others are registered with `register_store`.
+    some of the best k, with a filter more of them, and "ivfpq" may then give fewer than k. "pgvector", "qdrant",
+    "qdrant-edge" and "lancedb" hold entries in a database, where `Index.open` finds them again. Others are registered
+    with `register_store`.
 
     Args:
         store: what holds the entries.
@@ -102,7 +104,8 @@ class Index:
             metadata: a JSON value for each entry, which filters see.
             tokens: encoded tokens of each entry, one row each, for `hits.memory(tokens=True)`.
             metric: "cosine", "ip" or "l2".
-            store: "exact" (the default), "flat", "hnsw", "ivfpq", "qdrant", or one that was registered.
+            store: "exact" (the default), "flat", "hnsw", "ivfpq", "qdrant", "qdrant-edge", "pgvector", "lancedb", one
+                that was registered, or an address, as for `open`.
             **settings: those of the store, such as `links=16` of "hnsw": see `mmattn.retrieval.stores`.
 
         Raises:
@@ -125,7 +128,8 @@ class Index:
         return index
 
     def _abandon(self) -> None:
-        self.store.close()
+        """Leave nothing of a store that was made in vain."""
+        getattr(self.store, "drop", self.store.close)()
 
     def __len__(self) -> int:
         return len(self.store)
@@ -179,7 +183,7 @@ class Index:
     def _add(self, columns: dict[str, Any]) -> tuple[Id, ...]:
         """Add checked columns; ids are numbered where they are None."""
         count = len(columns["vectors"])
-        with self._writing, torch.inference_mode(False), torch.no_grad():
+        with self._changing():
             about = self.store.about
             next_id = about.get("next_id", 0)
             if columns["ids"] is None:
@@ -210,7 +214,7 @@ class Index:
             IndexMismatchError: an id that is not in the index.
         """
         names = as_id_list(ids)
-        with self._writing, torch.inference_mode(False), torch.no_grad():
+        with self._changing():
             self._known(names)
             if names:
                 self.store.delete(names)
@@ -243,7 +247,7 @@ class Index:
             columns["metadata"] = check_metadata(metadata, len(names))
         if tokens is not None:
             columns["tokens"] = self.space.tokens(tokens, len(names))
-        with self._writing, torch.inference_mode(False), torch.no_grad():
+        with self._changing():
             old = self._known(names)
             if not names:
                 return
@@ -364,9 +368,73 @@ class Index:
         index._saved = saved
         return index
 
+    @classmethod
+    def open(cls: type[Built], address: Path, *, encoder: Encoder | None = None) -> Built:
+        """Open an index where it is: a folder that `save` wrote, or what a database holds, which changes then reach.
+
+        Args:
+            address: a folder; "postgresql://user@host/database#table"; "qdrant:http://host:6333/collection" or
+                "qdrant:FOLDER"; "qdrant-edge:FOLDER"; "lance:FOLDER" or "lance:s3://bucket/path#table"; or what a
+                registered store says are its addresses. `Index.build(…, store=address)` makes one there.
+            encoder: what encodes texts; it must be the one the index was built with.
+
+        Raises:
+            IndexFileError: nothing is there, or something else, or of another version.
+            IndexMismatchError: another encoder.
+            MissingExtraError: a library that the store needs is not installed.
+        """
+        found = find_address(address) if isinstance(address, str) else None
+        if found is None or os.path.isdir(address):
+            return cls.load(address, encoder=encoder)
+        store = found[0].connect(**found[1])
+        try:
+            return cls(store, encoder)
+        except BaseException:
+            store.close()
+            raise
+
+    def copy(self, store: str, **settings: Any) -> Index:
+        """The same entries in another store, such as a database; they keep ids, order and encoder.
+
+        Args:
+            store: its name or an address, as for `build`.
+            **settings: those of the store.
+
+        Raises:
+            ConfigError: as for `build`; or the entries have encoded tokens, and the store holds none.
+
+        >>> Index.build([[3.0, 4.0]], ids=["a"], metric="ip").copy("flat")
+        Index(1 entries, e=2, ip, flat)
+        """
+        entries = self.store.get(self.ids)
+        copied = self._like(make_store(store, self.dim, self.metric, settings))
+        copied.space = self.space
+        try:
+            with copied._changing():
+                copied.store.about = self.store.about
+                if len(entries):
+                    copied._check_tokens(entries.tokens)
+                    copied.store.add(entries.to(torch.device("cpu")))
+        except BaseException:
+            copied._abandon()
+            raise
+        return copied
+
+    def _like(self, store: VectorStore) -> Index:
+        """An index of this kind over another store."""
+        return type(self)(store)
+
     def close(self) -> None:
         """Give back what the store holds, such as a connection."""
         self.store.close()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """One change at a time, and where the store has transactions, one of them."""
+        writing = getattr(type(self.store), "writing", None)
+        transaction = contextlib.nullcontext() if writing is None else writing(self.store)
+        with self._writing, torch.inference_mode(False), torch.no_grad(), transaction:
+            yield
 
     def _known(self, names: list[Id]) -> Entries:
         """The entries of ids, all of which must be here."""
@@ -377,7 +445,8 @@ class Index:
     def _some_tokens(self) -> Tensor | None:
         if not self.store.holds_tokens:
             return None
-        tokens = self.store.get(self.store.ids[:1]).tokens
+        one = getattr(self.store, "one", None)
+        tokens = (self.store.get(self.store.ids[:1]) if one is None else one()).tokens
         return tokens[0] if tokens else None
 
     def _check_tokens(self, tokens: tuple[Tensor, ...] | None) -> None:

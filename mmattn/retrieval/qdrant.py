@@ -23,9 +23,8 @@ class QdrantIndex(Index):
         docker run -p 6333:6333 -v "$PWD/qdrant:/qdrant/storage" qdrant/qdrant
         index = QdrantIndex.build(texts, encoder=encoder, location="http://localhost:6333")
 
-    Unlike other indexes it holds no encoded tokens, filters by dicts only, and has no versions: a search sees changes
-    as they arrive, and one process at a time may change a collection. `save` writes a copy of all entries, which
-    `Index.load` opens in memory.
+    Unlike other indexes it filters by dicts only, and has no versions: a search sees changes as they arrive, and one
+    process at a time may change a collection. `save` writes a copy of all entries, which `Index.load` opens in memory.
 
     >>> index = QdrantIndex.build([[1.0, 0.0], [0.0, 1.0]], ids=["x", 1], metadata=[{"odd": True}, None])
     >>> index.search([0.1, 0.9], 2).ids
@@ -87,6 +86,5 @@ class QdrantIndex(Index):
     def __repr__(self) -> str:
         return f"QdrantIndex({len(self)} entries, e={self.dim}, {self.metric}, collection {self.collection!r})"
 
-    def _abandon(self) -> None:
-        self.client.delete_collection(self.collection)
-        super()._abandon()
+    def _like(self, store: VectorStore) -> Index:
+        return Index(store)

@@ -85,6 +85,34 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
+def lock_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold a folder alone among processes and threads; the lock ends with the block, or with the process.
+
+    Args:
+        folder: one that is there.
+        wait: for another who holds it.
+
+    Raises:
+        BlockingIOError: another holds it, and it was not to be waited for.
+        OSError: the folder cannot be opened.
+    """
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file for writing, which replaces `path` when the block ends without an error.
 

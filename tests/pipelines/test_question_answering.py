@@ -256,3 +256,28 @@ class TestFolder:
         self.change(folder, host={**host, "name": "../host"})
         moved = mmattn.pipeline(folder, index=index)
         assert moved(facts[3].question) == pipe(facts[3].question, index=index)
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "lance", "qdrant-edge", "qdrant"])
+def test_an_index_in_a_database(
+    scheme: str,
+    index: Path,
+    facts: list[Any],
+    asked: list[int],
+    pipe: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Copied there by one command, and asked by its address as the folder is."""
+    place = f"{request.getfixturevalue('postgres')}#asked" if scheme == "postgresql" else f"{scheme}:{tmp_path}/asked"
+    code, out, err = call(capsys, "index", "copy", index, place)
+    assert code == 0 and f"{ENTRIES} entries" in out, err
+    question = facts[asked[0]].question
+    code, out, err = call(capsys, "ask", question, "--index", place, "--sources", 2)
+    assert code == 0 and out.splitlines()[0] == facts[asked[0]].value and len(out.splitlines()) == 3, err
+    if scheme not in ("qdrant-edge", "qdrant"):  # which one index at a time can open
+        answers = mmattn.pipeline(ADAPTER, device="cpu", index=place)([facts[row].question for row in asked])
+        assert [answer.text for answer in answers] == [
+            answer.text for answer in pipe([facts[row].question for row in asked], index=index)
+        ]

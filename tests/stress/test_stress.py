@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.stress import compiled_lengths, disk_full, growth, mutated_files, serving, soak, threads
+from tests.stress import (
+    compiled_lengths,
+    disk_full,
+    filtered_recall,
+    growth,
+    kills_in_stores,
+    mutated_files,
+    serving,
+    soak,
+    store_processes,
+    threads,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -93,3 +104,18 @@ def test_kills_during_saves() -> None:
     command = [sys.executable, "-m", "tests.stress.kills_in_save", "5"]
     found = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:
+    """Invariant 90."""
+    assert kills_in_stores.main(kills_in_stores.STORES, 1, 40) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("store", ["pgvector", "lancedb", "qdrant-edge"])
+def test_processes_share_a_store(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Invariant 90."""
+    assert store_processes.main((store,), 3) == 0, capsys.readouterr().out
+
+
+def test_filtered_recall(capsys: pytest.CaptureFixture[str]) -> None:
+    assert filtered_recall.main(filtered_recall.STORES, 3000, 31, 100) == 0, capsys.readouterr().out

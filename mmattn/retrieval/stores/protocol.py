@@ -8,6 +8,7 @@ does what is written here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -160,3 +161,47 @@ class VectorStore(Protocol):
 
     def close(self) -> None:
         """Give back what the store holds: connections, files. The second time does nothing."""
+
+
+class DatabaseStore(VectorStore, Protocol):
+    """A store whose entries are there when the process ends: it is found again by an address, with `Index.open`.
+
+    A class that has `schemes` has all of this, which `register_store` looks at.
+
+    Attributes:
+        schemes: what its addresses begin with, before ":", such as ("postgresql",).
+    """
+
+    schemes: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def settings_of(cls, address: str) -> dict[str, Any]:
+        """The settings that an address names, which a new store and `connect` take.
+
+        Args:
+            address: SCHEME:… with one of the schemes.
+        """
+
+    @classmethod
+    def connect(cls, **settings: Any) -> DatabaseStore:
+        """A store over entries that are there.
+
+        Args:
+            **settings: which, as `settings_of` says.
+
+        Raises:
+            IndexFileError: there are none, or they are of something else or of another version. The message says what
+                was found, and repeats no password.
+        """
+
+    def writing(self) -> AbstractContextManager[Any]:
+        """What the index enters around each change, and what it looks up for it: one transaction, where there are any.
+
+        No other process changes the entries meanwhile. An error within leaves them as they were.
+        """
+
+    def one(self) -> Entries:
+        """Any one entry, or none: quicker than asking for all ids."""
+
+    def drop(self) -> None:
+        """Delete the entries and what holds them, and close."""

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from mmattn.errors import ConfigError, IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import directions
 from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.facts import key_of
 from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.qdrant_points import (
     ABOUT,
+    PAYLOAD,
     about_point,
     as_entries,
     as_points,
@@ -25,7 +28,6 @@ from mmattn.retrieval.stores.qdrant_points import (
     connect,
     create,
     is_local,
-    point_id,
     qdrant,
     read_about,
 )
@@ -59,7 +61,8 @@ class QdrantStore:
 
     kind: ClassVar[str]
     recall: ClassVar[float] = 0.99
-    holds_tokens: ClassVar[bool] = False
+    holds_tokens: ClassVar[bool] = True
+    schemes: ClassVar[tuple[str, ...]] = ("qdrant",)
 
     def __init__(
         self,
@@ -80,7 +83,22 @@ class QdrantStore:
         self.dim, self.metric = dim, metric
         create(self.client, collection, dim, metric)
         new = {"dim": dim, "metric": metric, "encoder": None, "next_id": 0, "next_place": 0}
-        self._write([about_point(new)])
+        self._write([self._about_point(new)])
+
+    @classmethod
+    def settings_of(cls, address: str) -> dict[str, Any]:
+        """The settings that an address names: qdrant:http://host:6333/collection, or qdrant:FOLDER.
+
+        Args:
+            address: of a server with the collection as its path, or of a folder; without a path it is "mmattn".
+        """
+        place = address.removeprefix("qdrant:")
+        url = urlsplit(place) if "://" in place else None
+        if url is None:
+            return {"location": place}
+        *before, collection = url.path.rstrip("/").split("/") if url.path.strip("/") else ["", ""]
+        location = url._replace(path="/".join(before)).geturl()
+        return {"location": location, "collection": collection} if collection else {"location": location}
 
     @classmethod
     def connect(
@@ -106,7 +124,8 @@ class QdrantStore:
             if not store.client.collection_exists(collection):
                 names = sorted(one.name for one in store.client.get_collections().collections)
                 raise IndexFileError(
-                    f"there is no collection {collection!r}, only {names[:8]}; make one with QdrantIndex.build"
+                    f"there is no collection {collection!r}, only {names[:8]}; make one with Index.build(…, "
+                    "store='qdrant', collection=…) or QdrantIndex.build"
                 )
             about = read_about(store.client, collection)
         except BaseException:
@@ -136,7 +155,7 @@ class QdrantStore:
 
     @about.setter
     def about(self, about: dict[str, Any]) -> None:
-        self._write([about_point({**self._about(), **about})])
+        self._write([self._about_point({**self._about(), **about})])
 
     @property
     def ids(self) -> tuple[Id, ...]:
@@ -165,24 +184,25 @@ class QdrantStore:
         """Add entries after those that are here."""
         about = self._about()
         first, end = about["next_place"], about["next_place"] + len(entries)
-        points = as_points(entries, range(first, end), self.metric)
-        self._write([about_point({**about, "next_place": end}), *points])
+        points = as_points(entries, range(first, end), self.metric, qdrant().models.PointStruct)
+        self._write([self._about_point({**about, "next_place": end}), *points])
 
     def update(self, entries: Entries) -> None:
         """Replace entries."""
         old, places = self._fetch(entries.ids)
         place = dict(zip(old.ids, places, strict=True))
-        self._write(as_points(entries, [place[name] for name in entries.ids], self.metric))
+        places = [place[name] for name in entries.ids]
+        self._write(as_points(entries, places, self.metric, qdrant().models.PointStruct))
 
     def delete(self, ids: Sequence[Id]) -> None:
         """Delete entries."""
         with self._alone:
-            for part in _batches([point_id(name) for name in ids], 1000):
+            for part in _batches([key_of(name) for name in ids], 1000):
                 self.client.delete(self.collection, qdrant().models.PointIdsList(points=part), wait=True)
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
         """What Qdrant finds, somewhat more than was asked for, since it compares in float32."""
-        only = condition(filter)
+        only = condition(filter, qdrant().models)
         with self._alone:
             found = self._query(queries, 2 * top_k + 32, only)
         entries, _ = as_entries([point for points in found for point in points], self.dim)
@@ -199,7 +219,7 @@ class QdrantStore:
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> QdrantStore:
         """A collection in the memory of this process with what `save` wrote."""
         entries, more = read_entries(folder, dim, metric, mapped)
-        if more or entries.tokens is not None:
+        if more:
             raise IndexFileError(f"the entries in {folder!r} are of another store")
         store = cls(dim, metric, **settings)
         if len(entries):
@@ -210,6 +230,24 @@ class QdrantStore:
         """Close the client, unless it was given."""
         if self._owned:
             self.client.close()
+
+    def drop(self) -> None:
+        """Delete the collection, and close."""
+        self.client.delete_collection(self.collection)
+        self.close()
+
+    def writing(self) -> contextlib.AbstractContextManager[Any]:
+        """In this process no search comes between; a server knows no transactions of many requests."""
+        return self._alone
+
+    def one(self) -> Entries:
+        """One entry, or none."""
+        with self._alone:
+            points, _ = self.client.scroll(self.collection, limit=2, with_payload=PAYLOAD, with_vectors=["vector"])
+        return as_entries([point for point in points if point.id != ABOUT][:1], self.dim)[0]
+
+    def _about_point(self, about: dict[str, Any]) -> Any:
+        return about_point(about, qdrant().models.PointStruct)
 
     def _about(self) -> dict[str, Any]:
         with self._alone:
@@ -224,7 +262,7 @@ class QdrantStore:
                 using="direction" if cosine else "vector",
                 filter=only,
                 limit=count,
-                with_payload=["id", "text", "metadata", "place"],
+                with_payload=PAYLOAD,
                 with_vector=["vector"],
             )
             for query in (directions(queries.double()) if cosine else queries).tolist()
@@ -237,7 +275,7 @@ class QdrantStore:
     def _fetch(self, names: Sequence[Id]) -> tuple[Entries, list[int]]:
         points: list[Any] = []
         with self._alone:
-            for part in _batches([point_id(name) for name in names], _NUMBERS // self.dim):
+            for part in _batches([key_of(name) for name in names], _NUMBERS // self.dim):
                 points += self.client.retrieve(self.collection, part, with_payload=True, with_vectors=["vector"])
         return as_entries(points, self.dim)
 

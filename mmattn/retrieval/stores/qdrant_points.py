@@ -1,20 +1,19 @@
-"""How entries lie in a Qdrant collection, so that every answer can be that of `Index`.
+"""How entries lie in a Qdrant collection or shard, so that every answer can be that of `Index`.
 
 point       its id is the UUID5 of the entry's id, text or int, which stands in the payload itself
 "vector"    the vector as it was given, from which scores are computed
 "direction" under the cosine: the vector at length 1, which is what Qdrant searches. Qdrant keeps vectors of the
             cosine at that length only, and takes very short ones as they are; so "vector" lies beside it, on the
             disk and without a graph
-payload     id, text, metadata, place in the order of adding, and facts: one digest per metadata key and value.
-            Filters compare digests, since Qdrant's own comparison knows no floats and no nesting, and takes a list
-            for each of its values
+payload     id, text, metadata, place in the order of adding, facts: one digest per metadata key and value, and
+            where there are any the encoded tokens, a safetensors file in base64. Filters compare digests, since
+            Qdrant's own comparison knows no floats and no nesting, and takes a list for each of its values
 one point more, without a vector, which no search finds: width, metric, encoder, and what to number from
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import base64
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,9 @@ import torch
 
 from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import Entries, Filter
-from mmattn.retrieval.entry_checks import MAX_METADATA
 from mmattn.retrieval.scoring import METRICS, directions
-from mmattn.storage.json_files import dump_json
+from mmattn.retrieval.stores.facts import NAMES, facts_of, key_of, wanted_facts
+from mmattn.retrieval.stores.packed_tokens import pack_tokens, unpack_tokens
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient
@@ -34,9 +33,11 @@ if TYPE_CHECKING:
 FORMAT = "mmattn-qdrant"
 FORMAT_VERSION = 1
 
-#: The point that says what the collection is. No id of an entry is written like this: they are written as JSON.
-_NAMES = uuid.uuid5(uuid.NAMESPACE_DNS, "mmattn")
-ABOUT = str(uuid.uuid5(_NAMES, "about"))
+#: What a search reads of a point.
+PAYLOAD = ["id", "text", "metadata", "place", "tokens"]
+
+#: The point that says what the collection is.
+ABOUT = str(uuid.uuid5(NAMES, "about"))
 
 _DISTANCES = {"cosine": "COSINE", "ip": "DOT", "l2": "EUCLID"}
 
@@ -75,10 +76,10 @@ def create(client: QdrantClient, collection: str, dim: int, metric: str) -> None
         client.create_payload_index(collection, "facts", models.PayloadSchemaType.KEYWORD, wait=True)
 
 
-def about_point(about: dict[str, Any]) -> Any:
-    """The point that `read_about` reads."""
+def about_point(about: dict[str, Any], point: Any) -> Any:
+    """The point that `read_about` reads, of the library's class of points."""
     payload = {"format": FORMAT, "format_version": FORMAT_VERSION, **about}
-    return qdrant().models.PointStruct(id=ABOUT, vector={}, payload=payload)
+    return point(id=ABOUT, vector={}, payload=payload)
 
 
 def read_about(client: QdrantClient, collection: str) -> dict[str, Any]:
@@ -87,12 +88,20 @@ def read_about(client: QdrantClient, collection: str) -> dict[str, Any]:
     Raises:
         IndexFileError: it was not made here, or by another version, or changed since.
     """
-    points = client.retrieve(collection, [ABOUT])
+    return check_about(client.retrieve(collection, [ABOUT]), collection)
+
+
+def check_about(points: Sequence[Any], collection: str) -> dict[str, Any]:
+    """What the point `ABOUT` says, or no point where there is none.
+
+    Raises:
+        IndexFileError: as for `read_about`.
+    """
     about: dict[str, Any] = dict(points[0].payload or {}) if points else {}
     found = (about.pop("format", None), about.pop("format_version", None))
     if found != (FORMAT, FORMAT_VERSION):
         raise IndexFileError(
-            f"QdrantIndex of this version has not made collection {collection!r}: it says format {found[0]!r}, version "
+            f"this version of mmattn has not made collection {collection!r}: it says format {found[0]!r}, version "
             f"{found[1]!r}. Build one under another name"
         )
     counts = ("dim", "next_id", "next_place")
@@ -106,31 +115,30 @@ def read_about(client: QdrantClient, collection: str) -> dict[str, Any]:
     return about
 
 
-def point_id(name: object) -> str:
-    """The UUID of an entry; 1 and "1" have two."""
-    return str(uuid.uuid5(_NAMES, json.dumps(name, default=repr)))
-
-
-def as_points(entries: Entries, places: Sequence[int], metric: str) -> list[Any]:
+def as_points(entries: Entries, places: Sequence[int], metric: str, point: Any) -> list[Any]:
     """Entries as points.
 
     Args:
         entries: n entries.
         places: n numbers, which grow in the order of adding.
         metric: how the vectors are compared.
+        point: the library's class of points.
 
     Raises:
         ConfigError: an int of more than 64 bits.
     """
-    point = qdrant().models.PointStruct
+    packed = pack_tokens(entries.tokens, len(entries))
     vectors = {"vector": entries.vectors.tolist()}
     if metric == "cosine":
         vectors["direction"] = directions(entries.vectors.double()).float().tolist()
     points = []
     for row, (name, place) in enumerate(zip(entries.ids, places, strict=True)):
         text, metadata = entries.texts[row], entries.metadata[row]
-        payload = {"id": _equal(name), "text": text, "metadata": metadata, "facts": _facts(metadata), "place": place}
-        points.append(point(id=point_id(name), vector={key: vectors[key][row] for key in vectors}, payload=payload))
+        check_ints([name, metadata])
+        payload = {"id": name, "text": text, "metadata": metadata, "facts": facts_of(metadata), "place": place}
+        if (tokens := packed[row]) is not None:
+            payload["tokens"] = base64.b64encode(tokens).decode()
+        points.append(point(id=key_of(name), vector={key: vectors[key][row] for key in vectors}, payload=payload))
     return points
 
 
@@ -139,48 +147,38 @@ def as_entries(points: Sequence[Any], dim: int) -> tuple[Entries, list[int]]:
     points = sorted({point.id: point for point in points}.values(), key=lambda point: point.payload["place"])
     ids, texts, metadata = (tuple(point.payload.get(key) for point in points) for key in ("id", "text", "metadata"))
     vectors = torch.tensor([point.vector["vector"] for point in points], dtype=torch.float32).view(len(points), dim)
-    return Entries(ids, texts, metadata, vectors), [point.payload["place"] for point in points]
+    packed = [point.payload.get("tokens") for point in points]
+    tokens = unpack_tokens([None if part is None else base64.b64decode(part) for part in packed])
+    return Entries(ids, texts, metadata, vectors, tokens), [point.payload["place"] for point in points]
 
 
-def condition(wanted: Filter | None) -> Any:
-    """The Qdrant filter that finds entries whose metadata is equal in some keys.
+def condition(filter: Filter | None, models: Any) -> Any:
+    """The Qdrant filter, of the library's classes, that finds entries whose metadata is equal in some keys.
 
     Raises:
         ConfigError: it is no dict, or not of JSON values.
     """
-    if wanted is None:
+    check_ints(filter)
+    facts = wanted_facts(filter)
+    if facts is None:
         return None
-    if not isinstance(wanted, Mapping):
-        raise ConfigError(
-            f"filter must be a dict of metadata that must be equal, got {type(wanted).__name__}: Qdrant compares where "
-            "the entries are, and cannot call a function. Put what it would say into the metadata, or use Index"
-        )
-    models = qdrant().models
-    facts = [models.MatchValue(value=_fact(key, value)) for key, value in wanted.items()]
-    return models.Filter(must=[models.FieldCondition(key="facts", match=fact) for fact in facts])
+    return models.Filter(must=[models.FieldCondition(key="facts", match=models.MatchValue(value=f)) for f in facts])
 
 
-def _facts(metadata: Any) -> list[str]:
-    if isinstance(metadata, dict):
-        return [_fact(key, value) for key, value in metadata.items()]
-    _equal(metadata)
-    return []
+def check_ints(value: Any) -> None:
+    """Refuse what Qdrant would round.
 
-
-def _fact(key: str, value: Any) -> str:
-    return hashlib.sha256(dump_json("filter", [key, _equal(value)], MAX_METADATA)).hexdigest()[:32]
-
-
-def _equal(value: Any) -> Any:
-    """The same JSON for all values that Python says are equal: True, 1 and 1.0, or dicts in any order.
+    Args:
+        value: a JSON value.
 
     Raises:
-        ConfigError: an int of more than 64 bits, which Qdrant would round.
+        ConfigError: an int of more than 64 bits.
     """
-    if isinstance(value, dict):
-        return {key: _equal(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, (list, tuple)):
-        return [_equal(one) for one in value]
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+    if isinstance(value, Mapping):
+        for one in value.values():
+            check_ints(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            check_ints(one)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ConfigError(f"ints in Qdrant have 64 bits, got {value!r:.80}; write it as text. Nothing was changed")
-    return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mmattn.errors import ConfigError
-from mmattn.retrieval.stores.protocol import VectorStore
+from mmattn.errors import ConfigError, IndexFileError
+from mmattn.retrieval.stores.protocol import DatabaseStore, VectorStore
 
 Store = TypeVar("Store", bound=type[VectorStore])
 
@@ -17,6 +17,9 @@ _NEEDED = (
     *("recall", "holds_tokens", "ids", "__len__", "get"),
     *("add", "update", "delete", "search", "save", "open", "close"),
 )
+_OF_ADDRESSES = ("settings_of", "connect", "writing", "one", "drop")
+#: A scheme has two letters at least: C: is a disk.
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):")
 _stores: dict[str, type[VectorStore]] = {}
 
 
@@ -33,9 +36,10 @@ def register_store(kind: str) -> Callable[[Store], Store]:
     def register(store: Store) -> Store:
         if not isinstance(kind, str) or not _NAME.fullmatch(kind):
             raise ConfigError(f"a store has a name of small letters, digits, '_' and '-', got {kind!r:.80}")
-        lacks = [name for name in _NEEDED if not hasattr(store, name)]
+        needed = (*_NEEDED, *_OF_ADDRESSES) if hasattr(store, "schemes") else _NEEDED
+        lacks = [name for name in needed if not hasattr(store, name)]
         if lacks:
-            raise ConfigError(f"a vector store has {', '.join(_NEEDED)}; {store.__name__} lacks {', '.join(lacks)}")
+            raise ConfigError(f"a vector store has {', '.join(needed)}; {store.__name__} lacks {', '.join(lacks)}")
         other = _stores.get(kind)
         # The same class again is a module that is loaded a second time, as in a notebook.
         if other is not None and _place(other) != _place(store):
@@ -52,19 +56,52 @@ def find_store(kind: str) -> type[VectorStore] | None:
     return _stores.get(kind)
 
 
+def find_address(address: str) -> tuple[type[DatabaseStore], dict[str, Any]] | None:
+    """The store that an address is of, and the settings it names; None where it is no address but a path.
+
+    Args:
+        address: SCHEME:… of a registered store, or a path.
+
+    Raises:
+        IndexFileError: a scheme that no store has.
+    """
+    match = _ADDRESS.match(address)
+    if match is None:
+        return None
+    schemes: dict[str, Any] = {scheme: store for store in _stores.values() for scheme in getattr(store, "schemes", ())}
+    store = schemes.get(match[1])
+    if store is not None:
+        return store, store.settings_of(address)
+    if address[match.end() :].startswith("//"):
+        raise IndexFileError(
+            f"no store has addresses that begin with {match[1]}://; those there are: "
+            f"{', '.join(f'{scheme}:' for scheme in schemes)} or a folder. A store of your own is registered by "
+            "importing its module first"
+        )
+    return None
+
+
 def make_store(kind: str, dim: int, metric: str, settings: dict[str, Any]) -> VectorStore:
     """A new store.
 
     Args:
-        kind: its name.
+        kind: its name, or an address.
         dim: width e of the vectors.
         metric: how they are compared.
         settings: what it is given beside these.
 
     Raises:
         ConfigError: an unknown name, or a setting that this store does not have or allow.
+        IndexFileError: an address that no store has.
     """
     store = find_store(kind) if isinstance(kind, str) else None
+    addressed = find_address(kind) if store is None and isinstance(kind, str) else None
+    if addressed is not None:
+        store, named = addressed
+        kind, twice = store.kind, sorted(named.keys() & settings.keys())
+        if twice:
+            raise ConfigError(f"the address says {', '.join(twice)} already: leave {', '.join(twice)}= out")
+        settings = {**named, **settings}
     if store is None:
         raise ConfigError(
             f"store must be one of {', '.join(map(repr, _stores))}; got {kind!r}. One of your own is registered by "

@@ -1,0 +1,395 @@
+"""Stores in databases, for real: the contract suite, addresses, processes that write at once, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import torch
+
+from mmattn import Index
+from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError
+from mmattn.retrieval import LanceStore, PgvectorStore, QdrantEdgeStore, QdrantStore, VectorStore, register_store
+from mmattn.retrieval.stores import registry
+from mmattn.testing import store_checks
+from tests.retrieval.searching import Letters, held
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TEXTS = ["sun and moon", "a grey cat", "the moon"]
+#: By how an address begins, what is not installed where the library is missing, and the extra that brings it.
+SCHEMES = {
+    "postgresql": ("psycopg", "postgres"),
+    "lance": ("lancedb", "lance"),
+    "qdrant-edge": ("qdrant_edge", "qdrant-edge"),
+    "qdrant": ("qdrant_client", "scale"),
+}
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def schema(postgres: str) -> Iterator[str]:
+    """A schema of PostgreSQL, gone after the test."""
+    name = f"s{next(_numbers)}"
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA {name}")
+        yield name
+        connection.execute(f"DROP SCHEMA {name} CASCADE")
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An address of the scheme that the test is given, where nothing is yet."""
+    if request.param == "postgresql":
+        return f"{request.getfixturevalue('postgres')}#{request.getfixturevalue('schema')}.facts"
+    return f"{request.param}:{tmp_path / 'facts'}"
+
+
+every_scheme = pytest.mark.parametrize("address", SCHEMES, indirect=True)
+
+
+# ---- the contract
+
+
+@pytest.mark.parametrize("check", store_checks(), ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("kind", ["pgvector", "lancedb", "qdrant-edge"])
+def test_the_contract(kind: str, check: Callable[[Any], None], request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    makes: dict[str, Callable[[int, str], VectorStore]] = {"lancedb": LanceStore, "qdrant-edge": QdrantEdgeStore}
+    if kind == "pgvector":
+        dsn, schema = request.getfixturevalue("postgres"), request.getfixturevalue("schema")
+        made: list[PgvectorStore] = []
+
+        def make(dim: int, metric: str) -> PgvectorStore:
+            made.append(PgvectorStore(dim, metric, dsn=dsn, table=f"{schema}.t{len(made)}"))
+            return made[-1]
+
+        check(make)
+        for store in made:
+            store.close()
+    else:
+        check(makes[kind])
+
+
+def test_the_contract_on_a_server_of_qdrant() -> None:
+    server = os.environ.get("QDRANT_URL")
+    if not server:
+        pytest.skip("set QDRANT_URL to the address of a Qdrant server, such as http://localhost:6333")
+    made: list[QdrantStore] = []
+
+    def make(dim: int, metric: str) -> QdrantStore:
+        made.append(QdrantStore(dim, metric, location=server, collection=f"mmattn-test-{uuid.uuid4()}"))
+        return made[-1]
+
+    try:
+        for check in store_checks():
+            check(make)
+    finally:
+        for store in made:
+            store.client.delete_collection(store.collection)
+
+
+SOME = ("check_best", "check_filters", "check_order", "check_numbers", "check_entries")
+
+
+@pytest.mark.parametrize("check", [c for c in store_checks() if c.__name__ in SOME], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("index", ["ivfflat", None])
+def test_other_indexes_of_pgvector(index: str | None, check: Callable[[Any], None], postgres: str) -> None:
+    made: list[PgvectorStore] = []
+
+    def make(dim: int, metric: str) -> PgvectorStore:
+        made.append(PgvectorStore(dim, metric, dsn=postgres, table=None, index=index))
+        return made[-1]
+
+    check(make)
+    for store in made:
+        store.close()
+
+
+@pytest.mark.parametrize("kind", ["lancedb", "qdrant-edge"])
+def test_in_a_folder(kind: str, tmp_path: Path) -> None:
+    count = itertools.count()
+    for check in store_checks():
+        if check.__name__ in ("check_filter_values", "check_entries", "check_order", "check_updates", "check_tokens"):
+            if kind == "lancedb":
+                check(lambda dim, metric: LanceStore(dim, metric, uri=tmp_path, table=f"t{next(count)}"))
+            else:
+                check(lambda dim, metric: QdrantEdgeStore(dim, metric, path=tmp_path / f"{next(count)}"))
+
+
+def test_lists_are_made_anew_as_a_table_grows(postgres: str) -> None:
+    """And what was found by few lists is found by many."""
+    vectors, queries = torch.randn(5003, 12), torch.randn(29, 12)
+    index = Index.build(vectors[:1009], store="pgvector", dsn=postgres, table=None, index="ivfflat")
+    for start in range(1009, 5003, 997):
+        index.add(vectors[start : start + 997])
+    found, exact = index.search(queries, 10).ids, Index.build(vectors).search(queries, 10).ids
+    assert found and exact
+    share = sum(len(set(a) & set(b)) for a, b in zip(found, exact, strict=True)) / (29 * 10)
+    assert index.store._row("SELECT indexed FROM {about}")[0] > 4000 and share > 0.9  # type: ignore[attr-defined]
+    index.close()
+
+
+# ---- by address
+
+
+@every_scheme
+def test_built_and_opened_by_address(address: str) -> None:
+    index = Index.build(
+        TEXTS, encoder=Letters(), ids=["x", 7, "7"], metadata=[{"n": 1}, None, [1, 1e300]], store=address
+    )
+    expected, before = index.search("the moon", 3, filter={"n": 1.0}), held(index)
+    index.close()
+    again = Index.open(address, encoder=Letters())
+    assert again.ids == ("x", 7, "7") and held(again) == before and again.metric == "cosine"
+    hits = again.search("the moon", 3, filter={"n": 1.0})
+    assert hits.ids == expected.ids == [["x", None, None]] and torch.equal(hits.scores, expected.scores)
+    assert again.search(["the moon"], 1, score_threshold=0.99).memory().lengths == [1]
+    assert again.add(["a fourth"]) == (8,) and again.ids == ("x", 7, "7", 8)
+    again.close()
+    with pytest.raises(IndexMismatchError, match="entries were encoded by"):
+        Index.open(address, encoder=Letters(seed=2))
+    with pytest.raises(ConfigError, match="already|not empty"):
+        Index.build(TEXTS, encoder=Letters(), store=address)
+    Index.open(address).store.drop()  # type: ignore[attr-defined]
+    with pytest.raises(IndexFileError, match="there is no "):
+        Index.open(address)
+
+
+@every_scheme
+def test_copied_there_and_back(address: str, tmp_path: Path) -> None:
+    from mmattn import Memory
+
+    tokens = Memory.pad([torch.randn(length, 7) for length in (2, 1, 3)])
+    index = Index.build(TEXTS, encoder=Letters(), tokens=tokens, ids=["a", 5, "c"])
+    index.delete(["c"])
+    copied = index.copy(address)
+    assert held(copied) == held(index) and copied.space.fingerprint == Letters().fingerprint
+    assert [entry.tokens.shape for entry in map(copied.__getitem__, copied.ids)] == [(2, 7), (1, 7)]  # type: ignore
+    back = copied.copy("exact")
+    assert back.store.about == index.store.about and held(back) == held(index)
+    copied.close()
+
+
+@every_scheme
+def test_a_build_that_fails_leaves_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = registry.find_address(address)  # type: ignore[misc]
+
+    def fail(self: Any, entries: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(store, "add", fail)
+        Index.build(torch.eye(3), store=address)
+    index = Index.build(torch.eye(3), store=address)
+    assert len(index) == 3
+    index.close()
+
+
+@every_scheme
+def test_a_change_that_fails_changes_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Index.build(torch.eye(3), store=address)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(index.store), "add", lambda self, entries: (_ for _ in ()).throw(KeyboardInterrupt))
+        index.add(torch.eye(3))
+    assert index.ids == (0, 1, 2) and index.store.about["next_id"] == 3
+    assert index.add(torch.eye(3)) == (3, 4, 5)
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "settings"),
+    [
+        ("postgresql://me:secret@host:5432/db?sslmode=require#a.facts", ("dsn", "table")),
+        ("postgres://me@host/db", ("dsn",)),
+        ("lance:runs/facts#other", ("uri", "table")),
+        ("lance:s3://bucket/path", ("uri",)),
+        ("qdrant:http://host:6333/facts", ("location", "collection")),
+        ("qdrant:https://host:6333/", ("location",)),
+        ("qdrant:runs/facts", ("location",)),
+        ("qdrant-edge:runs/facts", ("path",)),
+    ],
+)
+def test_addresses(address: str, settings: tuple[str, ...]) -> None:
+    found = registry.find_address(address)
+    assert found is not None and tuple(found[1]) == settings
+    parts = {"postgresql://me:secret@host:5432/db?sslmode=require", "a.facts", "postgres://me@host/db", "runs/facts"}
+    parts |= {"other", "s3://bucket/path", "http://host:6333", "facts", "https://host:6333"}
+    assert set(found[1].values()) <= parts
+
+
+def test_what_is_no_address(tmp_path: Path) -> None:
+    assert registry.find_address("C:\\facts") is registry.find_address("runs/facts") is None
+    with pytest.raises(
+        IndexFileError, match="no store has addresses that begin with mysql://; those there are: "
+    ) as no:
+        Index.open("mysql://me:secret@host/db")
+    assert "postgresql:" in str(no.value) and "secret" not in str(no.value)
+    with pytest.raises(IndexFileError):
+        Index.open(tmp_path)
+    Index.build(torch.eye(3)).save(tmp_path / "index")
+    assert Index.open(tmp_path / "index").ids == Index.open(str(tmp_path / "index")).ids == (0, 1, 2)
+    with pytest.raises(ConfigError, match="the address says uri already: leave uri= out"):
+        Index.build(torch.eye(3), store="lance:a", uri="b")
+
+
+def test_a_store_of_ones_own_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_stores", dict(registry._stores))
+
+    @register_store("mine")
+    class Mine(LanceStore):
+        schemes = ("mine",)
+
+        @classmethod
+        def settings_of(cls, address: str) -> dict[str, Any]:
+            return {"table": address.removeprefix("mine:")}
+
+    assert Index.build(torch.eye(3), store="mine:facts").store.name == "facts"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="a vector store has .*; Half lacks settings_of, connect, writing, one, drop"):
+
+        @register_store("half")
+        class Half(registry._stores["exact"]):  # type: ignore[misc, name-defined]
+            schemes = ("half",)
+
+
+@every_scheme
+def test_without_the_extra(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, extra = SCHEMES[address.partition(":")[0]]
+    Path(address.partition(":")[2]).mkdir(exist_ok=True, parents=True) if "//" not in address else None
+    monkeypatch.setitem(sys.modules, module, None)
+    for attempt in (lambda: Index.open(address), lambda: Index.build(torch.eye(3), store=address)):
+        with pytest.raises(MissingExtraError, match=rf"mmattn\[{extra}\]"):
+            attempt()
+
+
+# ---- several processes
+
+WRITER = """
+import sys, torch
+from mmattn import Index
+index = Index.open(sys.argv[1])
+for step in range(int(sys.argv[3])):
+    index.add(torch.full((2, 3), float(step + 1)), texts=[sys.argv[2]] * 2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["postgresql", "lance"], indirect=True)
+def test_two_processes_write_and_numbers_are_given_once(address: str) -> None:
+    """Invariant 90."""
+    index = Index.build(torch.eye(3), store=address)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, address, name, "11"], env=environment, cwd=ROOT)
+        for name in ("one", "two")
+    ]
+    assert [writer.wait(120) for writer in writers] == [0, 0]
+    assert index.ids == tuple(range(47)), "an id is missing, twice, or out of order"
+    texts = [index[name].text for name in index.ids[3:]]
+    assert texts.count("one") == texts.count("two") == 22
+    assert texts[::2] == texts[1::2], "the entries of one change lie together"
+
+
+@pytest.mark.slow
+def test_one_process_has_a_shard(tmp_path: Path) -> None:
+    index = Index.build(torch.eye(3), store=f"qdrant-edge:{tmp_path}/a")
+    code = f"from mmattn import Index; Index.open('qdrant-edge:{tmp_path}/a')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert "IndexFileError: another process, or another store of this one, has the shard in" in done.stderr
+    with pytest.raises(IndexFileError, match="another process, or another store of this one"):
+        Index.open(f"qdrant-edge:{tmp_path}/a")
+    index.close()
+    assert Index.open(f"qdrant-edge:{tmp_path}/a").ids == (0, 1, 2)
+
+
+# ---- refusals
+
+
+def test_tables_of_others_are_left_alone(postgres: str, schema: str) -> None:
+    address = f"{postgres}#{schema}.facts"
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f"CREATE TABLE {schema}.facts (a int)")
+        with pytest.raises(IndexFileError, match=f"there is no table '{schema}.facts' that mmattn made; those in this"):
+            Index.open(address)
+        with pytest.raises(ConfigError, match="there is a table .* already: open it with Index.open"):
+            Index.build(torch.eye(3), store=address)
+        index = Index.build(torch.eye(3), store=f"{address}2")
+        connection.execute(f"UPDATE {schema}.facts2_about SET format_version = 2")
+        with pytest.raises(IndexFileError, match="is not of this version of mmattn: .* reads format 1"):
+            Index.open(f"{address}2")
+        index.close()
+
+
+def test_a_password_is_never_said(postgres: str, tmp_path: Path) -> None:
+    """Invariant 90."""
+    absent = "postgresql://me:s3cret@127.0.0.1:1/db?connect_timeout=2"
+    with pytest.raises(IndexFileError, match="cannot open a database of PostgreSQL: .*Start the server") as error:
+        Index.open(absent)
+    assert "s3cret" not in str(error.value)
+    for dsn in ("postgresql://me:s3cret%zz@host/db", "host=a s3cret"):
+        with pytest.raises(ConfigError, match="libpq cannot read dsn") as refused:
+            Index.build(torch.eye(3), store="pgvector", dsn=dsn)
+        assert "s3cret" not in str(refused.value)
+    dsn = psycopg.conninfo.make_conninfo(postgres, password="s3cret")
+    index = Index.build(torch.eye(3), store="pgvector", dsn=dsn, table=None)
+    assert "s3cret" not in f"{index!r} {index.store.settings} {index.store!r}"
+    index.save(tmp_path / "copy")
+    assert b"s3cret" not in b"".join(path.read_bytes() for path in (tmp_path / "copy").rglob("*") if path.is_file())
+    again = Index.load(tmp_path / "copy")
+    assert again.ids == (0, 1, 2)
+    again.close()
+    index.close()
+
+
+@pytest.mark.parametrize("name", ["", "a.b.c", "a.", 3, "x" * 49])
+def test_names_of_tables(name: Any, postgres: str) -> None:
+    with pytest.raises(ConfigError, match="table must be NAME or SCHEMA.NAME"):
+        PgvectorStore(3, "ip", dsn=postgres, table=name)
+
+
+def test_a_name_is_only_a_name(postgres: str) -> None:
+    """Whatever stands in the name of a table, and in ids, texts and metadata."""
+    name = 'f"; DROP TABLE x; --'
+    index = Index.build(torch.eye(3), ids=[name, "'", "\0"], texts=[name, "\x01", "\0"], store="pgvector",
+                        dsn=postgres, table=name, metadata=[{name: name}, {"\0": "\0"}, 1e300])  # fmt: skip
+    assert [index[one][:3] for one in index.ids] == [
+        (name, name, {name: name}),
+        ("'", "\x01", {"\0": "\0"}),
+        ("\0", "\0", 1e300),
+    ]
+    assert index.search([1.0, 0.0, 0.0], 3, filter={name: name}).ids == [[name, None, None]]
+    index.store.drop()  # type: ignore[attr-defined]
+
+
+def test_settings_of_pgvector(postgres: str) -> None:
+    with pytest.raises(ConfigError, match="index must be one of 'hnsw', 'ivfflat', None; got 'hnws'"):
+        Index.build(torch.eye(3), store="pgvector", dsn=postgres, index="hnws")
+    with pytest.raises(ConfigError, match="up to 2000 wide, got 2001: give index=None"):
+        Index.build(torch.ones(1, 2001), store="pgvector", dsn=postgres)
+    index = Index.build(torch.ones(1, 2001), store="pgvector", dsn=postgres, index=None, table=None)
+    assert index.search(torch.ones(2001), 1).ids == [[0]]
+    index.close()
+
+
+def test_folders_of_others(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a")
+    with pytest.raises(IndexFileError, match="is not a shard of Qdrant"):
+        Index.open(f"qdrant-edge:{tmp_path}")
+    with pytest.raises(ConfigError, match="is not empty"):
+        Index.build(torch.eye(3), store=f"qdrant-edge:{tmp_path}")
+    with pytest.raises(IndexFileError, match="there is no table 'mmattn' that mmattn made in .*; its tables: none"):
+        Index.open(f"lance:{tmp_path}")
+    with pytest.raises(IndexFileError, match="there is no folder"):
+        Index.open(f"lance:{tmp_path}/absent")
+    Index.build(torch.eye(3), store=f"lance:{tmp_path}")
+    store = LanceStore.connect(uri=tmp_path)
+    store._write_about({**store._read_about(), "format_version": 2})
+    with pytest.raises(IndexFileError, match="is not of this version of mmattn: .* reads format 1"):
+        Index.open(f"lance:{tmp_path}")

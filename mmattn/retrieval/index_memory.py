@@ -50,7 +50,7 @@ class IndexMemory(SearchedMemory):
         if not isinstance(index.store, InMemoryStore):
             raise ConfigError(
                 f"attention searches in every layer, and the store {index.store.kind!r} has its vectors elsewhere: "
-                "save the index and load it as Index, or give hits.memory() of a search"
+                "copy it into this process, index.copy('exact').as_memory(), or give hits.memory() of a search"
             )
         if queries is not None and index.metric == "l2":
             raise ConfigError(

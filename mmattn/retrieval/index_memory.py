@@ -13,11 +13,13 @@ from mmattn.errors import ConfigError, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import Encoder
 from mmattn.retrieval.entries import Entries
-from mmattn.retrieval.scoring import best_rows, directions, gather, lengths_of, score
+from mmattn.retrieval.scoring import directions, gather, lengths_of, score
 from mmattn.retrieval.stores.in_memory import InMemoryStore, Version
 from mmattn.searched_memory import SearchedMemory
 
 _ROWS = 1 << 16
+#: Numbers of candidates that are compared at once.
+_NUMBERS = 1 << 24
 #: How far from their mean ratios may be that count as one.
 _ALIKE = 0.02
 
@@ -162,7 +164,9 @@ class IndexEntries:
         asked = queries.flatten(0, 1)
         rows = version.candidates(asked, count, None)
         if rows.shape[1] > count:
-            rows = best_rows(asked, vectors, rows, "ip", count)
+            step = max(1, _NUMBERS // (rows.shape[1] * vectors.shape[1]))
+            parts = zip(asked.split(step), rows.split(step), strict=True)
+            rows = torch.cat([_best(some, vectors, own, count) for some, own in parts])
         return rows.unflatten(0, queries.shape[:2])
 
     def _with_scores(self, queries: Tensor, weight: float) -> Tensor:
@@ -191,6 +195,12 @@ class IndexEntries:
         entries = self.searched.entries
         sources = [[{"id": name, "text": text} for name, text in zip(entries.ids, entries.texts, strict=True)]]
         return Memory(entries.vectors[None], sources=sources, check_finite=False)
+
+
+def _best(queries: Tensor, vectors: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Those of the rows (b, c) with the `count` largest inner products, as attention computes them: in float32."""
+    fit = (vectors[rows.clamp(min=0)] @ queries[..., None])[..., 0].masked_fill(rows < 0, -torch.inf)
+    return rows.gather(1, fit.topk(count).indices)
 
 
 def as_searched(vectors: Tensor, eps: float | None, metric: str, scored: bool) -> tuple[Tensor, float | None]:

@@ -56,7 +56,7 @@ def make_small_reader() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    host = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1000))
+    host = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1000, bos_token_id=None, eos_token_id=None))
     model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=WIDTH, every=2))
     for name, parameter in model.adapters.named_parameters():
         if "gate" in name:

@@ -88,7 +88,7 @@ class PgvectorStore:
         """The settings that an address names: postgresql://user@host/database#table.
 
         Args:
-            address: as libpq takes it, and the table behind "#"; without one it is "mmattn".
+            address: as libpq takes it, and the table after "#"; without one it is "mmattn".
         """
         dsn, mark, table = address.rpartition("#")
         return {"dsn": dsn, "table": table} if mark and _TABLE.fullmatch(table) else {"dsn": address}

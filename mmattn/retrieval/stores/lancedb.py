@@ -89,7 +89,7 @@ class LanceStore:
         """The settings that an address names: lance:FOLDER#table, or lance:s3://bucket/path#table.
 
         Args:
-            address: a folder or an address of LanceDB, and the table behind "#"; without one it is "mmattn".
+            address: a folder or an address of LanceDB, and the table after "#"; without one it is "mmattn".
         """
         uri, mark, table = address.removeprefix("lance:").partition("#")
         return {"uri": uri, "table": table} if mark else {"uri": uri}

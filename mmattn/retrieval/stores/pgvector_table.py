@@ -3,7 +3,7 @@
 place     counts in the order of adding; an update leaves it
 key       the UUID5 of the id: 1 and "1" have two
 id        text or an int, as JSON
-text      as it is; only one with a NUL, which text of PostgreSQL cannot hold, is JSON behind a mark
+text      as it is; only one with a NUL, which text of PostgreSQL cannot hold, is JSON after a mark
 metadata  JSON as it was given: jsonb would make 1e300 an int and refuse "\\u0000". Query it with metadata->>'key', or
           metadata::jsonb
 facts     a digest of each key and value of the metadata, by which filters compare
@@ -173,7 +173,7 @@ def check_extension(connection: Connection[Any]) -> None:
 
 
 def copy_rows(connection: Connection[Any], table: Table, entries: Entries) -> None:
-    """Write entries behind those that are there."""
+    """Write entries after those that are there."""
     statement = table.sql(f"COPY {{table}} ({_COLUMNS}) FROM STDIN (FORMAT binary)")
     with connection.cursor() as cursor, cursor.copy(statement) as copy:
         copy.set_types(_TYPES)

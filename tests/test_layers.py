@@ -36,7 +36,7 @@ from tests.reference import assert_close, cross_attention_reference, gradients
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every way that a call has taken, in turn: a layout, or the short way for what nothing special is asked of."""
     made: list[str] = []
-    prepare, attend = KeyValueProjection._prepare, KeyValueProjection.attend
+    prepare, attend = KeyValueProjection.lay_out, KeyValueProjection.attend
 
     def spy(self: KeyValueProjection, *arguments, **more) -> KeyValue:
         kept = prepare(self, *arguments, **more)
@@ -50,7 +50,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             made.append("short")
         return out
 
-    monkeypatch.setattr(KeyValueProjection, "_prepare", spy)
+    monkeypatch.setattr(KeyValueProjection, "lay_out", spy)
     monkeypatch.setattr(KeyValueProjection, "attend", attend_spy)
     return made
 

@@ -108,7 +108,9 @@ def copy_index(
 
     if ":" not in store:
         raise ConfigError(f"an index is copied to an address, such as lance:{store}, and got {store!r}")
-    typer.echo(Index.open(folder).copy(store))
+    copied = Index.open(folder).copy(store)
+    typer.echo(copied)
+    copied.close()  # where one process at a time may have it open
 
 
 def search_index(

@@ -2,8 +2,8 @@
 
     python -m recipes.benchmarks streaming [--quick]
 
-Time: a token of a host of four layers and width 256 with two gated adapters, so that the memory has a large share in it;
-one frame a token, of ten thousand frames.
+Time: a token of a host of four layers and width 256 with two gated adapters, so that the memory has a large share in
+it; one frame a token, of ten thousand frames.
 
 Answer: frames are noise, but one now and then shows one of eight things; the text says at each token what was shown
 within the last eight frames. A frozen random host, an adapter trained on whole texts under boundaries (`arrived=`),
@@ -56,7 +56,9 @@ def make_small_reader() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    host = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1000, bos_token_id=None, eos_token_id=None))
+    host = GPT2LMHeadModel(
+        GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1000, bos_token_id=None, eos_token_id=None)
+    )
     model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=WIDTH, every=2))
     for name, parameter in model.adapters.named_parameters():
         if "gate" in name:

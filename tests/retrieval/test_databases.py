@@ -282,7 +282,7 @@ for step in range(int(sys.argv[3])):
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["postgresql", "lance"], indirect=True)
 def test_two_processes_write_and_numbers_are_given_once(address: str) -> None:
-    """Invariant 90."""
+    """Invariant 92."""
     index = Index.build(torch.eye(3), store=address)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     writers = [
@@ -328,7 +328,7 @@ def test_tables_of_others_are_left_alone(postgres: str, schema: str) -> None:
 
 
 def test_a_password_is_never_said(postgres: str, tmp_path: Path) -> None:
-    """Invariant 90."""
+    """Invariant 92."""
     absent = "postgresql://me:s3cret@127.0.0.1:1/db?connect_timeout=2"
     with pytest.raises(IndexFileError, match="cannot open a database of PostgreSQL: .*Start the server") as error:
         Index.open(absent)

@@ -107,13 +107,13 @@ def test_kills_during_saves() -> None:
 
 
 def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:
-    """Invariant 90."""
+    """Invariant 92."""
     assert kills_in_stores.main(kills_in_stores.STORES, 1, 40) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("store", ["pgvector", "lancedb", "qdrant-edge"])
 def test_processes_share_a_store(store: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Invariant 90."""
+    """Invariant 92."""
     assert store_processes.main((store,), 3) == 0, capsys.readouterr().out
 
 

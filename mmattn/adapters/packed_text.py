@@ -6,7 +6,7 @@ is no part of a document passes through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,17 @@ class PackedText:
     def longest(self) -> int:
         """Tokens of the longest document."""
         return self.places.shape[1]
+
+    def select(self, rows: Sequence[int]) -> PackedText:
+        """The same rows with some of their documents only; the others are passed by.
+
+        Args:
+            rows: numbers of the documents, in order.
+        """
+        real = self.real[rows]
+        longest = int(real.sum(1).max())
+        places, real = self.places[rows, :longest], real[:, :longest]
+        return PackedText(self.numbers, places[real], places, real)
 
     def unpack(self, x: Tensor) -> Tensor:
         """Documents as rows (s, longest, …); what follows a shorter one repeats its last token.

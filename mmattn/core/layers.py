@@ -16,6 +16,7 @@ from mmattn.core.attention import BACKENDS, attend, combine_masks, visible_rows
 from mmattn.core.import_weights import FromWeights
 from mmattn.core.key_values import norm_heads
 from mmattn.core.kv import KeyValue
+from mmattn.core.kv_rows import KeyValueRows
 from mmattn.core.masks import Mask, causal as causal_mask
 from mmattn.core.parts import KeyValueParts
 from mmattn.core.positions import Rotary
@@ -207,7 +208,7 @@ class CrossAttention(FromWeights, nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor | KeyValue | KeyValueParts,
+        memory: Tensor | KeyValue | KeyValueParts | KeyValueRows,
         *,
         values: Tensor | None = None,
         mask: Tensor | None = None,

@@ -13,9 +13,13 @@ from mmattn.core.attention import attend_checked, combine_masks, visible_rows, v
 from mmattn.core.found import SearchedSlots, attend_found
 from mmattn.core.key_values import KeyValueHeads, per_head
 from mmattn.core.kv import KeyValue
+from mmattn.core.kv_rows import KeyValueRows, attend_rows
 from mmattn.core.masks import Mask, causal as causal_mask
 from mmattn.core.parts import KeyValueParts, attend_parts
 from mmattn.errors import ShapeError
+
+#: How a memory is attended to that lies in parts, in rows apart, or is searched.
+_FORMS: dict[type, Any] = {KeyValueParts: attend_parts, KeyValueRows: attend_rows, SearchedSlots: attend_found}
 
 
 class KeyValueProjection(KeyValueHeads):
@@ -73,7 +77,7 @@ class KeyValueProjection(KeyValueHeads):
     def attend(
         self,
         q: Tensor,
-        memory: Tensor | KeyValue | KeyValueParts | SearchedSlots,
+        memory: Tensor | KeyValue | KeyValueParts | KeyValueRows | SearchedSlots,
         *,
         values: Tensor | None = None,
         mask: Tensor | None = None,
@@ -106,14 +110,14 @@ class KeyValueProjection(KeyValueHeads):
             ShapeError: sizes or devices that do not fit.
         """
         rows, _, l, _ = q.shape
-        if isinstance(memory, KeyValueParts | SearchedSlots):
+        if isinstance(memory, KeyValueParts | KeyValueRows | SearchedSlots):
             if not (mask is scores is values is memory_positions is attention_mask is None) or causal:
                 raise ShapeError(
-                    "parts of a memory, and one that is searched, hold their masks: give no mask, scores, values or "
+                    f"a memory given as {type(memory).__name__} holds its masks: give no mask, scores, values or "
                     "positions"
                 )
-            attended = attend_parts if isinstance(memory, KeyValueParts) else attend_found
-            return attended(self, q, memory, return_weights)  # type: ignore[arg-type]
+            found: tuple[Tensor, Tensor | None, Tensor | None] = _FORMS[type(memory)](self, q, memory, return_weights)
+            return found
         if isinstance(memory, KeyValue):
             if not (mask is scores is values is memory_positions is None):
                 raise ShapeError(

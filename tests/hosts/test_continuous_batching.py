@@ -14,6 +14,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 
 import mmattn
 from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.causal_lm import requests
 from tests import tiny
 
 NEW = 7
@@ -43,6 +44,14 @@ def tokens(outputs: dict[str, Any]) -> list[list[int]]:
     return [one.generated_tokens for one in outputs.values()]
 
 
+@pytest.fixture(params=["row by row", "put together"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How requests that write attend: as on the CPU, and as on an accelerator."""
+    if request.param == "put together":
+        monkeypatch.setattr(requests, "ROW_BY_ROW", set())
+
+
+@pytest.mark.usefixtures("layout")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3"])
 def test_each_request_answers_as_it_does_alone(family: str) -> None:
     """Memories of several lengths, one shared, none, and two prompts that are alike but for their memory."""
@@ -55,6 +64,19 @@ def test_each_request_answers_as_it_does_alone(family: str) -> None:
     assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
 
 
+def test_nothing_is_computed_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt beside requests that write: the adapters see each token once, and keys and values as they lie."""
+    model, inputs = tiny.attach(tiny.make("llama"), layers=(0,)), prompts((3, 3, 3, 40))
+    memories = [tiny.memory(1, m=3 + row, seed=row) for row in range(4)]
+    wanted, seen = one_by_one(model, inputs, memories), []
+    block = model.adapter("default").block(0)
+    block.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2].numel()))
+    given = settings(max_batch_tokens=16)
+    assert tokens(model.generate_batch(inputs, memory=memories, **given)) == wanted
+    # A token for each of the prompts and of the answers but the last, which nobody reads.
+    assert sum(seen) == sum(map(len, inputs)) + 4 * (NEW - 1)
+
+
 def test_without_a_memory_it_is_the_hosts_own() -> None:
     inputs = prompts((4, 9, 2))
     wanted = tokens(tiny.make("llama").generate_batch(inputs, **settings()))
@@ -63,6 +85,7 @@ def test_without_a_memory_it_is_the_hosts_own() -> None:
     assert tokens(model.generate_batch(inputs, memory=[None] * 3, **settings())) == wanted
 
 
+@pytest.mark.usefixtures("layout")
 @pytest.mark.parametrize(
     "setting", [{"null_slot": True}, {"score_bias": True}, {"resampler": {"num_latents": 3}}], ids=str
 )

@@ -36,9 +36,10 @@ from mmattn.hosts.causal_lm.generation import (
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.keywords import check_keywords
 from mmattn.hosts.causal_lm.layer_search import find_layers
-from mmattn.hosts.causal_lm.packing import PackedView, keep_apart
+from mmattn.hosts.causal_lm.packing import keep_apart
 from mmattn.hosts.causal_lm.probe import probe
 from mmattn.hosts.causal_lm.requests import bind_request, pending, requested_call, rows_of
+from mmattn.hosts.causal_lm.step_memories import packed_view
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.registry import register_host
 from mmattn.memory import Memory
@@ -171,7 +172,7 @@ class AdaptedCausalLM(AdaptedModel):
         packed, actions = text.packed, super().actions(call, disabled, text, site)
         if packed is None:
             return actions
-        return {site: [(PackedView(view, packed), *rest) for view, *rest in own] for site, own in actions.items()}
+        return {site: [(packed_view(view, packed), *rest) for view, *rest in own] for site, own in actions.items()}
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design.

@@ -7,24 +7,28 @@ to. Nothing of its scheduler or its paged cache is written again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmattn.adapters.parts import PartedMemory
-from mmattn.adapters.projected import ProjectedMemory, ProjectedView
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.projected import ProjectedMemory
 from mmattn.core.kv import KeyValue
+from mmattn.core.kv_rows import KeyValueRows
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.calls import Call
+from mmattn.hosts.causal_lm.step_memories import StepMemories
 
 #: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
 _PENDING: ContextVar[Iterator[Any] | None] = ContextVar("mmattn_pending", default=None)
+
+#: Where requests that write attend one by one. Elsewhere that would be many small kernels, and their keys and values
+#: are put together instead, a copy that is made anew whenever a request comes or goes.
+ROW_BY_ROW = {"cpu"}
 
 
 @dataclass
@@ -56,7 +60,7 @@ class RequestMemories:
         self.model, self.manager, self._lock = model, manager, threading.Lock()
         self._by_request: dict[str, Held] = {}
         self._by_memory: dict[int, Shared] = {}
-        self._joined: dict[tuple[str, int], tuple[list[KeyValue | None], KeyValue]] = {}
+        self._joined: dict[tuple[str, int], tuple[list[KeyValue], KeyValue]] = {}
         self._releases = 0
         router, self._own = manager.output_router, {}
         for owner, names in (
@@ -196,11 +200,13 @@ class RequestMemories:
         given: list[Mapping[str, ProjectedMemory]] = [{} if one is None else one.shared.sources for one in held]
         names = sorted({name for one in given for name in one})
 
-        def join(key: tuple[str, int], parts: list[KeyValue | None]) -> KeyValue:
+        def join(key: tuple[str, int], parts: list[KeyValue]) -> KeyValue | KeyValueRows:
+            if parts[0].keys.device.type in ROW_BY_ROW:
+                return KeyValueRows(tuple(parts))
             before, known = self._joined.get(key, ([], None))
             if known is not None and list(map(id, before)) == list(map(id, parts)):
                 return known
-            joined = join_rows(parts)
+            joined = KeyValue.gather([(part, 0) for part in parts])
             with self._lock:
                 if releases == self._releases:  # else it holds what was let go meanwhile
                     self._joined[key] = parts, joined
@@ -208,7 +214,7 @@ class RequestMemories:
 
         if not names:
             return None
-        return Call({name: JoinedMemories(name, [one.get(name) for one in given], join) for name in names})
+        return Call({name: StepMemories(name, [one.get(name) for one in given], join) for name in names})
 
 
 def requested_call(model: Any, kwargs: Mapping[str, Any]) -> Call | None:
@@ -261,81 +267,6 @@ def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory]:
                 f"a request has one row of memory, and {source.rows} were given: add a request for each row"
             )
     return sources
-
-
-Join = Callable[[tuple[str, int], list["KeyValue | None"]], KeyValue]
-
-
-class JoinedMemories:
-    """The memories of the requests of one step, as rows for one adapter.
-
-    Args:
-        name: of the adapter.
-        sources: of each request; None where it has none.
-        join: puts keys and values of one layer together, by the adapter's name and the layer.
-    """
-
-    follows_text = False
-
-    def __init__(self, name: str, sources: Sequence[ProjectedMemory | None], join: Join) -> None:
-        self.name, self.sources, self._join = name, sources, join
-        self.rows: int | None = len(sources)
-
-    def step(self, text: TextState) -> ProjectedView:
-        """What this forward sees: each request its own memory, and one without any nothing.
-
-        Raises:
-            ShapeError: the text is not that of the requests.
-        """
-        text.check_rows(self.rows, self.name)
-        first = next(source for source in self.sources if source is not None)
-        adapter, read = first.adapter, {}
-        for source in self.sources:
-            if source is not None and id(source) not in read:
-                read[id(source)] = source.prepared.read(adapter)
-        layers = adapter.layers if text.layer is None else (text.layer,)
-        projected = {
-            layer: self._join(
-                (self.name, layer),
-                [
-                    None if source is None else source.prepared.project(adapter, layer, read[id(source)], 1)
-                    for source in self.sources
-                ],
-            )
-            for layer in layers
-        }
-        everywhere = getattr(getattr(adapter, "config", None), "layout", None)
-        visible = [
-            source is not None
-            and (getattr(everywhere, "feed_forward_all", False) or bool(read[id(source)].real_slots().any()))
-            for source in self.sources
-        ]
-        seen = None if all(visible) else torch.tensor(visible, device=first.adapter.weight.device).view(-1, 1, 1)
-        return ProjectedView(projected, None, seen)
-
-    def as_memory(self, text: TextState) -> Any:
-        """There is no one memory of several requests."""
-        raise ConditionError("a step of continuous batching has several memories: examine one request with a call")
-
-
-def join_rows(parts: Sequence[KeyValue | None]) -> KeyValue:
-    """Keys and values of several memories of one row as rows; None is a row without any slot.
-
-    Args:
-        parts: of one layer, one at least.
-    """
-    blank = _blank(next(part for part in parts if part is not None))
-    return KeyValue.gather([(blank if part is None else part, 0) for part in parts])
-
-
-def _blank(like: KeyValue) -> KeyValue:
-    """Keys and values of a memory with one slot, which is hidden."""
-    shape = (1, like.keys.shape[1], 1 + like.null, like.keys.shape[3])
-    keys = like.keys.new_zeros(shape)
-    values = keys if like.absorbed else like.values.new_zeros((*shape[:3], like.values.shape[3]))
-    hidden = torch.zeros(1, 1, dtype=torch.bool, device=keys.device)
-    bias = None if like.bias is None else like.bias.new_zeros(1, 1)
-    return replace(like, keys=keys, values=values, mask=hidden, bias=bias, lengths=None, finite=True, seen=None)
 
 
 def _base(request_id: str) -> str:

@@ -186,19 +186,19 @@ def test_merging_is_exact_where_one_part_outweighs_the_other() -> None:
 def test_rows_apart_are_rows_of_one_memory(setting: dict[str, Any]) -> None:
     """Each row over keys and values of its own, of its own length, one of them hidden altogether."""
     torch.manual_seed(0)
-    layer = CrossAttention(D, E, num_heads=4, head_dim=6, **setting)
-    lengths, x = (7, 3, 5, 2), torch.randn(4, L, D, requires_grad=True)
-    tokens, mask = torch.randn(4, 7, E), torch.arange(7) < torch.tensor(lengths)[:, None]
+    layer = CrossAttention(D, E, num_heads=4, head_dim=6, dtype=torch.float64, **setting)
+    lengths, x = (7, 3, 5, 2), torch.randn(4, L, D, dtype=torch.float64, requires_grad=True)
+    tokens, mask = torch.randn(4, 7, E, dtype=torch.float64), torch.arange(7) < torch.tensor(lengths)[:, None]
     mask[2] = False
     rows = [layer.project(tokens[row : row + 1, :m], mask=mask[row : row + 1, :m]) for row, m in enumerate(lengths)]
     wanted, of_wanted = layer(x, tokens, mask=mask, return_weights=True)
     found, of_found = layer(x, KeyValueRows(tuple(rows)), return_weights=True)
-    assert_close(found, wanted, torch.float32)
-    assert_close(of_found, of_wanted, torch.float32)
+    assert_close(found, wanted, torch.float64)
+    assert_close(of_found, of_wanted, torch.float64)
     assert not found[2].any() and torch.equal(layer(x, KeyValueRows(tuple(rows))), found)
     upstream = torch.randn_like(wanted)
     inputs = [x, *layer.parameters()]
     for one, other in zip(
         torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
     ):
-        assert_close(one, other, torch.float32, "grad")
+        assert_close(one, other, torch.float64, "grad")

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.core.attention import attend_checked
-from mmattn.core.key_values import per_head
 from mmattn.core.parts import with_null_slot
 from mmattn.errors import ConfigError
 
@@ -68,8 +66,7 @@ def attend_found(
     if (memory.scores is None) != (projection.score_scale is None):
         raise ConfigError("a searched memory has scores where the layer has score_bias=True, and none elsewhere")
     b, h, length, _ = q.shape
-    g = projection.num_kv_heads
-    asked = per_head(q, projection.k_proj.weight.view(g, projection.head_dim, -1)).flatten(1, 2)
+    asked = projection.to_slots(q).flatten(1, 2)
     with torch.no_grad():
         rows = memory.search(asked.detach())
     step = max(1, _TOGETHER // max(1, b * rows.shape[2] * asked.shape[2]))
@@ -78,13 +75,12 @@ def attend_found(
         for some, own in zip(asked.split(step, 1), rows.split(step, 1), strict=True)
     ]
     out, total, *more = (torch.cat(one, 1).unflatten(1, (h, length)) for one in zip(*found, strict=True))
-    out = per_head(out, projection.v_proj.weight.view(g, projection.head_dim, -1).transpose(1, 2))
-    if projection.v_proj.bias is not None:
-        out = out + projection.v_proj.bias.view(g, 1, -1).repeat_interleave(h // g, 0)
+    out = projection.from_slots(out)
     seen = total != float("-inf")
     own = total
     if projection.null_key is not None:
         if projection.k_proj.bias is not None:  # the same for all slots, but not for the null slot
+            g = projection.num_kv_heads
             bias = projection.k_proj.bias.view(g, 1, -1).repeat_interleave(h // g, 0)
             own = own + (q * bias).sum(-1, keepdim=True).to(own.dtype) * projection.scale
         if projection.length_norm is not None:
@@ -109,19 +105,14 @@ def _attend(
     bias = None
     if memory.scores is not None:
         bias = projection.score_bias(memory.scores(rows.clamp(min=0)), real).reshape(b * n, 1, 1, rows.shape[2])
-    found = attend_checked(
+    found = projection.attend_slots(
         asked.reshape(b * n, 1, 1, e),
         slots,
         slots,
         real.reshape(b * n, 1, 1, rows.shape[2]),
         bias,
-        contain=False,
-        scale=projection.scale,
-        dropout=projection.dropout if projection.training else 0.0,
-        backend=projection.backend,
         return_weights=return_weights,
         return_total=True,
-        seen=None,
     )
     out, *extras = found
     parts = (out, extras[-1], *extras[:-1])

@@ -165,6 +165,21 @@ class KeyValueHeads(nn.Module):
             keys = self.rotary(keys, positions)
         return keys, self.heads(self.v_proj(memory if values is None else values))
 
+    def to_slots(self, q: Tensor) -> Tensor:
+        """Queries (b, h, l, k) in the space of the slots, (b, h, l, e): their products with slots are those with keys.
+
+        But for what a bias of the keys adds, the same for all slots.
+        """
+        return per_head(q, self.k_proj.weight.view(self.num_kv_heads, self.head_dim, -1))
+
+    def from_slots(self, out: Tensor) -> Tensor:
+        """A mean of slots (b, h, l, e) for each head as the same mean of their values, (b, h, l, k)."""
+        g = self.num_kv_heads
+        out = per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
+        if self.v_proj.bias is None:
+            return out
+        return out + self.v_proj.bias.view(g, 1, -1).repeat_interleave(self.num_heads // g, 0)
+
     def join(
         self,
         keys: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmattn.core.attention import attend_checked, combine_masks, visible_rows, visible_slots
 from mmattn.core.found import SearchedSlots, attend_found
-from mmattn.core.key_values import KeyValueHeads, per_head
+from mmattn.core.key_values import KeyValueHeads
 from mmattn.core.kv import KeyValue
 from mmattn.core.kv_rows import KeyValueRows, attend_rows
 from mmattn.core.masks import Mask, causal as causal_mask
@@ -125,7 +125,7 @@ class KeyValueProjection(KeyValueHeads):
                 )
             mask, memory_rows, m = memory.mask, memory.batch, memory.slots
             if memory.plain and rows == memory_rows and attention_mask is None and not (causal or return_weights):
-                return self._attend_padded(q, memory.keys, memory.values, None, None), None, None
+                return self.attend_slots(q, memory.keys, memory.values, None, None), None, None
         else:
             mask = self.check(memory, values, mask, scores, q.device)
             memory_rows, m = memory.shape[:2]
@@ -147,7 +147,7 @@ class KeyValueProjection(KeyValueHeads):
             queries = rows * l // max(memory_rows, 1)
             if self.is_plain and allowed is values is None and not (return_weights or self.absorbs(queries, memory)):
                 # The common case, nothing special asked for: as few steps as the operations themselves.
-                return self._attend_padded(q, *self.keys_and_values(self.cast(memory)), None, None), None, None
+                return self.attend_slots(q, *self.keys_and_values(self.cast(memory)), None, None), None, None
             if attention_mask is not None and allowed is not None:
                 mask = visible_slots(allowed, memory_rows, m)
             packable = attention_mask is None and not return_weights
@@ -171,10 +171,9 @@ class KeyValueProjection(KeyValueHeads):
             per_query: they say more than the padding of `kv` does.
         """
         rows = q.shape[0]
-        g, n = self.num_kv_heads, self.num_heads // self.num_kv_heads
         contain = per_query and not kv.finite
         if kv.absorbed:
-            q = per_head(q, self.k_proj.weight.view(g, self.head_dim, -1))
+            q = self.to_slots(q)
         seen = None
         if kv.null or kv.absorbed:
             seen = visible_rows(allowed, rows, kv.slots, per_head=True, device=q.device)
@@ -187,16 +186,14 @@ class KeyValueProjection(KeyValueHeads):
             else:
                 known = None if per_query else kv.seen
             asked = contain, return_weights, return_total
-            found = self._attend_padded(q, kv.keys, kv.values, allowed, bias, *asked, known)
+            found = self.attend_slots(q, kv.keys, kv.values, allowed, bias, *asked, known)
         else:
             found = self._attend_by_row(q, kv, allowed if per_query else None, contain, return_weights, return_total)
         out, *extras = found if isinstance(found, tuple) else (found,)
         weights = extras[0] if return_weights else None
         total = extras[-1] if return_total else None
         if kv.absorbed:
-            out = per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
-            if self.v_proj.bias is not None:
-                out = out + self.v_proj.bias.view(g, 1, -1).repeat_interleave(n, 0)
+            out = self.from_slots(out)
         if seen is not None:
             out = out.masked_fill(~seen, 0)
             weights = None if weights is None else weights.masked_fill(~seen, 0)
@@ -204,7 +201,7 @@ class KeyValueProjection(KeyValueHeads):
             weights = weights[..., 1:]
         return out, weights, total
 
-    def _attend_padded(
+    def attend_slots(
         self,
         q: Tensor,
         keys: Tensor,
@@ -216,6 +213,7 @@ class KeyValueProjection(KeyValueHeads):
         return_total: bool = False,
         seen: Tensor | bool | None = None,
     ) -> Any:
+        """`attend_checked` with the settings of this layer."""
         return attend_checked(
             q,
             keys,
@@ -249,7 +247,7 @@ class KeyValueProjection(KeyValueHeads):
         step = rows // kv.batch
         for row, (own, (keys, values, bias)) in enumerate(zip(q.split(step), kv.rows(), strict=True)):
             rule = None if allowed is None else allowed[row * step : (row + 1) * step][..., kv.mask[row]]
-            found = self._attend_padded(own, keys, values, rule, bias, contain, return_weights, return_total)
+            found = self.attend_slots(own, keys, values, rule, bias, contain, return_weights, return_total)
             out, *extras = found if isinstance(found, tuple) else (found,)
             if return_weights:
                 full = extras[0].new_zeros(*extras[0].shape[:3], kv.slots)

@@ -43,6 +43,24 @@ def write_entries(folder: str, entries: Entries, **more: Tensor) -> None:
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
+def read_copy(folder: str, dim: int, metric: str, mapped: bool) -> Entries:
+    """The entries in a folder to which `write_entries` was given nothing else, as the copy of a database has them.
+
+    Args:
+        folder: where.
+        dim: width e of the vectors.
+        metric: how they are compared.
+        mapped: as for `read_entries`.
+
+    Raises:
+        IndexFileError: as for `read_entries`, or there is more.
+    """
+    entries, more = read_entries(folder, dim, metric, mapped)
+    if more:
+        raise IndexFileError(f"the vectors in {folder!r} lie beside {sorted(more)[:5]}, which are of another store")
+    return entries
+
+
 def read_entries(folder: str, dim: int, metric: str, mapped: bool) -> tuple[Entries, dict[str, Tensor]]:
     """The entries that `write_entries` wrote into a folder, and the further tensors.
 

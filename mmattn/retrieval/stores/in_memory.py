@@ -16,10 +16,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from mmattn.errors import IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.stores.bounded_scan import BoundedScan
-from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.entry_files import read_copy, write_entries
 from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.registry import register_store
 
@@ -200,9 +199,7 @@ class InMemoryStore:
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> InMemoryStore:
         """The store with what `save` wrote."""
         store = cls(dim, metric, **settings)
-        entries, more = read_entries(folder, dim, metric, mapped)
-        if more:
-            raise IndexFileError(f"the vectors in {folder!r} lie beside {sorted(more)[:5]}, which are of another store")
+        entries = read_copy(folder, dim, metric, mapped)
         store.version = Version.over(entries, metric, store.build)
         return store
 

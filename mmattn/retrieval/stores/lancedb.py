@@ -22,7 +22,7 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import METRICS, directions
-from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.entry_files import read_copy, write_entries
 from mmattn.retrieval.stores.facts import facts_of, key_of, wanted_facts
 from mmattn.retrieval.stores.packed_tokens import pack_tokens, unpack_tokens
 from mmattn.retrieval.stores.protocol import Candidates
@@ -222,9 +222,7 @@ class LanceStore:
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> LanceStore:
         """What `save` wrote, in a table in the memory of this process."""
-        entries, more = read_entries(folder, dim, metric, mapped)
-        if more:
-            raise IndexFileError(f"the entries in {folder!r} are of another store")
+        entries = read_copy(folder, dim, metric, mapped)
         store = cls(dim, metric, **settings)
         if len(entries):
             store.add(entries)

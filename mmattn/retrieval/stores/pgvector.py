@@ -17,7 +17,7 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import directions
-from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.entry_files import read_copy, write_entries
 from mmattn.retrieval.stores.facts import key_of, wanted_facts
 from mmattn.retrieval.stores.pgvector_table import Table, as_entries, as_rows, copy_rows, psycopg
 from mmattn.retrieval.stores.protocol import Candidates
@@ -225,9 +225,7 @@ class PgvectorStore:
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> PgvectorStore:
         """What `save` wrote, in a table that ends with the store, in the same database."""
-        entries, more = read_entries(folder, dim, metric, mapped)
-        if more:
-            raise IndexFileError(f"the entries in {folder!r} are of another store")
+        entries = read_copy(folder, dim, metric, mapped)
         store = cls(dim, metric, table=None, **settings)
         if len(entries):
             store.add(entries)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import directions
-from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.entry_files import read_copy, write_entries
 from mmattn.retrieval.stores.facts import key_of
 from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.qdrant_points import (
@@ -227,9 +227,7 @@ class QdrantEdgeStore:
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> QdrantEdgeStore:
         """What `save` wrote, in a folder that ends with the store."""
-        entries, more = read_entries(folder, dim, metric, mapped)
-        if more:
-            raise IndexFileError(f"the entries in {folder!r} are of another store")
+        entries = read_copy(folder, dim, metric, mapped)
         store = cls(dim, metric, **settings)
         if len(entries):
             store.add(entries)

@@ -122,7 +122,9 @@ class SearchStructures:
                 vectors, ratio = as_searched(own.entries.vectors, eps, store.metric, scored)
                 shown = Entries(own.entries.ids, own.entries.texts, own.entries.metadata, vectors)
                 build = type(store)(vectors.shape[1], "ip", **store.settings).build
-                if known is None or known.version.entries.vectors.shape[1] != vectors.shape[1]:
+                before = None if known is None else known.version.entries.vectors
+                alike = before is not None and (before.device, before.shape[1]) == (vectors.device, vectors.shape[1])
+                if known is None or not alike:
                     version = Version.over(shown, "ip", build)
                 else:
                     version = known.version.followed(shown, moves(known.entries, own.entries), build)
@@ -171,7 +173,8 @@ class IndexEntries:
 
     def _with_scores(self, queries: Tensor, weight: float) -> Tensor:
         assert self.queries is not None
-        asked = directions(self.queries) if self.metric == "cosine" else self.queries
+        given = self.queries.to(queries.device)
+        asked = directions(given) if self.metric == "cosine" else given
         asked = asked.repeat_interleave(len(queries) // len(asked), 0)[:, None].float() * weight
         ratio = self.searched.ratio
         if ratio is None:
@@ -188,7 +191,7 @@ class IndexEntries:
         assert self.queries is not None
         vectors = self.searched.entries.vectors
         own = rows.to(vectors.device).reshape(len(self.queries), -1)
-        return score(self.queries, gather(vectors, own), self.metric).view(rows.shape)
+        return score(self.queries.to(vectors.device), gather(vectors, own), self.metric).view(rows.shape)
 
     def memory(self) -> Memory:
         """All entries, one row."""

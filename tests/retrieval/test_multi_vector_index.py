@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from qdrant_client import QdrantClient
 
 from mmattn import Index, Memory
 from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, NonFiniteError, ShapeError, TextError
 from mmattn.retrieval import InMemoryStore, MultiVectorIndex
+from tests.foreign.store import SqliteStore
 from tests.retrieval.late_interaction import METRICS, WIDTH, LetterStates, agree, asked, held, ragged
 from tests.retrieval.searching import STORES, Letters, files
 
@@ -201,13 +201,25 @@ def test_a_refused_change_changes_nothing() -> None:
     assert index.store.version is before
 
 
-def test_a_store_of_one_vector_per_entry_is_refused_before_there_is_one() -> None:
-    client = QdrantClient(":memory:")
-    with pytest.raises(ConfigError, match="store 'qdrant' holds one vector for each entry"):
-        MultiVectorIndex.build(ragged(2), store="qdrant", client=client)
-    assert not client.get_collections().collections
+def test_a_store_of_one_vector_per_entry_is_refused_before_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(SqliteStore, "__init__", lambda self, *given: made.append(given))
+    with pytest.raises(ConfigError, match="store 'sqlite' holds one vector for each entry"):
+        MultiVectorIndex.build(ragged(2), store="sqlite")
+    assert not made
     with pytest.raises(ConfigError, match="'l2'"):
         MultiVectorIndex(InMemoryStore(3, "l2"))
+
+
+@pytest.mark.parametrize("store", ["qdrant", "lancedb"])
+def test_databases_hold_many_vectors(store: str) -> None:
+    index = MultiVectorIndex.build(ragged(29), store=store)
+    agree(index, asked(), 5)
+    copied = MultiVectorIndex.build(ragged(29)).copy(store)
+    assert isinstance(copied, MultiVectorIndex)
+    agree(copied, asked(), 5)
+    index.close()
+    copied.close()
 
 
 def test_an_encoder_that_pools_gives_entries_of_one_vector() -> None:

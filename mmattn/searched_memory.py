@@ -53,10 +53,11 @@ class SearchedMemory(ABC):
     per_query: int
 
     @abstractmethod
-    def entries(self, eps: float | None) -> SearchedEntries:
+    def entries(self, eps: float | None, scored: bool = False) -> SearchedEntries:
         """The entries as they are now.
 
         Args:
             eps: where an adapter normalises slots, the ε of its LayerNorm: the entries are searched as that leaves
                 them, without its weights. None: as they are.
+            scored: searches weigh scores, too.
         """

@@ -73,7 +73,7 @@ class FoundMemory:
     def __init__(self, memory: SearchedMemory, adapter: AdapterLayers) -> None:
         norm = adapter.slot_norm()
         self.adapter, self.per_query, self.rows = adapter, memory.per_query, memory.rows
-        self.entries = memory.entries(None if norm is None else norm.eps)
+        self.entries = memory.entries(None if norm is None else norm.eps, adapter.score_bias)
 
     def step(self, text: TextState) -> FoundView:
         """What this forward sees.

@@ -16,11 +16,9 @@ from mmattn.core.attention import BACKENDS, attend, combine_masks, visible_rows
 from mmattn.core.import_weights import FromWeights
 from mmattn.core.key_values import norm_heads
 from mmattn.core.kv import KeyValue
-from mmattn.core.kv_rows import KeyValueRows
 from mmattn.core.masks import Mask, causal as causal_mask
-from mmattn.core.parts import KeyValueParts
 from mmattn.core.positions import Rotary
-from mmattn.core.projection import KeyValueProjection
+from mmattn.core.projection import Attended, KeyValueProjection
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 
 
@@ -208,7 +206,7 @@ class CrossAttention(FromWeights, nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor | KeyValue | KeyValueParts | KeyValueRows,
+        memory: Attended,
         *,
         values: Tensor | None = None,
         mask: Tensor | None = None,

@@ -18,6 +18,8 @@ from mmattn.core.masks import Mask, causal as causal_mask
 from mmattn.core.parts import KeyValueParts, attend_parts
 from mmattn.errors import ShapeError
 
+#: What may be attended to.
+Attended = Tensor | KeyValue | KeyValueParts | KeyValueRows | SearchedSlots
 #: How a memory is attended to that lies in parts, in rows apart, or is searched.
 _FORMS: dict[type, Any] = {KeyValueParts: attend_parts, KeyValueRows: attend_rows, SearchedSlots: attend_found}
 
@@ -77,7 +79,7 @@ class KeyValueProjection(KeyValueHeads):
     def attend(
         self,
         q: Tensor,
-        memory: Tensor | KeyValue | KeyValueParts | KeyValueRows | SearchedSlots,
+        memory: Attended,
         *,
         values: Tensor | None = None,
         mask: Tensor | None = None,

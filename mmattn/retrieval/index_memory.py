@@ -63,13 +63,14 @@ class IndexMemory(SearchedMemory):
         self.queries = None if queries is None else index.space.queries(queries, encoder, index.device).detach()
         self.rows = None if self.queries is None else len(self.queries)
 
-    def entries(self, eps: float | None) -> IndexEntries:
+    def entries(self, eps: float | None, scored: bool = False) -> IndexEntries:
         """The entries as they are now.
 
         Args:
             eps: ε of the LayerNorm as which they are searched; None for none.
+            scored: searches weigh the scores of the queries, too.
         """
-        searched = self.index.search_structures.get(eps, self.queries is not None)
+        searched = self.index.search_structures.get(eps, scored)
         return IndexEntries(searched, self.index.metric, self.queries)
 
     def __repr__(self) -> str:

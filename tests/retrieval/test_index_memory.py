@@ -63,7 +63,7 @@ def test_attention_over_what_is_found(store: str, bias: bool, null: bool) -> Non
         torch.nn.init.normal_(weight, std=0.5)
     entries, asked, c = vectors(), torch.randn(2, E), 7
     index, x = Index.build(entries, metric="ip", store=store), torch.randn(2, 3, 17)
-    memory = index.as_memory(c, queries=asked).entries(None)
+    memory = index.as_memory(c, queries=asked).entries(None, bias)
 
     def search(queries: Tensor) -> Tensor:
         weight = float(layer.kv_proj.score_scale) / 0.5 if bias else None
@@ -118,6 +118,14 @@ def test_scores_for_what_each_row_is_looked_up_by(setting: dict[str, Any], metri
         # So sharp that only what fits the query counts: it must be among the few that are found.
         few = model(ids, memory=index.as_memory(3, queries=asked)).logits
         tiny.assert_close(few, model(ids, memory=whole(scores=scores)).logits, 1e-4)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "ip"])
+def test_queries_mean_nothing_to_an_adapter_without_score_bias(metric: str) -> None:
+    model, ids, index = tiny.attach(tiny.make("llama")), tiny.text(ROWS), Index.build(vectors(), metric=metric)
+    with torch.no_grad():
+        plain = model(ids, memory=index.as_memory(3)).logits
+        assert torch.equal(model(ids, memory=index.as_memory(3, queries=torch.randn(ROWS, E))).logits, plain)
 
 
 def test_gradients() -> None:

@@ -63,7 +63,7 @@ HOMES = {
     "prometheus_client": ("serving.metrics", "cli.serve"),
     "plotly": ("inspect",),
     "pandas": (),
-    "sklearn": (),
+    "sklearn": ("encoders.hybrid",),
 }
 #: What adapters and hosts are called in files.
 KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet"}

@@ -107,7 +107,11 @@ def install(user: User, wheel: Path | None) -> None:
         (wheel,) = dist.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(user.environment)], check=True)
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    python, wanted = str(user.environment / "bin" / "python"), f"mmattn[all,demo,serve] @ {wheel.resolve().as_uri()}"
+    python, wanted = (
+        str(user.environment / "bin" / "python"),
+        # docs/retrieval.md has an index in LanceDB.
+        f"mmattn[all,demo,serve,lance] @ {wheel.resolve().as_uri()}",
+    )
     pip = [uv, "pip", "install", "--quiet", "--python", python] if uv else [python, "-m", "pip", "install", "-qq"]
     subprocess.run([*pip, wanted], check=True, env=user.variables)
 
@@ -127,7 +131,8 @@ def first_hour(user: User, demo: bool) -> None:
     (work / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
     mmattn("mmattn", "index", "build", "facts.jsonl", "-o", "facts", "--for", "assets/rag/adapter")
     mmattn("mmattn", "index", "info", "facts", says=["3"])
-    mmattn("mmattn", "index", "search", "facts", "currency of Allemagne", says=["Euro"])
+    encoder = "assets/rag/adapter/encoder.safetensors"
+    mmattn("mmattn", "index", "search", "facts", "currency of Allemagne", "--encoder", encoder, says=["Euro"])
     mmattn("mmattn", "ask", "What is the currency of Allemagne?", "--index", "facts", says=["Euro"])
 
     # An adapter of the user's own pictures, in folders of classes.

@@ -121,12 +121,16 @@ def search_index(
         float | None,
         typer.Option(help=f"The lowest score that fits; by default {COSINE_THRESHOLD} where scores are cosines."),
     ] = None,
-    encoder: Annotated[str, typer.Option(help="The encoder that the index was built with.")] = "all-MiniLM-L6-v2",
+    encoder: Annotated[
+        str,
+        typer.Option(help="What encoded the index: a name, or the encoder.safetensors of an adapter."),
+    ] = "all-MiniLM-L6-v2",
     rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
-    from mmattn.encoders.text import TextEncoder
+    from mmattn.encoders.named import load_named_text_encoder
     from mmattn.errors import check_float, check_int
+    from mmattn.recipes import resolve_asset
     from mmattn.retrieval.index import Index
     from mmattn.storage.pretrained import without_progress_bars
 
@@ -134,7 +138,7 @@ def search_index(
     if score_threshold is not None:
         check_float("score_threshold", score_threshold)
     with without_progress_bars():
-        index = Index.open(folder, encoder=TextEncoder(encoder))
+        index = Index.open(folder, encoder=load_named_text_encoder(resolve_asset(encoder)))
         hits = index.search([query], top_k if rerank is None else 10 * top_k)
         found = hits.scores[0][hits.mask[0]].tolist()
         if score_threshold is None and index.metric == "cosine":

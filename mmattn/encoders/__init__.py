@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mmattn.encoders.frozen import ImageEncoder
+from mmattn.encoders.hybrid import HybridEncoder
 from mmattn.encoders.images import load_image
 from mmattn.encoders.multi_vector import MultiVectorEncoder
 from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
@@ -14,6 +15,7 @@ from mmattn.encoders.torchvision import TorchvisionEncoder
 __all__ = [
     "OpenCLIPEncoder",
     "OpenCLIPTextEncoder",
+    "HybridEncoder",
     "ImageEncoder",
     "ImageProcessor",
     "MultiVectorEncoder",

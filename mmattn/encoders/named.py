@@ -1,4 +1,4 @@
-"""Encoders of images by the names that settings and files have for them."""
+"""Encoders of images and of texts by the names that settings and files have for them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from mmattn.encoders.frozen import ImageEncoder
+from mmattn.encoders.hybrid import HybridEncoder
 from mmattn.encoders.openclip import OpenCLIPEncoder
 from mmattn.encoders.style import StyleEncoder
+from mmattn.encoders.text import TextEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder
 
 
@@ -29,3 +31,20 @@ def load_image_encoder(name: str, device: Any = None) -> ImageEncoder:
     if name.endswith(".safetensors"):
         return StyleEncoder.load(name, device)
     return OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)
+
+
+def load_named_text_encoder(name: str, pooling: str | None = None, device: Any = None) -> TextEncoder | HybridEncoder:
+    """The encoder of texts of a name.
+
+    Args:
+        name: any name or folder of a `TextEncoder`, or the .safetensors file of a `HybridEncoder`.
+        pooling: of a `TextEncoder`; None for the mean.
+        device: where it runs.
+
+    Raises:
+        MissingExtraError: what loads it is not installed.
+        AdapterFileError: there is none of this name.
+    """
+    if name.endswith(".safetensors"):
+        return HybridEncoder.load(name, device)
+    return TextEncoder(name, pooling="mean" if pooling is None else pooling, device=device)

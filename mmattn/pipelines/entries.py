@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.encoders.hybrid import HybridEncoder
+from mmattn.encoders.named import load_named_text_encoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.memory import Memory
@@ -23,7 +25,7 @@ from mmattn.storage.json_files import MAX_JSON, parse_json
 _WANTED = "an index for an adapter is made of JSON objects, one on each line"
 
 
-def load_index(index: Index | str | PathLike[str], encoder: TextEncoder) -> Index:
+def load_index(index: Index | str | PathLike[str], encoder: TextEncoder | HybridEncoder) -> Index:
     """An index with its encoder.
 
     Args:
@@ -37,7 +39,9 @@ def load_index(index: Index | str | PathLike[str], encoder: TextEncoder) -> Inde
     return index if isinstance(index, Index) else Index.open(index, encoder=encoder)
 
 
-def load_text_encoder(config: PipelineConfig, folder: Path, fingerprint: str | None, device: Any = None) -> TextEncoder:
+def load_text_encoder(
+    config: PipelineConfig, folder: Path, fingerprint: str | None, device: Any = None
+) -> TextEncoder | HybridEncoder:
     """The encoder of the texts of an index.
 
     Args:
@@ -49,8 +53,7 @@ def load_text_encoder(config: PipelineConfig, folder: Path, fingerprint: str | N
     Raises:
         AdapterFileError: nothing to load, or it has changed since the training.
     """
-    pooling = "mean" if config.encoder.pooling is None else config.encoder.pooling
-    encoder = TextEncoder(resolve(config.encoder.name, folder), pooling=pooling, device=device)
+    encoder = load_named_text_encoder(resolve(config.encoder.name, folder), config.encoder.pooling, device)
     check_encoder(encoder, config.encoder.name, folder, fingerprint)
     return encoder
 
@@ -85,7 +88,7 @@ def read_entries(path: str | PathLike[str]) -> list[dict[str, Any]]:
 def build_index(
     rows: Iterable[Mapping[str, Any]],
     config: PipelineConfig,
-    encoder: TextEncoder,
+    encoder: TextEncoder | HybridEncoder,
     *,
     store: str | None = None,
     progress: bool = False,
@@ -125,7 +128,7 @@ def build_index(
     return Index.build(parts[0] if known else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
 
 
-def _vectors(encoder: TextEncoder, texts: list[str], progress: bool) -> Tensor:
+def _vectors(encoder: TextEncoder | HybridEncoder, texts: list[str], progress: bool) -> Tensor:
     """Vectors (n, e) of texts, each different one encoded once."""
     different = list(dict.fromkeys(texts))
     number = {text: row for row, text in enumerate(different)}

@@ -11,7 +11,7 @@ import torch
 
 from mmattn.encoders.named import load_image_encoder
 from mmattn.errors import ConfigError
-from mmattn.hosts.interop.hub import upload
+from mmattn.hosts.interop.hub import FURTHER, upload
 from mmattn.pipelines.entries import load_index, load_text_encoder
 from mmattn.pipelines.models import check_encoder, resolve
 from mmattn.pipelines.pipeline_config import PipelineConfig
@@ -66,7 +66,7 @@ class Pipeline:
         for name in (host.name, host.lora, encoder.name):
             # Of "torchvision:NAME:WEIGHTS" the weights.
             path = "" if name is None else name.removeprefix("torchvision:").rpartition(":")[2]
-            if not path.startswith("assets/") and path and (self.folder / path).exists():
+            if not path.startswith("assets/") and path not in FURTHER and path and (self.folder / path).exists():
                 raise ConfigError(
                     f"{self.folder} names {path!r}, which lies on this machine only: upload that model, save the "
                     "adapter's PipelineConfig with its name on the hub, and push again"

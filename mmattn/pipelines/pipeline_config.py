@@ -60,7 +60,7 @@ class EncoderReference(_Strict):
 
     Args:
         name: of images "torchvision:NAME[:WEIGHTS]", a folder of open_clip, "NAME:TAG" of open_clip, or the file of a
-            `StyleEncoder`; of texts any encoder of Hugging Face.
+            `StyleEncoder`; of texts any encoder of Hugging Face, or the file of a `HybridEncoder`.
         pooling: of texts, as in `TextEncoder`.
     """
 
@@ -229,13 +229,18 @@ class PipelineConfig(_Strict):
                 f'name = {"asset_path" if shipped else ""}("{self.host.name}")',
                 "tokenizer = AutoTokenizer.from_pretrained(name)",
                 'model = mmattn.load(AutoModelForCausalLM.from_pretrained(name, dtype="float32"), "this folder")',
-                f'index = mmattn.Index.load("index", encoder=mmattn.TextEncoder("{self.encoder.name}"))',
+                f'index = mmattn.Index.load("index", encoder={self._encoder()})',
                 f'memory = index.search(["a question"], top_k={self.memory.top_k}).memory(tokens=True)',
                 f'ids = tokenizer(tokenizer.bos_token + {prompt}, return_tensors="pt").input_ids',
                 "out = model.generate(ids, memory=memory, max_new_tokens=24)",
                 "print(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))",
             ]
         return "\n".join(lines)
+
+    def _encoder(self) -> str:
+        if self.encoder.name.endswith(".safetensors"):
+            return f'mmattn.encoders.HybridEncoder.load("this folder/{self.encoder.name}")'
+        return f'mmattn.TextEncoder("{self.encoder.name}")'
 
 
 def absolute(name: str) -> str:

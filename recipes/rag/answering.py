@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mmattn
 from mmattn import pipelines, training
@@ -15,6 +15,9 @@ from mmattn.recipes import resolve_asset
 
 from .facts import UNKNOWN
 from .settings import Config
+
+#: The memory of some of the questions, by their numbers.
+Attended = Callable[[list[int]], Any]
 
 
 def load_lm(name: str, device: torch.device | str = "cpu") -> tuple[Any, Any]:
@@ -35,9 +38,7 @@ def load_lm(name: str, device: torch.device | str = "cpu") -> tuple[Any, Any]:
 
 def adapter_settings(config: Config, memory_dim: int) -> mmattn.GatedAdapter:
     """The adapter of the settings."""
-    given = config.adapter.model_dump()
-    norm = float(config.data.view) if given.pop("length_norm") else None
-    return mmattn.GatedAdapter(memory_dim=memory_dim, score_bias=True, length_norm=norm, **given)
+    return mmattn.GatedAdapter(memory_dim=memory_dim, score_bias=True, **config.adapter.model_dump())
 
 
 def describe(config: Config, tokenizer: Any, results: str = "") -> pipelines.PipelineConfig:
@@ -49,7 +50,9 @@ def describe(config: Config, tokenizer: Any, results: str = "") -> pipelines.Pip
         "generation": {"max_new_tokens": 24},
         "trained_on": f"{config.data.train:,} facts about territories, filed under their names in other languages "
         "(Babel's copy of the Unicode CLDR).",
-        "memory": pipelines.MemoryConfig(top_k=config.data.view, fields=("title", "value"), text="{title}: {value}"),
+        "memory": pipelines.MemoryConfig(
+            top_k=config.data.per_query, fields=("title", "value"), text="{title}: {value}"
+        ),
     }
     if not facts:
         told = {
@@ -60,7 +63,7 @@ def describe(config: Config, tokenizer: Any, results: str = "") -> pipelines.Pip
     return pipelines.PipelineConfig(
         task="question-answering" if facts else "text-generation",
         host=pipelines.ModelReference.of(config.lm, tokenizer, lora=None if facts else "../lora"),
-        encoder=pipelines.EncoderReference(name="all-MiniLM-L6-v2"),
+        encoder=pipelines.EncoderReference(name="encoder.safetensors" if facts else "all-MiniLM-L6-v2"),
         training={
             "recipe": "rag",
             "seed": config.seed,
@@ -128,22 +131,46 @@ def device_of(model: nn.Module) -> torch.device:
 
 @torch.no_grad()
 def write_answers(
-    model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Memory | None, batch: int = 64, longest: int = 24
+    model: Any, tokenizer: Any, prompts: Sequence[str], attended: Attended | None, batch: int = 64, longest: int = 24
 ) -> list[str]:
     """What the model writes after each prompt, greedily."""
     out: list[str] = []
-    begin, end = training.bos_and_eos(tokenizer)
-    for start in range(0, len(prompts), batch):
-        part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]
-        given = tokenizer(part, return_tensors="pt", padding=True).to(device_of(model))
-        seen = {} if memory is None else {"memory": memory[list(range(start, start + len(part)))].to(device_of(model))}
+    for rows, given in _batches(model, tokenizer, prompts, batch):
         ids = model.generate(
             given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=longest, do_sample=False,
-            eos_token_id=end, pad_token_id=tokenizer.pad_token_id, **seen,
+            eos_token_id=training.bos_and_eos(tokenizer)[1], pad_token_id=tokenizer.pad_token_id,
+            **({} if attended is None else {"memory": _on(attended(rows), model)}),
         )  # fmt: skip
         new = ids[:, given["input_ids"].shape[1] :]
         out += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
     return out
+
+
+@torch.no_grad()
+def looks(model: Any, tokenizer: Any, prompts: Sequence[str], attended: Attended, batch: int = 32) -> list[Any]:
+    """For each prompt the entry with most weight at its last token: its id, or its place in the memory."""
+    out: list[Any] = []
+    for rows, given in _batches(model, tokenizer, prompts, batch):
+        memory = _on(attended(rows), model)
+        with mmattn.inspect.record(model) as weights:
+            model(**given, memory=memory)
+        first = weights.mean()[0][:, -1].argmax(1).tolist()
+        named = getattr(memory, "sources", None)
+        out += first if named is None else [named[row][slot]["id"] for row, slot in enumerate(first)]
+    return out
+
+
+def _batches(model: Any, tokenizer: Any, prompts: Sequence[str], size: int) -> Iterator[tuple[list[int], Any]]:
+    """The numbers of some prompts, and their tokens."""
+    begin, _ = training.bos_and_eos(tokenizer)
+    for start in range(0, len(prompts), size):
+        rows = list(range(start, min(start + size, len(prompts))))
+        texts = [tokenizer.decode([begin]) + prompts[row] for row in rows]
+        yield rows, tokenizer(texts, return_tensors="pt", padding=True).to(device_of(model))
+
+
+def _on(memory: Any, model: Any) -> Any:
+    return memory.to(device_of(model)) if isinstance(memory, mmattn.Memory) else memory
 
 
 def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Memory) -> mmattn.inspect.Trace:
@@ -155,17 +182,3 @@ def trace(model: Any, tokenizer: Any, asked: str, answer: str, memory: mmattn.Me
     return mmattn.inspect.attribute(
         model, ids, memory.to(device_of(model)), words, start=1 + len(given), title=f"{asked} {answer}"
     )
-
-
-@torch.no_grad()
-def looks(model: Any, tokenizer: Any, prompts: Sequence[str], memory: mmattn.Memory, batch: int = 32) -> Tensor:
-    """For each prompt the weights (b, m) of the slots at its last token: the mean over layers and heads."""
-    begin, _ = training.bos_and_eos(tokenizer)
-    out = []
-    for start in range(0, len(prompts), batch):
-        part = [tokenizer.decode([begin]) + prompt for prompt in prompts[start : start + batch]]
-        given = tokenizer(part, return_tensors="pt", padding=True).to(device_of(model))
-        with mmattn.inspect.record(model) as weights:
-            model(**given, memory=memory[list(range(start, start + len(part)))].to(device_of(model)))
-        out.append(weights.mean()[0][:, -1].cpu())
-    return torch.cat(out)

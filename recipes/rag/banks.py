@@ -19,10 +19,10 @@ from mmattn.recipes import resolve_asset
 
 from .answering import load_lm, write_answers
 from .entries import Entries, World, worlds
-from .facts import UNKNOWN, load_facts, prompt
+from .facts import UNKNOWN, prompt
 from .measure import count
 from .settings import Config
-from .train import some
+from .train import load_entries
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -88,17 +88,15 @@ def main() -> None:
     given = parser.parse_args()
     lm, tokenizer = load_lm(config.lm)
     model = mmattn.load(lm, resolve_asset("assets/rag/adapter"))
-    # The facts that the shipped adapter was never trained on, as `mmattn train` asks for them.
-    facts, held = load_facts(seed=config.seed)
-    needed = max(given.sizes) + given.ask
-    facts, held = some(facts, len(facts), config.seed), some(held, needed, config.seed)
-    fill = facts[config.data.train :][: needed - len(held)]
-    entries = Entries.of(held + fill, mmattn.TextEncoder(), given.cache)
+    data = config.data.model_copy(
+        update={"ask": given.ask, "sizes": tuple(given.sizes), "made_up": 0, "cache": str(given.cache)}
+    )
+    _, entries, held_out = load_entries(config.model_copy(update={"data": data}))
     print("| entries | pages | answers right | unanswerable refused | answers as with float32 | bytes of K and V |")
     print("|---|---|---|---|---|---|")
     for size in given.sizes:
-        asked_of = worlds(entries, len(held), size, given.ask, config.seed)
-        table = measure(model, tokenizer, entries, asked_of, config.data.view)
+        asked_of = worlds(entries, held_out, size, given.ask, config.seed)
+        table = measure(model, tokenizer, entries, asked_of, config.data.per_query)
         for name, row in table.items():
             shares = " | ".join(f"{100 * row[key]:.2f} %" for key in ("right", "refused", "same"))
             part = row["bytes"] / table["float32"]["bytes"]

@@ -17,21 +17,27 @@ import mmattn
 
 from .facts import Fact
 
+BLOCK = 1 << 14  # texts
+
 
 def embed(encoder: Any, texts: Sequence[str], cache: Path, progress: bool = False) -> Tensor:
-    """Vectors (n, e) of texts, computed once: they are kept in a file named after the encoder and the texts."""
-    name = hashlib.sha256("\n".join([encoder.fingerprint, *texts]).encode()).hexdigest()[:24]
-    file = cache / f"texts-{name}.safetensors"
-    if not file.is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        made = encoder.encode(list(texts), batch_size=128, progress=progress).tokens[:, 0]
-        save_file({"vectors": made.contiguous()}, file)
-    return load_file(file)["vectors"]
+    """Vectors (n, e) of texts, computed once: each block of them is kept in a file named after encoder and texts."""
+    parts = []
+    for start in range(0, len(texts), BLOCK):
+        block = list(texts[start : start + BLOCK])
+        name = hashlib.sha256("\n".join([encoder.fingerprint, *block]).encode()).hexdigest()[:24]
+        file = cache / f"texts-{name}.safetensors"
+        if not file.is_file():
+            cache.mkdir(parents=True, exist_ok=True)
+            made = encoder.encode(block, batch_size=128, progress=progress).tokens[:, 0]
+            save_file({"vectors": made.contiguous()}, file)
+        parts.append(load_file(file)["vectors"])
+    return torch.cat(parts)
 
 
 @dataclass
 class Entries:
-    """Facts and the vectors (n, e) of their titles, values and questions, and the encoder that made them."""
+    """Facts, the vectors (n, e) of their titles and values, those (q, e) of the first q questions, and the encoder."""
 
     facts: list[Fact]
     titles: Tensor
@@ -48,21 +54,25 @@ class Entries:
         return len(self.facts)
 
     @classmethod
-    def of(cls, facts: list[Fact], encoder: Any, cache: Path, progress: bool = False) -> Entries:
-        """Embed each text once."""
+    def of(cls, facts: list[Fact], asked: int, encoder: Any, cache: Path, progress: bool = False) -> Entries:
+        """Embed each text once; the first `asked` facts have questions."""
         known = sorted({fact.value for fact in facts})
         place = {value: row for row, value in enumerate(known)}
         return cls(
             facts,
             embed(encoder, [fact.title for fact in facts], cache, progress),
             embed(encoder, known, cache)[[place[fact.value] for fact in facts]],
-            embed(encoder, [fact.question for fact in facts], cache, progress),
+            embed(encoder, [fact.question for fact in facts[:asked]], cache, progress),
             encoder,
         )
 
     def slots(self, rows: Sequence[int] | Tensor) -> Tensor:
-        """What an adapter looks at: (…, 2e), the title's vector and the value's."""
+        """What an adapter attends to: (…, 2e), the title's vector and the value's."""
         return torch.cat([self.titles[rows], self.values[rows]], -1)
+
+    def queries(self, rows: Sequence[int]) -> Tensor:
+        """What questions (n, 2e) are compared with slots by: their titles, and nothing of their values."""
+        return torch.nn.functional.pad(self.questions[rows], (0, self.values.shape[1]))
 
     def index(self, rows: Sequence[int]) -> mmattn.Index:
         """An index of some of the facts, found by their titles; its ids are the rows."""
@@ -74,6 +84,11 @@ class Entries:
             texts=[self.facts[row].sentence for row in rows],
             tokens=mmattn.Memory(self.slots(rows)[:, None]),
         )
+
+    def index_of_slots(self, rows: Sequence[int], store: str = "exact") -> mmattn.Index:
+        """An index of what an adapter attends to, for `as_memory`; its ids are the rows."""
+        rows = list(rows)
+        return mmattn.Index.build(self.slots(rows), metric="ip", ids=rows, store=store)
 
 
 @dataclass

@@ -83,6 +83,44 @@ def load_facts(held_out: float = 0.2, seed: int = 0) -> tuple[list[Fact], list[F
     return parts
 
 
+def made_up(facts: Iterable[Fact], count: int, seed: int = 0) -> list[Fact]:
+    """Facts about names that nobody has, by rule: near misses of real ones.
+
+    Half the names are real ones with one letter changed, added, left out, or exchanged with the next; the others are
+    the beginning of one real name and the end of another. Properties and values are drawn from the real facts.
+
+    Args:
+        facts: whose names and values they are made of.
+        count: how many.
+        seed: of the random numbers.
+    """
+    random, facts = Random(seed), list(facts)
+    names = sorted({fact.key for fact in facts})
+    letters = sorted({letter for name in names for letter in name if letter.isalpha()})
+    told = {(fact.key, fact.property) for fact in facts}
+    real, made = set(names), []
+    while len(made) < count:
+        name = _misspelled(random.choice(names), letters, random)
+        if len(made) % 2:
+            first, second = random.choice(names), random.choice(names)
+            name = first[: max(1, random.randrange(len(first) + 1))] + second[random.randrange(len(second)) :]
+        like = random.choice(facts)
+        if name.strip() != name or name in real or (name, like.property) in told:
+            continue
+        told.add((name, like.property))
+        made.append(Fact(name, like.property, like.value, like.language))
+    return made
+
+
+def _misspelled(name: str, letters: list[str], random: Random) -> str:
+    """A name with one letter changed, added, left out, or exchanged with the next."""
+    place, how = random.randrange(len(name)), random.randrange(4)
+    before, after = name[:place], name[place + 1 :]
+    if how < 2:
+        return before + random.choice(letters) + (after if how else name[place:])
+    return before + after[:1] + name[place] + after[1:] if how == 2 else before + after
+
+
 def answers(facts: Iterable[Fact]) -> list[str]:
     """Every value once, in order."""
     return sorted({fact.value for fact in facts})

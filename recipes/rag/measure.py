@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import mmattn
 
-from .answering import looks, trace, write_answers
+from .answering import Attended, looks, trace, write_answers
 from .entries import Entries, World, worlds
 from .facts import UNKNOWN, prompt
 from .neighbours import answer_by_neighbours, answer_states
 from .settings import Config
 
 TOLD = 6  # facts in a prompt, as the language model was trained to read them
+READ_ALL = ("prompt", "knn", "all")  # ways that read every entry
+LOOKS = ("index", "all", "hits")  # ways of which it is told what was attended to
 
 
 class Measure:
@@ -24,15 +27,20 @@ class Measure:
         self.config, self.tokenizer, self.entries = config, tokenizer, entries
         data = config.data
         self.worlds = {size: worlds(entries, held_out, size, data.ask, config.seed) for size in data.sizes}
+        self._searched: tuple[Any, Any] = (None, None)  # the last index, which is made once for several adapters
 
     def rows(self, name: str, model: Any, how: str | None, keep: Path | None = None) -> list[dict[str, Any]]:
         """One row for each size; without a memory the size says nothing, and there is one row.
 
         Args:
-            how: None, "hits", "shuffled" (the hits of another question), "prompt" or "knn".
+            how: None; "index" (attention searches the index), "all" (it reads all entries), "hits" (it reads those that
+                the retriever found), "shuffled" (the hits of another question), "random" (any entries of the index),
+                "prompt" or "knn".
         """
         rows, kept = [], []
         for size, made in self.worlds.items():
+            if how in READ_ALL and size > self.config.data.small:
+                continue
             said: list[dict[str, Any]] = [line for world in made for line in self.answers(model, world, how)]
             kept += [{"entries": size, **line} for line in said]
             rows.append({"name": name, "entries": size if how else None, **count(said)})
@@ -46,42 +54,37 @@ class Measure:
         """What the answers to some questions over the smallest index attended to."""
         world = self.worlds[min(self.worlds)][0]
         asked = world.asked[:count]
-        top_k = min(self.config.data.view, len(world.rows))
-        hits = self.entries.index(world.rows).search(self.entries.questions[asked], top_k)
+        hits = self.entries.index(world.rows).search(self.entries.questions[asked], self._view(world))
         memory = hits.memory(tokens=True)
         prompts = [prompt(self.entries.facts[row]) for row in asked]
-        said = write_answers(model, self.tokenizer, prompts, memory)
+        said = write_answers(model, self.tokenizer, prompts, memory.__getitem__)
         rows = enumerate(zip(prompts, said, strict=True))
         return [trace(model, self.tokenizer, one, answer, memory[row]) for row, (one, answer) in rows]
 
-    def answers(self, model: Any, world: World, how: str | None) -> list[dict[str, Any]]:
+    def answers(self, model: Any, world: World, how: str | None, store: str = "exact") -> list[dict[str, Any]]:
         """For each question of a world what was right, what was said, and what was attended to most."""
         entries, facts = self.entries, [self.entries.facts[row] for row in world.asked]
-        prompts, memory, hits = [prompt(fact) for fact in facts], None, None
-        if how is not None:
-            top_k = TOLD if how == "prompt" else min(self.config.data.view, len(world.rows))
-            hits = entries.index(world.rows).search(entries.questions[world.asked], top_k)
-        if how == "prompt":
-            prompts = [
-                prompt(fact, [entries.facts[row] for row in reversed(found)])
-                for fact, found in zip(facts, hits.ids, strict=True)
-            ]
-        elif how in ("hits", "shuffled"):
-            memory = hits.memory(tokens=True)
-            if how == "shuffled":
-                memory = memory[[(row + 1) % len(facts) for row in range(len(facts))]]
+        prompts = [prompt(fact) for fact in facts]
+        first: list[Any] = [None] * len(facts)
         if how == "knn":
             told = [entries.facts[row] for row in world.rows]
             questions, values = [prompt(fact) for fact in told], [fact.value for fact in told]
-            said = answer_by_neighbours(
-                model, self.tokenizer, prompts, *answer_states(model, self.tokenizer, questions, values)
-            )
+            states = answer_states(model, self.tokenizer, questions, values)
+            said = answer_by_neighbours(model, self.tokenizer, prompts, *states)
+        elif how == "prompt":
+            found = entries.index(world.rows).search(entries.questions[world.asked], TOLD).ids
+            told = [[entries.facts[row] for row in reversed(ids)] for ids in found]
+            said = write_answers(model, self.tokenizer, list(map(prompt, facts, told)), None)
         else:
-            said = write_answers(model, self.tokenizer, prompts, memory)
-        first: list[Any] = [None] * len(facts)
-        if how == "hits":
-            weights = looks(model, self.tokenizer, prompts, memory)[:, : memory.length]
-            first = [memory.sources[row][slot]["id"] for row, slot in enumerate(weights.argmax(1).tolist())]
+            attended = None if how is None else self.attended(world, how, store)
+            batch = 1 if how == "all" else 32
+            said = write_answers(model, self.tokenizer, prompts, attended, batch)
+            if attended is not None and how in LOOKS:
+                # The weights of all entries are told, for each token and head.
+                batch = max(1, min(batch, 200_000 // len(world.rows)))
+                first = looks(model, self.tokenizer, prompts, attended, batch)
+                if how != "hits":
+                    first = [world.rows[place] for place in first]
         return [
             {
                 "question": fact.question,
@@ -91,6 +94,35 @@ class Measure:
             }
             for fact, row, here, text, top in zip(facts, world.asked, world.present, said, first, strict=True)
         ]
+
+    def attended(self, world: World, how: str, store: str = "exact") -> Attended:
+        """What some questions of a world attend to; see `rows`."""
+        entries, asked = self.entries, world.asked
+        if how == "index":
+            index, queries = self._index(world, store), entries.queries(asked)
+            return lambda part: index.as_memory(self.config.data.per_query, queries=queries[part])
+        if how == "all":
+            slots, titles = entries.slots(world.rows), entries.titles[world.rows]
+            return lambda part: mmattn.Memory(
+                slots.expand(len(part), -1, -1), scores=entries.questions[[asked[one] for one in part]] @ titles.T
+            )
+        if how == "random":
+            random = Random(self.config.seed)
+            drawn = [random.sample(world.rows, self._view(world)) for _ in asked]
+            scores = (entries.titles[drawn] @ entries.questions[asked][..., None])[..., 0]
+            return mmattn.Memory(entries.slots(drawn), scores=scores).__getitem__
+        hits = entries.index(world.rows).search(entries.questions[asked], self._view(world))
+        memory = hits.memory(tokens=True)
+        return memory[[(row + (how == "shuffled")) % len(asked) for row in range(len(asked))]].__getitem__
+
+    def _index(self, world: World, store: str) -> mmattn.Index:
+        if self._searched[0] != (id(world), store):
+            self._searched = (None, None)
+            self._searched = ((id(world), store), self.entries.index_of_slots(world.rows, store))
+        return self._searched[1]
+
+    def _view(self, world: World) -> int:
+        return min(self.config.data.per_query, len(world.rows))
 
 
 def count(said: list[dict[str, Any]]) -> dict[str, float | None]:

@@ -13,10 +13,12 @@ class Strict(BaseModel):
 
 class DataSettings(Strict):
     train: int = Field(12_000, ge=200)  # facts to train on, of 43,000
+    made_up: int = Field(88_000, ge=0)  # entries beside them in training, about names that nobody has
     ask: int = Field(300, ge=1)  # held-out questions for each size, half of them without an answer
-    sizes: tuple[int, ...] = (10, 100, 1000, 10_000)  # entries of an index when measured
-    view: int = Field(100, ge=2)  # entries that are attended to, at most, in training and after
-    absent: float = Field(0.3, ge=0, lt=1)  # share of questions whose answer is left out, in training
+    sizes: tuple[int, ...] = (100, 1000, 10_000, 100_000)  # entries of an index when measured
+    small: int = 10_000  # entries up to which rows are measured that read all of them
+    per_query: int = Field(64, ge=2)  # entries that a token sees, in each layer and head
+    absent: float = Field(0.4, ge=0, lt=1)  # share of questions whose answer is left out, in training
     cache: str = "runs/cache"  # embeddings are kept here, by encoder and texts
 
 
@@ -24,11 +26,10 @@ class AdapterSettings(Strict):
     layers: list[int] | None = None
     every: int | None = 2
     num_heads: int = Field(4, ge=1)
-    head_dim: int = Field(40, ge=1)
+    head_dim: int = Field(24, ge=1)
     feed_forward: float = Field(2.0, ge=0)
     null_slot: bool = True
-    length_norm: bool = True  # to as many slots as are viewed
-    score_mean: float = 0.8  # the cosine of the retriever that adds nothing to the attention
+    score_mean: float = 0.93  # the cosine of question and title that adds nothing to the attention
     score_std: float = Field(0.05, gt=0)  # of the cosines, before the learned temperature
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -11,17 +12,18 @@ import torch
 
 import mmattn
 from mmattn import inspect, training
+from mmattn.encoders import HybridEncoder
 
 from .answering import adapter_settings, answer_batch, describe, learn, load_lm
 from .entries import Entries
-from .facts import UNKNOWN, Fact, load_facts, prompt
+from .facts import UNKNOWN, Fact, load_facts, made_up, prompt
 from .measure import Measure
 from .settings import Config
 from .tables import plot_bits, plot_sizes, table
 from .train_docs import show, train_documents
 
 Question = tuple[str, str, mmattn.Memory]
-LESS = {"without null slot": {"null_slot": False}, "without size normalisation": {"length_norm": False}}
+LESS = {"without null slot": {"null_slot": False}}
 
 
 def main(settings: dict[str, Any]) -> Path:
@@ -58,11 +60,15 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
         rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
     model, seconds = train_adapter(config, lm, tokenizer, known, run, accelerator)
     model.save_adapter(run.path / "adapter", encoder=entries.encoder.fingerprint)
+    entries.encoder.save(run.path / "adapter" / "encoder.safetensors")
     describe(config, tokenizer).save(run.path / "adapter")
     entries.index(range(min(1000, held_out))).save(run.path / "index")
-    rows += measure.rows("adapter, retrieved memory", model, "hits", run.path / "answers.json")
+    rows += measure.rows("adapter, index searched by attention", model, "index", run.path / "answers.json")
     inspect.save_traces(measure.traces(model), run.path)
-    rows += measure.rows("adapter, shuffled memory", model, "shuffled")
+    rows += measure.rows("adapter, attention to all entries", model, "all")
+    rows += measure.rows("adapter, retrieved entries", model, "hits")
+    rows += measure.rows("adapter, entries of another question", model, "shuffled")
+    rows += measure.rows("adapter, random entries", model, "random")
     rows += measure.rows("adapter, no memory", model, None)
     parameters, _ = model.trainable_parameters()
     model.unload()
@@ -70,7 +76,7 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
         for name, change in LESS.items():
             less = config.model_copy(update={"adapter": config.adapter.model_copy(update=change)})
             model, _ = train_adapter(less, lm, tokenizer, known, run, accelerator, name)
-            rows += measure.rows(f"adapter {name}", model, "hits")
+            rows += measure.rows(f"adapter {name}", model, "index")
             model.unload()
         torch.manual_seed(config.seed)
         lora = training.matched_lora(lm, parameters)
@@ -82,13 +88,25 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
 
 
 def load_entries(config: Config) -> tuple[Entries, Entries, int]:
-    """Facts to train on; what worlds are made of, the held-out facts first; and how many those are."""
-    facts, held = load_facts(seed=config.seed)
-    needed = max(config.data.sizes) + config.data.ask
-    facts, held = some(facts, len(facts), config.seed), some(held, needed, config.seed)
-    known, fill = facts[: config.data.train], facts[config.data.train :][: needed - len(held)]
-    given = (mmattn.TextEncoder(), Path(config.data.cache), config.progress)
-    return Entries.of(known, *given), Entries.of(held + fill, *given), len(held)
+    """Facts to train on; what worlds are made of, the held-out facts first; and how many those are.
+
+    Facts to train on come before the others that fill indexes in training. What fills worlds are facts that training
+    does not see, and after them made-up ones. Both sides have an encoder whose queries are fitted to the former.
+    """
+    (facts, held), data = load_facts(), config.data
+    names = facts + held
+    facts, held = some(facts, len(facts), 0), some(held, len(held), 0)
+    known = facts[: data.train]
+    needed = max(data.sizes) + data.ask
+    worlds = (held + facts[data.train :])[:needed]
+    encoder, given = HybridEncoder(), (Path(data.cache), config.progress)
+    kept = Entries.of(known + made_up(known, data.made_up), len(known), encoder, *given)
+    worlds += made_up(names, needed - len(worlds))
+    entries = Entries.of(worlds, len(held), encoder, *given)
+    encoder.fit_queries(kept.questions, kept.titles[: len(known)])
+    for one in (kept, entries):
+        one.questions = encoder.project_queries(one.questions)
+    return kept, entries, min(len(held), needed)
 
 
 def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
@@ -100,26 +118,33 @@ def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
 
 
 def questions(config: Config, known: Entries) -> Iterator[list[Question]]:
-    """Batches of questions, each with a small index in full, from which the answer may be missing."""
-    random = Random(config.seed)
+    """Batches of questions, each with the entries of an index of some size that are most like it.
+
+    Sizes are drawn up to the number of entries, all powers alike; other facts about the key are often among them, and
+    the answer may be missing.
+    """
+    random = torch.Generator().manual_seed(config.seed)
+    data, total = config.data, len(known)
     while True:
-        yield [question(config, known, random) for _ in range(config.optim.batch_size)]
+        asked = torch.randint(len(known.questions), (config.optim.batch_size,), generator=random)
+        sizes = torch.exp(torch.rand(len(asked), generator=random) * math.log(total / 2)) * 2
+        absent, kin = torch.rand(2, len(asked), generator=random) < torch.tensor([[data.absent], [0.7]])
+        there = torch.rand(len(asked), total, generator=random) < (sizes / total)[:, None]
+        for row, one in enumerate(asked.tolist()):
+            there[row, known.kin[known.facts[one].key]] |= kin[row]
+            there[row, one] = not absent[row]
+        scores = known.questions[asked] @ known.titles.T
+        best = scores.masked_fill(~there, -torch.inf).topk(data.per_query)
+        yield [
+            question(known, int(one), bool(absent[row]), best.indices[row][best.values[row] > -torch.inf])
+            for row, one in enumerate(asked)
+        ]
 
 
-def question(config: Config, known: Entries, random: Random) -> Question:
-    """A question, its answer, and what is in view."""
-    asked = random.randrange(len(known))
-    absent = random.random() < config.data.absent
-    size = random.randint(2, config.data.view)
-    rows = random.sample(range(len(known)), size)
-    if random.random() < 0.5:
-        rows += known.kin[known.facts[asked].key]
-    rows = [row for row in dict.fromkeys(rows) if row != asked][: size - 1 + absent]
-    if not absent:
-        rows.append(asked)
-    random.shuffle(rows)
-    scores = known.titles[rows] @ known.questions[asked]
-    memory = mmattn.Memory(known.slots(rows)[None], scores=scores[None])
+def question(known: Entries, asked: int, absent: bool, rows: torch.Tensor) -> Question:
+    """A question, its answer, and the entries in view; one at random where there are none."""
+    rows = rows if len(rows) else torch.tensor([(asked + 1) % len(known)])
+    memory = mmattn.Memory(known.slots(rows)[None], scores=(known.titles[rows] @ known.questions[asked])[None])
     return prompt(known.facts[asked]), UNKNOWN if absent else known.facts[asked].value, memory
 
 

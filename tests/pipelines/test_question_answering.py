@@ -75,7 +75,7 @@ def test_the_code_of_the_card(index: Path, facts: list[Any], asked: list[int]) -
     card = (asset_path(ADAPTER) / "README.md").read_text(encoding="utf-8")
     lines = card.split("```python\n")[1].split("```")[0].split("# The same in single steps:\n")[1]
     load, _, each = lines.partition("memory = ")
-    load = load.replace('"this folder"', repr(str(asset_path(ADAPTER)))).replace('"index"', repr(str(index)))
+    load = load.replace("this folder", str(asset_path(ADAPTER))).replace('"index"', repr(str(index)))
     names: dict[str, Any] = {"mmattn": mmattn}
     exec(load, names)
     right, printed = 0, []
@@ -86,14 +86,14 @@ def test_the_code_of_the_card(index: Path, facts: list[Any], asked: list[int]) -
     assert len(printed) == QUESTIONS and right >= 62
 
 
-def test_plain_prompts_in_one_batch(index: Path, facts: list[Any], asked: list[int]) -> None:
+def test_plain_prompts_in_one_batch(index: Path, facts: list[Any], asked: list[int], pipe: Any) -> None:
     """What a user of transformers would write, without a begin token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = asset_path("assets/rag")
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     model = mmattn.load(AutoModelForCausalLM.from_pretrained(name, dtype="float32"), asset_path(ADAPTER))
-    hits = mmattn.Index.load(index, encoder=mmattn.TextEncoder()).search([facts[row].question for row in asked], 100)
+    hits = mmattn.Index.load(index, encoder=pipe.encoder).search([facts[row].question for row in asked], 100)
     prompts = [f"Question: {facts[row].question}\nAnswer:" for row in asked]
     given = tokenizer(prompts, return_tensors="pt", padding=True)
     out = model.generate(**given, memory=hits.memory(tokens=True), max_new_tokens=24)
@@ -115,7 +115,7 @@ def test_the_command_line(
 
 
 def test_an_index_for_the_adapter(
-    index: Path, facts: list[Any], asked: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    index: Path, facts: list[Any], asked: list[int], pipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From JSON lines to an answer in two commands."""
     rows = [{"title": fact.title, "value": fact.value} for fact in facts[:ENTRIES]]
@@ -126,7 +126,7 @@ def test_an_index_for_the_adapter(
     code, out, err = call(capsys, "ask", facts[asked[0]].question, "--index", tmp_path / "index")
     assert code == 0 and out.splitlines()[0] == facts[asked[0]].value, err
     folders = (tmp_path / "index", index)
-    found = [mmattn.Index.load(one, encoder=mmattn.TextEncoder()).search(["a"], 3) for one in folders]
+    found = [mmattn.Index.load(one, encoder=pipe.encoder).search(["a"], 3) for one in folders]
     assert torch.equal(found[0].memory(tokens=True).tokens, found[1].memory(tokens=True).tokens)
     code, _, err = call(capsys, *words, "--for", ADAPTER, "--field", "title")
     assert code == 2 and "--field cannot go with --for" in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 import mmattn
 from mmattn import inspect, pipelines
 from mmattn.cli.app import main
+from mmattn.encoders import HybridEncoder
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.recipes import assets_folder, load_recipe
 
@@ -64,7 +66,15 @@ def small(lm: Path, out: Path, **more: Any) -> dict[str, Any]:
         "lm": str(lm),
         "out": str(out),
         "progress": False,
-        "data": {"train": 200, "ask": 6, "sizes": [10, 20], "view": 12, "cache": str(out.parent / "cache")},
+        "data": {
+            "train": 200,
+            "made_up": 50,
+            "ask": 6,
+            "sizes": [10, 20, 40],
+            "small": 20,
+            "per_query": 12,
+            "cache": str(out.parent / "cache"),
+        },
         "optim": {"max_steps": 2, "batch_size": 3},
         "docs": {"chunk": 5, "window": 3, "max_steps": 2, "batch_size": 2, "layer": 2, "rank": 3},
         **more,
@@ -109,6 +119,68 @@ def test_worlds_hold_the_answers_they_should(recipe: SimpleNamespace, facts: Any
         assert abs(sum(sum(world.present) for world in made) - 15) <= len(made)
 
 
+def test_names_that_nobody_has_are_near_misses_of_real_ones(recipe: SimpleNamespace, facts: Any) -> None:
+    known = facts[0][:3000]
+    made = recipe.facts.made_up(known, 2000)
+    names = {fact.key for fact in known}
+    assert len(made) == 2000 and not names & {fact.key for fact in made}
+    assert len({(fact.key, fact.property) for fact in made}) == 2000, "no key means two things"
+    assert {fact.value for fact in made} <= {fact.value for fact in known}
+    near = sum(max(SequenceMatcher(None, fact.key, name).ratio() for name in names) > 0.85 for fact in made[:40])
+    assert near > 15 and len({fact.property for fact in made}) == 3
+    assert recipe.facts.made_up(known, 700) == made[:700] != recipe.facts.made_up(known, 700, 1)
+
+
+@pytest.fixture(scope="module")
+def known(recipe: SimpleNamespace, facts: Any) -> Any:
+    """300 entries, 200 of which are asked for, with vectors that say which entry it is."""
+    torch.manual_seed(0)
+    titles = torch.nn.functional.normalize(torch.randn(300, 17), dim=1)
+    return recipe.entries.Entries(facts[0][:300], titles, torch.randn(300, 19), titles[:200])
+
+
+def test_training_sees_the_most_alike_of_indexes_of_every_size(recipe: SimpleNamespace, known: Any) -> None:
+    data = {"per_query": 13, "absent": 0.4}
+    config = recipe.settings.Config(data=data, optim={"batch_size": 400})
+    rows = next(recipe.train.questions(config, known))
+    asked = {recipe.facts.prompt(fact): row for row, fact in enumerate(known.facts[:200])}
+    absent, smaller = 0, 0
+    for text, answer, memory in rows:
+        row = asked[text]
+        assert 1 <= memory.length <= 13 and memory.dim == 36
+        torch.testing.assert_close(memory.scores[0], memory.tokens[0, :, :17] @ known.questions[row])
+        there = (memory.tokens[0, :, :17] == known.titles[row]).all(1).any()
+        assert there == (answer != recipe.facts.UNKNOWN) and answer in (known.facts[row].value, recipe.facts.UNKNOWN)
+        absent += not there
+        smaller += memory.length < 13
+    assert 120 < absent < 200 and 40 < smaller < 360
+
+
+@pytest.mark.parametrize("how", ["index", "all", "hits", "shuffled", "random"])
+def test_what_a_question_attends_to(recipe: SimpleNamespace, known: Any, how: str) -> None:
+    config = recipe.settings.Config(data={"per_query": 7, "sizes": [50], "ask": 10})
+    measure = recipe.measure.Measure(config, None, known, 100)
+    (world,) = measure.worlds[50]
+    attended = measure.attended(world, how)
+    memory = attended([1, 2])
+    if how == "index":
+        assert (memory.per_query, memory.rows, len(memory.index)) == (7, 2, 50)
+        whole, scores = memory.entries(None, True).memory(), memory.entries(None, True)
+        assert torch.equal(whole.tokens[0], known.slots(world.rows))
+        rows = torch.arange(50).expand(2, 1, 50)
+        want = known.questions[world.asked[1:3]] @ known.titles[world.rows].T
+        torch.testing.assert_close(scores.scores(rows)[:, 0], want)
+        return
+    assert memory.batch == 2 and memory.length == (50 if how == "all" else 7)
+    for row, one in enumerate(world.asked[1:3]):
+        other = world.asked[2 + row] if how == "shuffled" else one
+        own = memory.tokens[row, :, :17] @ known.questions[other]
+        torch.testing.assert_close(memory.scores[row], own)
+        if how != "random":
+            best = (known.titles[world.rows] @ known.questions[other]).max()
+            assert (own.max() - best).abs() < 1e-5
+
+
 def test_rows_learn_answers_alone(recipe: SimpleNamespace, lm: Path) -> None:
     _, tokenizer = recipe.answering.load_lm(str(lm))
     batch = recipe.answering.answer_batch(tokenizer, ["Question: a?\nAnswer:", "b:"], ["Euro", "US Dollar"], None)
@@ -137,13 +209,14 @@ def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -
     assert all(trace.title.startswith("Question: ") and trace.sources[0].endswith(".") for trace in traces)
     table = json.loads((run / "table.json").read_text())
     rows = [recipe.tables.label(row) for row in table["rows"]]
-    for name in ("facts in the prompt, frozen LM", "kNN-LM, frozen LM", "adapter, retrieved memory"):
-        assert {f"{name}, 10 entries", f"{name}, 20 entries"} <= set(rows)
-    for name in ("adapter, shuffled memory", "adapter without null slot", "adapter without size normalisation"):
-        assert {f"{name}, 10 entries", f"{name}, 20 entries"} <= set(rows)
+    all_sizes = ("index searched by attention", "retrieved entries", "entries of another question", "random entries")
+    for name in [*(f"adapter, {way}" for way in all_sizes), "adapter without null slot"]:
+        assert {f"{name}, {size} entries" for size in (10, 20, 40)} <= set(rows)
+    for name in ("facts in the prompt, frozen LM", "kNN-LM, frozen LM", "adapter, attention to all entries"):
+        assert {f"{name}, {size} entries" for size in (10, 20)} <= set(rows) and f"{name}, 40 entries" not in rows
     assert {"closed book, frozen LM", "adapter, no memory", "LoRA, closed book"} <= set(rows)
     answers = json.loads((run / "answers.json").read_text())
-    assert len(answers) == 12 and {"question", "right", "said", "looked_right", "entries"} == set(answers[0])
+    assert len(answers) == 18 and {"question", "right", "said", "looked_right", "entries"} == set(answers[0])
 
 
 def test_without_memory_the_adapter_is_the_frozen_model(recipe: SimpleNamespace, run: Path) -> None:
@@ -155,7 +228,7 @@ def test_ask_shows_what_was_looked_at(
     recipe: SimpleNamespace, run: Path, lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = ["The currency of Allemagne is Euro.", "The language of Allemagne is German.", "Schweden is called Sweden."]
-    encoder = mmattn.TextEncoder()
+    encoder = HybridEncoder.load(run / "adapter" / "encoder.safetensors")
     read = torch.cat([encoder.encode(facts).tokens, encoder.encode(["Euro", "German", "Sweden"]).tokens], -1)
     mmattn.Index.build(facts, encoder=encoder, tokens=mmattn.Memory(read)).save(tmp_path / "index")
     given = ["--index", str(tmp_path / "index"), "--adapter", str(run / "adapter")]

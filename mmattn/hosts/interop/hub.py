@@ -10,7 +10,7 @@ from mmattn.adapters.folder import CARD, CONFIG, TENSORS
 from mmattn.errors import AdapterFileError, ConfigError
 
 #: What a folder may hold beside the adapter: what a pipeline needs to run it.
-FURTHER = ("pipeline_config.json",)
+FURTHER = ("pipeline_config.json", "encoder.safetensors")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -1,0 +1,209 @@
+"""Texts by what they mean and by how they are spelled: a text encoder beside hashed character n-grams."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.encoders.frozen import FrozenEncoder
+from mmattn.encoders.text import MINILM, TextEncoder
+from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
+from mmattn.memory import Memory
+from mmattn.storage.atomic import replacing
+from mmattn.storage.released_weights import read_weights
+from mmattn.tokenization import check_text
+
+_METADATA = "hybrid_encoder"
+#: Letters in a row.
+_NGRAMS = (2, 4)
+
+
+class HybridEncoder(FrozenEncoder):
+    """Dense embeddings of texts beside hashed counts of their character n-grams, as a memory (b, 1, e).
+
+    A text encoder says what a text means, and may not tell names apart that it has never seen: all-MiniLM-L6-v2 reads
+    letters without their accents. The n-grams say how it is spelled: 2 to 4 letters in a row within a word, lower-case,
+    counted with signs at hashed places (feature hashing, arXiv 0902.2206; `HashingVectorizer` of scikit-learn). Both
+    have length 1, and so has what they are together.
+
+    Queries may be worded in another way than entries ("What is the currency of Lima?", "currency of Lima"):
+    `fit_queries` learns a linear map from the one to the other, which `encode_query` applies.
+
+    Args:
+        name: of the text encoder, as for `TextEncoder`.
+        pooling: of the text encoder: "mean", "max" or "cls".
+        ngrams: places for the counts of n-grams.
+        device: where the network runs, by default the CPU.
+
+    Attributes:
+        dim: width e of the memory: that of the text encoder, and `ngrams`.
+        query_projection: (e, r) and (r, e), whose product is what the map of queries adds to them; None before
+            `fit_queries`.
+
+    Raises:
+        ConfigError: a setting outside what is allowed.
+        AdapterFileError: no such text encoder.
+        MissingExtraError: scikit-learn is not installed.
+
+    >>> encoder = HybridEncoder()
+    >>> one, other = encoder.encode(["currency of Armeńska", "currency of Armenska"]).tokens[:, 0]
+    >>> bool(one @ other < 0.97), encoder.dim
+    (True, 640)
+    """
+
+    query_projection: tuple[Tensor, Tensor] | None
+
+    def __init__(
+        self,
+        name: str | os.PathLike[str] = MINILM,
+        *,
+        pooling: str = "mean",
+        ngrams: int = 256,
+        device: str | torch.device | None = None,
+    ) -> None:
+        if pooling == "none":
+            raise ConfigError("a hybrid encoder gives one vector for a text: pooling must be 'mean', 'max' or 'cls'")
+        self.name, self.pooling = os.fspath(name), pooling
+        self.ngrams = check_int("ngrams", ngrams)
+        dense = TextEncoder(name, pooling=pooling, normalize=True)
+        super().__init__(dense, {"encoder": "hybrid", "ngrams": [*_NGRAMS, self.ngrams]}, device)
+        self.dim = dense.dim + self.ngrams
+        self.query_projection = None
+
+    @property
+    def dense(self) -> TextEncoder:
+        """The text encoder."""
+        return self.model  # type: ignore[return-value]
+
+    def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
+        """The memory (b, 1, e) of b texts, computed without gradients; `encode` is the same.
+
+        Args:
+            texts: one text or several.
+            batch_size: texts that pass the network at once.
+            progress: show the progress on stderr.
+
+        Raises:
+            TextError: an entry is no text or is empty; the message says which one.
+            ConfigError: `batch_size` is no positive int.
+        """
+        texts = check_text(texts)
+        dense = self.dense.encode(texts, batch_size=batch_size, progress=progress)
+        counts = self._spelled(texts).to(dense.tokens)
+        both = nn.functional.normalize(torch.cat([dense.tokens[:, 0], counts], 1), dim=1)
+        return Memory(both[:, None], sources=dense.sources, check_finite=False)
+
+    encode = forward
+
+    def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
+        """The memory (b, 1, e) of b queries. Arguments and errors as for `encode`."""
+        memory = self.encode(texts, batch_size=batch_size, progress=progress)
+        return Memory(self.project_queries(memory.tokens), sources=memory.sources, check_finite=False)
+
+    def project_queries(self, vectors: Tensor) -> Tensor:
+        """The vectors of queries (…, e), of what `encode` gives for their texts; as they are before `fit_queries`.
+
+        Args:
+            vectors: (…, e).
+        """
+        if self.query_projection is None:
+            return vectors
+        down, up = (part.to(vectors) for part in self.query_projection)
+        return nn.functional.normalize(vectors + vectors @ down @ up, dim=-1)
+
+    @torch.no_grad()
+    def fit_queries(self, queries: Tensor, entries: Tensor, *, ridge: float = 1e-3, rank: int = 64) -> None:
+        """Learn how queries map to the entries that answer them: ridge regression.
+
+        Args:
+            queries: (n, e) what `encode` gives for texts of queries.
+            entries: (n, e) what it gives for the entry that each should find.
+            ridge: weight of the penalty, as a share of the mean eigenvalue of the queries.
+            rank: r of what the map adds to queries.
+
+        Raises:
+            ShapeError: not two matrices of the same shape, of width e.
+        """
+        if queries.shape != entries.shape or queries.dim() != 2 or queries.shape[1] != self.dim or not len(queries):
+            raise ShapeError(
+                f"queries and entries must be (n, {self.dim}), one entry for each query; got {tuple(queries.shape)} "
+                f"and {tuple(entries.shape)}"
+            )
+        asked, found = queries.double(), entries.double()
+        identity = torch.eye(self.dim, dtype=torch.double, device=asked.device)
+        gram = asked.T @ asked
+        penalty = ridge * gram.diagonal().mean() * identity
+        change = torch.linalg.solve(gram + penalty, asked.T @ (found - asked))
+        left, size, right = torch.linalg.svd(change)
+        down, up = (part.float().contiguous() for part in (left[:, :rank] * size[:rank], right[:rank]))
+        self.query_projection = (down.to(self.device), up.to(self.device))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the map of queries to a safetensors file, with the settings; the text encoder is named, not copied.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            ConfigError: there is no map yet.
+            OSError: the disk is full, or the folder is not writable.
+        """
+        from safetensors.torch import save
+
+        if self.query_projection is None:
+            raise ConfigError("there is no map of queries to save: call fit_queries first")
+        name = os.path.abspath(self.name) if os.path.isdir(self.name) else self.name
+        told = {"name": name, "pooling": self.pooling, "ngrams": self.ngrams}
+        state = {name: part.cpu().contiguous() for name, part in self._weights().items()}
+        with replacing(Path(path)) as file:
+            file.write(save(state, {_METADATA: json.dumps(told)}))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> HybridEncoder:
+        """Read what `save` wrote.
+
+        Args:
+            path: of the file.
+            device: where it runs, by default the CPU.
+
+        Raises:
+            AdapterFileError: the file is missing, damaged or something else.
+        """
+        from safetensors import safe_open
+
+        state = read_weights(path)
+        with safe_open(path, "pt") as file:
+            told = json.loads((file.metadata() or {}).get(_METADATA, "null"))
+        if not isinstance(told, dict) or set(state) != {"down", "up"}:
+            raise AdapterFileError(f"{os.fspath(path)!r} is no HybridEncoder: name a file that its save wrote")
+        encoder = cls(told["name"], pooling=told["pooling"], ngrams=told["ngrams"], device=device)
+        if (state["down"].shape[0], state["up"].shape[1]) != (encoder.dim, encoder.dim):
+            raise AdapterFileError(f"{os.fspath(path)!r} has a map of another width than {encoder.dim}; get it again")
+        encoder.query_projection = (state["down"].to(encoder.device), state["up"].to(encoder.device))
+        return encoder
+
+    @cached_property
+    def _hashing(self) -> Any:
+        text = import_extra("sklearn.feature_extraction.text", "data")
+        return text.HashingVectorizer(analyzer="char_wb", ngram_range=_NGRAMS, n_features=self.ngrams, dtype="float32")
+
+    def _spelled(self, texts: Sequence[str]) -> Tensor:
+        if not texts:
+            return torch.zeros(0, self.ngrams)
+        return torch.from_numpy(self._hashing.transform(texts).toarray())
+
+    def _described(self) -> dict[str, Any]:
+        return {**self.settings, "dense": self.dense.fingerprint}
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {} if self.query_projection is None else dict(zip(("down", "up"), self.query_projection, strict=True))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, ngrams={self.ngrams}, query_projection={self.query_projection is not None}"

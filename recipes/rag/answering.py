@@ -135,7 +135,7 @@ def write_answers(
 ) -> list[str]:
     """What the model writes after each prompt, greedily."""
     out: list[str] = []
-    for rows, given in _batches(model, tokenizer, prompts, batch):
+    for rows, given in batches(model, tokenizer, prompts, batch):
         ids = model.generate(
             given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=longest, do_sample=False,
             eos_token_id=training.bos_and_eos(tokenizer)[1], pad_token_id=tokenizer.pad_token_id,
@@ -150,7 +150,7 @@ def write_answers(
 def looks(model: Any, tokenizer: Any, prompts: Sequence[str], attended: Attended, batch: int = 32) -> list[Any]:
     """For each prompt the entry with most weight at its last token: its id, or its place in the memory."""
     out: list[Any] = []
-    for rows, given in _batches(model, tokenizer, prompts, batch):
+    for rows, given in batches(model, tokenizer, prompts, batch):
         memory = _on(attended(rows), model)
         with mmattn.inspect.record(model) as weights:
             model(**given, memory=memory)
@@ -160,7 +160,7 @@ def looks(model: Any, tokenizer: Any, prompts: Sequence[str], attended: Attended
     return out
 
 
-def _batches(model: Any, tokenizer: Any, prompts: Sequence[str], size: int) -> Iterator[tuple[list[int], Any]]:
+def batches(model: Any, tokenizer: Any, prompts: Sequence[str], size: int) -> Iterator[tuple[list[int], Any]]:
     """The numbers of some prompts, and their tokens."""
     begin, _ = training.bos_and_eos(tokenizer)
     for start in range(0, len(prompts), size):

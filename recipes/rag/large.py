@@ -3,7 +3,8 @@
     python -m recipes.rag.large runs/rag-facts/seed-* [--size 1000000] [--store hnsw] [--ways index hits]
 
 The same held-out questions for every adapter, half of them without an answer in the index. One row for each way of
-`Measure.rows` with the mean and half the range over the adapters, and the seconds that one question took.
+`Measure.rows` with the mean and half the range over the adapters, and the seconds that one question took. Up to a
+hundred thousand entries it also tells how much of the weights of an exact search an approximate one finds.
 """
 
 from __future__ import annotations
@@ -11,17 +12,39 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
+import torch
 import yaml
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
 
-from .answering import load_lm
+from .answering import batches, load_lm
+from .entries import World
+from .facts import prompt
 from .measure import Measure, count
 from .settings import Config
 from .tables import FACTS
 from .train import load_entries
+
+EXACT_UP_TO, COMPARED = 100_000, 16
+
+
+@torch.no_grad()
+def share_found(measure: Measure, model: Any, world: World, store: str) -> float:
+    """The share of the weights of an exact search that lies on entries which the store finds: over all tokens."""
+    prompts = [prompt(measure.entries.facts[row]) for row in world.asked[:COMPARED]]
+    weights = {}
+    for kind in (store, "exact"):
+        attended = measure.attended(world, "index", kind)
+        with inspect.record(model) as recorded:
+            for rows, given in batches(model, measure.tokenizer, prompts, 1):
+                model(**given, memory=attended(rows))
+        weights[kind] = [call for calls in recorded.values() for call in calls]
+    pairs = zip(weights["exact"], weights[store], strict=True)
+    parts = [(exact * (found > 0)).sum(-1) / exact.sum(-1).clamp(min=1e-9) for exact, found in pairs]
+    return float(torch.cat([part.flatten() for part in parts]).mean())
 
 
 def main() -> None:
@@ -39,7 +62,7 @@ def main() -> None:
     lm, tokenizer = load_lm(config.lm)
     _, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
-    runs: list[list[dict[str, object]]] = []
+    runs: list[list[dict[str, Any]]] = []
     for run in given.runs:
         model = mmattn.load(lm, run / "adapter")
         runs.append([])
@@ -49,10 +72,14 @@ def main() -> None:
             said = measure.answers(model, world, way, given.store)
             row = {"name": f"{way}, {given.size:,} entries", **count(said)}
             row["seconds"] = (time.perf_counter() - began) / len(said)
+            if way == "index" and given.store != "exact" and given.size <= EXACT_UP_TO:
+                row["found"] = share_found(measure, model, world, given.store)
             runs[-1].append(row)
             print(run, row, flush=True)
         model.unload()
-    print(training.spread_table("", {**FACTS, "seconds": ("seconds a question", 1, ".2f", "")}, runs))
+    further = {"seconds": ("seconds a question", 1, ".2f", ""), "found": ("weights found", 100, ".1f", " %")}
+    lines = [[{"seconds": None, "found": None, **row} for row in rows] for rows in runs]
+    print(training.spread_table("", FACTS | further, lines))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 import mmattn
 
 from .answering import Attended, looks, trace, write_answers
@@ -108,7 +110,7 @@ class Measure:
             )
         if how == "random":
             random = Random(self.config.seed)
-            drawn = [random.sample(world.rows, self._view(world)) for _ in asked]
+            drawn = torch.tensor([random.sample(world.rows, self._view(world)) for _ in asked])
             scores = (entries.titles[drawn] @ entries.questions[asked][..., None])[..., 0]
             return mmattn.Memory(entries.slots(drawn), scores=scores).__getitem__
         hits = entries.index(world.rows).search(entries.questions[asked], self._view(world))

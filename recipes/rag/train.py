@@ -23,7 +23,6 @@ from .tables import plot_bits, plot_sizes, table
 from .train_docs import show, train_documents
 
 Question = tuple[str, str, mmattn.Memory]
-LESS = {"without null slot": {"null_slot": False}}
 
 
 def main(settings: dict[str, Any]) -> Path:
@@ -73,11 +72,6 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     parameters, _ = model.trainable_parameters()
     model.unload()
     if config.controls:
-        for name, change in LESS.items():
-            less = config.model_copy(update={"adapter": config.adapter.model_copy(update=change)})
-            model, _ = train_adapter(less, lm, tokenizer, known, run, accelerator, name)
-            rows += measure.rows(f"adapter {name}", model, "index")
-            model.unload()
         torch.manual_seed(config.seed)
         lora = training.matched_lora(lm, parameters)
         loss, batches = answer_loss(lora, tokenizer, sees=False), questions(config, known)
@@ -166,10 +160,9 @@ def train_adapter(
     known: Entries,
     run: training.RunFolder,
     accelerator: Any,
-    label: str = "adapter",
 ) -> tuple[Any, float]:
     """Attach an adapter and teach it to answer from what is in view; seconds."""
     torch.manual_seed(config.seed)
     model = mmattn.attach(lm, adapter_settings(config, 2 * known.titles.shape[1]))
     loss, steps = answer_loss(model, tokenizer), config.optim.max_steps
-    return model, learn(config, model, loss, questions(config, known), steps, label, run, accelerator)
+    return model, learn(config, model, loss, questions(config, known), steps, "adapter", run, accelerator)

@@ -26,14 +26,10 @@ class SearchedEntries(Protocol):
         """
 
     def slots(self, rows: Tensor) -> Tensor:
-        """The vectors (…, e) of rows (…)."""
+        """The vectors (n, e) of rows (n,)."""
 
     def scores(self, rows: Tensor) -> Tensor:
-        """The scores (b, n, c) that entries have for the query of each row of text; b may be a multiple of them.
-
-        Args:
-            rows: (b, n, c).
-        """
+        """The scores (b, n) that entries of rows (n,) have for the query of each row of text."""
 
     def memory(self) -> Memory:
         """All of them, as a memory."""

@@ -53,8 +53,7 @@ class FoundView:
         return self.entries.search(asked, self.per_query, weight).to(queries.device)
 
     def _read(self, rows: Tensor) -> Tensor:
-        slots = self.entries.slots(rows)
-        return self.adapter.read(Memory(slots.flatten(0, 1), check_finite=False)).tokens.view(*slots.shape)
+        return self.adapter.read(Memory(self.entries.slots(rows)[None], check_finite=False)).tokens[0]
 
     def _scores(self, rows: Tensor) -> Tensor:
         return self.entries.scores(rows).to(rows.device)
@@ -94,8 +93,7 @@ class FoundMemory:
         memory = self.entries.memory().expand(text.rows if self.rows is None else self.rows)
         if not self.adapter.score_bias:
             return memory
-        rows = torch.arange(memory.length).expand(memory.batch, 1, -1)
-        scores = self.entries.scores(rows)[:, 0]
+        scores = self.entries.scores(torch.arange(memory.length))
         return Memory(memory.tokens, scores=scores, sources=memory.sources, check_finite=False)
 
 

@@ -29,8 +29,8 @@ class SearchedSlots:
     Args:
         search: from queries (b, n, e) in the space of the slots to their rows in the memory (b, n, c); -1 is none. It
             is not differentiated.
-        read: from rows (b, n, c), all of them real, to slots (b, n, c, e).
-        scores: from such rows to the scores (b, n, c) of the slots, where there are any.
+        read: from rows (n,) to their slots (n, e).
+        scores: from rows (n,) to the scores (b, n) of their slots, where there are any; b divides that of the queries.
         length: M, slots of the memory.
     """
 
@@ -101,10 +101,14 @@ def _attend(
     """Output (b, n, e), log-sum-exp (b, n, 1) and weights (b, n, c) of queries (b, n, e) over their slots (b, n, c)."""
     b, n, e = asked.shape
     real = rows >= 0
-    slots = projection.cast(memory.read(rows.clamp(min=0))).reshape(b * n, 1, rows.shape[2], e)
+    # Tokens and heads find much the same: each slot is read once.
+    different, places = rows.clamp(min=0).unique(return_inverse=True)
+    slots = projection.cast(memory.read(different))[places].reshape(b * n, 1, rows.shape[2], e)
     bias = None
     if memory.scores is not None:
-        bias = projection.score_bias(memory.scores(rows.clamp(min=0)), real).reshape(b * n, 1, 1, rows.shape[2])
+        scores = memory.scores(different)
+        scores = scores.repeat_interleave(b // len(scores), 0).gather(1, places.flatten(1)).view(places.shape)
+        bias = projection.score_bias(scores, real).reshape(b * n, 1, 1, rows.shape[2])
     found = projection.attend_slots(
         asked.reshape(b * n, 1, 1, e),
         slots,

@@ -13,7 +13,7 @@ from mmattn.errors import ConfigError, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import Encoder
 from mmattn.retrieval.entries import Entries
-from mmattn.retrieval.scoring import directions, gather, lengths_of, score
+from mmattn.retrieval.scoring import directions, lengths_of, score
 from mmattn.retrieval.stores.in_memory import InMemoryStore, Version
 from mmattn.searched_memory import SearchedMemory
 
@@ -183,16 +183,15 @@ class IndexEntries:
         return queries + ratio * asked
 
     def slots(self, rows: Tensor) -> Tensor:
-        """The vectors (…, e) of rows (…)."""
+        """The vectors (n, e) of rows (n,)."""
         vectors = self.searched.entries.vectors
         return vectors[rows.to(vectors.device)] if len(self) else vectors.new_zeros(*rows.shape, vectors.shape[1])
 
     def scores(self, rows: Tensor) -> Tensor:
-        """The scores (b, n, c) that entries have for the query of each row of text."""
+        """The scores (b, n) that entries of rows (n,) have for the query of each row of text."""
         assert self.queries is not None
         vectors = self.searched.entries.vectors
-        own = rows.to(vectors.device).reshape(len(self.queries), -1)
-        return score(self.queries.to(vectors.device), gather(vectors, own), self.metric).view(rows.shape)
+        return score(self.queries.to(vectors.device), self.slots(rows), self.metric)
 
     def memory(self) -> Memory:
         """All entries, one row."""

@@ -25,7 +25,7 @@ def score(queries: Tensor, vectors: Tensor, metric: str) -> Tensor:
 
     Args:
         queries: (b, e).
-        vectors: (b, c, e), those that each query is compared with.
+        vectors: (b, c, e), those that each query is compared with, or (c, e) for all of them.
         metric: "cosine" is the cosine, "ip" the inner product, "l2" the squared distance, negative.
     """
     queries, vectors = queries[:, None].to(wide(queries.device)), vectors.to(wide(vectors.device))
@@ -33,7 +33,8 @@ def score(queries: Tensor, vectors: Tensor, metric: str) -> Tensor:
         return -(vectors - queries).square().sum(-1).float()
     if metric == "cosine":
         queries, vectors = directions(queries), directions(vectors)
-    return (vectors @ queries.transpose(1, 2))[..., 0].float()
+    products = queries[:, 0] @ vectors.T if vectors.dim() == 2 else (vectors @ queries.transpose(1, 2))[..., 0]
+    return products.float()
 
 
 def directions(vectors: Tensor) -> Tensor:

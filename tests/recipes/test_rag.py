@@ -167,9 +167,8 @@ def test_what_a_question_attends_to(recipe: SimpleNamespace, known: Any, how: st
         assert (memory.per_query, memory.rows, len(memory.index)) == (7, 2, 50)
         whole, scores = memory.entries(None, True).memory(), memory.entries(None, True)
         assert torch.equal(whole.tokens[0], known.slots(world.rows))
-        rows = torch.arange(50).expand(2, 1, 50)
         want = known.questions[world.asked[1:3]] @ known.titles[world.rows].T
-        torch.testing.assert_close(scores.scores(rows)[:, 0], want)
+        torch.testing.assert_close(scores.scores(torch.arange(50)), want)
         return
     assert memory.batch == 2 and memory.length == (50 if how == "all" else 7)
     for row, one in enumerate(world.asked[1:3]):

@@ -49,7 +49,7 @@ def label(row: dict[str, Any]) -> str:
 
 def plot_sizes(rows: list[dict[str, Any]], path: Path) -> None:
     """Answers right by the size of the index; a dashed line for what knows no index."""
-    figure, axis = plt.subplots(figsize=(6, 3.6))
+    figure, axis = plt.subplots(figsize=(5, 3.6))
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
         values = [100 * row["accuracy"] for row in own]
@@ -62,9 +62,8 @@ def plot_sizes(rows: list[dict[str, Any]], path: Path) -> None:
     axis.set_xlabel("entries in the index")
     axis.set_ylabel("answers right, %")
     axis.set_ylim(-2, 102)
-    axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 

@@ -52,6 +52,7 @@ def test_any_bytes(folder: Folder, name: str, raw: bytes) -> None:
         load_folder(folder.folder)
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from([TENSORS, CONFIG]), place=st.floats(0, 1), raw=st.binary(max_size=30), cut=st.integers(0, 30)
 )

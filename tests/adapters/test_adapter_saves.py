@@ -54,6 +54,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 class TestKilled:
+    @pytest.mark.slow
     def test_at_every_step_of_a_save(self, tmp_path: Path) -> None:
         """The process ends at its first step, its second ... : the old one loads until the new one does."""
         code = """
@@ -124,6 +125,7 @@ print(moved)
 """
         assert int(finish(start(code, tmp_path / "a", os.environ.get("MMATTN_KILLS", "30")))) > 0
 
+    @pytest.mark.slow
     def test_two_processes_save_twenty_times_while_a_third_loads(self, tmp_path: Path) -> None:
         code = """
 save(0)

@@ -154,6 +154,7 @@ def tiny_unet() -> tuple[Any, torch.Tensor, torch.Tensor]:
     return model, torch.randn(2, 2, 8, 8), torch.randn(2, 5, 20)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """Each has a part of the slots; outputs, generated tokens and gradients are those of one process with all."""
     command = [sys.executable, str(Path(__file__).with_name("sharded_memory.py")), f"file://{tmp_path / 'store'}"]

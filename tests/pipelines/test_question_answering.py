@@ -258,6 +258,7 @@ class TestFolder:
         assert moved(facts[3].question) == pipe(facts[3].question, index=index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["postgresql", "lance", "qdrant-edge", "qdrant"])
 def test_an_index_in_a_database(
     scheme: str,

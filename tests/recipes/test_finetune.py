@@ -148,6 +148,7 @@ class TestLanguage:
         )
         assert rows == pytest.approx(padded, rel=1e-3)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["int8", "bnb8", "bnb4"])
     def test_a_quantised_host(self, recipe: SimpleNamespace, run: Path, tmp_path: Path, kind: str) -> None:
         pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")

@@ -218,11 +218,13 @@ def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -
     assert len(answers) == 18 and {"question", "right", "said", "looked_right", "entries"} == set(answers[0])
 
 
+@pytest.mark.slow
 def test_without_memory_the_adapter_is_the_frozen_model(recipe: SimpleNamespace, run: Path) -> None:
     rows = {recipe.tables.label(row): row for row in json.loads((run / "table.json").read_text())["rows"]}
     assert {**rows["adapter, no memory"], "name": ""} == {**rows["closed book, frozen LM"], "name": ""}
 
 
+@pytest.mark.slow
 def test_ask_shows_what_was_looked_at(
     recipe: SimpleNamespace, run: Path, lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,8 +125,8 @@ def test_many_at_once(server: Server, pipe: Any) -> None:
         ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, 400, "one message"),
         ({"messages": [{"role": "user", "content": "a"}], "model": "gpt"}, 404, "there is no model 'gpt' here"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "positions"),
-        ({"messages": [{"role": "user", "content": "a"}], "memory": [[float("nan")] * 768]}, 400, "non-finite"),
-        ({"messages": [{"role": "user", "content": "a"}], "memory": [[0.5] * 3]}, 400, "width 768, got widths"),
+        ({"messages": [{"role": "user", "content": "a"}], "memory": [[float("nan")] * 1280]}, 400, "non-finite"),
+        ({"messages": [{"role": "user", "content": "a"}], "memory": [[0.5] * 3]}, 400, "width 1280, got widths"),
         ({"messages": [{"role": "user", "content": "a"}], "documents": []}, 400, "documents is empty"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},

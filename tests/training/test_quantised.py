@@ -68,6 +68,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.adapters.named_parameters()}
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_weights_it_stands_for(folder: Path, kind: str) -> None:
     """Before and after calls without gradients, in training and in evaluation mode."""
     model = tiny.attach(load(folder, kind))

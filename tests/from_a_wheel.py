@@ -107,11 +107,8 @@ def install(user: User, wheel: Path | None) -> None:
         (wheel,) = dist.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(user.environment)], check=True)
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    python, wanted = (
-        str(user.environment / "bin" / "python"),
-        # docs/retrieval.md has an index in LanceDB.
-        f"mmattn[all,demo,serve,lance] @ {wheel.resolve().as_uri()}",
-    )
+    python = str(user.environment / "bin" / "python")
+    wanted = f"mmattn[all,demo,serve,lance] @ {wheel.resolve().as_uri()}"  # docs/retrieval.md has an index in LanceDB
     pip = [uv, "pip", "install", "--quiet", "--python", python] if uv else [python, "-m", "pip", "install", "-qq"]
     subprocess.run([*pip, wanted], check=True, env=user.variables)
 

@@ -10,6 +10,7 @@ import typer
 #: The score that an entry must have at least where scores are cosines and no other threshold is given: the default
 #: encoder gives texts that have nothing in common up to 0.2.
 COSINE_THRESHOLD = 0.2
+_ENCODER = typer.Option(help="Any encoder of Hugging Face, or the encoder.safetensors of an adapter.")
 
 
 def build_index(
@@ -17,7 +18,7 @@ def build_index(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the index; what is there is replaced.")],
     field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
     id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
-    encoder: Annotated[str, typer.Option(help="Any encoder of Hugging Face.")] = "all-MiniLM-L6-v2",
+    encoder: Annotated[str, _ENCODER] = "all-MiniLM-L6-v2",
     store: Annotated[str, typer.Option(help="What searches: exact, flat, hnsw or ivfpq.")] = "exact",
     executor: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
@@ -35,8 +36,9 @@ def build_index(
 
     import torch
 
-    from mmattn.encoders.text import TextEncoder
+    from mmattn.encoders.named import load_text_encoder
     from mmattn.errors import AdapterFileError, ConfigError
+    from mmattn.recipes import resolve_asset
     from mmattn.retrieval.corpus import embed_corpus
     from mmattn.retrieval.index import Index
     from mmattn.storage.pretrained import without_progress_bars
@@ -56,7 +58,7 @@ def build_index(
         return
     shards = out.with_name(f"{out.name}.shards")
     with without_progress_bars():
-        text_encoder = TextEncoder(encoder)
+        text_encoder = load_text_encoder(resolve_asset(encoder))
     # Before anything is embedded: a misspelt store, or one that is not installed, is refused at once.
     index = Index.build([], encoder=text_encoder, store=store)
     parts = embed_corpus(
@@ -84,11 +86,11 @@ def build_index(
 def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
     """An index that an adapter answers from."""
     from mmattn.pipelines import PipelineConfig, build_index as build, load_text_encoder, read_entries
-    from mmattn.recipes import asset_path
+    from mmattn.recipes import resolve_asset
     from mmattn.storage.json_files import read_json
     from mmattn.storage.pretrained import without_progress_bars
 
-    folder = asset_path(adapter) if adapter.startswith("assets/") else Path(adapter)
+    folder = Path(resolve_asset(adapter))
     config = PipelineConfig.load(folder)
     rows = [row for file in files for row in read_entries(file)]
     with without_progress_bars():
@@ -121,14 +123,11 @@ def search_index(
         float | None,
         typer.Option(help=f"The lowest score that fits; by default {COSINE_THRESHOLD} where scores are cosines."),
     ] = None,
-    encoder: Annotated[
-        str,
-        typer.Option(help="What encoded the index: a name, or the encoder.safetensors of an adapter."),
-    ] = "all-MiniLM-L6-v2",
+    encoder: Annotated[str, _ENCODER] = "all-MiniLM-L6-v2",
     rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
-    from mmattn.encoders.named import load_named_text_encoder
+    from mmattn.encoders.named import load_text_encoder
     from mmattn.errors import check_float, check_int
     from mmattn.recipes import resolve_asset
     from mmattn.retrieval.index import Index
@@ -138,7 +137,7 @@ def search_index(
     if score_threshold is not None:
         check_float("score_threshold", score_threshold)
     with without_progress_bars():
-        index = Index.open(folder, encoder=load_named_text_encoder(resolve_asset(encoder)))
+        index = Index.open(folder, encoder=load_text_encoder(resolve_asset(encoder)))
         hits = index.search([query], top_k if rerank is None else 10 * top_k)
         found = hits.scores[0][hits.mask[0]].tolist()
         if score_threshold is None and index.metric == "cosine":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -16,11 +15,10 @@ from mmattn.encoders.frozen import FrozenEncoder
 from mmattn.encoders.text import MINILM, TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.storage.atomic import replacing
-from mmattn.storage.released_weights import read_weights
+from mmattn.storage.tensor_files import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 
-_METADATA = "hybrid_encoder"
+_FORMAT = "mmattn-hybrid-encoder"
 #: Letters in a row.
 _NGRAMS = (2, 4)
 
@@ -155,15 +153,11 @@ class HybridEncoder(FrozenEncoder):
             ConfigError: there is no map yet.
             OSError: the disk is full, or the folder is not writable.
         """
-        from safetensors.torch import save
-
         if self.query_projection is None:
             raise ConfigError("there is no map of queries to save: call fit_queries first")
         name = os.path.abspath(self.name) if os.path.isdir(self.name) else self.name
-        told = {"name": name, "pooling": self.pooling, "ngrams": self.ngrams}
-        state = {name: part.cpu().contiguous() for name, part in self._weights().items()}
-        with replacing(Path(path)) as file:
-            file.write(save(state, {_METADATA: json.dumps(told)}))
+        told = {"format": _FORMAT, "name": name, "pooling": self.pooling, "ngrams": self.ngrams}
+        write_tensors(Path(path), self._weights(), told)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> HybridEncoder:
@@ -174,20 +168,30 @@ class HybridEncoder(FrozenEncoder):
             device: where it runs, by default the CPU.
 
         Raises:
-            AdapterFileError: the file is missing, damaged or something else.
+            AdapterFileError: the file is missing, damaged or something else, or names a text encoder of another width.
         """
-        from safetensors import safe_open
-
-        state = read_weights(path)
-        with safe_open(path, "pt") as file:
-            told = json.loads((file.metadata() or {}).get(_METADATA, "null"))
-        if not isinstance(told, dict) or set(state) != {"down", "up"}:
-            raise AdapterFileError(f"{os.fspath(path)!r} is no HybridEncoder: name a file that its save wrote")
-        encoder = cls(told["name"], pooling=told["pooling"], ngrams=told["ngrams"], device=device)
-        if (state["down"].shape[0], state["up"].shape[1]) != (encoder.dim, encoder.dim):
-            raise AdapterFileError(f"{os.fspath(path)!r} has a map of another width than {encoder.dim}; get it again")
-        encoder.query_projection = (state["down"].to(encoder.device), state["up"].to(encoder.device))
+        state, told = read_tensors(Path(path), _FORMAT)
+        try:
+            name, pooling, ngrams = told["name"], told["pooling"], told["ngrams"]
+            down, up = state["down"], state["up"]
+        except KeyError as error:
+            raise AdapterFileError(
+                f"{os.fspath(path)!r} lacks {error} of a HybridEncoder; get the file again"
+            ) from error
+        encoder = cls(name, pooling=pooling, ngrams=ngrams, device=device)
+        if not (down.dim() == up.dim() == 2 and len(down) == up.shape[1] == encoder.dim and down.shape[1] == len(up)):
+            raise AdapterFileError(
+                f"{os.fspath(path)!r} maps queries by {tuple(down.shape)} and {tuple(up.shape)}, and {name!r} with "
+                f"{ngrams} n-grams gives vectors of width {encoder.dim}: the text encoder is another than it was"
+            )
+        encoder.query_projection = (down.to(encoder.device), up.to(encoder.device))
         return encoder
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of what the vectors depend on: the text encoder, the settings and the map of queries."""
+        self._hashed = None  # a new map looks like the old one; the text encoder remembers its own
+        return super().fingerprint
 
     @cached_property
     def _hashing(self) -> Any:

@@ -12,6 +12,9 @@ from mmattn.encoders.style import StyleEncoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder
 
+#: What encodes the texts of an index.
+AnyTextEncoder = TextEncoder | HybridEncoder
+
 
 def load_image_encoder(name: str, device: Any = None) -> ImageEncoder:
     """The encoder of a name.
@@ -33,7 +36,7 @@ def load_image_encoder(name: str, device: Any = None) -> ImageEncoder:
     return OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, device=device)
 
 
-def load_named_text_encoder(name: str, pooling: str | None = None, device: Any = None) -> TextEncoder | HybridEncoder:
+def load_text_encoder(name: str, pooling: str | None = None, device: Any = None) -> AnyTextEncoder:
     """The encoder of texts of a name.
 
     Args:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.hybrid import HybridEncoder
-from mmattn.encoders.named import load_named_text_encoder
-from mmattn.encoders.text import TextEncoder
+from mmattn.encoders import named
+from mmattn.encoders.named import AnyTextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.memory import Memory
 from mmattn.pipelines.models import check_encoder, resolve
@@ -25,7 +24,7 @@ from mmattn.storage.json_files import MAX_JSON, parse_json
 _WANTED = "an index for an adapter is made of JSON objects, one on each line"
 
 
-def load_index(index: Index | str | PathLike[str], encoder: TextEncoder | HybridEncoder) -> Index:
+def load_index(index: Index | str | PathLike[str], encoder: AnyTextEncoder) -> Index:
     """An index with its encoder.
 
     Args:
@@ -41,7 +40,7 @@ def load_index(index: Index | str | PathLike[str], encoder: TextEncoder | Hybrid
 
 def load_text_encoder(
     config: PipelineConfig, folder: Path, fingerprint: str | None, device: Any = None
-) -> TextEncoder | HybridEncoder:
+) -> AnyTextEncoder:
     """The encoder of the texts of an index.
 
     Args:
@@ -53,7 +52,7 @@ def load_text_encoder(
     Raises:
         AdapterFileError: nothing to load, or it has changed since the training.
     """
-    encoder = load_named_text_encoder(resolve(config.encoder.name, folder), config.encoder.pooling, device)
+    encoder = named.load_text_encoder(resolve(config.encoder.name, folder), config.encoder.pooling, device)
     check_encoder(encoder, config.encoder.name, folder, fingerprint)
     return encoder
 
@@ -88,7 +87,7 @@ def read_entries(path: str | PathLike[str]) -> list[dict[str, Any]]:
 def build_index(
     rows: Iterable[Mapping[str, Any]],
     config: PipelineConfig,
-    encoder: TextEncoder | HybridEncoder,
+    encoder: AnyTextEncoder,
     *,
     store: str | None = None,
     progress: bool = False,
@@ -128,7 +127,7 @@ def build_index(
     return Index.build(parts[0] if known else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
 
 
-def _vectors(encoder: TextEncoder | HybridEncoder, texts: list[str], progress: bool) -> Tensor:
+def _vectors(encoder: AnyTextEncoder, texts: list[str], progress: bool) -> Tensor:
     """Vectors (n, e) of texts, each different one encoded once."""
     different = list(dict.fromkeys(texts))
     number = {text: row for row, text in enumerate(different)}

@@ -239,7 +239,8 @@ class PipelineConfig(_Strict):
 
     def _encoder(self) -> str:
         if self.encoder.name.endswith(".safetensors"):
-            return f'mmattn.encoders.HybridEncoder.load("this folder/{self.encoder.name}")'
+            name = self.encoder.name if os.path.isabs(self.encoder.name) else f"this folder/{self.encoder.name}"
+            return f'mmattn.encoders.HybridEncoder.load("{name}")'
         return f'mmattn.TextEncoder("{self.encoder.name}")'
 
 

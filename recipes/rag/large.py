@@ -29,22 +29,7 @@ from .tables import FACTS
 from .train import load_entries
 
 EXACT_UP_TO, COMPARED = 100_000, 16
-
-
-@torch.no_grad()
-def share_found(measure: Measure, model: Any, world: World, store: str) -> float:
-    """The share of the weights of an exact search that lies on entries which the store finds: over all tokens."""
-    prompts = [prompt(measure.entries.facts[row]) for row in world.asked[:COMPARED]]
-    weights = {}
-    for kind in (store, "exact"):
-        attended = measure.attended(world, "index", kind)
-        with inspect.record(model) as recorded:
-            for rows, given in batches(model, measure.tokenizer, prompts, 1):
-                model(**given, memory=attended(rows))
-        weights[kind] = [call for calls in recorded.values() for call in calls]
-    pairs = zip(weights["exact"], weights[store], strict=True)
-    parts = [(exact * (found > 0)).sum(-1) / exact.sum(-1).clamp(min=1e-9) for exact, found in pairs]
-    return float(torch.cat([part.flatten() for part in parts]).mean())
+FURTHER = {"seconds": ("seconds a question", 1, ".2f", ""), "found": ("weights found", 100, ".1f", " %")}
 
 
 def main() -> None:
@@ -56,30 +41,56 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["index", "hits"], help="see Measure.rows")
     parser.add_argument("--ask", type=int, default=300, help="questions")
     given = parser.parse_args()
+    if given.size < 5 * given.ask:
+        parser.error(f"{given.ask} questions need an index of {5 * given.ask:,} entries at least: give a smaller --ask")
     config = Config.model_validate(yaml.safe_load((given.runs[0] / "config.resolved.yaml").read_text()))
+    # One world for all of them, and one index of each kind.
     data = config.data.model_copy(update={"sizes": (given.size,), "ask": given.ask})
     config = config.model_copy(update={"data": data, "seed": 0})
     lm, tokenizer = load_lm(config.lm)
     _, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
+    (world,) = measure.worlds[given.size]
+    index = entries.index_of_slots(world.rows, given.store) if "index" in given.ways else None
+    exact = None
+    if index is not None and given.store != "exact" and given.size <= EXACT_UP_TO:
+        exact = entries.index_of_slots(world.rows)
     runs: list[list[dict[str, Any]]] = []
     for run in given.runs:
         model = mmattn.load(lm, run / "adapter")
         runs.append([])
         for way in given.ways:
             began = time.perf_counter()
-            (world,) = measure.worlds[given.size]
-            said = measure.answers(model, world, way, given.store)
-            row = {"name": f"{way}, {given.size:,} entries", **count(said)}
+            said = measure.answers(model, world, way, index)
+            row: dict[str, Any] = {"name": f"{way}, {given.size:,} entries", **count(said), "found": None}
             row["seconds"] = (time.perf_counter() - began) / len(said)
-            if way == "index" and given.store != "exact" and given.size <= EXACT_UP_TO:
-                row["found"] = share_found(measure, model, world, given.store)
+            if way == "index" and exact is not None:
+                row["found"] = share_found(measure, model, world, index, exact)
             runs[-1].append(row)
             print(run, row, flush=True)
         model.unload()
-    further = {"seconds": ("seconds a question", 1, ".2f", ""), "found": ("weights found", 100, ".1f", " %")}
-    lines = [[{"seconds": None, "found": None, **row} for row in rows] for rows in runs]
-    print(training.spread_table("", FACTS | further, lines))
+    print(training.spread_table("", FACTS | FURTHER, runs))
+
+
+@torch.no_grad()
+def share_found(measure: Measure, model: Any, world: World, *indexes: Any) -> float:
+    """The share of the weights over what an exact index finds that lies on what an approximate one finds too.
+
+    Args:
+        indexes: the approximate one, and the exact one.
+    """
+    prompts = [prompt(measure.entries.facts[row]) for row in world.asked[:COMPARED]]
+    weights = []
+    for index in indexes:
+        attended = measure.attended(world, "index", index)
+        with inspect.record(model) as recorded:
+            for rows, given in batches(model, measure.tokenizer, prompts, 1):
+                model(**given, memory=attended(rows))
+        weights.append([call for calls in recorded.values() for call in calls])
+    parts = [
+        (wanted * (found > 0)).sum(-1) / wanted.sum(-1).clamp(min=1e-9) for found, wanted in zip(*weights, strict=True)
+    ]
+    return float(torch.cat([part.flatten() for part in parts]).mean())
 
 
 if __name__ == "__main__":

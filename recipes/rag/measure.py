@@ -29,7 +29,6 @@ class Measure:
         self.config, self.tokenizer, self.entries = config, tokenizer, entries
         data = config.data
         self.worlds = {size: worlds(entries, held_out, size, data.ask, config.seed) for size in data.sizes}
-        self._searched: tuple[Any, Any] = (None, None)  # the last index, which is made once for several adapters
 
     def rows(self, name: str, model: Any, how: str | None, keep: Path | None = None) -> list[dict[str, Any]]:
         """One row for each size; without a memory the size says nothing, and there is one row.
@@ -63,8 +62,10 @@ class Measure:
         rows = enumerate(zip(prompts, said, strict=True))
         return [trace(model, self.tokenizer, one, answer, memory[row]) for row, (one, answer) in rows]
 
-    def answers(self, model: Any, world: World, how: str | None, store: str = "exact") -> list[dict[str, Any]]:
-        """For each question of a world what was right, what was said, and what was attended to most."""
+    def answers(
+        self, model: Any, world: World, how: str | None, index: mmattn.Index | None = None
+    ) -> list[dict[str, Any]]:
+        """For each question of a world what was right, what was said, and what was attended to most; see `attended`."""
         entries, facts = self.entries, [self.entries.facts[row] for row in world.asked]
         prompts = [prompt(fact) for fact in facts]
         first: list[Any] = [None] * len(facts)
@@ -78,7 +79,7 @@ class Measure:
             told = [[entries.facts[row] for row in reversed(ids)] for ids in found]
             said = write_answers(model, self.tokenizer, list(map(prompt, facts, told)), None)
         else:
-            attended = None if how is None else self.attended(world, how, store)
+            attended = None if how is None else self.attended(world, how, index)
             batch = 1 if how == "all" else 32
             said = write_answers(model, self.tokenizer, prompts, attended, batch)
             if attended is not None and how in LOOKS:
@@ -97,12 +98,18 @@ class Measure:
             for fact, row, here, text, top in zip(facts, world.asked, world.present, said, first, strict=True)
         ]
 
-    def attended(self, world: World, how: str, store: str = "exact") -> Attended:
-        """What some questions of a world attend to; see `rows`."""
+    def attended(self, world: World, how: str, index: mmattn.Index | None = None) -> Attended:
+        """What some questions of a world attend to.
+
+        Args:
+            how: see `rows`.
+            index: what attention searches, made of the world where it is not given.
+        """
         entries, asked = self.entries, world.asked
         if how == "index":
-            index, queries = self._index(world, store), entries.queries(asked)
-            return lambda part: index.as_memory(self.config.data.per_query, queries=queries[part])
+            searched = entries.index_of_slots(world.rows) if index is None else index
+            queries = entries.queries(asked)
+            return lambda part: searched.as_memory(self.config.data.per_query, queries=queries[part])
         if how == "all":
             slots, titles = entries.slots(world.rows), entries.titles[world.rows]
             return lambda part: mmattn.Memory(
@@ -116,12 +123,6 @@ class Measure:
         hits = entries.index(world.rows).search(entries.questions[asked], self._view(world))
         memory = hits.memory(tokens=True)
         return memory[[(row + (how == "shuffled")) % len(asked) for row in range(len(asked))]].__getitem__
-
-    def _index(self, world: World, store: str) -> mmattn.Index:
-        if self._searched[0] != (id(world), store):
-            self._searched = (None, None)
-            self._searched = ((id(world), store), self.entries.index_of_slots(world.rows, store))
-        return self._searched[1]
 
     def _view(self, world: World) -> int:
         return min(self.config.data.per_query, len(world.rows))

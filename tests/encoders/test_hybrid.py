@@ -12,6 +12,8 @@ import mmattn
 from mmattn import pipelines
 from mmattn.encoders import HybridEncoder, StyleEncoder, StyleNetwork
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError
+from mmattn.storage.tensor_files import write_tensors
+from tests.cli.running import call
 from tests.tiny_texts import WIDTH, save_encoder
 
 CITIES = ["Lima", "Quito", "La Paz", "Bogotá", "Asunción", "Caracas", "Brasília", "Montevideo", "Santiago"]
@@ -41,6 +43,7 @@ def test_half_is_the_text_encoder_and_half_the_spelling(folder: Path, encoder: H
     assert memory.sources[3] == [{"text": 3}]
     alone = encoder.encode(TITLES[4]).tokens[0]
     torch.testing.assert_close(alone, memory.tokens[4])
+    assert encoder.encode([]).tokens.shape == (0, 1, encoder.dim)
 
 
 def test_n_grams_are_counts_of_letters_within_words(encoder: HybridEncoder) -> None:
@@ -62,7 +65,18 @@ def test_queries_are_mapped_to_the_entries_they_were_fitted_to(encoder: HybridEn
     torch.testing.assert_close(mapped.norm(dim=-1), torch.ones(len(TITLES)))
     assert (mapped * titles).sum(1).min() > 0.999 > (asked * titles).sum(1).max()
     assert torch.equal(encoder.encode(TITLES).tokens[:, 0], titles), "entries stay as they are"
-    assert encoder.fingerprint != before
+    once = encoder.fingerprint
+    encoder.fit_queries(asked, titles, ridge=1e-3)
+    assert len({before, once, encoder.fingerprint}) == 3, "each map is another encoder"
+    encoder.fit_queries(asked, titles, ridge=1e-6)
+    assert encoder.fingerprint == once
+    with torch.no_grad():
+        next(encoder.dense.parameters()).mul_(1.5)
+    assert encoder.fingerprint != once, "so are other weights of the text encoder"
+
+
+def test_an_index_is_searched_by_queries_as_they_were_fitted(encoder: HybridEncoder) -> None:
+    encoder.fit_queries(*(encoder.encode(texts).tokens[:, 0] for texts in (QUESTIONS, TITLES)), ridge=1e-6)
     index = mmattn.Index.build(TITLES, encoder=encoder)
     assert [ids[0] for ids in index.search(QUESTIONS, 1).ids] == list(range(len(TITLES)))
 
@@ -95,19 +109,38 @@ def test_a_file_gives_the_same_encoder(encoder: HybridEncoder, tmp_path: Path) -
 
 def test_other_files_and_settings_are_refused(encoder: HybridEncoder, folder: Path, tmp_path: Path) -> None:
     StyleEncoder(StyleNetwork(1, 64), 16, True).save(tmp_path / "style.safetensors")
-    with pytest.raises(AdapterFileError, match="is no HybridEncoder"):
-        HybridEncoder.load(tmp_path / "style.safetensors")
     save_file({"down": torch.zeros(3, 2), "up": torch.zeros(2, 3)}, tmp_path / "plain.safetensors")
-    with pytest.raises(AdapterFileError, match="is no HybridEncoder"):
-        HybridEncoder.load(tmp_path / "plain.safetensors")
-    with pytest.raises(AdapterFileError, match="no weights file"):
-        HybridEncoder.load(tmp_path / "nothing.safetensors")
+    for name in ("style", "plain", "nothing"):
+        with pytest.raises(AdapterFileError, match=f"{name}.safetensors"):
+            HybridEncoder.load(tmp_path / f"{name}.safetensors")
+    told = {"format": "mmattn-hybrid-encoder", "name": str(folder), "pooling": "mean", "ngrams": 31}
+    width = encoder.dim
+    for down, up in (((3, 2), (2, 3)), ((width, 2), (3, width)), ((width,), (width,))):
+        write_tensors(tmp_path / "a.safetensors", {"down": torch.zeros(down), "up": torch.zeros(up)}, told)
+        with pytest.raises(AdapterFileError, match=f"gives vectors of width {width}"):
+            HybridEncoder.load(tmp_path / "a.safetensors")
+    write_tensors(tmp_path / "a.safetensors", {"down": torch.zeros(width, 2)}, told)
+    with pytest.raises(AdapterFileError, match="lacks 'up' of a HybridEncoder"):
+        HybridEncoder.load(tmp_path / "a.safetensors")
     with pytest.raises(ConfigError, match="pooling must be"):
         HybridEncoder(folder, pooling="none")
     with pytest.raises(ShapeError, match="one entry for each query"):
         encoder.fit_queries(torch.zeros(3, encoder.dim), torch.zeros(2, encoder.dim))
     with pytest.raises(TextError):
         encoder.encode(["a", None])
+
+
+def test_commands_take_its_file(encoder: HybridEncoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder.fit_queries(*(encoder.encode(texts).tokens[:, 0] for texts in (QUESTIONS, TITLES)), ridge=1e-6)
+    encoder.save(tmp_path / "encoder.safetensors")
+    (tmp_path / "titles.txt").write_text("\n".join(TITLES), encoding="utf-8")
+    given = ["--encoder", tmp_path / "encoder.safetensors"]
+    code, _, err = call(capsys, "index", "build", tmp_path / "titles.txt", "-o", tmp_path / "index", *given)
+    assert code == 0, err
+    code, out, err = call(capsys, "index", "search", tmp_path / "index", QUESTIONS[5], "--top-k", 1, *given)
+    assert code == 0 and TITLES[5] in out, err
+    code, _, err = call(capsys, "index", "search", tmp_path / "index", QUESTIONS[5])
+    assert code == 2 and "width" in err
 
 
 def test_a_pipeline_loads_the_encoder_of_its_adapter(encoder: HybridEncoder, tmp_path: Path) -> None:

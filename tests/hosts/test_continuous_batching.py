@@ -64,7 +64,7 @@ def test_each_request_answers_as_it_does_alone(family: str) -> None:
     assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
 
 
-def test_nothing_is_computed_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_computed_on_padding() -> None:
     """A long prompt beside requests that write: the adapters see each token once, and keys and values as they lie."""
     model, inputs = tiny.attach(tiny.make("llama"), layers=(0,)), prompts((3, 3, 3, 40))
     memories = [tiny.memory(1, m=3 + row, seed=row) for row in range(4)]

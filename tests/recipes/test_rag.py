@@ -33,7 +33,7 @@ HELD = {"tests": "A test calls a function and compares the value.\n\nArguments m
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
     names = ("settings", "facts", "documents", "entries", "answering", "measure", "passages", "train")
-    return load_files("rag", *names, "train_docs", "reading", "tables", "neighbours")
+    return load_files("rag", *names, "train_docs", "reading", "tables", "neighbours", "large", "separation")
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +178,31 @@ def test_what_a_question_attends_to(recipe: SimpleNamespace, known: Any, how: st
         if how != "random":
             best = (known.titles[world.rows] @ known.questions[other]).max()
             assert (own.max() - best).abs() < 1e-5
+
+
+def test_vectors_that_tell_questions_without_an_answer(recipe: SimpleNamespace) -> None:
+    titles = torch.eye(5)
+    near = torch.nn.functional.normalize(titles + 0.1 * titles.roll(1, 0), dim=1)
+    assert recipe.separation.separation(near, titles, range(5)) == (1.0, 1.0)
+    assert recipe.separation.separation(near, titles, [1, 2, 3, 4, 0])[0] == 0.0
+    halves = titles + titles.roll(1, 0)
+    assert recipe.separation.separation(halves / 2**0.5, titles, range(5))[1] == 0.0, "another is as much alike"
+
+
+@pytest.mark.slow
+def test_indexes_too_large_for_a_run(
+    recipe: SimpleNamespace, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["large", str(run), str(run), "--size", "60", "--ask", "8", "--store", "flat"]
+    monkeypatch.setattr(sys, "argv", words)
+    recipe.large.main()
+    table = capsys.readouterr().out
+    row = next(line for line in table.splitlines() if line.startswith("| index, 60 entries"))
+    assert "100.0 ± 0.0 %" in row.split("|")[-2], "faiss finds what an exact search finds"
+    assert "| hits, 60 entries" in table
+    monkeypatch.setattr(sys, "argv", [*words, "--ask", "13"])
+    with pytest.raises(SystemExit):
+        recipe.large.main()
 
 
 def test_rows_learn_answers_alone(recipe: SimpleNamespace, lm: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmattn.errors import ShapeError, TextError
 from mmattn.memory import Memory
+from mmattn.searched_memory import SearchedMemory
 from mmattn.tokenization import tokenize
 
 IGNORED = -100
@@ -24,20 +25,22 @@ class TextBatch:
         input_ids: (b, l) int.
         attention_mask: (b, l) int, 1 = text; None in packed rows, as transformers wants it.
         labels: (b, l) int, the ids themselves and -100 on the padding.
-        memory: of b rows, in packed rows of a row for each document, or None for text alone.
+        memory: of b rows, in packed rows of a row for each document; an index that attention searches; or None for
+            text alone.
         position_ids: (b, l) int in packed rows, which begin anew with each document; else None.
     """
 
     input_ids: Tensor
     attention_mask: Tensor | None
     labels: Tensor
-    memory: Memory | None = None
+    memory: Memory | SearchedMemory | None = None
     position_ids: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TextBatch:
-        """The same batch on another device."""
+        """The same batch on another device; an index stays where it is."""
         parts = (self.input_ids, self.attention_mask, self.labels, self.memory, self.position_ids)
-        return TextBatch(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
+        here = (part if part is None or isinstance(part, SearchedMemory) else part.to(device) for part in parts)
+        return TextBatch(*here)  # type: ignore[arg-type]
 
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments of an adapted model; a bare host takes the same where there is no memory."""
@@ -121,12 +124,12 @@ def check_prompt(ids: Tensor, mask: Tensor, config: Any, new_tokens: int = 0) ->
         )
 
 
-def collate(rows: Sequence[Sequence[int]], memory: Memory | None = None, pad: int = 0) -> TextBatch:
+def collate(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | None = None, pad: int = 0) -> TextBatch:
     """Pad rows of ids on the right to one batch.
 
     Args:
         rows: ids of each row.
-        memory: of as many rows, or None.
+        memory: of as many rows; an index that attention searches, `index.as_memory()`; or None.
         pad: id of the padding.
 
     Raises:
@@ -137,8 +140,9 @@ def collate(rows: Sequence[Sequence[int]], memory: Memory | None = None, pad: in
     """
     if not rows or not all(len(row) for row in rows):
         raise ShapeError(f"a batch needs rows of at least one id, got {len(rows)} rows; leave empty texts out")
-    if memory is not None and memory.batch != len(rows):
-        raise ShapeError(f"{len(rows)} texts need {len(rows)} rows of memory, got {memory.batch}")
+    given = memory.rows if isinstance(memory, SearchedMemory) else None if memory is None else memory.batch
+    if given is not None and given != len(rows):
+        raise ShapeError(f"{len(rows)} texts need {len(rows)} rows of memory, got {given}")
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
     real = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])

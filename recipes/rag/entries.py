@@ -85,10 +85,10 @@ class Entries:
             tokens=mmattn.Memory(self.slots(rows)[:, None]),
         )
 
-    def index_of_slots(self, rows: Sequence[int], store: str = "exact") -> mmattn.Index:
+    def index_of_slots(self, rows: Sequence[int], store: str = "exact", **settings: Any) -> mmattn.Index:
         """An index of what an adapter attends to, for `as_memory`; its ids are the rows."""
         rows = list(rows)
-        return mmattn.Index.build(self.slots(rows), metric="ip", ids=rows, store=store)
+        return mmattn.Index.build(self.slots(rows), metric="ip", ids=rows, store=store, **settings)
 
 
 @dataclass

@@ -54,6 +54,29 @@ class DocsSettings(Strict):
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 
+class TokensAdapterSettings(Strict):
+    layers: list[int] | None = [4]
+    every: int | None = None
+    num_heads: int = Field(1, ge=1)
+    head_dim: int = Field(160, ge=1)
+    feed_forward: float = Field(0.0, ge=0)
+    null_slot: bool = True
+
+
+class TokensSettings(Strict):
+    window: int = Field(256, ge=4)  # tokens of a text, and read together
+    layer: int = Field(5, ge=0)  # of the language model, whose states say what came before a token
+    per_query: int = Field(64, ge=1)  # tokens of the library that a token sees
+    random: int = Field(256, ge=1)  # tokens of the library in the control
+    at_random: float = Field(0.16, ge=0, lt=0.5)  # share of batches in training that search such tokens only
+    without: float = Field(0.04, ge=0, lt=0.5)  # share of them that has no memory
+    folds: int = Field(4, ge=2)  # of the documents; in training a text searches those of the other folds
+    max_steps: int = Field(150, ge=1)
+    batch_size: int = Field(8, ge=1)  # texts
+    rank: int = Field(16, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
+    adapter: TokensAdapterSettings = TokensAdapterSettings()
+
+
 class OptimSettings(Strict):
     max_steps: int = Field(700, ge=1)
     batch_size: int = Field(32, ge=1)
@@ -66,7 +89,7 @@ class OptimSettings(Strict):
 
 class Config(Strict):
     out: str = "runs/rag-facts"
-    part: Literal["facts", "docs"] = "facts"
+    part: Literal["facts", "docs", "tokens"] = "facts"
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu"] = "auto"
     lm: str = "assets/rag"
@@ -76,3 +99,4 @@ class Config(Strict):
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()
     docs: DocsSettings = DocsSettings()
+    tokens: TokensSettings = TokensSettings()

@@ -36,8 +36,11 @@ def table(contents: list[dict[str, Any]]) -> str:
     made = training.spread_table("", FACTS if facts else DOCS, runs)
     parameters = f"{contents[0]['parameters']:,} trained parameters"
     if not facts:
+        held = f"{contents[0]['bytes']:,} bytes of held-out topics"
+        if contents[0]["part"] == "tokens":
+            return f"{made}\n\n{parameters}; {held}; {contents[0]['entries']:,} tokens to search."
         taken = f"{contents[0]['copies']:.1%} of the other topics were copies and are taken out"
-        return f"{made}\n\n{parameters}; {contents[0]['bytes']:,} bytes of held-out topics; {taken}."
+        return f"{made}\n\n{parameters}; {held}; {taken}."
     seconds = training.mean_and_spread([one["seconds"] for one in contents], 1, ".0f", " s")
     return f"{made}\n\nadapter: {parameters}, {contents[0]['steps']} steps in {seconds}."
 

@@ -23,7 +23,8 @@ from .reading import begin_as_lookup
 from .settings import Config
 
 Choice = Callable[[list[int]], list[int]]
-Memories = Callable[[Sequence[Window]], mmattn.Memory]
+#: The memory of a batch of windows, or of other texts with ids.
+Memories = Callable[[Sequence[Any]], Any]
 
 
 def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def batches(train: list[Window], config: Config) -> Iterator[list[Window]]:
 def loss_on(model: Any, memory: Memories | None = None) -> training.Loss:
     """Minus log p of the windows, with the memories that they are given."""
 
-    def loss(part: Sequence[Window], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+    def loss(part: Sequence[Any], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
         batch = training.collate([window.ids for window in part], memory and memory(part))
         return training.sum_nats(model, batch.to(device_of(model)))
 
@@ -120,7 +121,7 @@ def loss_on(model: Any, memory: Memories | None = None) -> training.Loss:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Any, test: list[Window], batch: int, size: int, memory: Memories | None) -> float:
+def bits_per_byte(model: Any, test: Sequence[Any], batch: int, size: int, memory: Memories | None) -> float:
     """Bits of all windows for each byte of their text; the first token of a window costs nothing, in every row."""
     nats = 0.0
     for start in range(0, len(test), batch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmattn import Memory, training
+from mmattn import Index, Memory, training
 from mmattn.errors import ConfigError, ShapeError, TextError
 
 
@@ -63,6 +63,13 @@ class TestCollate:
         assert training.collate([[5], [8]], memory).kwargs()["memory"] is memory
         with pytest.raises(ShapeError, match="3 texts need 3 rows of memory, got 2"):
             training.collate([[5], [8], [9]], memory)
+
+    def test_an_index_that_attention_searches(self) -> None:
+        index = Index.build(torch.randn(7, 5))
+        batch = training.collate([[5], [8]], index.as_memory(3)).to("cpu")
+        assert batch.kwargs()["memory"].index is index
+        with pytest.raises(ShapeError, match="2 texts need 2 rows of memory, got 3"):
+            training.collate([[5], [8]], index.as_memory(3, queries=torch.randn(3, 5)))
 
     @pytest.mark.parametrize("rows", [[], [[5], []]])
     def test_nothing_to_read(self, rows: list[list[int]]) -> None:

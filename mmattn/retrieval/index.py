@@ -47,10 +47,10 @@ class Index:
     which they were added.
 
     Stores: "exact" misses nothing: its scan in bfloat16 (where the processor is quick at that) only proposes, within a
-    bound on its error. "flat" is faiss's own comparison in float32. "hnsw" and "ivfpq" are approximate: they may miss
-    some of the best k, with a filter more of them, and "ivfpq" may then give fewer than k. "pgvector", "qdrant",
-    "qdrant-edge" and "lancedb" hold entries in a database, where `Index.open` finds them again. Others are registered
-    with `register_store`.
+    bound on its error. "flat" is faiss's own comparison in float32. "hnsw", "ivf" and "ivfpq" are approximate: they
+    may miss some of the best k, with a filter more of them, and the last two may then give fewer than k. "pgvector",
+    "qdrant", "qdrant-edge" and "lancedb" hold entries in a database, where `Index.open` finds them again.
+    Others are registered with `register_store`.
 
     Args:
         store: what holds the entries.
@@ -104,8 +104,8 @@ class Index:
             metadata: a JSON value for each entry, which filters see.
             tokens: encoded tokens of each entry, one row each, for `hits.memory(tokens=True)`.
             metric: "cosine", "ip" or "l2".
-            store: "exact" (the default), "flat", "hnsw", "ivfpq", "qdrant", "qdrant-edge", "pgvector", "lancedb", one
-                that was registered, or an address, as for `open`.
+            store: "exact" (the default), "flat", "hnsw", "ivf", "ivfpq", "qdrant", "qdrant-edge", "pgvector",
+                "lancedb", one that was registered, or an address, as for `open`.
             **settings: those of the store, such as `links=16` of "hnsw": see `mmattn.retrieval.stores`.
 
         Raises:

@@ -20,8 +20,8 @@ from mmattn.searched_memory import SearchedMemory
 _ROWS = 1 << 16
 #: Numbers of candidates that are compared at once.
 _NUMBERS = 1 << 24
-#: How far from their mean ratios may be that count as one.
-_ALIKE = 0.02
+#: How far from their mean, relatively, ratios may be that count as one: of scores, and of an approximate order.
+_ALIKE, _ROUGHLY_ALIKE = 0.02, 0.1
 
 
 class IndexMemory(SearchedMemory):
@@ -32,14 +32,17 @@ class IndexMemory(SearchedMemory):
     (Unlimiformer, arXiv 2305.01625). The size normalisation of an adapter counts all entries.
 
     One search structure serves all layers and heads. It is of the kind of the index's store, with its settings: "exact"
-    finds the best for certain, "hnsw" and "ivfpq" nearly. It is made at the first use, lies in memory beside the index,
-    and follows its changes. A call sees the entries as they were when it began.
+    finds the best for certain, "ivf", "hnsw" and "ivfpq" nearly. Approximate ones are searched where they are when the
+    entries are about equally long, as encoders make them; others are made at the first use, over the entries as the
+    adapter's norm leaves them, lie in memory beside the index, and follow its changes. A call sees the entries as they
+    were when it began.
 
     Args:
         index: the index, in the memory of this process.
         per_query: how many entries each token sees, in each layer and head.
         queries: for adapters with score_bias what each row of text is looked up by, as in `index.search`; the scores
-            of all entries are added to the attention's own.
+            of all entries are added to the attention's own. Where the store is approximate, all entries are compared
+            with them once, so that those with the best scores are always among what is found.
         encoder: what encoded, or shall encode, the queries.
 
     Raises:
@@ -62,6 +65,7 @@ class IndexMemory(SearchedMemory):
         self.index, self.dim = index, index.dim
         self.queries = None if queries is None else index.space.queries(queries, encoder, index.device).detach()
         self.rows = None if self.queries is None else len(self.queries)
+        self._compared: tuple[Entries, Tensor] | None = None
 
     def entries(self, eps: float | None, scored: bool = False) -> IndexEntries:
         """The entries as they are now.
@@ -71,7 +75,23 @@ class IndexMemory(SearchedMemory):
             scored: searches weigh the scores of the queries, too.
         """
         searched = self.index.search_structures.get(eps, scored)
-        return IndexEntries(searched, self.index.metric, self.queries)
+        exact = all(part.structure.exact for part in searched.version.parts)
+        best = self._best_scores(searched.entries) if scored and not exact else None
+        return IndexEntries(searched, self.index.metric, self.queries, best)
+
+    @torch.no_grad()
+    def _best_scores(self, entries: Entries) -> Tensor:
+        """The rows (b, c) of the entries with the best scores."""
+        assert self.queries is not None
+        known = self._compared
+        if known is not None and known[0] is entries:
+            return known[1]
+        asked, cosine = self.queries.to(entries.vectors.device), self.index.metric == "cosine"
+        blocks = entries.vectors.split(_ROWS)
+        fits = torch.cat([asked @ (directions(block) if cosine else block).T for block in blocks], 1)
+        rows = fits.topk(min(self.per_query, len(entries))).indices
+        self._compared = entries, rows
+        return rows
 
     def __repr__(self) -> str:
         return f"IndexMemory({len(self.index)} entries, e={self.dim}, per_query={self.per_query})"
@@ -86,11 +106,13 @@ class Searched:
         version: finds them by inner products with what they are searched as, (n, e) or (n, 2e).
         ratio: of a score to the inner product with that, where it is the same for all; None where what the scores are
             inner products with stands beside it.
+        centred: queries have to lose their mean, in place of the entries.
     """
 
     entries: Entries
     version: Version
     ratio: float | None
+    centred: bool = False
 
 
 class SearchStructures:
@@ -113,31 +135,41 @@ class SearchStructures:
             scored: scores of the index are added to the inner products.
         """
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            store, known = self._index.store, self._known.get((eps, scored))
-            own = store.version
+            known, own = self._known.get((eps, scored)), self._index.store.version
             if known is not None and known.entries is own.entries:
                 return known
-            if eps is None and store.metric == "ip":
-                searched = Searched(own.entries, own, 1.0)
-            else:
-                vectors, ratio = as_searched(own.entries.vectors, eps, store.metric, scored)
-                shown = Entries(own.entries.ids, own.entries.texts, own.entries.metadata, vectors)
-                build = type(store)(vectors.shape[1], "ip", **store.settings).build
-                before = None if known is None else known.version.entries.vectors
-                alike = before is not None and (before.device, before.shape[1]) == (vectors.device, vectors.shape[1])
-                if known is None or not alike:
-                    version = Version.over(shown, "ip", build)
-                else:
-                    version = known.version.followed(shown, moves(known.entries, own.entries), build)
-                searched = Searched(own.entries, version, ratio)
+            searched = self._as_it_is(own, eps) or self._beside(own, eps, scored, known)
             self._known[eps, scored] = searched
             return searched
 
-    def nbytes(self) -> int:
-        """Bytes of the vectors as they are searched, without what the store builds over them."""
-        return sum(
-            one.version.entries.vectors.nbytes for one in self._known.values() if one.version.entries is not one.entries
-        )
+    def versions(self) -> list[Version]:
+        """What stands beside the index."""
+        return [one.version for one in self._known.values() if one.version.entries is not one.entries]
+
+    def _as_it_is(self, own: Version, eps: float | None) -> Searched | None:
+        """The index's own structure, where it finds what attention looks for."""
+        metric = self._index.metric
+        if eps is None and metric == "ip":
+            return Searched(own.entries, own, 1.0)
+        if metric == "l2" or all(part.structure.exact for part in own.parts):
+            return None
+        # Entries of about one length are in one order by ⟨q, norm(x)⟩ and by ⟨q - mean(q), x⟩, but for near ties.
+        ratio = common(ratios(own.entries.vectors, eps, metric), _ROUGHLY_ALIKE)
+        return None if ratio is None else Searched(own.entries, own, ratio, centred=eps is not None)
+
+    def _beside(self, own: Version, eps: float | None, scored: bool, known: Searched | None) -> Searched:
+        """A structure of the same kind over the entries as attention sees them."""
+        store = self._index.store
+        vectors, ratio = as_searched(own.entries.vectors, eps, store.metric, scored)
+        shown = Entries(own.entries.ids, own.entries.texts, own.entries.metadata, vectors)
+        build = type(store)(vectors.shape[1], "ip", **store.settings).build
+        if known is None or known.version.entries is known.entries:
+            return Searched(own.entries, Version.over(shown, "ip", build), ratio)
+        before = known.version.entries.vectors
+        if (before.device, before.shape[1]) != (vectors.device, vectors.shape[1]):
+            return Searched(own.entries, Version.over(shown, "ip", build), ratio)
+        version = known.version.followed(shown, moves(known.entries, own.entries), build)
+        return Searched(own.entries, version, ratio)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +180,13 @@ class IndexEntries:
         searched: the version.
         metric: of the index.
         queries: (b, e) what each row of text is looked up by; None without scores.
+        best: rows (b, c) of the entries with the best scores, which a search must not miss; None where it does not.
     """
 
     searched: Searched
     metric: str
     queries: Tensor | None
+    best: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.searched.entries)
@@ -162,14 +196,21 @@ class IndexEntries:
         version = self.searched.version
         vectors = version.entries.vectors
         queries = queries.to(vectors.device, torch.float32)
+        if self.searched.centred:
+            queries = queries - queries.mean(-1, keepdim=True)
         if score_weight is not None:
             queries = self._with_scores(queries, score_weight)
         asked = queries.flatten(0, 1)
         rows = version.candidates(asked, count, None)
+        if self.best is not None:
+            best = self.best.repeat_interleave(len(asked) // len(self.best), 0)
+            rows = torch.cat([rows, best.to(rows.device)], 1).sort(1).values
+            rows[:, 1:].masked_fill_(rows[:, 1:] == rows[:, :-1], -1)
         if rows.shape[1] > count:
             step = max(1, _NUMBERS // (rows.shape[1] * vectors.shape[1]))
             parts = zip(asked.split(step), rows.split(step), strict=True)
-            rows = torch.cat([_best(some, vectors, own, count) for some, own in parts])
+            cosine = version.metric == "cosine"
+            rows = torch.cat([_best(some, vectors, own, count, cosine) for some, own in parts])
         return rows.unflatten(0, queries.shape[:2])
 
     def _with_scores(self, queries: Tensor, weight: float) -> Tensor:
@@ -200,9 +241,10 @@ class IndexEntries:
         return Memory(entries.vectors[None], sources=sources, check_finite=False)
 
 
-def _best(queries: Tensor, vectors: Tensor, rows: Tensor, count: int) -> Tensor:
+def _best(queries: Tensor, vectors: Tensor, rows: Tensor, count: int, cosine: bool) -> Tensor:
     """Those of the rows (b, c) with the `count` largest inner products, as attention computes them: in float32."""
-    fit = (vectors[rows.clamp(min=0)] @ queries[..., None])[..., 0].masked_fill(rows < 0, -torch.inf)
+    found = vectors[rows.clamp(min=0)]
+    fit = ((directions(found) if cosine else found) @ queries[..., None])[..., 0].masked_fill(rows < 0, -torch.inf)
     return rows.gather(1, fit.topk(count).indices)
 
 
@@ -218,22 +260,34 @@ def as_searched(vectors: Tensor, eps: float | None, metric: str, scored: bool) -
         metric: of the scores.
         scored: whether there are any.
     """
-    shown, ratios = torch.empty_like(vectors), vectors.new_ones(len(vectors))
-    for start in range(0, len(vectors), _ROWS):
-        block, part = vectors[start : start + _ROWS], slice(start, start + _ROWS)
-        if eps is None:
-            shown[part] = block
-        else:
-            shown[part] = torch.nn.functional.layer_norm(block, block.shape[1:], eps=eps)
-            ratios[part] = (block.var(1, correction=0) + eps).sqrt()
-        if metric == "cosine":
-            ratios[part] /= lengths_of(block).to(ratios.dtype).clamp(min=1e-12)
-    if not len(vectors) or not scored:
+    shown = vectors
+    if eps is not None:
+        shown = torch.cat([torch.nn.functional.layer_norm(one, one.shape[1:], eps=eps) for one in vectors.split(_ROWS)])
+    if not scored:
         return shown, 1.0
-    ratio = float(ratios.mean())
-    if float((ratios - ratio).abs().max()) < _ALIKE * ratio:
+    ratio = common(ratios(vectors, eps, metric))
+    if ratio is not None:
         return shown, ratio
     return torch.cat([shown, directions(vectors) if metric == "cosine" else vectors], 1), None
+
+
+def ratios(vectors: Tensor, eps: float | None, metric: str) -> Tensor:
+    """How many times each score (n,) of a metric is the inner product with what the norm leaves of an entry."""
+    found = vectors.new_ones(len(vectors))
+    for block, part in zip(vectors.split(_ROWS), found.split(_ROWS), strict=True):
+        if eps is not None:
+            part *= (block.var(1, correction=0) + eps).sqrt()
+        if metric == "cosine":
+            part /= lengths_of(block).to(part.dtype).clamp(min=1e-12)
+    return found
+
+
+def common(ratios: Tensor, within: float = _ALIKE) -> float | None:
+    """Their mean, where all are so near to it."""
+    if not len(ratios):
+        return 1.0
+    ratio = float(ratios.mean())
+    return ratio if float((ratios - ratio).abs().max()) < within * ratio else None
 
 
 def moves(old: Entries, new: Entries) -> Tensor:

@@ -70,7 +70,7 @@ class MultiVectorIndex(Index):
         Args:
             items: texts, which need an encoder, or the vectors of each entry: a memory (n, m, e), whose mask says which
                 are real, a tensor (n, m, e), or a list of tensors or arrays (m, e).
-            store: "exact" (the default), "flat", "hnsw", "ivfpq", or one that was registered and holds tokens.
+            store: "exact" (the default), "flat", "hnsw", "ivf", "ivfpq", or one that was registered and holds tokens.
             **arguments: `encoder`, `ids`, `texts`, `metadata`, `metric` ("cosine" or "ip") and settings of the store,
                 as for `Index.build`.
 

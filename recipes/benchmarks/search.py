@@ -3,8 +3,8 @@
     python -m recipes.benchmarks search [--quick]
 
 Vectors lie around as many centres as there are thousands of them, and queries near some of the vectors. "exact" is
-`Index.search` as a user calls it, ids and hits included; "flat", "hnsw" and "ivfpq" are the stores of faiss behind the
-same verb. The others are the bare libraries, which answer with numbers of rows. hnsw stops at a hundred thousand
+`Index.search` as a user calls it, ids and hits included; "flat", "hnsw", "ivf" and "ivfpq" are faiss under the same
+verb. The others are the bare libraries, which answer with numbers of rows. hnsw stops at a hundred thousand
 entries, where building it takes minutes.
 """
 
@@ -53,7 +53,7 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
     flat = faiss.IndexFlatIP(WIDTH)
     flat.add(arrays)
     indexes = {}
-    for store in ("exact", "flat", "ivfpq", *(("hnsw",) if count <= LARGEST_GRAPH else ())):
+    for store in ("exact", "flat", "ivf", "ivfpq", *(("hnsw",) if count <= LARGEST_GRAPH else ())):
         indexes[store] = mmattn.Index.build(vectors, metric="ip", store=store)
     for number in QUERIES:
         asked = queries[:number]
@@ -91,16 +91,19 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
 
 
 def bytes_held(index: mmattn.Index) -> int:
-    """The vectors, which every index keeps for the true scores, and what its store built over them."""
+    """The vectors, which every index keeps for the true scores, and what was built over them, for attention too."""
     import faiss
 
     store: Any = index.store
-    structure = store.version.parts[0].structure
-    if hasattr(structure, "index"):  # one of faiss
-        made = faiss.serialize_index(structure.index).nbytes
-    else:
-        made = sum(value.nbytes for value in vars(structure).values() if isinstance(value, torch.Tensor))
-    return store.version.entries.vectors.nbytes + made
+    held = 0
+    for version in (store.version, *index.search_structures.versions()):
+        structure = version.parts[0].structure
+        if hasattr(structure, "index"):  # one of faiss
+            made = faiss.serialize_index(structure.index).nbytes
+        else:
+            made = sum(value.nbytes for value in vars(structure).values() if isinstance(value, torch.Tensor))
+        held += version.entries.vectors.nbytes + made
+    return held
 
 
 def recall(hits: Hits, true: torch.Tensor) -> float:

@@ -20,6 +20,7 @@ STORES: dict[str, dict[str, Any]] = {
     "exact": {},
     "flat": {},
     "hnsw": {"links": 48, "build_effort": 400, "search_effort": 1500},
+    "ivf": {"lists": 11, "visited": 11},
     "ivfpq": {"lists": 11, "visited": 11},
 }
 #: An index in this process and one over a Qdrant collection: one set of verbs, ids and refusals.

@@ -43,9 +43,9 @@ def test_what_was_saved_is_loaded(tmp_path: Path, store: str, metric: str, mappe
     same(again, Index.load(tmp_path / "index"))
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_an_index_mapped_from_a_version_that_is_gone_still_searches(tmp_path: Path, mapped: bool) -> None:
-    index = small(1201, store="ivfpq")
+@pytest.mark.parametrize(("store", "mapped"), [("ivfpq", False), ("ivfpq", True), ("ivf", True)])
+def test_an_index_mapped_from_a_version_that_is_gone_still_searches(tmp_path: Path, store: str, mapped: bool) -> None:
+    index = small(1201, store=store)
     index.save(tmp_path / "index")
     again = Index.load(tmp_path / "index", mapped=mapped)
     small(7).save(tmp_path / "index")

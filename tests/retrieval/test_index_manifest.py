@@ -267,7 +267,7 @@ def test_zeros_under_the_cosine_are_refused(tmp_path: Path) -> None:
         Index.load(tmp_path)
 
 
-@pytest.mark.parametrize("store", ["flat", "ivfpq"])
+@pytest.mark.parametrize("store", ["flat", "ivf", "ivfpq"])
 def test_what_faiss_built_for_another_store_or_metric_is_refused(tmp_path: Path, store: str) -> None:
     for number, other in enumerate(({"store": "hnsw", "metric": "ip"}, {"store": store, "metric": "l2"})):
         torch.manual_seed(0)

@@ -208,7 +208,7 @@ def test_a_change_does_not_build_everything_again() -> None:
         assert found == (shown @ query).argmax(), "the entry as it is now"
 
 
-@pytest.mark.parametrize("store", ["hnsw", "ivfpq"])
+@pytest.mark.parametrize("store", ["hnsw", "ivf", "ivfpq"])
 def test_approximate_stores(store: str) -> None:
     """Most of the attention is found, and everything that is found is weighed exactly."""
     torch.manual_seed(0)
@@ -219,6 +219,51 @@ def test_approximate_stores(store: str) -> None:
         exact = model(ids, memory=Index.build(entries).as_memory(64)).logits
         found = model(ids, memory=Index.build(entries, store=store).as_memory(64)).logits
     assert (found - exact).abs().mean() < 0.1 * (exact - model.host(ids).logits).abs().mean()
+
+
+@pytest.mark.parametrize("change", ["", "lengths", "means"])
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("metric", ["cosine", "ip"])
+def test_entries_of_one_length_are_searched_where_they_are(metric: str, scored: bool, change: str) -> None:
+    """The structure of an approximate index serves attention, and finds what one over normalised entries would."""
+    torch.manual_seed(0)
+    entries = torch.nn.functional.normalize(torch.randn(3001, 192) + (0.1 if change == "means" else 0))
+    if change == "lengths":
+        entries *= torch.rand(3001, 1) + 0.5
+    index = Index.build(entries, metric=metric, store="ivf", lists=11, visited=11)
+    given = index.as_memory(7, queries=torch.randn(2, 192)).entries(1e-5, scored)
+    assert (given.searched.version is index.store.version) == (change != "lengths" or metric == "cosine")
+    queries, weight = torch.randn(2, 11, 192), 3.0 if scored else None
+    found = given.search(queries, 7, weight)
+    fit = queries @ torch.nn.functional.layer_norm(entries, (192,), eps=1e-5).T
+    if scored:
+        fit = fit + weight * given.scores(torch.arange(3001))[:, None]
+    wanted = fit.topk(7).indices
+    shared = (found[..., None] == wanted[..., None, :]).any(-1).float().mean()
+    assert shared > 0.97, "but for near ties"
+
+
+@pytest.mark.parametrize("metric", ["cosine", "ip"])
+@pytest.mark.parametrize("store", ["hnsw", "ivf", "ivfpq"])
+def test_the_best_scores_are_never_missed(store: str, metric: str) -> None:
+    """Also where the structure is too poor to find them, after changes of the index, and each of them once."""
+    torch.manual_seed(0)
+    poor = {"hnsw": {"links": 2, "build_effort": 1, "search_effort": 1}}.get(store, {"lists": 50, "visited": 1})
+    index = Index.build(torch.randn(2003, 24), metric=metric, store=store, **poor)
+    asked = torch.randn(3, 24)
+    memory = index.as_memory(5, queries=asked)
+
+    def check() -> None:
+        given = memory.entries(1e-5, scored=True)
+        found = given.search(1e-4 * torch.randn(3 * 2, 7, 24), 5, 10.0)
+        wanted = given.scores(torch.arange(len(index))).topk(5).indices.repeat_interleave(2, 0)[:, None]
+        assert torch.equal(found.sort().values, wanted.sort().values.expand_as(found))
+
+    check()
+    index.delete(index.search(asked, 2).ids[0])
+    check()
+    index.add(3 * asked)
+    check()
 
 
 def test_recorded_weights_and_the_memory_itself() -> None:

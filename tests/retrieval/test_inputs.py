@@ -129,6 +129,7 @@ def test_building(arguments: dict[str, Any], error: type[Exception], match: str)
         ("hnsw", {"links": 1}, "links must be at least 2"),
         ("hnsw", {"search_effort": 0}, "search_effort must be at least 1"),
         ("ivfpq", {"lists": 2.5}, "lists must be an int"),
+        ("ivf", {"visited": 0}, "visited must be"),
         ("hnsw", {"lists": 7}, "'hnsw' has no setting 'lists'; its settings: links, build_effort, search_effort"),
         ("exact", {"metdata": [{}, {}]}, "'exact' has no setting 'metdata'; its settings: none"),
     ],

@@ -21,6 +21,7 @@ from mmattn.retrieval import (
     Index,
     InMemoryStore,
     IVFPQStore,
+    IVFStore,
     QdrantStore,
     VectorStore,
     register_store,
@@ -34,6 +35,8 @@ OURS: dict[str, Callable[[int, str], VectorStore]] = {
     "exact": InMemoryStore,
     "flat": FlatStore,
     "hnsw": HNSWStore,
+    "ivf": IVFStore,
+    "ivf-settings": lambda dim, metric: IVFStore(dim, metric, lists=7, visited=7),
     "ivfpq": IVFPQStore,
     "ivfpq-settings": lambda dim, metric: IVFPQStore(dim, metric, lists=7, visited=7, bytes=6),
     "qdrant": QdrantStore,
@@ -224,17 +227,18 @@ def test_an_index_over_a_store_of_ones_own() -> None:
     assert mmattn.Index.build(torch.eye(3), store="hnsw", links=7).store.settings == index.store.settings
 
 
-def test_lists_visited_by_default(tmp_path: Path) -> None:
-    """An eighth of them: of 83, ten, and neither fewer nor more; in what was loaded, too."""
+@pytest.mark.parametrize(("store", "default"), [("ivfpq", 10), ("ivf", 32)])
+def test_lists_visited_by_default(tmp_path: Path, store: str, default: int) -> None:
+    """An eighth of them, of 83 ten, or 32 where vectors are whole, and not one more; in what was loaded, too."""
     vectors, queries = torch.randn(3251, 12), torch.randn(29, 12)
     found = {}
-    for visited in (None, 9, 10, 11):
-        index = Index.build(vectors, store="ivfpq", lists=83, visited=visited)
+    for visited in (None, default - 1, default, default + 1):
+        index = Index.build(vectors, store=store, lists=83, visited=visited)
         found[visited] = index.search(queries, 31).ids
         index.save(tmp_path / f"{visited}")
         for mapped in (False, True):
             assert Index.load(tmp_path / f"{visited}", mapped=mapped).search(queries, 31).ids == found[visited]
-    assert found[None] == found[10] and found[10] not in (found[9], found[11])
+    assert found[None] == found[default] and found[default] not in (found[default - 1], found[default + 1])
 
 
 def test_the_suite_needs_no_pytest() -> None:

@@ -46,6 +46,7 @@ def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_page_asks_and_a_stop_finishes_what_runs(served: tuple[subprocess.Popen[str], str]) -> None:
     process, url = served
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

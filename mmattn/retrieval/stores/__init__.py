@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmattn.retrieval.stores.faiss import FlatStore, HNSWStore, IVFPQStore
+from mmattn.retrieval.stores.faiss import FlatStore, HNSWStore, IVFPQStore, IVFStore
 from mmattn.retrieval.stores.in_memory import InMemoryStore
 from mmattn.retrieval.stores.lancedb import LanceStore
 from mmattn.retrieval.stores.pgvector import PgvectorStore
@@ -17,6 +17,7 @@ __all__ = [
     "FlatStore",
     "HNSWStore",
     "IVFPQStore",
+    "IVFStore",
     "InMemoryStore",
     "LanceStore",
     "PgvectorStore",

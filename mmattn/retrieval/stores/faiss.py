@@ -24,6 +24,8 @@ from mmattn.storage.atomic import replacing
 _FILE = "engine.faiss"
 #: Fewer vectors than this teach a product quantiser nothing.
 _ENOUGH = 1024
+#: Vectors that each centre of the lists is learned from, at most.
+_EACH = 64
 
 
 class FaissStore(InMemoryStore, ABC):
@@ -59,9 +61,9 @@ class FaissStore(InMemoryStore, ABC):
             count: how many are wanted.
         """
 
-    @abstractmethod
     def width(self, count: int) -> int:
-        """How many candidates to take for `count` results."""
+        """How many candidates to take for `count` results: as many where faiss compares the vectors themselves."""
+        return count
 
     def save(self, folder: str) -> None:
         """Write the entries and what faiss has built."""
@@ -201,17 +203,73 @@ class HNSWStore(FaissStore):
         """The parameters of one search in faiss."""
         return faiss().SearchParametersHNSW(sel=selector, efSearch=max(self.search_effort, count))
 
-    def width(self, count: int) -> int:
-        """How many candidates to take for `count` results."""
-        return 2 * count + 32
+
+@register_store("ivf")
+class IVFStore(FaissStore):
+    """Entries in lists around centres; a search compares those of the lists whose centres fit best (Jégou et al. 2011).
+
+    It finds more than "hnsw" for queries that do not lie where entries lie, as those of attention (arXiv 2409.10516).
+    Below 1,024 entries there is too little to learn centres from, and all are compared.
+
+    Args:
+        dim: width e of the vectors.
+        metric: how they are compared.
+        lists: how many; by default 4 √n, but 39 entries in each.
+        visited: how many a search visits; by default a 32nd, at least 32. More find more.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    recall = 0.9
+    index_class = "IndexIVFFlat"
+
+    def __init__(self, dim: int, metric: str, *, lists: int | None = None, visited: int | None = None) -> None:
+        self.lists = None if lists is None else check_int("lists", lists)
+        self.visited = None if visited is None else check_int("visited", visited)
+        super().__init__(dim, metric)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Lists, and those visited."""
+        return {"lists": self.lists, "visited": self.visited}
+
+    def build(self, vectors: Tensor) -> Structure:
+        """The faiss index over vectors (n, e), or the scan where there is too little to learn from."""
+        return super().build(vectors) if len(vectors) >= _ENOUGH else BoundedScan(vectors, self.metric)
+
+    def trained(self, vectors: Tensor) -> Any:
+        """The faiss index itself."""
+        count, dim = vectors.shape
+        lists = min(self.lists or int(4 * math.sqrt(count)), count // 39)
+        index = self.empty(lists)
+        # faiss prints advice about small trainings to stderr, which is nothing a caller could act upon.
+        index.cp.min_points_per_centroid, index.cp.max_points_per_centroid = 1, _EACH
+        values = _numpy(vectors, self.metric)
+        index.train(values)
+        index.add(values)
+        index.nprobe = self.visited or self.visited_of(lists)
+        return index
+
+    def empty(self, lists: int) -> Any:
+        """An index in faiss that has learned nothing yet."""
+        return faiss().index_factory(self.dim, f"IVF{lists},Flat", _faiss_metric(self.metric))
+
+    def visited_of(self, lists: int) -> int:
+        """How many of so many lists a search visits where nobody said."""
+        return max(32, lists // 32)
+
+    def parameters(self, index: Any, selector: Any, count: int) -> Any:
+        """The parameters of one search in faiss."""
+        # Left out, it would be one list, whatever the index says.
+        return faiss().SearchParametersIVF(sel=selector, nprobe=index.nprobe)
 
 
 @register_store("ivfpq")
-class IVFPQStore(FaissStore):
-    """Entries in lists around centres, a few bytes each (Jégou et al. 2011): for what does not fit into memory.
+class IVFPQStore(IVFStore):
+    """As "ivf", with a few bytes of each entry in its list (Jégou et al. 2011): for what does not fit into memory.
 
-    Use it with `Index.load(..., mapped=True)`, which leaves the full vectors on the disk. Below 1,024 entries there is
-    too little to learn the bytes from, and all are compared.
+    Use it with `Index.load(..., mapped=True)`, which leaves the full vectors on the disk.
 
     Args:
         dim: width e of the vectors.
@@ -236,42 +294,28 @@ class IVFPQStore(FaissStore):
         visited: int | None = None,
         bytes: int | None = None,
     ) -> None:
-        for name, value in (("lists", lists), ("visited", visited), ("bytes", bytes)):
-            if value is not None:
-                check_int(name, value)
+        self.bytes = None if bytes is None else check_int("bytes", bytes)
         if bytes is not None and dim % bytes:
             raise ConfigError(f"IVFPQ needs bytes that divide the width of the vectors, got bytes={bytes}, width {dim}")
-        self.lists, self.visited, self.bytes = lists, visited, bytes
-        super().__init__(dim, metric)
+        super().__init__(dim, metric, lists=lists, visited=visited)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Lists, those visited, and bytes."""
-        return {"lists": self.lists, "visited": self.visited, "bytes": self.bytes}
+        return super().settings | {"bytes": self.bytes}
 
-    def build(self, vectors: Tensor) -> Structure:
-        """The faiss index over vectors (n, e), or the scan where there is too little to learn from."""
-        return super().build(vectors) if len(vectors) >= _ENOUGH else BoundedScan(vectors, self.metric)
-
-    def trained(self, vectors: Tensor) -> Any:
-        """The faiss index itself."""
-        count, dim = vectors.shape
+    def empty(self, lists: int) -> Any:
+        """An index in faiss that has learned nothing yet."""
+        dim = self.dim
         size = self.bytes or max(part for part in range(1, max(1, dim // 4) + 1) if dim % part == 0)
-        lists = min(self.lists or int(4 * math.sqrt(count)), count // 39)
         index = faiss().index_factory(dim, f"IVF{lists},PQ{size}", _faiss_metric(self.metric))
-        # faiss prints advice about small trainings to stderr, which is nothing a caller could act upon.
-        index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1
+        index.pq.cp.min_points_per_centroid = 1
         index.do_polysemous_training = False  # seconds, for a kind of search that is not used here
-        values = _numpy(vectors, self.metric)
-        index.train(values)
-        index.add(values)
-        index.nprobe = self.visited or max(8, lists // 8)
         return index
 
-    def parameters(self, index: Any, selector: Any, count: int) -> Any:
-        """The parameters of one search in faiss."""
-        # Left out, it would be one list, whatever the index says.
-        return faiss().SearchParametersIVF(sel=selector, nprobe=index.nprobe)
+    def visited_of(self, lists: int) -> int:
+        """How many of so many lists a search visits where nobody said."""
+        return max(8, lists // 8)
 
     def width(self, count: int) -> int:
         """How many candidates to take for `count` results."""

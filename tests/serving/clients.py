@@ -23,7 +23,7 @@ class Asked:
 
 
 class Client:
-    """One client, that asks until a time.
+    """One client, that asks until a time; a context, which ends with its connections closed.
 
     Args:
         url: of the server.
@@ -37,10 +37,16 @@ class Client:
         self.http = httpx.Client(verify=False, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=self.http)
 
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+
     def run(self, seconds: float) -> Counter[str]:
         """What became of its requests."""
         end = time.monotonic() + seconds
-        with self.http:
+        with self:
             while time.monotonic() < end:
                 ask = self.chance.choice([*3 * [self.whole], *3 * [self.stream], self.vanish, self.broken])
                 try:

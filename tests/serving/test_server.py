@@ -40,9 +40,15 @@ def server(pipe: Any) -> Iterator[Server]:
         yield server
 
 
+def asking(server: Server, api_key: str = "any") -> openai.OpenAI:
+    """A client, to be closed."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=api_key, max_retries=0)
+
+
 @pytest.fixture
 def client(server: Server) -> Iterator[Any]:
-    yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    with asking(server) as asks:
+        yield asks
     assert server.until(server.is_idle), "a request or its memory is left behind"
 
 
@@ -104,13 +110,12 @@ def test_documents_and_vectors_with_the_request(client: Any, pipe: Any) -> None:
 def test_many_at_once(server: Server, pipe: Any) -> None:
     """Sixteen clients, each with its own question; every answer is that of its own memory."""
     wanted = {question: pipe(question).text for question in QUESTIONS}
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
 
     def ask(question: str) -> bool:
         made = client.chat.completions.create(model="tiny", messages=asked(question))
         return made.choices[0].message.content == wanted[question]
 
-    with ThreadPoolExecutor(16) as pool:
+    with asking(server) as client, ThreadPoolExecutor(16) as pool:
         assert all(pool.map(ask, QUESTIONS * 2))
     assert server.until(server.is_idle)
 
@@ -231,7 +236,7 @@ def test_figures_and_logs(server: Server, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_bearer_tokens_and_a_shutdown_that_finishes_what_runs(pipe: Any) -> None:
-    with serving(pipe, api_key="secret", max_tokens=40) as server:
+    with serving(pipe, api_key="secret", max_tokens=40) as server, asking(server, "secret") as client:
         body = {"model": "tiny", "prompt": QUESTIONS[0]}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 401
         wrong = {"authorization": "Bearer sécret".encode()}
@@ -240,7 +245,6 @@ def test_bearer_tokens_and_a_shutdown_that_finishes_what_runs(pipe: Any) -> None
             httpx.get(f"{server.url}/metrics").status_code == 401
             and httpx.get(f"{server.url}/health").status_code == 200
         )
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0)
         wanted = client.completions.create(**body).choices[0].text
         texts: list[str] = []
 
@@ -265,8 +269,7 @@ def test_pictures(tmp_path: Path) -> None:
     pipe = captioning_pipe(tmp_path / "adapter")
     wanted = pipe(PICTURES)
     assert wanted[0] != wanted[1]
-    with serving(pipe) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    with serving(pipe) as server, asking(server) as client:
 
         def caption(url: str) -> str:
             content = [{"type": "image_url", "image_url": {"url": url}}]

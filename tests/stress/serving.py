@@ -61,8 +61,8 @@ def load(seconds: float, clients: int) -> tuple[Counter[str], dict[str, int]]:
         found = apart.submit(ask_all, server.url, asked, clients, seconds).result()
         server.until(server.is_idle, 60)
         # What a request wrote that was left is dropped with the end of the next.
-        last = Client(server.url, asked, 0)
-        last.whole(asked[0])
+        with Client(server.url, asked, 0) as last:
+            last.whole(asked[0])
         found += last.found
         server.until(server.is_idle, 60)
         left = {

@@ -92,7 +92,7 @@ class BlockAdapter:
         Raises:
             AttachError: the host is not that deep.
         """
-        offered = host.sites(self.position)
+        offered = self.offered(host)
         depth = len(offered)
         if self.layers is not None:
             if self.layers[-1] >= depth:
@@ -104,6 +104,10 @@ class BlockAdapter:
                 f"every={every} was asked for and the host has only {depth} layers: choose at most {depth}"
             )
         return offered[every - 1 :: every]
+
+    def offered(self, host: Host) -> list[Site]:
+        """The sites among which `layers` and `every` choose; of a host with an encoder and a decoder the decoder's."""
+        return [site for site in host.sites(self.position) if site.part != "encoder"]
 
     def attention_settings(self) -> dict[str, Any]:
         """Further arguments of the cross-attention of the blocks."""

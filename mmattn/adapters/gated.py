@@ -24,14 +24,15 @@ from mmattn.adapters.adapter_layers import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter, as_settings
 from mmattn.adapters.gated_block import BlockLayout, check_bool
 from mmattn.adapters.projected import ProjectedMemory
-from mmattn.adapters.protocols import MemorySource, Site
+from mmattn.adapters.protocols import Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState, images_so_far
 from mmattn.core.masks import media
-from mmattn.errors import ShapeError, check_choice, check_int
+from mmattn.errors import AttachError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
 
 VISIBLE = ("all", "previous", "latest")
+PARTS = ("decoder", "encoder")
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,11 @@ class GatedLayout(BlockLayout):
 @register_adapter
 @dataclass(frozen=True)
 class GatedAdapter(SlotAdapter):
-    """Settings of gated cross-attention for a language model.
+    """Settings of gated cross-attention for a language model, or another model of transformers.
 
     Args:
+        where: of a host with an encoder and a decoder, whose layers `layers` and `every` count: "decoder", which is
+            None, or "encoder"; for both attach two adapters.
         visible_segments: a token sees "all" slots, or those of the "latest" image that began at or before it, or of all
             "previous" ones (needs `media_token` or `images` at the call, and segments in the memory).
         media_token: id of the token that stands for an image in the text.
@@ -73,6 +76,7 @@ class GatedAdapter(SlotAdapter):
     layout: GatedLayout = field(default_factory=GatedLayout)
     visible_segments: str = "all"
     media_token: int | None = None
+    where: str | None = None
 
     kind: ClassVar[str] = "gated"
     example_call: ClassVar[str] = "model.generate(input_ids, memory=memory)"
@@ -83,6 +87,23 @@ class GatedAdapter(SlotAdapter):
         check_choice("visible_segments", self.visible_segments, VISIBLE)
         if self.media_token is not None:
             check_int("media_token", self.media_token, at_least=0)
+        if self.where is not None:
+            check_choice("where", self.where, PARTS)
+
+    def offered(self, host: Host) -> list[Site]:
+        """The sites of the part that `where` names.
+
+        Raises:
+            AttachError: the host has no parts.
+        """
+        if self.where is None:
+            return super().offered(host)
+        sites = [site for site in host.sites(self.position) if site.part == self.where]
+        if not sites:
+            raise AttachError(
+                f"where={self.where!r} was asked for, and this host has not both an encoder and a decoder: leave it out"
+            )
+        return sites
 
     def build(self, sites: Sequence[Site]) -> GatedLayers:
         """The trainable part for these sites."""

@@ -36,7 +36,10 @@ def width_of(lm: nn.Module) -> int:
 def embeddings_of(lm: nn.Module) -> nn.Module:
     """The embeddings of a model's tokens, the model itself where it does not say."""
     get_embeddings: Any = getattr(lm, "get_input_embeddings", None)
-    embeddings: nn.Module = lm if get_embeddings is None else get_embeddings()
+    try:
+        embeddings: nn.Module = lm if get_embeddings is None else get_embeddings()
+    except NotImplementedError:
+        return lm
     return embeddings
 
 

@@ -35,13 +35,14 @@ class Site:
     """One place of a host at which an adapter may act.
 
     Args:
-        layer: number of the host's layer, counted from 0.
+        layer: number of the host's layer, counted from 0; those of an encoder after those of its decoder.
         position: "before" or "after" the layer, on its hidden states (b, l, d); "inside" an attention layer, on its
             queries (b, h, l, k).
         module: dotted name of the layer in the host.
         width: d of the hidden states; "inside", the width of what the host's own keys and values are projected from.
         device: where the hidden states are, so where the adapter's block belongs.
         heads: "inside", the sizes of the host's attention.
+        part: "encoder" or "decoder", where a host has both.
     """
 
     layer: int
@@ -50,6 +51,7 @@ class Site:
     width: int
     device: torch.device
     heads: HeadSizes | None = None
+    part: str | None = None
 
 
 class Host(Protocol):

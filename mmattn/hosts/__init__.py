@@ -3,12 +3,14 @@
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.attach import attach
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
 from mmattn.hosts.load import load, load_published
 from mmattn.hosts.registry import host_kinds, register_host
 from mmattn.hosts.unet.model import AdaptedUNet
 
 __all__ = [
     "AdaptedCausalLM",
+    "AdaptedEncoderDecoder",
     "AdaptedModel",
     "AdaptedUNet",
     "attach",

@@ -39,6 +39,8 @@ class AdaptedModel(NamedAdapters):
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale",)
     # Whether its output has `logits` of the next token.
     predicts_tokens: ClassVar[bool] = False
+    # The axis of residual streams in the hidden states at the sites; None where they are (b, l, d).
+    stream_axis: int | None = None
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         super().__init__(host)
@@ -255,6 +257,11 @@ class AdaptedModel(NamedAdapters):
             for own in sites if site is None else [site]:
                 actions.setdefault(own, []).append((view, adapter.block(own[0]), call.adapter_scale))
         return actions
+
+    def is_apart(self, layer: int) -> bool:
+        """Whether the rows and tokens at a layer are not those of the host's forward, but of a part that may be called
+        by itself, an encoder: then what it sees is asked for there."""
+        return False
 
     def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
         """What the adapters do to hidden states x (b, l, d) where only a part of the host was called."""

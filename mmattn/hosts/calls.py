@@ -28,6 +28,7 @@ class Call:
         expansions: inside `generate`, how many rows of text a row of the prompt may become.
         generation: what `generate` last prepared for the host.
         early_exit: inside a `generate` whose drafts leave out the last layers.
+        encoded: an encoder has run with these memories.
     """
 
     sources: Mapping[str, MemorySource]
@@ -38,6 +39,7 @@ class Call:
     expansions: Collection[int] = ()
     generation: GenerationInput | None = None
     early_exit: bool = False
+    encoded: bool = False
 
     def prepare_graphs(self) -> None:
         """Compute what a compiled host is to be given, outside of its graph."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmattn.errors import ConditionError
 from mmattn.hosts.calls import FORWARD, ForwardStep
 from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
+from mmattn.hosts.residual_streams import change_streams
 
 
 class CrossAttentionHook:
@@ -28,9 +29,13 @@ class CrossAttentionHook:
         self.site = layer, self.position
 
     def adapt(self, x: Tensor) -> Tensor:
-        """What hidden states x (b, l, d) become in the current forward."""
+        """What hidden states x, (b, l, d) or several streams of them, become in the current forward."""
+        return change_streams(x, self.model.stream_axis, self._change)
+
+    def _change(self, x: Tensor) -> Tensor:
+        """What hidden states x (b, l, d) become."""
         step = FORWARD.get()
-        if step is None or step.model is not self.model:
+        if step is None or step.model is not self.model or self.model.is_apart(self.layer):
             actions = self.model.actions_of_part(x, self.site)
         else:
             step.visited.add(self.layer)

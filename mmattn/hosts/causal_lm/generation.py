@@ -29,7 +29,7 @@ def prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     if args:
         prompt: Tensor = args[0]
         return prompt
-    given = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    given = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "input_features", "input_values"))
     return next((value for value in given if value is not None), None)
 
 
@@ -40,7 +40,11 @@ def expansions_of(host: Any, kwargs: dict[str, Any]) -> frozenset[int]:
         value = asked(host, kwargs, name)
         return value if isinstance(value, int) else 1
 
-    expansions = {1, max(number("num_beams"), number("num_return_sequences"))}
+    beams, returned = number("num_beams"), number("num_return_sequences")
+    expansions = {1, max(beams, returned)}
+    own = getattr(type(inner_host(host)), "generate", None)
+    if getattr(own, "__module__", "") != "transformers.generation.utils":
+        expansions |= {returned, beams * returned}  # Whisper's own repeats its inputs for each text first
     if asked(host, kwargs, "penalty_alpha"):
         expansions.add(number("top_k"))
     return frozenset(expansions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any, ClassVar, Literal
 
@@ -37,10 +38,11 @@ from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.keywords import check_keywords
 from mmattn.hosts.causal_lm.layer_search import find_layers
 from mmattn.hosts.causal_lm.packing import keep_apart
-from mmattn.hosts.causal_lm.probe import probe
 from mmattn.hosts.causal_lm.requests import bind_request, pending, requested_call, rows_of
 from mmattn.hosts.causal_lm.step_memories import packed_view
 from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.probe import probe
+from mmattn.hosts.probe_inputs import text_inputs
 from mmattn.hosts.registry import register_host
 from mmattn.memory import Memory
 from mmattn.storage.pretrained import load_model
@@ -113,7 +115,8 @@ class AdaptedCausalLM(AdaptedModel):
         """
         layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
         with self.open_blocks.conditioned(None):
-            probe(self.host, layers, adapter.position, adapter.sites[0].width)
+            width, inputs = adapter.sites[0].width, partial(text_inputs, self.host)
+            self.stream_axis = probe(self.host, layers, adapter.position, width, inputs)
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""

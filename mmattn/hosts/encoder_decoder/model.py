@@ -1,0 +1,182 @@
+"""Models of transformers with an encoder and a decoder as hosts: T5, BART, Marian, Whisper and their like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.adapters.language_models import text_config
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.calls import Action, Call, ForwardStep
+from mmattn.hosts.causal_lm.generation import past_length
+from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.encoder_decoder.stacks import DECODER, ENCODER, find_stacks
+from mmattn.hosts.probe import LENGTH, probe
+from mmattn.hosts.probe_inputs import host_inputs, token_ids
+from mmattn.hosts.registry import register_host
+from mmattn.storage.pretrained import load_model
+
+
+@register_host
+class AdaptedEncoderDecoder(AdaptedCausalLM):
+    """A model with an encoder and a decoder, and adapters in either: `GatedAdapter(…, where="encoder")`.
+
+    Its layers are numbered from the first of the decoder on; those of the encoder come after. `generate` runs the
+    encoder once for each row and gives the decoder's beams the memory of their row.
+
+    Args:
+        host: the model.
+        require_memory: calls without a memory raise instead of giving the host's own answer.
+
+    >>> from transformers import T5Config, T5ForConditionalGeneration
+    >>> lm = T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+    ...                                          decoder_start_token_id=0)).eval()
+    >>> import mmattn
+    >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2))
+    >>> model = mmattn.attach(model, mmattn.GatedAdapter(memory_dim=24, every=2, where="encoder"), "pictures")
+    >>> ids = torch.tensor([[5, 6, 7]])
+    >>> memory = mmattn.Memory(torch.randn(1, 11, 24))
+    >>> model.generate(ids, memory=memory, num_beams=2, max_new_tokens=4).shape[0], model.active
+    (1, ['default', 'pictures'])
+    """
+
+    kind: ClassVar[str] = "encoder_decoder"
+
+    def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
+        AdaptedModel.__init__(self, host, require_memory)
+        self.stacks = find_stacks(host)
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """A model of transformers whose config says so."""
+        config: Any = getattr(model, "config", None)
+        return bool(getattr(config, "is_encoder_decoder", False)) and hasattr(model, "get_decoder")
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers of the host."""
+        return self.stacks[0].layers
+
+    def sites(self, position: str) -> list[Site]:
+        """Every layer of the decoder, and every layer of the encoder."""
+        return [site for stack in self.stacks for site in stack.sites(position)]
+
+    def is_apart(self, layer: int) -> bool:
+        """Whether it is a layer of the encoder."""
+        return layer >= self.stacks[1].first
+
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Prove with one forward that what the adapter writes at its layers reaches the answer.
+
+        Raises:
+            AttachError: the adapter follows a text, the host cannot be called, or hands on states of another shape.
+            ConditionError: a layer whose output does not matter.
+        """
+        if adapter.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
+            raise AttachError(
+                f"what {type(adapter.config).__name__} reads depends on the text so far (chunks, another model reading "
+                f"along, images in the text), and {type(self.host).__name__} reads one text and writes another: take "
+                "a GatedAdapter with visible_segments='all'"
+            )
+        layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
+        site = adapter.sites[0]
+        length = LENGTH if site.part == DECODER else None
+        with self.open_blocks.conditioned(None):
+            probe(self.host, layers, adapter.position, site.width, partial(_inputs, self.host), length)
+
+    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
+        """The decoder's ids or embeddings of this forward, and what is cached."""
+        names = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+        read = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+        if read is None:
+            read = args[0] if args else kwargs.get("input_ids")  # which T5's relatives then take for both
+        if read is None:
+            return TextState(0, 0)  # the host says itself what it misses
+        return TextState(
+            rows=read.shape[0],
+            length=read.shape[1],
+            inputs=read,
+            past=past_length(kwargs),
+            arrivals=call.arrivals,
+            expansions=call.expansions,
+        )
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ForwardStep:
+        """What the adapters do in one forward of the host.
+
+        Raises:
+            ConditionError: what an encoder said without the memory is given.
+        """
+        encoders = [
+            name for name in call.sources if name in self.active and self.adapter(name).sites[0].part == ENCODER
+        ]
+        if kwargs.get("encoder_outputs") is not None and encoders and not call.encoded:
+            raise ConditionError(
+                f"encoder_outputs were given, and the encoder did not see the memory of {encoders}: run it inside the "
+                "same block, with model.condition(memory): model.get_encoder()(…), model(encoder_outputs=…)"
+            )
+        text = self.text_state(call, args, kwargs)
+        return ForwardStep(self, host, None, self.actions(call, disabled, text))
+
+    def actions(
+        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
+    ) -> dict[tuple[int, str], list[Action]]:
+        """What the active adapters do at each site of the decoder, or at one site."""
+        actions = AdaptedModel.actions(self, call, disabled, text, site)
+        return actions if site is not None else {own: one for own, one in actions.items() if not self.is_apart(own[0])}
+
+    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
+        """What the adapters do to hidden states x (b, l, d) of the encoder, or where only a part was called."""
+        call, _ = self.current_call()
+        if call is not None and self.is_apart(site[0]):
+            call.encoded = True
+        return super().actions_of_part(x, site)
+
+    def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
+        """Refused: transformers batches requests continuously for decoder-only models.
+
+        Raises:
+            ConditionError: always.
+        """
+        raise ConditionError(
+            f"generate_batch is for models without an encoder, and {type(self.host).__name__} has one: use "
+            "generate(inputs, memory=memory)"
+        )
+
+    # For the doctor and the shared tests -----------------------------------------------------------------------------
+
+    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+        """Ids of random texts to read and to write; of another encoder the inputs it was tried with."""
+        size = getattr(text_config(self.host), "vocab_size", 2)
+        given = next(host_inputs(self.host, rows))
+        if "input_ids" in given:
+            given = {"input_ids": torch.randint(size, (rows, 5), generator=generator).to(given["input_ids"].device)}
+        ids = torch.randint(size, (rows, 7), generator=generator)
+        return given | {"decoder_input_ids": ids.to(next(iter(given.values())).device)}
+
+    @classmethod
+    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
+        """The model of this name or in this folder.
+
+        Raises:
+            AdapterFileError: there is none.
+        """
+        model: nn.Module = load_model("AutoModelForSeq2SeqLM", name, "encoder–decoder")
+        return model
+
+
+def _inputs(host: nn.Module, rows: int) -> Any:
+    """What the encoder reads, and a text for the decoder."""
+    for given in host_inputs(host, rows):
+        yield given | {"decoder_input_ids": token_ids(host, rows)}

@@ -1,0 +1,373 @@
+"""What every family must do with a memory; where a host cannot do it by itself, nothing is asked of it."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mmattn
+from mmattn.errors import MmattnError
+from mmattn.hosts.attached import adapted
+from mmattn.hosts.probe_inputs import host_inputs
+from tests.families.building import MEMORY_DIM, tiny_model
+
+IDS = torch.tensor([[5, 9, 3, 7, 2, 8, 11], [4, 4, 6, 12, 9, 3, 20]])
+NEW = 5  # tokens that are generated
+#: Relative to the largest: of two ways to compute the same, and of steps with a cache.
+CLOSE, CACHED = 2e-4, 1e-3
+
+
+class HostCannot(Exception):
+    """The host itself, without a memory, does not do what is to be checked."""
+
+
+class Family:
+    """A tiny host of a family, an adapter with open gates, and memories of two rows.
+
+    Args:
+        name: as transformers spells `model_type`.
+        auto: the class that makes it.
+        where: the adapter is in the "encoder" or the "decoder" of a host with both.
+    """
+
+    def __init__(self, name: str, auto: Any, where: str | None = None) -> None:
+        self.name, self.auto, self.where = name, auto, where
+        self.host = tiny_model(name, auto)
+        self.main = self.host.main_input_name
+        drawn = torch.Generator().manual_seed(9)
+        self.tokens = torch.randn(2, 5, MEMORY_DIM, generator=drawn)
+        self.mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+        self.memory = mmattn.Memory(self.tokens, self.mask)
+        self.alone = self.logits(self.host)
+        if not self.alone.isfinite().all() or self.alone.shape[:2] != IDS.shape:
+            raise HostCannot(f"it gives logits {tuple(self.alone.shape)}, or no finite ones")
+
+    @cached_property
+    def model(self) -> Any:
+        """The host with a fresh adapter."""
+        torch.manual_seed(3)
+        return mmattn.attach(
+            self.host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 1), num_heads=2, where=self.where)
+        )
+
+    def open(self) -> None:
+        """Have the adapter add something."""
+        drawn = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name, parameter in self.model.adapters.named_parameters():
+                if "gate" in name:
+                    parameter.fill_(0.7)
+                elif parameter.ndim >= 2:
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=drawn))
+
+    @torch.no_grad()
+    def logits(self, model: Any, ids: Tensor = IDS, **given: Any) -> Tensor:
+        """What a text is answered with."""
+        logits: Tensor = model(**self.given(ids), **given).logits
+        return logits
+
+    def given(self, ids: Tensor) -> dict[str, Tensor]:
+        """How the host is called with a text; one with an encoder reads and writes it, or hears a sound of its own."""
+        read = self.read(ids)
+        return read if self.where is None else read | {"decoder_input_ids": ids}
+
+    def read(self, ids: Tensor) -> dict[str, Tensor]:
+        """What a host reads: a text, or for each a sound."""
+        if self.main in ("input_ids", "inputs"):
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if not hasattr(self, "sound"):
+            self.sound = self._heard(ids)
+        name, shape = self.sound
+        draws = [torch.Generator().manual_seed(int(row[0])) for row in ids]
+        return {name: torch.stack([torch.randn(shape, generator=drawn) for drawn in draws])}
+
+    def _heard(self, ids: Tensor) -> tuple[str, tuple[int, ...]]:
+        """Under which name, and in which shape, the host hears a sound."""
+        for given in host_inputs(self.host, len(ids)):
+            try:
+                self.host(**given, decoder_input_ids=ids)
+            except Exception:  # the next one
+                continue
+            name, value = next(iter(given.items()))
+            return name, tuple(value.shape[1:])
+        raise HostCannot("it is not known what it hears")
+
+    def generated(self, model: Any, ids: Tensor, mask: Tensor | None = None, **given: Any) -> tuple[Tensor, Any]:
+        """New tokens (b, n), and the logits of each step."""
+        settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        settings |= {"output_scores": True, "return_dict_in_generate": True}
+        read = self.read(ids) if mask is None else {"input_ids": ids, "attention_mask": mask}
+        out = model.generate(**read, **settings | given)
+        return out.sequences[:, -NEW:], out.scores
+
+    def first_step(self, model: Any, **given: Any) -> Tensor:
+        """The logits with which writing begins."""
+        if self.where is None:
+            return self.logits(model, **given)[:, -1].float()
+        settings = self.host.generation_config
+        begin = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
+        start = torch.full((len(IDS), 1), begin)
+        with torch.no_grad():
+            logits: Tensor = model(**self.read(IDS), decoder_input_ids=start, **given).logits
+        return logits[:, -1].float()
+
+    def host_must(self, check: Callable[[], None], why: str) -> None:
+        """Leave out what the host cannot do by itself.
+
+        Raises:
+            HostCannot: it fails, or gives other answers.
+        """
+        try:
+            check()
+        except Exception as error:
+            raise HostCannot(why) from error
+
+
+def near(found: Tensor, wanted: Tensor, within: float = CLOSE, what: str = "") -> None:
+    """Both are finite, and differ by no more than that, relative to the largest."""
+    assert found.shape == wanted.shape, f"{what}: shapes {tuple(found.shape)} and {tuple(wanted.shape)}"
+    assert found.isfinite().all() and wanted.isfinite().all(), f"{what}: not finite"
+    apart = ((found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-9)).item()
+    assert apart <= within, f"{what}: {apart:.1e} apart"
+
+
+def same_texts(found: tuple[Tensor, Any], wanted: tuple[Tensor, Any], what: str = "") -> None:
+    """The same tokens, from logits that are no further apart than rounding; up to where two were as likely."""
+    for step in range(NEW):
+        near(found[1][step], wanted[1][step], CACHED, f"{what}: step {step}")
+        if not torch.equal(found[0][:, step], wanted[0][:, step]):
+            return
+
+
+def fresh(case: Family) -> None:
+    """Fresh, the host's own answer, bit for bit."""
+    again = torch.equal(case.logits(case.host), case.alone)
+    found = case.logits(case.model, memory=case.memory)
+    assert torch.equal(found, case.alone) or not again, "a fresh adapter changes the host"
+    if not again:
+        near(found, case.alone, 1e-5, "fresh")
+    case.open()
+
+
+def changes(case: Family) -> None:
+    """A memory changes its own row, from the first token on, and no other."""
+    answer = case.logits(case.model, memory=case.memory)
+    apart = (answer - case.alone).abs().flatten(1).amax(1) / case.alone.abs().max()
+    assert (apart > 1e-3).all(), f"memory changes too little: {apart.tolist()}"
+    assert not torch.equal(answer[:, 0], case.alone[:, 0]), "the first token sees nothing"
+    tokens = case.tokens.clone()
+    tokens[1] += 1
+    other = case.logits(case.model, memory=mmattn.Memory(tokens, case.mask))
+    near(other[0], answer[0], 1e-5, "row 0, when the memory of row 1 is another")
+    assert not torch.equal(other[1], answer[1]), "row 1 does not see its own memory"
+
+
+def empty_row(case: Family) -> None:
+    """A row whose slots are all hidden is the host's own: bit for bit, with experts to rounding."""
+    hidden = torch.tensor([[True] * 5, [False] * 5])
+    answer = case.logits(case.model, memory=mmattn.Memory(case.tokens, hidden))
+    near(answer[1], case.alone[1], 1e-5, "the row without a memory")
+    assert not torch.equal(answer[0], case.alone[0])
+    nothing = case.logits(case.model, memory=mmattn.Memory(case.tokens, torch.zeros(2, 5, dtype=torch.bool)))
+    exact = torch.equal(case.logits(case.model), case.alone)  # some hosts are not, from call to call
+    near(nothing, case.alone, 0.0 if exact else 1e-5, "all rows without a memory")
+
+
+def rows(case: Family) -> None:
+    """A batch is answered as its rows one by one, hidden slots left out."""
+    case.host_must(
+        lambda: [near(case.logits(case.host, IDS[i : i + 1]), case.alone[i : i + 1]) for i in range(2)][0],
+        "alone, too, answers a row otherwise in a batch",
+    )
+    together = case.logits(case.model, memory=case.memory)
+    for row in range(2):
+        own = mmattn.Memory(case.tokens[row : row + 1, : int(case.mask[row].sum())])
+        near(case.logits(case.model, IDS[row : row + 1], memory=own), together[row : row + 1], what=f"row {row}")
+
+
+def with_cache(case: Family) -> None:
+    """Generating with the host's cache and without it gives the same text, which begins as the forward says."""
+
+    def check(model: Any, **memories: Any) -> None:
+        found = case.generated(model, IDS, **memories)
+        same_texts(found, case.generated(model, IDS, **memories, use_cache=False), "use_cache=False")
+        near(found[1][0], case.first_step(model, **memories), CACHED, "first step and forward")
+
+    case.host_must(lambda: check(case.host), "alone, too, writes otherwise without its cache")
+    check(case.model, memory=case.memory)
+
+
+def padding(case: Family) -> None:
+    """Prompts of two lengths, padded on the left, each with its memory, go on as alone; encoders pad on the right."""
+    if case.main not in ("input_ids", "inputs"):
+        raise HostCannot("sounds are not padded here")
+    ids = torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], 1)
+    ids[0, 2] = 13
+    ids = ids if case.where is None else ids.flip(1)
+    mask = (ids != 0).long()
+    alone = [ids[row : row + 1, mask[row].bool()] for row in range(2)]
+
+    def check(model: Any, **memories: Any) -> None:
+        together = case.generated(model, ids, mask, **memories)
+        for row, prompt in enumerate(alone):
+            own = {name: one[row] for name, one in memories.items()}
+            part = together[0][row : row + 1], [scores[row : row + 1] for scores in together[1]]
+            same_texts(part, case.generated(model, prompt, **own), f"row {row}")
+
+    case.host_must(lambda: check(case.host), "alone, too, goes on otherwise after padding")
+    check(case.model, memory=case.memory)
+
+
+def beams(case: Family) -> None:
+    """Beams of a batch are those of its rows, each with its memory."""
+
+    def check(model: Any, **memories: Any) -> None:
+        settings = {"num_beams": 3, "num_return_sequences": 2}
+        together, _ = case.generated(model, IDS, **memories, **settings)
+        for row in range(2):
+            own = {name: one[row] for name, one in memories.items()}
+            apart, _ = case.generated(model, IDS[row : row + 1], **own, **settings)
+            assert torch.equal(together[2 * row : 2 * row + 2], apart), f"row {row}"
+
+    case.host_must(lambda: check(case.host), "alone, too, finds other beams in a batch")
+    check(case.model, memory=case.memory)
+
+
+def static_cache(case: Family) -> None:
+    """A static cache gives the same text."""
+    static = {"cache_implementation": "static"}
+    case.host_must(
+        lambda: same_texts(case.generated(case.host, IDS), case.generated(case.host, IDS, **static)),
+        "transformers has no static cache for it",
+    )
+    found = case.generated(case.model, IDS, memory=case.memory, **static)
+    same_texts(found, case.generated(case.model, IDS, memory=case.memory), "static cache")
+
+
+def saved(case: Family) -> None:
+    """Saved and loaded onto another host of the same weights, the same answers."""
+    answer = case.logits(case.model, memory=case.memory)
+    with tempfile.TemporaryDirectory() as folder:
+        case.model.save_adapter(folder)
+        other = tiny_model(case.name, case.auto)
+        other.load_state_dict(case.host.state_dict())
+        near(case.logits(mmattn.load(other, folder), memory=case.memory), answer, 0.0, "loaded")
+
+
+def gradients(case: Family) -> None:
+    """Every weight of the adapter learns and none of the host's; recomputing layers gives the same."""
+    host, model = case.host, case.model
+
+    def loss(memory: mmattn.Memory | None, recompute: dict[str, Any]) -> Tensor:
+        model.train()
+        if recompute:
+            host.gradient_checkpointing_enable(recompute)
+        if recompute.get("use_reentrant"):
+            host.enable_input_require_grads()
+        try:
+            torch.manual_seed(5)
+            value = model(**case.given(IDS), memory=memory).logits.float().square().mean()
+            if value.requires_grad:
+                value.backward()
+        finally:
+            if recompute.get("use_reentrant"):
+                host.disable_input_require_grads()
+            if recompute:
+                host.gradient_checkpointing_disable()
+            model.eval()
+        return value
+
+    def learned(**recompute: Any) -> Tensor:
+        for parameter in model.adapters.parameters():
+            parameter.grad = None
+        loss(case.memory, recompute)
+        found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
+        missing = [name for name, grad in found.items() if grad is None or not grad.isfinite().all()]
+        assert not missing, f"no gradient, or no finite one: {missing[:3]}"
+        return torch.cat([grad.flatten() for grad in found.values() if grad is not None])
+
+    plain = learned()
+    assert plain.abs().max() > 0, "nothing is learned"
+    assert all(parameter.grad is None for parameter in host.parameters()), "the host is given gradients"
+    if getattr(host, "supports_gradient_checkpointing", False):
+        for reentrant in (False, True):
+            why = f"alone, too, fails where layers are recomputed, use_reentrant={reentrant}"
+            case.host_must(lambda mode=reentrant: loss(None, {"use_reentrant": mode}), why)  # type: ignore[misc]
+            near(learned(use_reentrant=reentrant), plain, CACHED, f"recomputed, use_reentrant={reentrant}")
+
+
+def copied(case: Family) -> None:
+    """A deep copy answers as the original."""
+    twin = adapted(copy.deepcopy(case.host))
+    near(case.logits(twin, memory=case.memory), case.logits(case.model, memory=case.memory), 0.0, "the copy")
+
+
+def unloaded(case: Family) -> None:
+    """`unload` gives back the same object with the same answers and weights."""
+    state = {name: value.clone() for name, value in case.host.state_dict().items()}
+    assert case.model.unload() is case.host
+    near(case.logits(case.host), case.alone, 1e-5, "unloaded")
+    untouched = tiny_model(case.name, case.auto).state_dict()
+    assert list(state) == list(untouched), "other weights"
+    changed = [name for name, value in untouched.items() if not torch.equal(state[name], value)]
+    assert not changed or not torch.equal(case.alone, case.logits(case.host)), f"changed weights: {changed[:3]}"
+
+
+CHECKS: dict[str, Callable[[Family], None]] = {
+    "fresh": fresh,
+    "memory by row": changes,
+    "row without memory": empty_row,
+    "row by row": rows,
+    "cache": with_cache,
+    "padding": padding,
+    "beams": beams,
+    "static cache": static_cache,
+    "save and load": saved,
+    "deep copy": copied,
+    "gradients": gradients,
+    "unload": unloaded,
+}
+OK, HOST = "works", "host"
+
+
+def outcomes(name: str, auto: Any, where: str | None = None) -> dict[str, str]:
+    """For each check what became of it: "works"; "host: …", where the host itself cannot; "refused: …"; "wrong: …".
+
+    A family that cannot be built tiny, called with a text, or adapted has one outcome, "family".
+    """
+    try:
+        case = Family(name, auto, where)
+    except Exception as error:
+        return {"family": f"{HOST}: {_words(error)}"}
+    try:
+        found = {"family": OK, "path": getattr(case.model, "path", "")}
+    except MmattnError as error:
+        return {"family": f"refused: {_words(error)}"}
+    except Exception as error:
+        return {"family": f"wrong: {_words(error)}"}
+    for title, check in CHECKS.items():
+        try:
+            check(case)
+            found[title] = OK
+        except HostCannot as why:
+            found[title] = f"{HOST}: {why}"
+        except MmattnError as error:
+            found[title] = f"refused: {_words(error)}"
+        except Exception as error:
+            found[title] = f"wrong: {_words(error)}"
+    return found
+
+
+def _words(error: BaseException) -> str:
+    said = (
+        str(error)
+        if isinstance(error, (AssertionError, MmattnError, HostCannot))
+        else f"{type(error).__name__}: {error}"
+    )
+    return " ".join(said.split())[:300]

@@ -10,15 +10,26 @@ import pytest
 from mmattn.testing.running import Check
 
 
-def applying(checks: Iterable[Check], cases: Iterable[str], exceptions: Mapping[str, Collection[str]]) -> list[Any]:
+def applying(
+    checks: Iterable[Check],
+    cases: Iterable[str],
+    exceptions: Mapping[str, Collection[str]],
+    slow: Collection[str] = (),
+) -> list[Any]:
     """Every check with every case, but for the exceptions.
 
     Args:
         checks: of a suite.
         cases: names of what it asks.
         exceptions: by name of a check, the cases to which it does not apply.
+        slow: cases that are marked so.
     """
-    return [pair(check, case) for check in checks for case in cases if case not in exceptions.get(check.__name__, ())]
+    return [
+        pair(check, case, *[pytest.mark.slow] * (case in slow))
+        for check in checks
+        for case in cases
+        if case not in exceptions.get(check.__name__, ())
+    ]
 
 
 def not_applying(checks: Iterable[Check], exceptions: Mapping[str, Collection[str]]) -> list[Any]:
@@ -26,5 +37,6 @@ def not_applying(checks: Iterable[Check], exceptions: Mapping[str, Collection[st
     return [pair(check, case) for check in checks for case in exceptions.get(check.__name__, ())]
 
 
-def pair(check: Check, case: str) -> Any:
-    return pytest.param(check, case, id=f"{check.__name__.removeprefix('check_')}-{case}")
+def pair(check: Check, case: str, *marks: Any) -> Any:
+    """A parameter of a test."""
+    return pytest.param(check, case, marks=marks, id=f"{check.__name__.removeprefix('check_')}-{case}")

@@ -9,11 +9,18 @@ from unittest import SkipTest
 
 import pytest
 import torch
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+)
 
 import mmattn
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
 from mmattn.testing.running import Check
 from tests import composing, contracts, tiny, tiny_unets
+from tests.families.building import tiny_model
 
 SMALL: dict[str, Any] = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 6}
 CALM = SMALL | {"memory_dim": composing.DIM, "augmenting_layers": composing.AUGMENTING_LAYERS}
@@ -22,6 +29,11 @@ CALM = SMALL | {"memory_dim": composing.DIM, "augmenting_layers": composing.AUGM
 def language(family: str) -> Callable[[], Any]:
     """Makes a tiny language model."""
     return functools.partial(tiny.make, family)
+
+
+def family(name: str, auto: Any) -> Callable[[], Any]:
+    """Makes a tiny model of any class."""
+    return functools.partial(tiny_model, name, auto)
 
 
 def unet(kind: str) -> Callable[[], Any]:
@@ -53,18 +65,34 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
     "chunked, bloom": lambda: Case(mmattn.ChunkedAdapter(**SMALL, chunk_size=3), language("bloom")),
     "composed, llama": lambda: Case(mmattn.ComposedAdapter(**CALM), language("llama"), reading_along),
     "composed, gptj": lambda: Case(mmattn.ComposedAdapter(**CALM, own_place=True), language("gptj"), reading_along),
+    "gated, t5": lambda: Case(mmattn.GatedAdapter(**SMALL), family("t5", AutoModelForSeq2SeqLM)),
+    "gated, bart, in the encoder": lambda: Case(
+        mmattn.GatedAdapter(**SMALL, where="encoder"), family("bart", AutoModelForSeq2SeqLM)
+    ),
+    "gated, modernbert": lambda: Case(
+        mmattn.GatedAdapter(**SMALL), family("modernbert", AutoModelForSequenceClassification)
+    ),
     "decoupled, unet": lambda: Case(mmattn.DecoupledAdapter(tiny.MEMORY_DIM), unet("stable")),
     "decoupled with a projection, sdxl": lambda: Case(
         mmattn.DecoupledAdapter(tiny.MEMORY_DIM, tokens=2, blocks=("up",)), unet("sdxl")
     ),
 }
 
+ENCODER = (
+    mmattn.GatedAdapter(**SMALL, where="encoder"),
+    mmattn.GatedAdapter(**SMALL, where="encoder", position="before"),
+)
 BOTH = (mmattn.GatedAdapter(**SMALL), mmattn.GatedAdapter(**SMALL, position="before"))
 HOSTS: dict[str, Callable[[], HostCase]] = {
     "llama": lambda: HostCase(language("llama"), BOTH),
     "bloom": lambda: HostCase(language("bloom"), BOTH),
     "mixtral": lambda: HostCase(language("mixtral"), BOTH),
     "opt": lambda: HostCase(language("opt"), BOTH),
+    "t5": lambda: HostCase(family("t5", AutoModelForSeq2SeqLM), BOTH),
+    "t5, in the encoder": lambda: HostCase(family("t5", AutoModelForSeq2SeqLM), ENCODER),
+    "whisper": lambda: HostCase(family("whisper", AutoModelForSpeechSeq2Seq), BOTH),
+    "bert": lambda: HostCase(family("bert", AutoModelForSequenceClassification), BOTH),
+    "vit": lambda: HostCase(family("vit", AutoModelForImageClassification), BOTH),
     "unet": lambda: HostCase(unet("stable"), [mmattn.DecoupledAdapter(tiny.MEMORY_DIM)]),
     "k unet": lambda: HostCase(unet("k"), [mmattn.DecoupledAdapter(tiny.MEMORY_DIM)]),
 }
@@ -78,6 +106,8 @@ def case_of(name: str) -> Case:
 
 # An augmenting model is no memory of slots, and belongs to one call.
 NO_SLOTS = ("composed, llama", "composed, gptj")
+NO_TEXT = ("gated, t5", "gated, bart, in the encoder", "gated, modernbert")
+SLOW = ("whisper", "vit", "t5, in the encoder", "gated, bart, in the encoder", "gated, modernbert")
 DOES_NOT_APPLY = {
     "check_rows_that_see_nothing": NO_SLOTS,
     "check_rows_that_see_nothing_in_training": NO_SLOTS,
@@ -95,10 +125,12 @@ DOES_NOT_APPLY = {
     "check_edits_of_memory": NO_SLOTS,
     "check_gradients_reach_the_memory": NO_SLOTS,
     "check_doctor": NO_SLOTS,
-    # UNets predict no tokens, and neither resampled slots nor those of chunks have names.
-    "check_generation": ("decoupled, unet", "decoupled with a projection, sdxl"),
+    # UNets and encoders predict no tokens, encoder–decoders read another text than they write.
+    # Neither resampled slots nor those of chunks have names.
+    "check_generation": (*NO_TEXT, "decoupled, unet", "decoupled with a projection, sdxl"),
     "check_attribution": (
         *NO_SLOTS,
+        *NO_TEXT,
         "gated, latest image, gptj",
         "gated with a resampler, gemma2",
         "chunked, llama",
@@ -111,12 +143,12 @@ DOES_NOT_APPLY = {
 }
 
 
-@pytest.mark.parametrize(("check", "name"), contracts.applying(adapter_checks(), ADAPTERS, DOES_NOT_APPLY))
+@pytest.mark.parametrize(("check", "name"), contracts.applying(adapter_checks(), ADAPTERS, DOES_NOT_APPLY, SLOW))
 def test_adapters(check: Check, name: str) -> None:
     check(case_of(name))
 
 
-@pytest.mark.parametrize(("check", "name"), contracts.applying(host_checks(), HOSTS, DOES_NOT_APPLY))
+@pytest.mark.parametrize(("check", "name"), contracts.applying(host_checks(), HOSTS, DOES_NOT_APPLY, SLOW))
 def test_hosts(check: Check, name: str) -> None:
     check(case_of(name))
 

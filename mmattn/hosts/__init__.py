@@ -3,6 +3,7 @@
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.attach import attach
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.encoder.model import AdaptedEncoder
 from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
 from mmattn.hosts.load import load, load_published
 from mmattn.hosts.registry import host_kinds, register_host
@@ -10,6 +11,7 @@ from mmattn.hosts.unet.model import AdaptedUNet
 
 __all__ = [
     "AdaptedCausalLM",
+    "AdaptedEncoder",
     "AdaptedEncoderDecoder",
     "AdaptedModel",
     "AdaptedUNet",

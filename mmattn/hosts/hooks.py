@@ -35,10 +35,13 @@ class CrossAttentionHook:
     def _change(self, x: Tensor) -> Tensor:
         """What hidden states x (b, l, d) become."""
         step = FORWARD.get()
-        if step is None or step.model is not self.model or self.model.is_apart(self.layer):
+        if step is not None and step.model is self.model:
+            step.visited.add(self.layer)
+        else:
+            step = None
+        if step is None or self.model.is_apart(self.layer):
             actions = self.model.actions_of_part(x, self.site)
         else:
-            step.visited.add(self.layer)
             actions = step.actions.get(self.site, ())
         for view, block, adapter_scale in actions:
             x = view.apply(x, block, self.layer, adapter_scale)

@@ -71,7 +71,7 @@ def probe(
         width: d of the hidden states.
         inputs: what the host is called with.
         length: l of the hidden states; None where the host decides it.
-        answers: names under which its output may have the answer.
+        answers: names under which its output may have an answer to each row.
 
     Returns:
         the axis of residual streams in the hidden states; None where they are (b, l, d).
@@ -114,7 +114,7 @@ def probe(
 
 
 def _answer(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers: Sequence[str]) -> Tensor:
-    """What the host answers to the first of these ways to call it that it takes."""
+    """What the host answers to each row (b, any), called in the first of these ways that it takes."""
     name, tried = type(host).__name__, ""
     for given in ways:
         try:
@@ -125,12 +125,12 @@ def _answer(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers:
             told = ", ".join(f"{key} {tuple(value.shape)}" for key, value in given.items())
             tried = tried or f"{name} cannot be called with {told}: {type(error).__name__}: {error}"
             continue
-        found = (getattr(out, answer, None) for answer in answers)
-        answer = next((one for one in found if isinstance(one, Tensor)), None)
-        if answer is None or answer.shape[:1] != (rows,):
+        found = [getattr(out, answer, None) for answer in answers]
+        parts = [one.flatten(1) for one in found if isinstance(one, Tensor) and one.shape[:1] == (rows,)]
+        if not parts:
             raise AttachError(
                 f"{name} gives no {' or '.join(answers)}, so that nothing tells whether memory reaches its answer: "
                 "attach to the model with its head (AutoModelForCausalLM, AutoModelForSequenceClassification, …)"
             )
-        return answer
+        return torch.cat(parts, 1)
     raise AttachError(tried or f"it is not known what {name} is called with")

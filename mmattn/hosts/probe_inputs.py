@@ -24,9 +24,13 @@ def text_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
 
 
 def token_ids(host: nn.Module, rows: int) -> Tensor:
-    """Ids (b, l) of a token that is no padding."""
-    padding = getattr(getattr(host, "config", None), "pad_token_id", None)
-    return torch.full((rows, LENGTH), 2 if padding == 1 else 1, device=device_of(embeddings_of(host)))
+    """Ids (b, l) of a token that is no padding, and of the one that ends a text, where the host knows one."""
+    config = getattr(host, "config", None)
+    end = getattr(config, "eos_token_id", None)
+    ids = torch.full((rows, LENGTH), 2 if getattr(config, "pad_token_id", None) == 1 else 1)
+    if isinstance(end, int) and end >= 0:
+        ids[:, -1] = end
+    return ids.to(device_of(embeddings_of(host)))
 
 
 def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
@@ -39,12 +43,19 @@ def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
     name = getattr(host, "main_input_name", "input_ids")
     if name in ("input_ids", "inputs"):
         yield from text_inputs(host, rows)
+        text = next(text_inputs(host, rows))
+        for shape in _picture_shapes(host):  # models that compare texts with pictures need both
+            yield text | {"pixel_values": _drawn(host, rows, shape)}
     names = ("input_values", "input_features") if name == "inputs" else (name,) if name != "input_ids" else ()
-    first = next(host.parameters())
     for name in names:
         for shape in _picture_shapes(host) if name == "pixel_values" else _sound_shapes(host):
-            drawn = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
-            yield {name: drawn.repeat(rows, *[1] * len(shape)).to(device_of(host), first.dtype)}
+            yield {name: _drawn(host, rows, shape)}
+
+
+def _drawn(host: nn.Module, rows: int, shape: tuple[int, ...]) -> Tensor:
+    """The same random input in every row."""
+    one = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    return one.repeat(rows, *[1] * len(shape)).to(device_of(host), next(host.parameters()).dtype)
 
 
 def _picture_shapes(host: nn.Module) -> Iterator[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 101
 LAYERS = 4
@@ -20,7 +20,8 @@ _NAMES: dict[Any, str] = {
     32: "hidden_size n_embd d_model embedding_size word_embed_proj_dim lru_width dim attn_hidden_size embed_dim",
     48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff d_ff ffn_hidden_size ffn_intermediate_size "
     "n_inner",
-    LAYERS: "num_hidden_layers n_layer n_layers decoder_layers encoder_layers num_layers num_decoder_layers",
+    LAYERS: "num_hidden_layers n_layer n_layers decoder_layers encoder_layers num_layers num_decoder_layers "
+    "speech_encoder_layers",
     "4 heads": "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads",
     "2 heads": "num_key_value_heads linear_num_key_heads num_key_heads index_n_heads",
     8: "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim state_size "
@@ -44,8 +45,11 @@ SIZES: dict[str, Any] = {
     for value, names in _NAMES.items()
     for name in names.split()
 }
-SIZES |= {"index_topk": 64, "num_kv_shared_layers": 0, "mlp_only_layers": [], "is_decoder": True}
+SIZES |= {"index_topk": 64, "num_kv_shared_layers": 0, "mlp_only_layers": []}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "scale_embedding": False}
+SIZES |= {"image_size": 32, "patch_size": 8, "num_mel_bins": 16, "conv_dim": [32, 32], "conv_kernel": [10, 4]}
+SIZES |= {"conv_stride": [5, 4], "num_feat_extract_layers": 2, "projection_dim": 24, "num_conv_pos_embeddings": 16}
+SIZES |= {"num_conv_pos_embedding_groups": 4}
 SIZES |= {"image_token_id": 99, "image_token_index": 99, "video_token_id": 98, "video_token_index": 98}
 SIZES |= {"audio_token_id": 97, "boi_token_id": 96, "eoi_token_id": 95, "vision_start_token_id": 94}
 SIZES |= {"vision_end_token_id": 93, "eoa_token_id": 92, "boa_token_id": 91, "decoder_start_token_id": 1}
@@ -91,9 +95,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 _PARTS = ("text", "decoder", "encoder", "vision", "audio", "vq", "llm", "thinker")
 
 
-def tiny_config(family: str) -> Any:
-    """The config of a tiny model."""
-    return _tiny(CONFIG_MAPPING[family], EXCEPTIONS.get(family, {}))
+def tiny_config(family: str, writes: bool = True) -> Any:
+    """The config of a tiny model.
+
+    Args:
+        family: as transformers spells `model_type`.
+        writes: it shall predict the next token, where it can be told to.
+    """
+    made = _tiny(CONFIG_MAPPING[family], EXCEPTIONS.get(family, {}))
+    if writes and hasattr(made, "is_decoder"):
+        made.is_decoder = True
+    return made
 
 
 def _tiny(kind: Any, exceptions: Mapping[str, Any]) -> Any:
@@ -122,7 +134,7 @@ def tiny_model(family: str, auto: Any) -> PreTrainedModel:
     Raises:
         MemoryError: it cannot be made small by the names of its settings.
     """
-    made = tiny_config(family)
+    made = tiny_config(family, auto is AutoModelForCausalLM)
     with torch.device("meta"):
         try:
             size = weights(auto.from_config(made))
@@ -139,7 +151,7 @@ def tiny_model(family: str, auto: Any) -> PreTrainedModel:
             for name, parameter in model.named_parameters():
                 if parameter.ndim >= 2 and not any(part in name for part in ("A_log", "conv", "norm", ".D", "dt_")):
                     parameter.normal_(0.0, 0.15)
-    settings = model.generation_config
+    settings = getattr(model, "generation_config", None)
     if settings is not None:
         settings.pad_token_id, settings.bos_token_id, settings.eos_token_id = 0, 1, None
         settings.forced_bos_token_id = settings.forced_eos_token_id = None

@@ -30,7 +30,17 @@ def prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         prompt: Tensor = args[0]
         return prompt
     given = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "input_features", "input_values"))
-    return next((value for value in given if value is not None), None)
+    found = next((value for value in given if value is not None), None)
+    encoded = kwargs.get("encoder_outputs")
+    return encoded[0] if found is None and encoded is not None else found
+
+
+def prompt_name(host: nn.Module) -> str:
+    """What `generate` of this host calls its prompt: "inputs", or as Whisper does "input_features"."""
+    own: Any = type(host)
+    named = [one for one in inspect.signature(own.generate).parameters.values() if one.name != "self"]
+    first = named[0] if named else None
+    return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else "inputs"
 
 
 def expansions_of(host: Any, kwargs: dict[str, Any]) -> frozenset[int]:

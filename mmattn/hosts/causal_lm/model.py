@@ -31,16 +31,17 @@ from mmattn.hosts.causal_lm.generation import (
     inputs_of,
     note_texts,
     past_length,
+    prompt_name,
     prompt_of,
     unguard_threads,
 )
 from mmattn.hosts.causal_lm.headless import HeadlessHost
-from mmattn.hosts.causal_lm.keywords import check_keywords
-from mmattn.hosts.causal_lm.layer_search import find_layers
 from mmattn.hosts.causal_lm.packing import keep_apart
 from mmattn.hosts.causal_lm.requests import bind_request, pending, requested_call, rows_of
 from mmattn.hosts.causal_lm.step_memories import packed_view
 from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.keywords import check_keywords
+from mmattn.hosts.layer_search import find_layers
 from mmattn.hosts.probe import probe
 from mmattn.hosts.probe_inputs import text_inputs
 from mmattn.hosts.registry import register_host
@@ -342,7 +343,7 @@ class AdaptedCausalLM(AdaptedModel):
             kwargs: the host's own.
         """
         if inputs is not None:
-            kwargs["inputs"] = inputs
+            kwargs[prompt_name(self.host)] = inputs
         if memory is None:
             check_unused(adapter_scale, images=images, arrived=arrived, window=window)
             return self._host_generate(**kwargs)

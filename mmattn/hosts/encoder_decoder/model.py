@@ -57,9 +57,12 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """A model of transformers whose config says so."""
-        config: Any = getattr(model, "config", None)
-        return bool(getattr(config, "is_encoder_decoder", False)) and hasattr(model, "get_decoder")
+        """A model of transformers whose config says so, and which has both."""
+        host: Any = model
+        if not getattr(getattr(host, "config", None), "is_encoder_decoder", False) or not hasattr(host, "get_decoder"):
+            return False
+        parts = [host, getattr(host, "base_model", host)]
+        return all(part not in parts for part in (host.get_decoder(), host.get_encoder()))
 
     @property
     def layers(self) -> nn.ModuleList:

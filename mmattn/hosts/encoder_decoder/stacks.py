@@ -10,13 +10,13 @@ from torch import nn
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError
+from mmattn.hosts.layer_search import layers_width
 
 DECODER, ENCODER = "decoder", "encoder"
 _DEPTHS = {
     DECODER: ("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers"),
     ENCODER: ("encoder_layers", "num_layers", "encoder_num_hidden_layers", "num_hidden_layers"),
 }
-_WIDTHS = ("hidden_size", "d_model")
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,8 @@ def _stack(host: nn.Module, part: str, module: nn.Module, first: int) -> Stack:
         fitting = [name for name in outer if len(lists[name]) == depth]
         if len(fitting) == 1:
             layers = lists[fitting[0]]
-            return Stack(part, names[id(layers)], layers, _width(layers, configs), first)
+            return Stack(part, names[id(layers)], layers, layers_width(layers, configs), first)
     found = ", ".join(f"{name} ({len(lists[name])} × {type(lists[name][0]).__name__})" for name in outer) or "none"
     raise AttachError(
         f"cannot tell which list holds the layers of the {part} of {type(host).__name__}; lists found: {found}"
     )
-
-
-def _width(layers: nn.ModuleList, configs: list[Any]) -> int:
-    """Width of the hidden states: what most norms of a layer have, else what the config says."""
-    sizes = [module.weight.shape[0] for module in layers[0].modules() if _is_norm(module)]
-    known = [getattr(config, name, None) for config in configs for name in _WIDTHS]
-    for width in known:
-        if isinstance(width, int) and (width in sizes or not sizes):
-            return width
-    if sizes:
-        return max(set(sizes), key=sizes.count)
-    raise AttachError(f"neither config nor norms tell the width of {type(layers[0]).__name__}")
-
-
-def _is_norm(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 1 and "norm" in type(module).__name__.lower()

@@ -1,27 +1,30 @@
-"""Where the decoder layers of a causal language model are: found by looking, and by what a text passes."""
+"""Where the layers of a model of transformers are: found by looking, and by what an input passes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import depth_of, device_of, embeddings_of
+from mmattn.adapters.language_models import depth_of
 from mmattn.errors import AttachError
+from mmattn.hosts.probe_inputs import host_inputs
 
-_ROWS, _LENGTH = 3, 2
+_ROWS = 3
+_WIDTHS = ("hidden_size", "d_model")
 
 
 def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
-    """The path and list of decoder layers of a host.
+    """The path and list of the layers of a host, of a language model those of its decoder.
 
     Args:
-        host: the language model.
+        host: the model.
         path: where the list is; by default the outermost `nn.ModuleList` that is as long as the config says. Of
-            several, or where none is, the one that a text without pictures or sounds passes, layer by layer.
+            several, or where none is, the one that the host's main input passes, layer by layer: in a language model
+            that also sees or hears, a text alone.
 
     Raises:
         AttachError: none or several fit; the message lists what was found.
@@ -39,7 +42,7 @@ def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
         fitting = _passed(host, fitting or _outermost(lists))
     if len(fitting) != 1:
         raise AttachError(
-            f"cannot tell which list holds the decoder layers of {type(host).__name__} (num_hidden_layers = {depth}); "
+            f"cannot tell which list holds the layers of {type(host).__name__} (num_hidden_layers = {depth}); "
             f"lists found: {found}; name one with path="
         )
     return next(iter(fitting.items()))
@@ -68,7 +71,6 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
 
         return hook
 
-    ids = torch.ones(_ROWS, _LENGTH, dtype=torch.long, device=device_of(embeddings_of(host)))
     modes = [(module, module.training) for module in host.modules()]
     hooks = [
         layer.register_forward_hook(listen(name, number))
@@ -78,8 +80,11 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
     try:
         for module, _ in modes:
             module.training = False
-        with contextlib.suppress(Exception):  # what it is about, the probe of the layers says
-            host(input_ids=ids, attention_mask=torch.ones_like(ids))
+        for given in host_inputs(host, _ROWS):
+            order.clear()
+            with contextlib.suppress(Exception):  # what it is about, the probe of the layers says
+                host(**given)
+                break
     finally:
         for module, mode in modes:
             module.training = mode
@@ -93,3 +98,30 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
     if len(passed) > 1 and turns == turns[: len(passed)] * len(lists[passed[0]]):
         passed = turns[-1:]
     return {name: lists[name] for name in passed}
+
+
+def layers_width(layers: nn.ModuleList, configs: Sequence[Any]) -> int:
+    """Width d of the hidden states: the one of a config that norms of a layer have, or what most of them have.
+
+    Args:
+        layers: of a part of a host.
+        configs: of the part and of the host.
+
+    Raises:
+        AttachError: neither tells.
+    """
+    sizes = [size for size in map(_norm_width, layers[0].modules()) if size is not None]
+    known = [getattr(config, name, None) for config in configs for name in _WIDTHS]
+    for width in known:
+        if isinstance(width, int) and (width in sizes or not sizes):
+            return width
+    if sizes:
+        return max(set(sizes), key=sizes.count)
+    raise AttachError(f"neither config nor norms tell the width of {type(layers[0]).__name__}")
+
+
+def _norm_width(module: nn.Module) -> int | None:
+    """How many weights a norm has; None of another module."""
+    weight = getattr(module, "weight", None)
+    norm = isinstance(weight, nn.Parameter) and weight.dim() == 1 and "norm" in type(module).__name__.lower()
+    return len(weight) if norm else None  # type: ignore[arg-type]

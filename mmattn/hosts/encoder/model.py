@@ -1,0 +1,145 @@
+"""Models of transformers that read and do not write as hosts: BERT, ViT, CLIP, wav2vec 2.0 and their like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.adapters.language_models import device_of, text_config
+from mmattn.adapters.protocols import Site
+from mmattn.errors import AttachError
+from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.calls import Call, ForwardStep
+from mmattn.hosts.keywords import check_keywords
+from mmattn.hosts.layer_search import find_layers, layers_width
+from mmattn.hosts.probe import probe
+from mmattn.hosts.probe_inputs import host_inputs
+from mmattn.hosts.registry import register_host
+from mmattn.storage.pretrained import load_model
+
+#: Under which names the outputs of transformers have what a row is answered with.
+ANSWERS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")
+
+
+@register_host
+class AdaptedEncoder(AdaptedModel):
+    """A model that classifies, embeds or fills in, with adapters; a memory has one row for each row of its input.
+
+    Args:
+        host: the model.
+        path: dotted name of its list of layers, if it cannot be found: of CLIP "text_model.encoder.layers" or
+            "vision_model.encoder.layers".
+        require_memory: calls without a memory raise instead of giving the host's own answer.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> host = BertForSequenceClassification(BertConfig(vocab_size=97, hidden_size=32, intermediate_size=64,
+    ...                                                 num_hidden_layers=2, num_attention_heads=4)).eval()
+    >>> import mmattn
+    >>> model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=24, every=2))
+    >>> ids = torch.tensor([[5, 6, 7]])
+    >>> torch.equal(model(ids, memory=mmattn.Memory(torch.randn(1, 11, 24))).logits, model(ids).logits)  # fresh
+    True
+    """
+
+    kind: ClassVar[str] = "encoder"
+
+    def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
+        super().__init__(host, require_memory)
+        self.path, layers = find_layers(host, path)
+        part = host.get_submodule(self.path.rpartition(".")[0])
+        self.width = layers_width(layers, [getattr(part, "config", None), text_config(host)])
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """A model of transformers that does not generate."""
+        can_generate: Any = getattr(model, "can_generate", None)
+        return can_generate is not None and hasattr(model, "main_input_name") and not can_generate()
+
+    def sites(self, position: str) -> list[Site]:
+        """Every layer."""
+        layers = self.host.get_submodule(self.path)
+        assert isinstance(layers, nn.ModuleList)
+        return [
+            Site(index, position, f"{self.path}.{index}", self.width, device_of(layer))
+            for index, layer in enumerate(layers)
+        ]
+
+    def is_apart(self, layer: int) -> bool:
+        """Always: the hidden states say how many rows and tokens (patches, frames) there are."""
+        return True
+
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Prove with one forward that what the adapter writes at its layers reaches the answer.
+
+        Raises:
+            AttachError: the adapter follows a text, the host cannot be called, or hands on states of another shape.
+            ConditionError: a layer whose output does not matter.
+        """
+        if adapter.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
+            raise AttachError(
+                f"what {type(adapter.config).__name__} reads depends on the text so far (chunks, another model reading "
+                f"along, images in the text), and {type(self.host).__name__} reads all at once: take a GatedAdapter "
+                "with visible_segments='all'"
+            )
+        layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
+        with self.open_blocks.conditioned(None):
+            probe(self.host, layers, adapter.position, self.width, partial(host_inputs, self.host), None, ANSWERS)
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ForwardStep:
+        """The sites that must be reached; what is seen there is asked for at each."""
+        names = [name for name in call.sources if name in self.active and name not in disabled]
+        sites = [(layer, self.adapter(name).position) for name in names for layer in self.adapter(name).layers]
+        return ForwardStep(self, host, None, {site: [] for site in sites})
+
+    def forward(self, *args: Any, memory: Any = None, adapter_scale: float = 1.0, **kwargs: Any) -> Any:
+        """Call the host with a memory; returns what the host returns.
+
+        Args:
+            args: the host's own.
+            memory: as in `AdaptedModel.forward`.
+            adapter_scale: as in `condition`.
+            kwargs: the host's own.
+
+        Raises:
+            ConfigError: a keyword that no part of the host knows.
+        """
+        check_keywords(self.host, kwargs)
+        return super().forward(*args, memory=memory, adapter_scale=adapter_scale, **kwargs)
+
+    # For the doctor and the shared tests -----------------------------------------------------------------------------
+
+    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+        """Ids of a random text, or random pictures or sounds."""
+        for given in host_inputs(self.host, rows):
+            for name, value in given.items():
+                if name == "input_ids":
+                    size = getattr(text_config(self.host), "vocab_size", 2)
+                    given[name] = torch.randint(size, (rows, 7), generator=generator).to(value.device)
+                elif value.is_floating_point():
+                    given[name] = torch.randn(value.shape, generator=generator).to(value)
+            given.pop("attention_mask", None)
+            try:
+                with torch.no_grad(), self.open_blocks.conditioned(None):
+                    self.host(**given)
+            except Exception:  # the next way to call it
+                continue
+            return given
+        return super().example_batch(generator, config, rows)
+
+    @classmethod
+    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
+        """The model of this name or in this folder, without a head.
+
+        Raises:
+            AdapterFileError: there is none.
+        """
+        model: nn.Module = load_model("AutoModel", name, "encoder")
+        return model

@@ -1,0 +1,143 @@
+"""Hosts with an encoder and a decoder: which part sees a memory, and what is refused there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoModelForSpeechSeq2Seq
+
+import mmattn
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, ShapeError
+from tests import tiny
+from tests.families.building import MEMORY_DIM, tiny_model
+
+IDS = torch.tensor([[5, 9, 3, 7, 2], [4, 4, 6, 12, 9]])
+WRITTEN = torch.tensor([[8, 11, 6], [3, 20, 2]])
+SETTINGS: dict[str, Any] = {"memory_dim": MEMORY_DIM, "layers": (0, 2), "num_heads": 2}
+
+
+def memory(seed: int = 0, rows: int = 2) -> mmattn.Memory:
+    return mmattn.Memory(torch.randn(rows, 5, MEMORY_DIM, generator=torch.Generator().manual_seed(seed)))
+
+
+def adapted(where: str | None = None, family: str = "t5") -> Any:
+    model = mmattn.attach(tiny_model(family, AutoModelForSeq2SeqLM), mmattn.GatedAdapter(**SETTINGS, where=where))
+    return tiny.open_gates(model)
+
+
+@torch.no_grad()
+def logits(model: Any, **given: Any) -> torch.Tensor:
+    answer: torch.Tensor = model(input_ids=IDS, decoder_input_ids=WRITTEN, **given).logits
+    return answer
+
+
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+def test_the_part_that_is_named_sees_the_memory(where: str) -> None:
+    """Invariant 93."""
+    model = adapted(where)
+    with torch.no_grad():
+        read = model.host.get_encoder()(input_ids=IDS).last_hidden_state
+        with model.condition(memory()):
+            seen = model.host.get_encoder()(input_ids=IDS).last_hidden_state
+    assert torch.equal(read, seen) == (where == "decoder")
+    assert tiny.differs(logits(model, memory=memory()), logits(model))
+    assert [site.part for site in model.adapter("default").sites] == [where] * 2
+
+
+def test_layers_are_counted_in_the_part_that_is_named() -> None:
+    assert adapted().adapter("default").layers == adapted("decoder").adapter("default").layers == (0, 2)
+    assert adapted("encoder").adapter("default").layers == (4, 6)
+    with pytest.raises(AttachError, match=r"layers \[0, 4\] were asked for and the host has layers 0 to 3"):
+        settings = mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 4), where="encoder")
+        mmattn.attach(tiny_model("bart", AutoModelForSeq2SeqLM), settings)
+
+
+def test_both_parts_with_a_memory_of_their_own() -> None:
+    model = adapted()
+    mmattn.attach(model, mmattn.GatedAdapter(**SETTINGS, where="encoder"), "sounds")
+    tiny.open_gates(model)
+    both = logits(model, memory={"default": memory(1), "sounds": memory(2)})
+    assert tiny.differs(both, logits(model, memory={"default": memory(1)}))
+    assert tiny.differs(both, logits(model, memory={"sounds": memory(2)}))
+    made = {"max_new_tokens": 4, "do_sample": False, "num_beams": 3}
+    texts = model.generate(IDS, memory={"default": memory(1), "sounds": memory(2)}, **made)
+    for row in range(2):
+        own = {"default": memory(1)[row], "sounds": memory(2)[row]}
+        assert torch.equal(model.generate(IDS[row : row + 1], memory=own, **made)[0], texts[row])
+
+
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+def test_a_saved_adapter_comes_back_to_its_part(where: str, tmp_path: Any) -> None:
+    """Invariant 93."""
+    model = adapted(where)
+    answer = logits(model, memory=memory())
+    model.save_adapter(tmp_path)
+    again = mmattn.load(tiny_model("t5", AutoModelForSeq2SeqLM), tmp_path)
+    assert torch.equal(logits(again, memory=memory()), answer)
+    with pytest.raises(AdapterFileError, match=f"where='{where}' was asked for"):
+        mmattn.load(tiny.make("llama"), tmp_path)
+
+
+def test_what_an_encoder_said_without_the_memory_is_refused() -> None:
+    """Invariant 94."""
+    model = adapted("encoder")
+    encoder = model.host.get_encoder()
+    with torch.no_grad():
+        blind = encoder(input_ids=IDS)
+        given = {"decoder_input_ids": WRITTEN, "encoder_outputs": blind}
+        with pytest.raises(ConditionError, match=r"did not see the memory of \['default'\]"):
+            model(**given, memory=memory())
+        with pytest.raises(ConditionError, match="did not see the memory"):
+            model.generate(encoder_outputs=blind, memory=memory(), max_new_tokens=2)
+        with model.condition(memory()):
+            seeing = model(decoder_input_ids=WRITTEN, encoder_outputs=encoder(input_ids=IDS)).logits
+        assert torch.equal(seeing, logits(model, memory=memory()))
+        assert torch.equal(model(**given).logits, logits(model))
+
+
+def test_what_was_encoded_before_serves_adapters_of_the_decoder() -> None:
+    model = adapted("decoder")
+    with torch.no_grad():
+        read = model.host.get_encoder()(input_ids=IDS)
+        found = model(decoder_input_ids=WRITTEN, encoder_outputs=read, memory=memory()).logits
+    assert torch.equal(found, logits(model, memory=memory()))
+
+
+def test_rows_must_match_in_every_way_to_write() -> None:
+    model = adapted()
+    for given in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+        with pytest.raises(ShapeError, match="2 rows and the memory of adapter 'default' has 3"):
+            model.generate(IDS, memory=memory(rows=3), max_new_tokens=2, **given)
+    texts = model.generate(IDS, memory=memory(), max_new_tokens=2, num_return_sequences=3, do_sample=True)
+    assert texts.shape[0] == 6
+
+
+def test_whisper_repeats_its_sounds_for_each_text() -> None:
+    """Its own `generate` does, before beams do."""
+    host = tiny_model("whisper", AutoModelForSpeechSeq2Seq)
+    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS)))
+    heard = torch.randn(2, host.config.num_mel_bins, 2 * host.config.max_source_positions)
+    settings = {"max_new_tokens": 3, "num_beams": 2, "num_return_sequences": 2, "do_sample": False}
+    texts = model.generate(heard, memory=memory(), **settings)
+    for row in range(2):
+        alone = model.generate(input_features=heard[row : row + 1], memory=memory()[row], **settings)
+        assert torch.equal(alone, texts[2 * row : 2 * row + 2])
+
+
+def test_what_is_refused() -> None:
+    host = tiny_model("t5", AutoModelForSeq2SeqLM)
+    for settings in (
+        mmattn.ChunkedAdapter(**SETTINGS, chunk_size=3),
+        mmattn.GatedAdapter(**SETTINGS, visible_segments="latest", media_token=3),
+    ):
+        with pytest.raises(AttachError, match="depends on the text so far.*T5ForConditionalGeneration"):
+            mmattn.attach(host, settings)
+    with pytest.raises(AttachError, match="kind 'encoder_decoder'"):
+        mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS), path="decoder.block")
+    with pytest.raises(ConditionError, match="generate_batch is for models without an encoder"):
+        adapted().generate_batch([[1, 2]], memory=memory(rows=1))
+    for other in (tiny.make("llama"), tiny_model("bert", AutoModelForSequenceClassification)):
+        with pytest.raises(AttachError, match="where='encoder' was asked for, and this host has not both"):
+            mmattn.attach(other, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0,), where="encoder"))

@@ -1,0 +1,104 @@
+"""Hosts that read and do not write: texts, pictures and sounds, classified or embedded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForAudioClassification,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
+)
+
+import mmattn
+from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
+from tests import tiny
+from tests.families.building import MEMORY_DIM, tiny_model
+
+SETTINGS: dict[str, Any] = {"memory_dim": MEMORY_DIM, "layers": (0, 2), "num_heads": 2}
+PICTURES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+class PassedOn(torch.nn.Module):
+    """A layer that changes nothing."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return x
+
+
+def memory(seed: int = 0, rows: int = 2) -> mmattn.Memory:
+    return mmattn.Memory(torch.randn(rows, 5, MEMORY_DIM, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize(
+    ("family", "auto", "given"),
+    [
+        ("roberta", AutoModelForSequenceClassification, {"input_ids": torch.tensor([[5, 9, 3], [4, 6, 2]])}),
+        ("llama", AutoModelForSequenceClassification, {"input_ids": torch.tensor([[5, 9, 3], [4, 6, 2]])}),
+        ("modernbert", AutoModel, {"input_ids": torch.tensor([[5, 9, 3], [4, 6, 2]])}),
+        ("vit", AutoModelForImageClassification, {"pixel_values": PICTURES}),
+        ("hubert", AutoModelForAudioClassification, {"input_values": torch.randn(2, 2000)}),
+    ],
+)
+def test_each_row_sees_its_own_memory(family: str, auto: Any, given: dict[str, torch.Tensor]) -> None:
+    host = tiny_model(family, auto)
+    with torch.no_grad():
+        alone = host(**given)[0]
+        model = mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS))
+        assert torch.equal(model(**given, memory=memory())[0], alone)
+        tiny.open_gates(model)
+        answer, other = model(**given, memory=memory())[0], memory()
+        other.tokens[1] = other.tokens[1].flip(-1)
+        changed = model(**given, memory=other)[0]
+    assert tiny.differs(answer[:1], alone[:1]) and tiny.differs(answer[1:], alone[1:])
+    tiny.assert_close(changed[0], answer[0], 1e-6)
+    assert tiny.differs(changed[1:], answer[1:])
+
+
+def clip() -> CLIPModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text = sizes | {"vocab_size": 101, "eos_token_id": 2, "max_position_embeddings": 16, "projection_dim": 24}
+    vision = sizes | {"image_size": 32, "patch_size": 8, "projection_dim": 24}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval()
+
+
+@pytest.mark.parametrize("part", ["text", "vision"])
+def test_a_model_of_two_parts_is_told_which(part: str) -> None:
+    with pytest.raises(AttachError, match=r"text_model.encoder.layers.*vision_model.encoder.layers.*path="):
+        mmattn.attach(clip(), mmattn.GatedAdapter(**SETTINGS))
+    model = mmattn.attach(clip(), mmattn.GatedAdapter(**SETTINGS), path=f"{part}_model.encoder.layers")
+    tiny.open_gates(model)
+    given = {"input_ids": torch.tensor([[5, 9, 2], [4, 6, 2]]), "pixel_values": PICTURES}
+    with torch.no_grad():
+        alone, seeing = model(**given), model(**given, memory=memory())
+    assert torch.equal(alone.text_embeds, seeing.text_embeds) == (part == "vision")
+    assert torch.equal(alone.image_embeds, seeing.image_embeds) == (part == "text")
+
+
+def test_what_is_refused() -> None:
+    host = tiny_model("bert", AutoModelForSequenceClassification)
+    with pytest.raises(AttachError, match="depends on the text so far.*BertForSequenceClassification"):
+        mmattn.attach(host, mmattn.ChunkedAdapter(**SETTINGS, chunk_size=3))
+    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS)))
+    ids = torch.tensor([[5, 9, 3], [4, 6, 2]])
+    with pytest.raises(ShapeError, match="2 rows and the memory of adapter 'default' has 3"):
+        model(input_ids=ids, memory=memory(rows=3))
+    with pytest.raises((ConfigError, TypeError), match="atention_mask"):
+        model(input_ids=ids, atention_mask=torch.ones_like(ids), memory=memory())
+    layers = host.bert.encoder.layer
+    layers[2] = PassedOn()
+    with pytest.raises(ConditionError, match=r"layers \[2\] of BertForSequenceClassification were replaced"):
+        model(input_ids=ids, memory=memory())
+
+
+@pytest.mark.parametrize("family", ["convnext", "resnet"])
+def test_hosts_of_maps_are_refused(family: str) -> None:
+    with pytest.raises(AttachError, match=r"\(b, l, \d+\)"):
+        mmattn.attach(tiny_model(family, AutoModelForImageClassification), mmattn.GatedAdapter(**SETTINGS))

@@ -28,7 +28,7 @@ LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_ne
     opt] or mamba or sdxl or only_cross or k] or test_memory_arrives)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-wheel test-lowest lint bench docs clean
+.PHONY: help setup demo test test-slow test-wheel test-lowest families lint bench docs clean
 
 help:
 	@echo "make demo   train a small adapter on drawn flowers, caption pictures, print the table"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-slow  run those: training, compiling, killed processes, families that others stand for"
 	@echo "make test-wheel  go through every page and every command from a wheel"
 	@echo "make test-lowest  run some of them with the lowest versions of everything that pyproject.toml allows"
+	@echo "make families  try every family of transformers as a host and write docs/families.md: a quarter of an hour"
 	@echo "make lint   check style and types"
 	@echo "make bench  time the core and the decoding against other implementations"
 	@echo "make docs   build the documentation into build/site; a dead link is an error"
@@ -84,6 +85,9 @@ test-lowest: $(LOWEST_STAMP)
 	@$(LOWEST)/bin/python -c 'import importlib.metadata as m; print(*(f"{n} {m.version(n)}" for n in ("torch", "transformers", "diffusers", "peft", "accelerate")), sep=", ")'
 	@$(COMPILED) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal \
 	    -W default --disable-warnings -p no:cacheprovider $(LOWEST_TESTS) -k '$(LOWEST_KEYS)'
+
+families: $(STAMP)
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.families.matrix
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Commands that examine: `doctor`, `explore` and `env`."""
+"""Commands that examine: `attach-check`, `doctor`, `explore` and `env`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,30 @@ from typing import Annotated
 import typer
 
 from mmattn.cli.arguments import check_adapter_folder
+
+
+def attach_check(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")],
+    every: Annotated[int | None, typer.Option(min=1, help="A block at every n-th layer.")] = None,
+    memory_dim: Annotated[int, typer.Option(min=1, help="Width of the memory.")] = 768,
+    where: Annotated[str | None, typer.Option(help="decoder or encoder, of a model with both.")] = None,
+    path: Annotated[str | None, typer.Option(help="Dotted name of the list of layers, if it cannot be found.")] = None,
+) -> None:
+    """Tell from a model's config alone whether it can be a host, and at which layers adapters would act.
+
+    No weights are read: seconds for a model of any size. Exit code 1 if it cannot.
+    """
+    import logging
+
+    from mmattn.hosts.attach_check import attach_check as check, read_config
+
+    config = read_config(model)
+    # Calls that fail for want of values are part of the search.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    report = check(config, memory_dim=memory_dim, every=every, where=where, path=path)
+    typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 def doctor(

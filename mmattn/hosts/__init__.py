@@ -2,6 +2,7 @@
 
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.attach import attach
+from mmattn.hosts.attach_check import AttachReport, attach_check
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 from mmattn.hosts.encoder.model import AdaptedEncoder
 from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
@@ -15,7 +16,9 @@ __all__ = [
     "AdaptedEncoderDecoder",
     "AdaptedModel",
     "AdaptedUNet",
+    "AttachReport",
     "attach",
+    "attach_check",
     "host_kinds",
     "load",
     "load_published",

@@ -27,19 +27,20 @@ class CrossAttentionHook:
     def __init__(self, model: Any, layer: int) -> None:
         self.model, self.layer = model, layer
         self.site = layer, self.position
+        self.apart, self.stream_axis = model.is_apart(layer), model.stream_axis
+
+    def adapt_streams(self, x: Tensor) -> Tensor:
+        """What hidden states x, (b, l, d) or several streams of them, become in the current forward."""
+        return self.adapt(x) if self.stream_axis is None else change_streams(x, self.stream_axis, self.adapt)
 
     def adapt(self, x: Tensor) -> Tensor:
-        """What hidden states x, (b, l, d) or several streams of them, become in the current forward."""
-        return change_streams(x, self.model.stream_axis, self._change)
-
-    def _change(self, x: Tensor) -> Tensor:
-        """What hidden states x (b, l, d) become."""
+        """What hidden states x (b, l, d) become in the current forward."""
         step = FORWARD.get()
         if step is not None and step.model is self.model:
             step.visited.add(self.layer)
         else:
             step = None
-        if step is None or self.model.is_apart(self.layer):
+        if step is None or self.apart:
             actions = self.model.actions_of_part(x, self.site)
         else:
             actions = step.actions.get(self.site, ())
@@ -57,8 +58,8 @@ class AfterLayer(CrossAttentionHook):
         if layer.training:
             refuse_other_context(layer)
         if isinstance(output, Tensor):
-            return self.adapt(output)
-        return (self.adapt(output[0]), *output[1:])
+            return self.adapt_streams(output)
+        return (self.adapt_streams(output[0]), *output[1:])
 
 
 class BeforeLayer(CrossAttentionHook):
@@ -70,8 +71,8 @@ class BeforeLayer(CrossAttentionHook):
         if layer.training:
             refuse_other_context(layer)
         if args:
-            return (self.adapt(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self.adapt(kwargs["hidden_states"])}
+            return (self.adapt_streams(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.adapt_streams(kwargs["hidden_states"])}
 
 
 def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.residual_streams import change_streams, stream_axis
@@ -32,7 +33,7 @@ class _Disturbance:
     def change(self, x: Any) -> Tensor:
         axis = stream_axis(x, *self.shape)
         self.axes.add(axis)
-        return change_streams(x, axis, self._disturb)
+        return self._disturb(x) if axis is None else change_streams(x, axis, self._disturb)
 
     def _disturb(self, x: Tensor) -> Tensor:
         changed = x.clone()
@@ -104,6 +105,8 @@ def probe(
             module.training = mode
         for hook in hooks:
             hook.remove()
+    if isinstance(answer, FakeTensor):  # of a host without values, whose shapes alone were asked for
+        return axes.pop()
     blind = [layer for row, (layer, _) in enumerate(layers, 1) if torch.equal(answer[row], answer[0])]
     if blind:
         raise ConditionError(
@@ -115,7 +118,7 @@ def probe(
 
 def _answer(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers: Sequence[str]) -> Tensor:
     """What the host answers to each row (b, any), called in the first of these ways that it takes."""
-    name, tried = type(host).__name__, ""
+    name, tried, cause = type(host).__name__, "", None
     for given in ways:
         try:
             out = host(**given)
@@ -124,6 +127,7 @@ def _answer(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers:
         except Exception as error:
             told = ", ".join(f"{key} {tuple(value.shape)}" for key, value in given.items())
             tried = tried or f"{name} cannot be called with {told}: {type(error).__name__}: {error}"
+            cause = cause or error
             continue
         found = [getattr(out, answer, None) for answer in answers]
         parts = [one.flatten(1) for one in found if isinstance(one, Tensor) and one.shape[:1] == (rows,)]
@@ -133,4 +137,4 @@ def _answer(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers:
                 "attach to the model with its head (AutoModelForCausalLM, AutoModelForSequenceClassification, …)"
             )
         return torch.cat(parts, 1)
-    raise AttachError(tried or f"it is not known what {name} is called with")
+    raise AttachError(tried or f"it is not known what {name} is called with") from cause

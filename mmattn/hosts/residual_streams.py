@@ -39,15 +39,13 @@ def stream_axis(x: Any, rows: int, length: int | None, width: int) -> int | None
     )
 
 
-def change_streams(x: Tensor, axis: int | None, change: Callable[[Tensor], Tensor]) -> Tensor:
+def change_streams(x: Tensor, axis: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Hidden states with what a change of their mean over the streams adds.
 
     Args:
         x: hidden states.
-        axis: of the streams; None for one, which is changed itself.
+        axis: of the streams.
         change: of hidden states (b, l, d).
     """
-    if axis is None:
-        return change(x)
     mean = x.mean(axis)
     return x + (change(mean) - mean).unsqueeze(axis)

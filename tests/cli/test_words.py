@@ -14,6 +14,7 @@ import typer
 from mmattn.cli.app import _spelled, app
 from mmattn.cli.live import open_page
 from mmattn.encoders.text import TextEncoder
+from mmattn.hosts import attach_check
 from mmattn.inspect.diagnosis import diagnose
 from mmattn.inspect.explorer import write_page
 from mmattn.pipelines import ImageToTextPipeline, TextToImagePipeline, pipeline
@@ -32,6 +33,7 @@ PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "caption": ([ImageToTextPipeline.__call__, pipeline], {"adapter"}),
     "draw": ([TextToImagePipeline.__call__, pipeline], {"adapter", "prompt", "like", "seed", "out"}),
     "ask": ([pipeline], {"adapter", "question", "sources", "show_sources"}),
+    "attach-check": ([attach_check], {"model"}),
     "doctor": ([diagnose], set()),
     "explore": ([write_page], {"runs", "out"}),
     "cp": ([copy_recipe], {"recipe"}),

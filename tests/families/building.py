@@ -112,9 +112,10 @@ def _tiny(kind: Any, exceptions: Mapping[str, Any]) -> Any:
     usual = kind()
     aliases = getattr(kind, "attribute_map", None) or {}
     known = set(usual.to_dict()) | set(inspect.signature(kind.__init__).parameters)
-    given = {name: value for name, value in SIZES.items() if name in known and name not in aliases}
+    chosen = {name: value for name, value in SIZES.items() if name in known and name not in aliases}
+    given = {name: _as_usual(value, getattr(usual, name, None)) for name, value in chosen.items()}
     types = getattr(usual, "layer_types", None)
-    if isinstance(types, (list, tuple)):
+    if isinstance(types, (list, tuple)) and not isinstance(getattr(kind, "layer_types", None), property):
         given["layer_types"] = (list(dict.fromkeys(types)) * LAYERS)[:LAYERS]
     for name in getattr(kind, "sub_configs", None) or {}:
         part = getattr(usual, name, None)
@@ -122,6 +123,13 @@ def _tiny(kind: Any, exceptions: Mapping[str, Any]) -> Any:
             given[name] = _tiny(type(part), EXCEPTIONS.get(part.model_type, {})).to_dict()
     given |= exceptions
     return kind(**{name: value for name, value in given.items() if value is not None or name == "eos_token_id"})
+
+
+def _as_usual(value: Any, usual: Any) -> Any:
+    """A size, or a list of sizes, whichever the setting usually is."""
+    if isinstance(usual, (list, tuple)) and usual and not isinstance(value, list):
+        return [value] * len(usual)
+    return usual if isinstance(value, list) and isinstance(usual, int) else value
 
 
 def tiny_model(family: str, auto: Any) -> PreTrainedModel:

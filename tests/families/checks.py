@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import tempfile
 from collections.abc import Callable
 from functools import cached_property
@@ -81,7 +82,9 @@ class Family:
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         """What a host reads: a text, or for each a sound."""
         if self.main in ("input_ids", "inputs"):
-            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            known = inspect.signature(type(self.host).forward).parameters
+            return {name: value for name, value in given.items() if name in known}
         if not hasattr(self, "sound"):
             self.sound = self._heard(ids)
         name, shape = self.sound

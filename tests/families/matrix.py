@@ -2,8 +2,8 @@
 
     python -m tests.families.matrix [FAMILY …]
 
-Writes docs/families.md, or prints the outcomes of some families. Takes about 25 minutes on one core; ends with 1 where
-a row is wrong.
+Writes docs/families.md, or prints the outcomes of some families. Takes a quarter of an hour on one core; ends with 1
+where a row is wrong.
 """
 
 from __future__ import annotations

@@ -1,0 +1,179 @@
+"""Whether a model can be a host, told from its config alone: what `attach` does, with weights that have no values.
+
+Tensors without values (`torch._subclasses.FakeTensorMode`) have shapes and take no memory, so that a model of any size
+is examined in seconds. Only `attach` itself proves that what an adapter writes reaches the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.protocols import Site
+from mmattn.errors import AdapterFileError, MmattnError
+from mmattn.hosts.registry import host_kind
+
+_DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+#: Where a config names no class.
+_AUTO = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText", "AutoModel")
+
+
+@dataclass(frozen=True)
+class AttachReport:
+    """What `attach` would do.
+
+    Attributes:
+        host: name of the class.
+        kind: of host, as it is registered; "" where none fits.
+        stacks: for each list of layers its part ("" where there is but one), dotted name, number and width.
+        layers: of the host, at which the adapter would act.
+        parameters: trained, and of the host.
+        refused: why it cannot be a host; None where it can.
+        untold: what its forward does depends on values, so that only `attach` can tell; None where it does not.
+    """
+
+    host: str
+    kind: str = ""
+    stacks: tuple[tuple[str, str, int, int], ...] = ()
+    layers: tuple[int, ...] = ()
+    parameters: tuple[int, int] = (0, 0)
+    refused: str | None = None
+    untold: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it can be a host, as far as a config tells."""
+        return self.refused is None
+
+    def __str__(self) -> str:
+        lines = [f"{self.host}: {f'a host of kind {self.kind!r}' if self.ok else 'no host'}"]
+        for part, path, count, width in self.stacks:
+            lines.append(f"  {part or 'layers'}: {path}, {count} of width {width}")
+        if self.refused is not None:
+            return "\n".join([*lines, f"  refused: {self.refused}"])
+        if self.untold is not None:
+            return "\n".join([*lines, f"  not to be told without weights: {self.untold}"])
+        trained, whole = self.parameters
+        lines.append(f"  adapter at layers {list(self.layers)}: {trained:,} parameters beside the host's {whole:,}")
+        return "\n".join(lines)
+
+
+def attach_check(
+    config: Any,
+    *,
+    memory_dim: int = 768,
+    every: int | None = None,
+    where: str | None = None,
+    path: str | None = None,
+) -> AttachReport:
+    """Tell from a config whether and where a model of transformers can be a host of a `GatedAdapter`.
+
+    Args:
+        config: of transformers.
+        memory_dim: e, width of the memory.
+        every: a block at every n-th layer; 4 by default, or fewer where there are fewer.
+        where: as in `GatedAdapter`.
+        path: as in `attach`.
+
+    Raises:
+        AdapterFileError: transformers cannot make a model of this config.
+
+    >>> from transformers import LlamaConfig
+    >>> report = attach_check(LlamaConfig(num_hidden_layers=80, hidden_size=8192))
+    >>> report.ok, report.stacks
+    (True, (('', 'model.layers', 80, 8192),))
+    """
+    host = model_of(config)
+    name, kind = type(host).__name__, ""
+    stacks: tuple[tuple[str, str, int, int], ...] = ()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _without_values(host)
+            cls = host_kind(host)
+            kind = cls.kind
+            model = cls(host) if path is None else cls(host, path)
+            sites = model.sites("after")
+            stacks = _stacks(sites)
+            adapter = GatedAdapter(memory_dim=memory_dim, every=every or min(4, stacks[0][2]), where=where)
+            built = adapter.build(adapter.sites(model))
+            model.check_adapter(built)
+    except MmattnError as error:
+        told = "untold" if isinstance(error.__cause__, _DEPENDS_ON_VALUES) else "refused"
+        return AttachReport(name, kind, stacks, **{told: str(error)})  # type: ignore[arg-type]
+    trained = sum(parameter.numel() for parameter in built.parameters())
+    whole = sum(parameter.numel() for parameter in host.parameters())
+    return AttachReport(name, kind, stacks, tuple(built.layers), (trained, whole))
+
+
+def model_of(config: Any) -> nn.Module:
+    """The model of a config on the meta device.
+
+    Raises:
+        AdapterFileError: there is none.
+    """
+    import transformers
+
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    tried = ""
+    with torch.device("meta"):
+        for own in [one for one in named if one is not None]:
+            return _made(own._from_config, config)
+        for auto in _AUTO:
+            try:
+                return _made(getattr(transformers, auto).from_config, config)
+            except AdapterFileError as error:
+                tried = tried or str(error)
+    raise AdapterFileError(tried)
+
+
+def _made(make: Any, config: Any) -> nn.Module:
+    try:
+        model: nn.Module = make(config)
+    except Exception as error:
+        raise AdapterFileError(f"transformers makes no model of this {type(config).__name__}: {error}") from error
+    return model.eval()
+
+
+def _without_values(host: nn.Module) -> None:
+    """Bring tensors from the meta device to the CPU; inside a `FakeTensorMode` they still have no values."""
+    here: dict[Any, Any] = {}  # tied weights stay one
+    for module in host.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device.type != "meta":
+                    continue
+                if tensor not in here:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    here[tensor] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+                tensors[name] = here[tensor]
+
+
+def read_config(name: str | PathLike[str]) -> Any:
+    """The config of transformers under a name on the hub, or in a folder or file.
+
+    Raises:
+        AdapterFileError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise AdapterFileError(f"{str(name)!r} is no config of transformers: {said}") from error
+
+
+def _stacks(sites: Sequence[Site]) -> tuple[tuple[str, str, int, int], ...]:
+    """Each list of layers: its part, name, number and width."""
+    found: dict[tuple[str, str, int], int] = {}
+    for site in sites:
+        stack = site.part or "", site.module.rpartition(".")[0], site.width
+        found[stack] = found.get(stack, 0) + 1
+    return tuple((part, path, count, width) for (part, path, width), count in found.items())

@@ -1,0 +1,69 @@
+"""Some rows of docs/families.md made anew; all of them by `make families`, in the nightly workflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from mmattn.adapters.projected import ProjectedView
+from tests.families.checks import CHECKS, WORKS, WRITING
+from tests.families.matrix import GROUPS, PAGE, Group, is_wrong, row
+
+CHOSEN = {
+    "Causal language models": ("llama", "deepseek_v4", "longcat_flash", "xlm", "hrm_text"),
+    "Models that already see": ("gemma3", "qwen2_5_vl", "mllama"),
+    "Encoder–decoders, adapter in the decoder": ("bart", "marian"),
+    "Encoder–decoders, adapter in the encoder": ("t5", "pegasus"),
+    "Speech to text, adapter in the decoder": ("moonshine",),
+    "Encoders of texts": ("roberta",),
+    "Encoders of pictures": ("vit", "convnext"),
+    "Encoders of sounds": ("wav2vec2",),
+}
+ROWS = [
+    pytest.param(group, name, id=f"{name} of {group.auto}") for group in GROUPS for name in CHOSEN.get(group.title, ())
+]
+
+
+def part_of(page: str, group: Group) -> str:
+    return page.partition(f"## {group.title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(("group", "name"), ROWS)
+def test_some_families(group: Group, name: str) -> None:
+    """Invariant 95: nothing is wrong, and the page says what is."""
+    found = group.run(name)
+    assert not is_wrong(found), found
+    checks = [check for check in CHECKS if group.writes or check not in WRITING]
+    told = part_of(PAGE.read_text(encoding="utf-8"), group)
+    if found["family"] == WORKS:
+        assert row(name, found, checks) in told
+    else:
+        assert f"- {name}: " in told.partition("Refused by")[2]
+
+
+def test_a_wrong_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an adapter that leaves out the second row of a memory."""
+    apply = ProjectedView.apply
+
+    def forgetful(self, x, block, layer, adapter_scale):  # type: ignore[no-untyped-def]
+        out = apply(self, x, block, layer, adapter_scale).clone()
+        out[1:] = x[1:]
+        return out
+
+    monkeypatch.setattr(ProjectedView, "apply", forgetful)
+    found = GROUPS[0].run("llama")
+    assert found["memory by row"].startswith("wrong") and found["row by row"].startswith("wrong")
+
+
+def test_the_page_tells_of_every_family() -> None:
+    """Invariant 95: of the version of transformers that it names."""
+    page = Path(PAGE).read_text(encoding="utf-8")
+    assert "\nWrong:\n" not in page
+    if f"with transformers {transformers.__version__} " not in page:
+        pytest.skip("the page is of another version of transformers")
+    for group in GROUPS:
+        told = part_of(page, group)
+        missing = [name for name in group.names if f"| {name} |" not in told and f"- {name}: " not in told]
+        assert not missing, f"{group.title}: {missing}: make families"

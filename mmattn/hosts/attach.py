@@ -26,17 +26,18 @@ def attach(
     """Put an adapter on a frozen host; the host's answers stay bit for bit what they were until it is trained.
 
     Args:
-        host: any causal language model of transformers, any UNet of diffusers with cross-attention, a model of a kind
-            that was registered with `mmattn.hosts.register_host`, or what `attach` returned for it.
-        adapter: its settings: a `GatedAdapter`, `ChunkedAdapter` or `ComposedAdapter` for a language model, a
-            `DecoupledAdapter` for a UNet, or a kind of your own. A UNet may go without: its own text can go through the
-            core, see `AdaptedUNet.use_core`.
+        host: any causal language model, encoder–decoder or encoder of transformers, any UNet of diffusers with
+            cross-attention, a model of a kind that was registered with `mmattn.hosts.register_host`, or what `attach`
+            returned for it.
+        adapter: its settings: a `GatedAdapter` for a model of transformers, for a causal language model also a
+            `ChunkedAdapter` or `ComposedAdapter`, a `DecoupledAdapter` for a UNet, or a kind of your own. A UNet may go
+            without: its own text can go through the core, see `AdaptedUNet.use_core`.
         name: to switch, combine and save it by.
-        path: dotted name of the list of decoder layers in a language model, if it cannot be found.
+        path: dotted name of the list of layers in a model of transformers, if it cannot be found.
         require_memory: calls without a memory raise instead of giving the host's own answer.
 
     Returns:
-        the `AdaptedModel` of the host's kind: `AdaptedCausalLM`, `AdaptedUNet`, …
+        the `AdaptedModel` of the host's kind: `AdaptedCausalLM`, `AdaptedEncoder`, `AdaptedUNet`, …
 
     Raises:
         AttachError: the name is taken or no plain name, the layers do not exist, the adapter is for another kind of
@@ -71,8 +72,8 @@ def adapted_model(host: nn.Module, path: str | None, require_memory: bool = Fals
     if path is not None:
         if "path" not in inspect.signature(kind).parameters:
             raise AttachError(
-                f"path={path!r} names a list of decoder layers, and {type(host).__name__} is a host of kind "
-                f"{kind.kind!r}, which has none: leave it out"
+                f"path={path!r} names a list of layers, and {type(host).__name__} is a host of kind "
+                f"{kind.kind!r}, which takes none: leave it out"
             )
         options["path"] = path
     return kind(host, **options)

@@ -51,6 +51,24 @@ class _Disturbance:
         return args, kwargs | {"hidden_states": self.change(kwargs.get("hidden_states"))}
 
 
+def check_sees_all(adapter: Any, host: nn.Module) -> None:
+    """Refuse an adapter that follows a text token by token on a host that reads all of its input at once.
+
+    Args:
+        adapter: the trainable part.
+        host: the model.
+
+    Raises:
+        AttachError: what a token sees depends on the text so far.
+    """
+    if adapter.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
+        raise AttachError(
+            f"what {type(adapter.config).__name__} reads depends on the text so far (chunks, another model reading "
+            f"along, images in the text), and {type(host).__name__} reads its input all at once: take a GatedAdapter "
+            "with visible_segments='all'"
+        )
+
+
 @torch.no_grad()
 def probe(
     host: nn.Module,

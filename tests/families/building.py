@@ -102,34 +102,39 @@ def tiny_config(family: str, writes: bool = True) -> Any:
         family: as transformers spells `model_type`.
         writes: it shall predict the next token, where it can be told to.
     """
-    made = _tiny(CONFIG_MAPPING[family], EXCEPTIONS.get(family, {}))
+    kind, exceptions = CONFIG_MAPPING[family], EXCEPTIONS.get(family, {})
+    try:
+        made = _tiny(kind, exceptions, lists=False)
+    except Exception:  # a size for each stage, as pyramids have
+        made = _tiny(kind, exceptions, lists=True)
     if writes and hasattr(made, "is_decoder"):
         made.is_decoder = True
     return made
 
 
-def _tiny(kind: Any, exceptions: Mapping[str, Any]) -> Any:
+def _tiny(kind: Any, exceptions: Mapping[str, Any], lists: bool) -> Any:
     usual = kind()
     aliases = getattr(kind, "attribute_map", None) or {}
     known = set(usual.to_dict()) | set(inspect.signature(kind.__init__).parameters)
     chosen = {name: value for name, value in SIZES.items() if name in known and name not in aliases}
-    given = {name: _as_usual(value, getattr(usual, name, None)) for name, value in chosen.items()}
+    given = {name: _as_usual(value, getattr(usual, name, None), lists) for name, value in chosen.items()}
     types = getattr(usual, "layer_types", None)
     if isinstance(types, (list, tuple)) and not isinstance(getattr(kind, "layer_types", None), property):
         given["layer_types"] = (list(dict.fromkeys(types)) * LAYERS)[:LAYERS]
     for name in getattr(kind, "sub_configs", None) or {}:
         part = getattr(usual, name, None)
         if part is not None and any(word in name for word in _PARTS):
-            given[name] = _tiny(type(part), EXCEPTIONS.get(part.model_type, {})).to_dict()
+            given[name] = _tiny(type(part), EXCEPTIONS.get(part.model_type, {}), lists).to_dict()
     given |= exceptions
     return kind(**{name: value for name, value in given.items() if value is not None or name == "eos_token_id"})
 
 
-def _as_usual(value: Any, usual: Any) -> Any:
-    """A size, or a list of sizes, whichever the setting usually is."""
-    if isinstance(usual, (list, tuple)) and usual and not isinstance(value, list):
-        return [value] * len(usual)
-    return usual if isinstance(value, list) and isinstance(usual, int) else value
+def _as_usual(value: Any, usual: Any, lists: bool) -> Any:
+    """A size; a list of them where the setting is one and `lists` are asked for."""
+    if isinstance(value, list):
+        return usual if isinstance(usual, int) else value
+    several = lists and isinstance(value, int) and isinstance(usual, (list, tuple)) and usual
+    return [value] * len(usual) if several else value
 
 
 def tiny_model(family: str, auto: Any) -> PreTrainedModel:

@@ -58,19 +58,25 @@ def _known(mapping: str) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name in transformers.CONFIG_MAPPING))
 
 
-_BOTH = tuple(
-    name for name in _known("SEQ_TO_SEQ_CAUSAL_LM") if name not in _known("CAUSAL_LM") or name in ("bart", "mbart")
-)
-_READ = [name for name in _known("SEQUENCE_CLASSIFICATION") if name not in (*_known("CAUSAL_LM"), *_BOTH)]
-_HEARD = tuple(name for name in _known("SPEECH_SEQ_2_SEQ") if name not in _BOTH)
+def _has_both(name: str) -> bool:
+    """Whether models of this family have an encoder and a decoder."""
+    kind = transformers.CONFIG_MAPPING[name]
+    return bool(getattr(kind, "is_encoder_decoder", False)) or name in _TWO_MODELS
+
+
+_TWO_MODELS = ("encoder-decoder", "speech-encoder-decoder")
+_BOTH = tuple(name for name in _known("SEQ_TO_SEQ_CAUSAL_LM") if _has_both(name))
+_HEARD = tuple(name for name in _known("SPEECH_SEQ_2_SEQ") if _has_both(name) and name not in _BOTH)
+_LEFT_OUT = set(_known("CAUSAL_LM")) - set(_known("MASKED_LM"))  # with a head for classes they read as they write
+_READ = tuple(name for name in _known("SEQUENCE_CLASSIFICATION") if name not in _LEFT_OUT)
 GROUPS = (
     Group("Causal language models", "AutoModelForCausalLM", _known("CAUSAL_LM")),
-    Group("Models that already see", "AutoModelForImageTextToText", _known("IMAGE_TEXT_TO_TEXT")),
+    Group("Models that already see or hear", "AutoModelForMultimodalLM", _known("MULTIMODAL_LM")),
     Group("Encoder–decoders, adapter in the decoder", "AutoModelForSeq2SeqLM", _BOTH, "decoder"),
     Group("Encoder–decoders, adapter in the encoder", "AutoModelForSeq2SeqLM", _BOTH, "encoder"),
     Group("Speech to text, adapter in the decoder", "AutoModelForSpeechSeq2Seq", _HEARD, "decoder"),
     Group("Speech to text, adapter in the encoder", "AutoModelForSpeechSeq2Seq", _HEARD, "encoder"),
-    Group("Encoders of texts", "AutoModelForSequenceClassification", tuple(_READ), writes=False),
+    Group("Encoders of texts", "AutoModelForSequenceClassification", _READ, writes=False),
     Group("Encoders of pictures", "AutoModelForImageClassification", _known("IMAGE_CLASSIFICATION"), writes=False),
     Group("Encoders of sounds", "AutoModelForAudioClassification", _known("AUDIO_CLASSIFICATION"), writes=False),
 )

@@ -13,12 +13,11 @@ from torch import nn
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import device_of, text_config
 from mmattn.adapters.protocols import Site
-from mmattn.errors import AttachError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Call, ForwardStep
 from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layer_search import find_layers, layers_width
-from mmattn.hosts.probe import probe
+from mmattn.hosts.probe import check_sees_all, probe
 from mmattn.hosts.probe_inputs import host_inputs
 from mmattn.hosts.registry import register_host
 from mmattn.storage.pretrained import load_model
@@ -81,12 +80,7 @@ class AdaptedEncoder(AdaptedModel):
             AttachError: the adapter follows a text, the host cannot be called, or hands on states of another shape.
             ConditionError: a layer whose output does not matter.
         """
-        if adapter.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
-            raise AttachError(
-                f"what {type(adapter.config).__name__} reads depends on the text so far (chunks, another model reading "
-                f"along, images in the text), and {type(self.host).__name__} reads all at once: take a GatedAdapter "
-                "with visible_segments='all'"
-            )
+        check_sees_all(adapter, self.host)
         layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
         with self.open_blocks.conditioned(None):
             probe(self.host, layers, adapter.position, self.width, partial(host_inputs, self.host), None, ANSWERS)

@@ -14,13 +14,13 @@ from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Action, Call, ForwardStep
 from mmattn.hosts.causal_lm.generation import past_length
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 from mmattn.hosts.encoder_decoder.stacks import DECODER, ENCODER, find_stacks
-from mmattn.hosts.probe import LENGTH, probe
+from mmattn.hosts.probe import LENGTH, check_sees_all, probe
 from mmattn.hosts.probe_inputs import host_inputs, token_ids
 from mmattn.hosts.registry import register_host
 from mmattn.storage.pretrained import load_model
@@ -84,12 +84,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             AttachError: the adapter follows a text, the host cannot be called, or hands on states of another shape.
             ConditionError: a layer whose output does not matter.
         """
-        if adapter.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
-            raise AttachError(
-                f"what {type(adapter.config).__name__} reads depends on the text so far (chunks, another model reading "
-                f"along, images in the text), and {type(self.host).__name__} reads one text and writes another: take "
-                "a GatedAdapter with visible_segments='all'"
-            )
+        check_sees_all(adapter, self.host)
         layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
         site = adapter.sites[0]
         length = LENGTH if site.part == DECODER else None

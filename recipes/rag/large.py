@@ -1,6 +1,7 @@
 """Answers of trained adapters from indexes too large for a run: a million entries.
 
-    python -m recipes.rag.large runs/rag-facts/seed-* [--size 1000000] [--store ivf] [--ways index hits]
+    python -m recipes.rag.large runs/rag-facts/seed-* [--size 1000000] [--store ivf] [--ways index hits] \
+        [--query-scale 0.8]
 
 The same held-out questions for every adapter, half of them without an answer in the index. One row for each way of
 `Measure.rows` with the mean and half the range over the adapters, and the seconds that one question took. Up to a
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--store", default="ivf", help="of the index that attention searches")
     parser.add_argument("--ways", nargs="+", default=["index", "hits"], help="see Measure.rows")
     parser.add_argument("--ask", type=int, default=300, help="questions")
+    parser.add_argument("--query-scale", type=float, default=1.0, help="of attention's queries; see scale_queries")
     given = parser.parse_args()
     if given.size < 5 * given.ask:
         parser.error(f"{given.ask} questions need an index of {5 * given.ask:,} entries at least: give a smaller --ask")
@@ -62,6 +64,7 @@ def main() -> None:
     runs: list[list[dict[str, Any]]] = []
     for run in given.runs:
         model = mmattn.load(lm, run / "adapter")
+        scale_queries(model, given.query_scale)
         runs.append([])
         for way in given.ways:
             began = time.perf_counter()
@@ -74,6 +77,21 @@ def main() -> None:
             print(run, row, flush=True)
         model.unload()
     print(training.spread_table("", FACTS | FURTHER, runs))
+
+
+@torch.no_grad()
+def scale_queries(model: Any, factor: float) -> None:
+    """Multiply what attention adds to the scores of the search.
+
+    The largest of n random inner products grows with the root of log n: of more entries than in training, those that
+    fit no better weigh more. A factor below 1 takes that back.
+
+    Args:
+        model: with the adapter, which is changed.
+        factor: of the queries of every layer.
+    """
+    for attention in model.attentions().values():
+        attention.q_proj.weight.mul_(factor)
 
 
 @torch.no_grad()

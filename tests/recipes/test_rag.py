@@ -20,6 +20,7 @@ from mmattn.cli.app import main
 from mmattn.encoders import HybridEncoder
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.recipes import assets_folder, load_recipe
+from tests import tiny
 
 TOPICS = {
     "loops": 'The "while" statement repeats a suite as long as an expression is true.\n\nA "break" leaves the loop.',
@@ -205,6 +206,20 @@ def test_indexes_too_large_for_a_run(
         recipe.large.main()
 
 
+def test_queries_of_nothing_leave_the_scores_of_the_search(recipe: SimpleNamespace) -> None:
+    """Scaled by 0, all entries with one score weigh alike; scaled by 1 or unscaled, they do not."""
+    settings = mmattn.GatedAdapter(memory_dim=13, layers=(1,), num_heads=2, head_dim=6, score_bias=True)
+    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), settings))
+    memory = mmattn.Memory(torch.randn(2, 5, 13), scores=torch.zeros(2, 5))
+    spread = []
+    for factor in (1.0, 0.5, 0.0):
+        recipe.large.scale_queries(model, factor)
+        with inspect.record(model) as weights:
+            model(tiny.text(2), memory=memory)
+        spread.append(float(weights.mean()[0].std(-1).max()))
+    assert spread[0] > spread[1] > 1e-3 and spread[2] < 1e-6
+
+
 def test_rows_learn_answers_alone(recipe: SimpleNamespace, lm: Path) -> None:
     _, tokenizer = recipe.answering.load_lm(str(lm))
     batch = recipe.answering.answer_batch(tokenizer, ["Question: a?\nAnswer:", "b:"], ["Euro", "US Dollar"], None)
@@ -343,7 +358,7 @@ def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: 
         if lookup:
             recipe.reading.begin_as_lookup(model.adapters["default"], 60.0)
         assert torch.equal(model(ids, memory=memory).logits, host(ids).logits), "it adds nothing yet"
-        with mmattn.inspect.record(model) as weights:
+        with inspect.record(model) as weights:
             model(ids, memory=memory)
         # Of tokens 6 to 12, which see the chunk's memory, those from 7 on are the first ones again: after them the
         # text goes on with slots 1 to 6.

@@ -35,12 +35,17 @@ settings.register_profile("mmattn", deadline=None, derandomize=True, print_blob=
 settings.load_profile("mmattn")
 
 
+# Checks of stores that start processes or write many files, and the stores on which they take seconds.
+LONG_CHECKS, LONG_STORES = {"saved", "threads"}, {"qdrant", "pgvector", "lancedb", "edge"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of families built alike, one is quick to be tested and the others are slow."""
+    """Of families built alike, one is quick to be tested and the others are slow; so are the longest store checks."""
     others = set(tiny.FAMILIES) - set(tiny.DISTINCT)
     for item in items:
         spec = getattr(item, "callspec", None)
-        if spec is not None and others & set(re.split(r"[-, ]", spec.id)):
+        words = set() if spec is None else set(re.split(r"[-, ]", spec.id))
+        if others & words or (LONG_CHECKS & words and LONG_STORES & words):
             item.add_marker(pytest.mark.slow)
 
 

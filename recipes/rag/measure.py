@@ -103,7 +103,7 @@ class Measure:
 
         Args:
             how: see `rows`.
-            index: what attention searches, made of the world where it is not given.
+            index: of slots, what attention or the retriever searches; made of the world where it is not given.
         """
         entries, asked = self.entries, world.asked
         if how == "index":
@@ -120,8 +120,10 @@ class Measure:
             drawn = torch.tensor([random.sample(world.rows, self._view(world)) for _ in asked])
             scores = (entries.titles[drawn] @ entries.questions[asked][..., None])[..., 0]
             return mmattn.Memory(entries.slots(drawn), scores=scores).__getitem__
-        hits = entries.index(world.rows).search(entries.questions[asked], self._view(world))
-        memory = hits.memory(tokens=True)
+        if index is None:
+            memory = entries.index(world.rows).search(entries.questions[asked], self._view(world)).memory(tokens=True)
+        else:
+            memory = index.search(entries.queries(asked), self._view(world)).memory()
         return memory[[(row + (how == "shuffled")) % len(asked) for row in range(len(asked))]].__getitem__
 
     def _view(self, world: World) -> int:

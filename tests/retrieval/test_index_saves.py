@@ -141,6 +141,7 @@ def test_an_interruption_at_every_step_leaves_old_or_new(
     assert finished and len(outcomes) > 1 and outcomes[-1] == 1300 and outcomes[0] == 1201
 
 
+@pytest.mark.slow
 def test_disk_full_at_twenty_sizes(tmp_path: Path) -> None:
     """The system refuses to let a file grow; what was there stays, and nothing else is left."""
     index = small(1201, store="hnsw", ids=[f"entry {i}" for i in range(1201)])

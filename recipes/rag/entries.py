@@ -85,6 +85,17 @@ class Entries:
             tokens=mmattn.Memory(self.slots(rows)[:, None]),
         )
 
+    def nearest(self, rows: Sequence[int], asked: Sequence[int], count: int) -> mmattn.Memory:
+        """The `count` facts among some whose titles are most like each question, compared with all, as a memory."""
+        best, where = torch.empty(len(asked), 0), torch.empty(len(asked), 0, dtype=torch.long)
+        for block in torch.tensor(rows).split(BLOCK):
+            scores = torch.cat([best, self.questions[asked] @ self.titles[block].T], 1)
+            places = torch.cat([where, block.expand(len(asked), -1)], 1)
+            best, order = scores.topk(min(count, scores.shape[1]))
+            where = places.gather(1, order)
+        sources = [[{"id": row} for row in found] for found in where.tolist()]
+        return mmattn.Memory(self.slots(where), scores=best, sources=sources)
+
     def index_of_slots(self, rows: Sequence[int], store: str = "exact", **settings: Any) -> mmattn.Index:
         """An index of what an adapter attends to, for `as_memory`; its ids are the rows."""
         rows = list(rows)

@@ -103,7 +103,7 @@ class Measure:
 
         Args:
             how: see `rows`.
-            index: of slots, what attention or the retriever searches; made of the world where it is not given.
+            index: what attention searches, made of the world where it is not given.
         """
         entries, asked = self.entries, world.asked
         if how == "index":
@@ -122,8 +122,8 @@ class Measure:
             return mmattn.Memory(entries.slots(drawn), scores=scores).__getitem__
         if index is None:
             memory = entries.index(world.rows).search(entries.questions[asked], self._view(world)).memory(tokens=True)
-        else:
-            memory = index.search(entries.queries(asked), self._view(world)).memory()
+        else:  # an approximate one might miss them
+            memory = entries.nearest(world.rows, asked, self._view(world))
         return memory[[(row + (how == "shuffled")) % len(asked) for row in range(len(asked))]].__getitem__
 
     def _view(self, world: World) -> int:

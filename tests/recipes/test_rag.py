@@ -220,6 +220,21 @@ def test_queries_of_nothing_leave_the_scores_of_the_search(recipe: SimpleNamespa
     assert spread[0] > spread[1] > 1e-3 and spread[2] < 1e-6
 
 
+def test_the_nearest_are_those_of_an_index(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks, and where some facts are left out."""
+    facts = [recipe.facts.Fact(f"key {number}", "name", f"value {number}", "en") for number in range(23)]
+    vectors = torch.nn.functional.normalize(torch.randn(3, 23, 7), dim=2)
+    entries = recipe.entries.Entries(facts, vectors[0], vectors[1], vectors[2][:11])
+    monkeypatch.setattr(recipe.entries, "BLOCK", 5)
+    rows = [row for row in range(23) if row % 4]
+    found = entries.nearest(rows, [3, 0, 10], 6)
+    hits = entries.index(rows).search(entries.questions[[3, 0, 10]], 6)
+    assert [[one["id"] for one in row] for row in found.sources] == hits.ids
+    wanted = hits.memory(tokens=True)
+    tiny.assert_close(found.tokens, wanted.tokens, 1e-6)
+    tiny.assert_close(found.scores, wanted.scores, 1e-5)
+
+
 def test_rows_learn_answers_alone(recipe: SimpleNamespace, lm: Path) -> None:
     _, tokenizer = recipe.answering.load_lm(str(lm))
     batch = recipe.answering.answer_batch(tokenizer, ["Question: a?\nAnswer:", "b:"], ["Euro", "US Dollar"], None)

@@ -17,15 +17,15 @@ def stream_axis(x: Any, rows: int, length: int | None, width: int) -> int | None
     Args:
         x: what a layer hands on: (b, l, d), (b, l, streams, d) or (streams, b, l, d).
         rows: b, not the same as `length`.
-        length: l; None where it is not known, and there is but one stream.
+        length: l of the text; None where it is not known, and there is but one stream.
         width: d.
 
     Raises:
         AttachError: it is something else.
     """
     shape = tuple(x.shape) if isinstance(x, Tensor) else ()
-    if len(shape) == 3 and shape[::2] == (rows, width) and length in (None, shape[1]):
-        return None
+    if len(shape) == 3 and shape[::2] == (rows, width):
+        return None  # with more tokens than the text has, where the host puts a prompt before it
     if len(shape) == 4 and shape[3] == width:
         if shape[:2] == (rows, length):
             return 2

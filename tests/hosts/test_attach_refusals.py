@@ -66,22 +66,6 @@ LANGUAGE = {
         "reversible",
     ),
     "a list that is not there": (lambda: tiny.make("llama"), "model.blocks", "no list of layers at 'model.blocks'"),
-    "prophetnet, whose layers see what is written and what is to be": (
-        lambda: language(
-            "prophetnet",
-            hidden_size=32,
-            num_encoder_layers=3,
-            num_decoder_layers=3,
-            num_encoder_attention_heads=4,
-            num_decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=64,
-            is_decoder=True,
-        ),
-        None,
-        r"\(4, 6, 32\) for 4 rows of 2 tokens",
-    ),
 }
 
 

@@ -124,6 +124,7 @@ def first_hour(user: User, demo: bool) -> None:
     if not (work / "seven.png").read_bytes().startswith(b"\x89PNG"):
         raise Failed("mmattn draw left no PNG file")
     mmattn("mmattn", "caption", "assets/flora/snowdrop.png", says=["the snowdrop"])
+    mmattn("mmattn", "attach-check", "assets/rag", says=["model.layers, 6 of width 160"])
     mmattn("mmattn", "doctor", "assets/rag/adapter", "--host", "assets/rag")
     (work / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
     mmattn("mmattn", "index", "build", "facts.jsonl", "-o", "facts", "--for", "assets/rag/adapter")

@@ -38,7 +38,7 @@ def embeddings_of(lm: nn.Module) -> nn.Module:
     get_embeddings: Any = getattr(lm, "get_input_embeddings", None)
     try:
         embeddings: nn.Module = lm if get_embeddings is None else get_embeddings()
-    except NotImplementedError:
+    except NotImplementedError:  # as models of several codebooks say
         return lm
     return embeddings
 

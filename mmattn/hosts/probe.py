@@ -69,6 +69,30 @@ def check_sees_all(adapter: Any, host: nn.Module) -> None:
         )
 
 
+def probe_adapter(
+    model: Any, adapter: Any, inputs: Inputs, length: int | None = LENGTH, answers: Sequence[str] = ("logits",)
+) -> int | None:
+    """Prove with one forward of a host, without a memory, that what an adapter writes at its layers reaches the answer.
+
+    Args:
+        model: the adapted model.
+        adapter: the trainable part, not yet on it.
+        inputs: as for `probe`.
+        length: as for `probe`.
+        answers: as for `probe`.
+
+    Returns:
+        as `probe` does.
+
+    Raises:
+        AttachError: as `probe` does.
+        ConditionError: as `probe` does.
+    """
+    layers = [(site.layer, model.host.get_submodule(site.module)) for site in adapter.sites]
+    with model.open_blocks.conditioned(None):
+        return probe(model.host, layers, adapter.position, adapter.sites[0].width, inputs, length, answers)
+
+
 @torch.no_grad()
 def probe(
     host: nn.Module,

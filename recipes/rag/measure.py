@@ -120,10 +120,7 @@ class Measure:
             drawn = torch.tensor([random.sample(world.rows, self._view(world)) for _ in asked])
             scores = (entries.titles[drawn] @ entries.questions[asked][..., None])[..., 0]
             return mmattn.Memory(entries.slots(drawn), scores=scores).__getitem__
-        if index is None:
-            memory = entries.index(world.rows).search(entries.questions[asked], self._view(world)).memory(tokens=True)
-        else:  # an approximate one might miss them
-            memory = entries.nearest(world.rows, asked, self._view(world))
+        memory = entries.nearest(world.rows, asked, self._view(world))
         return memory[[(row + (how == "shuffled")) % len(asked) for row in range(len(asked))]].__getitem__
 
     def _view(self, world: World) -> int:

@@ -193,10 +193,12 @@ def empty_row(case: Family) -> None:
 
 def rows(case: Family) -> None:
     """A batch is answered as its rows one by one, hidden slots left out."""
-    case.host_must(
-        lambda: [near(case.logits(case.host, IDS[i : i + 1]), case.alone[i : i + 1]) for i in range(2)][0],
-        "alone, too, answers a row otherwise in a batch",
-    )
+
+    def alone() -> None:
+        for row in range(2):
+            near(case.logits(case.host, IDS[row : row + 1]), case.alone[row : row + 1])
+
+    case.host_must(alone, "alone, too, answers a row otherwise in a batch")
     together = case.logits(case.model, memory=case.memory)
     for row in range(2):
         own = mmattn.Memory(case.tokens[row : row + 1, : int(case.mask[row].sum())])

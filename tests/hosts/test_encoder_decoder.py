@@ -95,6 +95,8 @@ def test_what_an_encoder_said_without_the_memory_is_refused() -> None:
             seeing = model(decoder_input_ids=WRITTEN, encoder_outputs=encoder(input_ids=IDS)).logits
         assert torch.equal(seeing, logits(model, memory=memory()))
         assert torch.equal(model(**given).logits, logits(model))
+        with model.disable_adapter("default"):
+            assert torch.equal(model(**given, memory=memory()).logits, logits(model))
 
 
 def test_what_was_encoded_before_serves_adapters_of_the_decoder() -> None:

@@ -42,7 +42,7 @@ from mmattn.hosts.causal_lm.step_memories import packed_view
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layer_search import find_layers
-from mmattn.hosts.probe import probe
+from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import text_inputs
 from mmattn.hosts.registry import register_host
 from mmattn.memory import Memory
@@ -114,10 +114,7 @@ class AdaptedCausalLM(AdaptedModel):
             AttachError: the host cannot be called as a language model is, or hands on states of another shape.
             ConditionError: a layer whose output does not matter.
         """
-        layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
-        with self.open_blocks.conditioned(None):
-            width, inputs = adapter.sites[0].width, partial(text_inputs, self.host)
-            self.stream_axis = probe(self.host, layers, adapter.position, width, inputs)
+        self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""

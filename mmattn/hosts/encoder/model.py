@@ -17,7 +17,7 @@ from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Call, ForwardStep
 from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layer_search import find_layers, layers_width
-from mmattn.hosts.probe import check_sees_all, probe
+from mmattn.hosts.probe import check_sees_all, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs
 from mmattn.hosts.registry import register_host
 from mmattn.storage.pretrained import load_model
@@ -81,9 +81,7 @@ class AdaptedEncoder(AdaptedModel):
             ConditionError: a layer whose output does not matter.
         """
         check_sees_all(adapter, self.host)
-        layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
-        with self.open_blocks.conditioned(None):
-            probe(self.host, layers, adapter.position, self.width, partial(host_inputs, self.host), None, ANSWERS)
+        probe_adapter(self, adapter, partial(host_inputs, self.host), None, ANSWERS)
 
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -20,7 +20,7 @@ from mmattn.hosts.calls import Action, Call, ForwardStep
 from mmattn.hosts.causal_lm.generation import past_length
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 from mmattn.hosts.encoder_decoder.stacks import DECODER, ENCODER, find_stacks
-from mmattn.hosts.probe import LENGTH, check_sees_all, probe
+from mmattn.hosts.probe import LENGTH, check_sees_all, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs, token_ids
 from mmattn.hosts.registry import register_host
 from mmattn.storage.pretrained import load_model
@@ -85,11 +85,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             ConditionError: a layer whose output does not matter.
         """
         check_sees_all(adapter, self.host)
-        layers = [(site.layer, self.host.get_submodule(site.module)) for site in adapter.sites]
-        site = adapter.sites[0]
-        length = LENGTH if site.part == DECODER else None
-        with self.open_blocks.conditioned(None):
-            probe(self.host, layers, adapter.position, site.width, partial(_inputs, self.host), length)
+        length = LENGTH if adapter.sites[0].part == DECODER else None
+        probe_adapter(self, adapter, partial(_inputs, self.host), length)
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The decoder's ids or embeddings of this forward, and what is cached."""
@@ -116,9 +113,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         Raises:
             ConditionError: what an encoder said without the memory is given.
         """
-        encoders = [
-            name for name in call.sources if name in self.active and self.adapter(name).sites[0].part == ENCODER
-        ]
+        acting = [name for name in call.sources if name in self.active and name not in disabled]
+        encoders = [name for name in acting if self.adapter(name).sites[0].part == ENCODER]
         if kwargs.get("encoder_outputs") is not None and encoders and not call.encoded:
             raise ConditionError(
                 f"encoder_outputs were given, and the encoder did not see the memory of {encoders}: run it inside the "

@@ -85,23 +85,22 @@ class Family:
             given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             known = inspect.signature(type(self.host).forward).parameters
             return {name: value for name, value in given.items() if name in known}
-        if not hasattr(self, "sound"):
-            self.sound = self._heard(ids)
         name, shape = self.sound
         draws = [torch.Generator().manual_seed(int(row[0])) for row in ids]
         return {name: torch.stack([torch.randn(shape, generator=drawn) for drawn in draws])}
 
-    def _heard(self, ids: Tensor) -> tuple[str, tuple[int, ...]]:
-        """Under which name, and in which shape, the host hears a sound."""
-        written = {} if self.where is None else {"decoder_input_ids": ids}
-        for given in host_inputs(self.host, len(ids)):
+    @cached_property
+    def sound(self) -> tuple[str, tuple[int, ...]]:
+        """Under which name, and in which shape, the host is given a picture or a sound."""
+        written = {} if self.where is None else {"decoder_input_ids": IDS}
+        for given in host_inputs(self.host, len(IDS)):
             try:
                 self.host(**given, **written)
             except Exception:  # the next one
                 continue
             name, value = next(iter(given.items()))
             return name, tuple(value.shape[1:])
-        raise HostCannot("it is not known what it hears")
+        raise HostCannot("it is not known what it sees or hears")
 
     def generated(self, model: Any, ids: Tensor, mask: Tensor | None = None, **given: Any) -> tuple[Tensor, Any]:
         """New tokens (b, n), and the logits of each step."""

@@ -24,15 +24,15 @@ class _Disturbance:
     Args:
         row: which.
         shape: (b, l, d) that the hidden states must have; l is None where the host decides it.
-        axes: is told along which axis the hidden states have several streams.
+        axes: is told, for this row, along which axis the hidden states have several streams.
     """
 
-    def __init__(self, row: int, shape: tuple[int, int | None, int], axes: set[int | None]) -> None:
+    def __init__(self, row: int, shape: tuple[int, int | None, int], axes: dict[int, int | None]) -> None:
         self.row, self.shape, self.axes = row, shape, axes
 
     def change(self, x: Any) -> Tensor:
         axis = stream_axis(x, *self.shape)
-        self.axes.add(axis)
+        self.axes[self.row] = axis
         return self._disturb(x) if axis is None else change_streams(x, axis, self._disturb)
 
     def _disturb(self, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def probe(
         )
     modes = [(module, module.training) for module in host.modules()]
     hooks = []
-    axes: set[int | None] = set()
+    axes: dict[int, int | None] = {}
     rows = len(layers) + 2  # more than tokens, so that a shape tells which is which
     try:
         for row, (_, layer) in enumerate(layers, 1):
@@ -147,15 +147,25 @@ def probe(
             module.training = mode
         for hook in hooks:
             hook.remove()
-    if isinstance(answer, FakeTensor):  # of a host without values, whose shapes alone were asked for
-        return axes.pop()
-    blind = [layer for row, (layer, _) in enumerate(layers, 1) if torch.equal(answer[row], answer[0])]
+    # A host without values is asked for shapes alone.
+    known = not isinstance(answer, FakeTensor)
+    blind = [
+        layer
+        for row, (layer, _) in enumerate(layers, 1)
+        if row not in axes or (known and torch.equal(answer[row], answer[0]))
+    ]
     if blind:
         raise ConditionError(
             f"what is written {position} layers {blind} does not reach the answer of {type(host).__name__}: memory "
             "would be lost there; name the list of layers with path=, or choose other layers"
         )
-    return axes.pop()
+    first, *others = set(axes.values())
+    if others:
+        raise AttachError(
+            f"some layers of {type(host).__name__} hand on several residual streams and others one: name layers of one "
+            "kind"
+        )
+    return first
 
 
 def _answer(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers: Sequence[str]) -> Tensor:

@@ -11,7 +11,7 @@ import transformers
 from transformers import LlamaConfig, T5Config
 
 import mmattn
-from mmattn.errors import AdapterFileError, AttachError
+from mmattn.errors import AdapterFileError, AttachError, ConditionError
 from mmattn.hosts import attach_check
 from mmattn.hosts.attach_check import model_of
 from tests.cli.running import call
@@ -50,6 +50,19 @@ def test_it_refuses_what_attach_refuses(family: str, why: str) -> None:
     assert not report.ok and why in str(report)
     with pytest.raises(AttachError, match=why):
         mmattn.attach(tiny_model(family, transformers.AutoModelForCausalLM), mmattn.GatedAdapter(memory_dim=5, every=1))
+
+
+def test_layers_that_a_text_does_not_pass() -> None:
+    """Those of Mllama that attend to pictures: refused as `attach` does."""
+    host = tiny_model("mllama", transformers.AutoModelForImageTextToText)
+    passed = set(range(len(host.model.language_model.layers))) - set(host.config.text_config.cross_attention_layers)
+    assert len(passed) < len(host.model.language_model.layers)
+    host.config.architectures = [type(host).__name__]
+    report = attach_check(host.config, every=1)
+    assert not report.ok and "does not reach the answer" in str(report)
+    with pytest.raises(ConditionError, match="does not reach the answer"):
+        mmattn.attach(host, mmattn.GatedAdapter(memory_dim=5, every=1))
+    mmattn.attach(host, mmattn.GatedAdapter(memory_dim=5, layers=tuple(passed)))
 
 
 def test_what_depends_on_values_is_said() -> None:

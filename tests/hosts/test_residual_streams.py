@@ -52,3 +52,13 @@ def test_a_row_sees_its_memory_whatever_the_batch(family: str, axis: int, positi
         assert tiny.differs(together, host(input_ids=IDS).logits)
         for row in range(3):
             tiny.assert_close(model(IDS[row : row + 1], memory=memory[row]).logits, together[row : row + 1], 1e-5)
+
+
+def test_layers_of_two_kinds_are_refused() -> None:
+    """A host of which some layers hand on several streams, and others one."""
+    host = tiny.make("llama")
+    host.model.layers[1].register_forward_hook(lambda layer, args, output: torch.stack([output] * 4, 2))
+    host.model.layers[2].register_forward_pre_hook(lambda layer, args: (args[0].mean(2), *args[1:]))
+    with pytest.raises(AttachError, match="some layers .* several residual streams and others one"):
+        mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 1), num_heads=2))
+    mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 2), num_heads=2))

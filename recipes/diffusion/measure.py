@@ -122,12 +122,24 @@ class Judge:
 
 
 class WithExamples(torch.nn.Module):
-    """Prompts with their examples as more words, for a host without adapters."""
+    """Prompts with their examples as more words, for a host without adapters.
 
-    def __init__(self, prompts: Any, concatenated: Any, memory: mmattn.Memory) -> None:
+    Args:
+        prompts: the text encoder.
+        concatenated: what turns examples into words.
+        memory: of the examples.
+        masked: whether the host hides the words of an example that is left out; otherwise they are 0.
+    """
+
+    def __init__(self, prompts: Any, concatenated: Any, memory: mmattn.Memory, masked: bool = True) -> None:
         super().__init__()
         self.prompts, self.concatenated, self.memory = prompts, concatenated, memory
-        self.null = prompts.null
+        self.pooled, self.zeros = prompts.pooled, 0 if masked else memory.length
+
+    def null(self) -> Tensor | None:
+        """States (1, m, e) of no prompt and no example; None where the host then reads nothing."""
+        states = self.prompts.null()
+        return None if states is None else F.pad(states, (0, 0, 0, self.zeros))
 
     def forward(self, sentences: Sequence[str]) -> tuple[Tensor, Tensor]:
         """States (b, m + 16, e) and their mask."""
@@ -136,9 +148,7 @@ class WithExamples(torch.nn.Module):
         return found
 
 
-def text_rows(
-    model: mmattn.hosts.AdaptedUNet, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int
-) -> list[dict[str, Any]]:
+def text_rows(model: Any, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int) -> list[dict[str, Any]]:
     """For each guidance scale: classes and attributes as asked, diversity, and the distance to real pictures."""
     asked, rows = questions(judge.subject, each, seed), []
     for guidance_scale in GUIDANCE_SCALES:
@@ -148,7 +158,7 @@ def text_rows(
 
 
 def style_rows(
-    model: mmattn.hosts.AdaptedUNet,
+    model: Any,
     host: DiffusionHost,
     judge: Judge,
     encoder: StyleEncoder,
@@ -186,7 +196,8 @@ def style_rows(
     rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
     if concatenated is not None:
         for name, examples in (("concatenated with the text", memory), ("concatenated, shuffled examples", shuffled)):
-            rows.append(row(name, replace(host, prompts=WithExamples(host.prompts, concatenated, examples))))
+            prompts = WithExamples(host.prompts, concatenated, examples, model.through_core)
+            rows.append(row(name, replace(host, prompts=prompts)))
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Strict(BaseModel):
@@ -30,6 +30,16 @@ class ModelSettings(Strict):
     layers: int = Field(5, ge=2)  # transformer
     heads: int = Field(4, ge=1)  # transformer
     head_dim: int = Field(32, ge=2)  # transformer
+
+    @model_validator(mode="after")
+    def fits(self) -> ModelSettings:
+        """Refuse a transformer whose picture or width cannot be cut into equal parts."""
+        width = self.heads * self.head_dim
+        if self.kind == "transformer" and self.size % self.patch:
+            raise ValueError(f"{self.size} pixels a side are no whole number of patches of {self.patch}")
+        if self.kind == "transformer" and width % 4:
+            raise ValueError(f"{self.heads} heads of {self.head_dim} are {width} wide: a multiple of 4 is needed")
+        return self
 
 
 class OptimSettings(Strict):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from PIL import Image
+from pydantic import ValidationError
 
 import mmattn
 from mmattn import inspect
@@ -55,10 +56,19 @@ def test_the_published_settings_make_a_transformer_of_fewer_than_three_million_p
     assert torch.equal(first, torch.zeros(2, 1, 16, 16)), "the modulations and the last layer start at 0"
 
 
+def test_a_size_that_patches_do_not_fill_is_refused(recipe: SimpleNamespace) -> None:
+    for given, words in {
+        (("size", 18),): "18 pixels a side are no whole number of patches of 4",
+        (("heads", 3), ("head_dim", 6)): "3 heads of 6 are 18 wide: a multiple of 4 is needed",
+    }.items():
+        with pytest.raises(ValidationError, match=words):
+            recipe.settings.ModelSettings(kind="transformer", **dict(given))
+        recipe.settings.ModelSettings(kind="unet", **dict(given))
+
+
 def test_stage_a_leaves_a_transformer_that_reads_sentences(recipe: SimpleNamespace, base: Path) -> None:
-    assert {"transformer", "text", "table.md", "samples_00002.png", "loss.png"} <= {
-        path.name for path in base.iterdir()
-    }
+    names = {path.name for path in base.iterdir()}
+    assert {"transformer", "text", "table.md", "samples_00002.png", "loss.png"} <= names and "unet" not in names
     assert "transformer and text encoder: 3 steps" in (base / "table.md").read_text()
     host = load_diffusion_host(base)
     assert isinstance(host.unet, SD3Transformer2DModel) and (host.size, host.channels) == (16, 1)

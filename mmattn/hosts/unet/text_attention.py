@@ -15,8 +15,8 @@ from mmattn.core.kv import KeyValue
 from mmattn.core.projection import KeyValueProjection
 from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.unet.attention_layers import query_heads
-from mmattn.hosts.unet.denoising import DenoisingCall, added_heads
+from mmattn.hosts.denoising.call import DenoisingCall, added_heads
+from mmattn.hosts.denoising.heads import query_heads
 
 
 class TextHeads(KeyValueProjection):

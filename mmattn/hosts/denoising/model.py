@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,6 +29,9 @@ from mmattn.hosts.denoising.heads import forward_arguments
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.recomputation import keep_context
 
+# Which model a pipeline calls in this context, and for what: "cond", "uncond", … of diffusers' `cache_context`.
+_HALF: ContextVar[tuple[Any, str]] = ContextVar("mmattn_guidance_half", default=(None, ""))
+
 
 class AdaptedDenoiser(AdaptedModel):
     """A diffusion model and the adapters beside its attention layers.
@@ -39,6 +43,7 @@ class AdaptedDenoiser(AdaptedModel):
     """
 
     positions: ClassVar[tuple[str, ...]] = ("inside",)
+    replaced = ("cache_context",)
     attaches_bare: ClassVar[bool] = True
 
     def __init__(self, host: nn.Module, layer_names: Sequence[str], require_memory: bool = False) -> None:
@@ -75,6 +80,27 @@ class AdaptedDenoiser(AdaptedModel):
     def layer(self, index: int) -> Any:
         """The host's attention layer of this number."""
         return self.host.get_submodule(self.layer_names[index])
+
+    def join(self) -> None:
+        """Follow the host, and note which half of guidance its pipelines are at."""
+        super().join()
+        if hasattr(self.host, "cache_context"):
+            self.host.__dict__["cache_context"] = self._cache_context
+
+    @contextlib.contextmanager
+    def _cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
+        before = _HALF.get()
+        _HALF.set((self, name))
+        try:
+            with type(self.host).cache_context(self.host, name, **kwargs):  # type: ignore[attr-defined]
+                yield
+        finally:
+            _HALF.set(before)
+
+    def is_unconditional(self) -> bool:
+        """Whether a pipeline of diffusers is calling the host for the unconditional half of guidance alone."""
+        model, half = _HALF.get()
+        return model is self and half.startswith("uncond")
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -136,8 +162,9 @@ class AdaptedDenoiser(AdaptedModel):
                 of the time step; a mapping from adapter names gives each its own
                 (`mmattn.hosts.denoising.adapter_scale`).
             text_mask: (rows, m) bool, which tokens of the host's own text are real; needs `use_core`.
-            guided: calls with twice the rows of the memory are classifier-free guidance as pipelines of diffusers do
-                it: the first half sees no memory.
+            guided: calls are classifier-free guidance as pipelines of diffusers do it. Of twice the rows of the memory
+                the first half sees none; where a pipeline calls the host once for each half (Flux, Qwen-Image, Wan),
+                the call of the unconditional one sees none.
 
         Raises:
             ShapeError: a memory or scale that does not fit.
@@ -206,6 +233,8 @@ class AdaptedDenoiser(AdaptedModel):
         sample, timestep = given.get(self.picture_name), given.get("timestep")
         if sample is None:
             return ForwardStep(self, host, None, {})  # the host says itself what it misses
+        if call.guided and self.is_unconditional():
+            return ForwardStep(self, host, None, {})
         rows, grid = sample.shape[0], self.grid_of(given)
         actions: dict[tuple[int, str], list[Action]] = {}
         for name, source in call.sources.items():

@@ -16,6 +16,7 @@ from mmattn.errors import AdapterFileError, ConditionError, import_extra
 from mmattn.hosts.denoising.adapter_scale import Grid
 from mmattn.hosts.denoising.heads import head_size, is_of_diffusers, takes_hidden_states
 from mmattn.hosts.denoising.model import AdaptedDenoiser
+from mmattn.hosts.denoising.text_attention import TextAttention
 from mmattn.hosts.diffusion_transformer.attention_search import (
     CROSS,
     JOINT,
@@ -24,6 +25,7 @@ from mmattn.hosts.diffusion_transformer.attention_search import (
     check_reaches,
     find_attention,
 )
+from mmattn.hosts.diffusion_transformer.joint_attention import JointAttention
 from mmattn.hosts.diffusion_transformer.packed_grid import packed_grid
 from mmattn.hosts.registry import register_host
 
@@ -110,9 +112,14 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         Raises:
             ConditionError: the core cannot compute it.
         """
+        kind = self.attention(index).kind
+        if kind == CROSS:
+            return TextAttention(self, index, self.layer(index))
+        if kind == JOINT:
+            return JointAttention(self, index)
         raise ConditionError(
-            f"use_core: the attention of {self.layer_names[index]} in {type(self.host).__name__} is not one that the "
-            f"core computes ({CROSS} attention of PixArt's kind, {JOINT} attention of SD3's); adapters work there"
+            f"use_core: {self.layer_names[index]} of {type(self.host).__name__} reads no text of its own that the core "
+            "could mask; adapters work there"
         )
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from mmattn.errors import AdapterFileError, import_extra
 from mmattn.hosts.denoising.adapter_scale import Grid
 from mmattn.hosts.denoising.heads import head_size, is_of_diffusers, takes_hidden_states
 from mmattn.hosts.denoising.model import AdaptedDenoiser
+from mmattn.hosts.denoising.text_attention import TextAttention
 from mmattn.hosts.registry import register_host
 from mmattn.hosts.unet.attention_layers import find_layer_names, text_width
 from mmattn.hosts.unet.ip_adapter import read_ip_adapter, write_ip_adapter
-from mmattn.hosts.unet.text_attention import TextAttention
 
 
 @register_host

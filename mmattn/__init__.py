@@ -29,7 +29,7 @@ _HOME = {
     "DecoupledAdapter": "mmattn.adapters.decoupled",
     "Resampler": "mmattn.adapters.resampler",
     "AugmentingModel": "mmattn.adapters.augmenting",
-    "Guidance": "mmattn.hosts.unet.guidance",
+    "Guidance": "mmattn.hosts.denoising.guidance",
     "doctor": "mmattn.inspect.diagnosis",
     "pipeline": "mmattn.pipelines.load",
     # What memories come from
@@ -79,9 +79,9 @@ if TYPE_CHECKING:
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.hosts.attach import attach
+    from mmattn.hosts.denoising.guidance import Guidance
     from mmattn.hosts.load import load, load_published
     from mmattn.hosts.registry import register_host
-    from mmattn.hosts.unet.guidance import Guidance
     from mmattn.inspect.diagnosis import doctor
     from mmattn.memory import Memory
     from mmattn.memory_parts import SharedMemory

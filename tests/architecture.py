@@ -40,7 +40,7 @@ HOMES = {
     "tensorboard": ("training",),
     "torchao": ("pipelines.models",),
     "bitsandbytes": ("pipelines.models",),
-    "diffusers": ("hosts.unet", "pipelines.diffusion_host"),
+    "diffusers": ("hosts.unet", "hosts.diffusion_transformer", "pipelines.diffusion_host"),
     "huggingface_hub": ("hosts.interop.hub",),
     "open_clip": ("encoders.openclip", "encoders.openclip_models"),
     "torchvision": ("encoders.torchvision",),
@@ -66,7 +66,7 @@ HOMES = {
     "sklearn": ("encoders.hybrid",),
 }
 #: What adapters and hosts are called in files.
-KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet"}
+KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet", "diffusion_transformer"}
 DRAWERS = {"utils", "util", "common", "base", "config", "helpers", "misc"}
 ATTENTION_CALLS = {"softmax", "Softmax", "_softmax", "scaled_dot_product_attention", "flex_attention"}
 #: What recipes may import by a longer name than `mmattn` itself.

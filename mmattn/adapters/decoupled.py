@@ -35,14 +35,15 @@ STARTS = ("nothing", "host")
 @register_adapter
 @dataclass(frozen=True)
 class DecoupledAdapter:
-    """Settings of decoupled cross-attention for a diffusion UNet.
+    """Settings of decoupled cross-attention for a diffusion model: a UNet or a transformer.
 
     Args:
         memory_dim: e, width of the memory.
         tokens: turn each vector of the memory into this many slots of the host's text width (IP-Adapter's image
             projection: 4); None reads the vectors as they are, normalised.
-        blocks: beginnings of the names of the attention layers that get the adapter ("up", "down_blocks.2", ...); None
-            is all.
+        blocks: beginnings of the names of the attention layers that get the adapter ("up", "down_blocks.2",
+            "transformer_blocks.3", ...); None is all, but for those that hold text and picture in one stream where the
+            host has others (Flux's `single_transformer_blocks`).
         start: "nothing", or "host": as a copy of the host's own K and V projections, as IP-Adapter starts.
         resampler: turn the memory into few latents first.
 
@@ -84,7 +85,7 @@ class DecoupledAdapter:
         """
         offered = host.sites("inside")
         if self.blocks is None:
-            return offered
+            return [site for site in offered if site.part != "stream"]
         names = [site.module for site in offered]
         for prefix in self.blocks:
             if not any(name.startswith(prefix) for name in names):

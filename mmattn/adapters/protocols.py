@@ -42,7 +42,8 @@ class Site:
         width: d of the hidden states; "inside", the width of what the host's own keys and values are projected from.
         device: where the hidden states are, so where the adapter's block belongs.
         heads: "inside", the sizes of the host's attention.
-        part: "encoder" or "decoder", where a host has both.
+        part: "encoder" or "decoder", where a host has both; "stream", where text and picture are in one stream and the
+            host has layers, too, in which the picture is apart.
     """
 
     layer: int

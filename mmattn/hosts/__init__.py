@@ -4,6 +4,7 @@ from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.attach import attach
 from mmattn.hosts.attach_check import AttachReport, attach_check
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.diffusion_transformer.model import AdaptedDiffusionTransformer
 from mmattn.hosts.encoder.model import AdaptedEncoder
 from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
 from mmattn.hosts.load import load, load_published
@@ -12,6 +13,7 @@ from mmattn.hosts.unet.model import AdaptedUNet
 
 __all__ = [
     "AdaptedCausalLM",
+    "AdaptedDiffusionTransformer",
     "AdaptedEncoder",
     "AdaptedEncoderDecoder",
     "AdaptedModel",

@@ -74,7 +74,7 @@ def alone(model):
 
 @torch.no_grad()
 def test_a_layer_called_by_itself_knows_no_picture_and_no_time(model):
-    """As before the call of the whole UNet, so after it, and after one that failed."""
+    """As before the call of the whole host, so after it, and after one that failed."""
     memory, x, words = tiny.memory(ROWS), torch.randn(ROWS, 96, 14), tiny_unets.text()
     own = tiny_unets.make().get_submodule(model.layer_names[1])(x, words)
     for adapter_scale in (torch.ones(ROWS, 8, 12), lambda time: 1.0):
@@ -86,7 +86,7 @@ def test_a_layer_called_by_itself_knows_no_picture_and_no_time(model):
             ):
                 with contextlib.suppress(RuntimeError):  # the last text is of another width
                     whole()
-                with pytest.raises(ConditionError, match="the whole UNet"):
+                with pytest.raises(ConditionError, match="the whole host"):
                     model.layer(1)(x, words)
     with model.condition(memory, adapter_scale=0.5):
         assert differs(model.layer(1)(x, words), own)

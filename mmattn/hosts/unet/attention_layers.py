@@ -1,14 +1,13 @@
-"""The attention layers of a diffusers UNet: the names of those that read text, their head sizes and their queries."""
+"""The attention layers of a diffusers UNet that read text, and the width of that text."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError
+from mmattn.hosts.denoising.heads import attention_names
 
 
 def find_layer_names(host: nn.Module) -> tuple[str, ...]:
@@ -30,29 +29,6 @@ def find_layer_names(host: nn.Module) -> tuple[str, ...]:
             "UNet2DConditionModel with cross-attention blocks has"
         )
     return names
-
-
-def forward_arguments(host: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of a host's forward, in their order; of the model that peft has wrapped.
-
-    Raises:
-        AttachError: it takes no picture and time step.
-    """
-    get_base: Any = getattr(host, "get_base_model", None)
-    inner = host if get_base is None else get_base()
-    names = tuple(inspect.signature(type(inner).forward).parameters)[1:]
-    if "timestep" not in names or not {"sample", "hidden_states"} & set(names):
-        raise AttachError(
-            f"{type(host).__name__} is called with {', '.join(names)}: no picture (sample or hidden_states) and "
-            "timestep, which adapters beside cross-attention layers must know"
-        )
-    return names
-
-
-def attention_names(host: nn.Module) -> list[str]:
-    """Names of all attention layers of a diffusers model, none of anything else."""
-    processors: Any = getattr(host, "attn_processors", None)
-    return [name.removesuffix(".processor") for name in processors] if isinstance(processors, dict) else []
 
 
 def reads_text(attn: Any) -> bool:
@@ -77,27 +53,3 @@ def text_width(host: nn.Module) -> int:
     if not isinstance(width, int):
         raise AttachError(f"the config of {type(host).__name__} has no cross_attention_dim")
     return width
-
-
-def head_size(attn: Any) -> HeadSizes:
-    """Heads, key/value heads and head width of an attention layer of diffusers."""
-    width = attn.inner_dim // attn.heads
-    return HeadSizes(attn.heads, attn.inner_kv_dim // width, width)
-
-
-def query_heads(attn: Any, x: Tensor, temb: Tensor | None) -> Tensor:
-    """The queries (b, h, l, k) of an attention layer of diffusers.
-
-    Args:
-        attn: the layer.
-        x: (b, l, d) or (b, d, height, width).
-        temb: (b, c), the embedded time step, for layers with a spatial norm.
-    """
-    if attn.spatial_norm is not None:
-        x = attn.spatial_norm(x, temb)
-    if x.dim() == 4:
-        x = x.flatten(2).transpose(1, 2)
-    if attn.group_norm is not None:
-        x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
-    q = attn.to_q(x).unflatten(2, (attn.heads, -1)).transpose(1, 2)
-    return q if attn.norm_q is None else attn.norm_q(q)

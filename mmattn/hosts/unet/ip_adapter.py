@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
-from mmattn.hosts.unet.attention_layers import find_layer_names, head_size, text_width
+from mmattn.hosts.denoising.heads import head_size
+from mmattn.hosts.unet.attention_layers import find_layer_names, text_width
 from mmattn.storage.atomic import replacing
 from mmattn.storage.tensor_files import check_values
 

@@ -1,4 +1,4 @@
-"""Classifier-free guidance (arXiv 2207.12598) over the text and the memories of a UNet.
+"""Classifier-free guidance (arXiv 2207.12598) over the text and the memories of a diffusion model.
 
 With ε(c) the prediction of the host under all conditions and ε(∅) that without the dropped ones, equation 6 gives
 
@@ -11,7 +11,7 @@ memory at all, unless a null text is given.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float
-from mmattn.hosts.unet.adapter_scale import doubled
-from mmattn.hosts.unet.model import AdaptedUNet
+from mmattn.hosts.denoising.adapter_scale import doubled
+from mmattn.hosts.denoising.heads import SHARED
+from mmattn.hosts.denoising.model import AdaptedDenoiser
 from mmattn.memory import Memory
 
 Predict = Callable[[Tensor, Any], Tensor]
@@ -62,28 +63,33 @@ class Guidance:
     @contextlib.contextmanager
     def run(
         self,
-        model: AdaptedUNet,
+        model: AdaptedDenoiser,
         text: Tensor,
         *,
         text_mask: Tensor | None = None,
         null_text: Tensor | None = None,
         memory: Any = None,
         adapter_scale: Any = 1.0,
+        inputs: Mapping[str, Any] | None = None,
+        null_inputs: Mapping[str, Any] | None = None,
     ) -> Iterator[Predict]:
         """Within the context, a function from a sample (b, …) and a time step to the guided prediction.
 
         Keys and values of the text (with `use_core`) and of every memory are computed once for all steps.
 
         Args:
-            model: the adapted UNet.
+            model: the adapted model.
             text: (b, m, e), the host's `encoder_hidden_states`.
             text_mask: (b, m) bool, True = may be attended to; needs `use_core`.
             null_text: (b or 1, n, e), the text of ε(∅) for hosts trained with one; n = m, or less with `use_core`.
-            memory: as in `AdaptedUNet.condition`, with b rows.
-            adapter_scale: as in `AdaptedUNet.condition`.
+            memory: as in `AdaptedDenoiser.condition`, with b rows.
+            adapter_scale: as in `AdaptedDenoiser.condition`.
+            inputs: further arguments of the host by name; tensors have b rows, but for those that all rows share
+                (`img_ids`, `txt_ids`, `padding_mask`).
+            null_inputs: those that differ for ε(∅), such as `pooled_projections` of no text.
 
         Raises:
-            ConfigError: an unknown name in `drop`.
+            ConfigError: an unknown name in `drop`, or one in `null_inputs` that `inputs` lacks.
             ShapeError: a mask or a null text that does not fit the text.
             ConditionError: the text is to be dropped, and neither `use_core` nor `null_text` allows it.
         """
@@ -94,6 +100,8 @@ class Guidance:
         prepared = None if memory is None else model.prepare_by_name(memory)
         whole = model.make_call(prepared, adapter_scale, text_mask=text_mask)
         both, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
+        alone = dict(inputs or {})
+        together = _both_inputs(alone, dict(null_inputs or {}))
         sources, given = ({}, {}) if whole is None else (whole.sources, whole.scales)
         used = {name: one for name, one in (prepared or {}).items() if name in sources}
         twice = {name: one if name in drop else _twice(one.memory) for name, one in used.items()}
@@ -104,10 +112,9 @@ class Guidance:
             inside = self.interval is None or self.interval[0] <= float(timestep) <= self.interval[1]
             if self.guidance_scale == 1 or not inside:
                 with model.open_blocks.conditioned(whole):
-                    predicted: Tensor = model.host(sample, timestep, text).sample
-                return predicted
+                    return model.predict(sample, timestep, text, **alone)
             with model.open_blocks.conditioned(half):
-                null, given = model.host(torch.cat([sample, sample]), timestep, both).sample.chunk(2)
+                null, given = model.predict(torch.cat([sample, sample]), timestep, both, **together).chunk(2)
             out = given + (self.guidance_scale - 1) * (given - null)
             if self.rescale:
                 axes = tuple(range(1, out.dim()))
@@ -119,7 +126,7 @@ class Guidance:
 
 
 def _halves(
-    model: AdaptedUNet, text: Tensor, mask: Tensor | None, null_text: Tensor | None, dropped: bool
+    model: AdaptedDenoiser, text: Tensor, mask: Tensor | None, null_text: Tensor | None, dropped: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The text (2b, m, e) of the rows of ε(∅) and then of ε(c), and its mask (2b, m)."""
     if mask is not None and mask.shape != text.shape[:2]:
@@ -147,6 +154,18 @@ def _halves(
         )
     real = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask
     return torch.cat([text, text]), torch.cat([torch.zeros_like(real), real])
+
+
+def _both_inputs(given: dict[str, Any], null: dict[str, Any]) -> dict[str, Any]:
+    """Further arguments of the host for the rows of ε(∅) and then of ε(c)."""
+    if unknown := set(null) - set(given):
+        raise ConfigError(f"null_inputs names {sorted(unknown)}, which inputs lacks: give each to both")
+    return {
+        name: torch.cat([null.get(name, value), value])
+        if isinstance(value, Tensor) and value.dim() and name not in SHARED
+        else value
+        for name, value in given.items()
+    }
 
 
 def _twice(memory: Memory) -> Memory:

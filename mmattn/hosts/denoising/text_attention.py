@@ -1,4 +1,4 @@
-"""The cross-attention of a UNet over its own text, computed by the attention core, as a processor of diffusers.
+"""The attention of a diffusion model to its own text, computed by the attention core, as a processor of diffusers.
 
 Differences from diffusers' processors: padding of the text is masked, keys and values of the text are computed once per
 block of calls, and attention weights can be recorded.
@@ -6,17 +6,55 @@ block of calls, and attention weights can be recorded.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.core.kv import KeyValue
 from mmattn.core.projection import KeyValueProjection
 from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.unet.attention_layers import query_heads
-from mmattn.hosts.unet.denoising import DenoisingCall, added_heads
+from mmattn.hosts.denoising.call import DenoisingCall, added_heads
+from mmattn.hosts.denoising.heads import head_size, norm_width, query_heads
+
+#: Processors of diffusers that do nothing but attend: queries, keys and values, normalised or not, and one projection.
+PLAIN = {
+    "AttnProcessor",
+    "AttnProcessor2_0",
+    "LTXVideoAttnProcessor",
+    "SanaAttnProcessor2_0",
+    "SkyReelsV2AttnProcessor",
+    "WanAttnProcessor",
+}
+
+
+class NormedKeys(nn.Module):
+    """The key projection of an attention layer of the host and the norm after it.
+
+    Args:
+        attn: the layer.
+    """
+
+    def __init__(self, attn: Any) -> None:
+        super().__init__()
+        self.projection, self.norm, self.num_heads = attn.to_k, attn.norm_k, attn.heads
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the projection."""
+        weight: Tensor = self.projection.weight
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keys (b, m, h · k) of x (b, m, e)."""
+        keys: Tensor = self.projection(x)
+        if norm_width(self.norm) == keys.shape[-1]:
+            whole: Tensor = self.norm(keys)
+            return whole
+        by_head: Tensor = self.norm(keys.unflatten(2, (self.num_heads, -1)))
+        return by_head.flatten(2)
 
 
 class TextHeads(KeyValueProjection):
@@ -27,29 +65,23 @@ class TextHeads(KeyValueProjection):
     """
 
     def __init__(self, attn: Any) -> None:
-        head_dim = attn.inner_dim // attn.heads
-        super().__init__(
-            attn.to_k,
-            attn.to_v,
-            num_heads=attn.heads,
-            num_kv_heads=attn.inner_kv_dim // head_dim,
-            head_dim=head_dim,
-            memory_dim=attn.cross_attention_dim,
-        )
+        super().__init__(attn.to_k, attn.to_v, **asdict(head_size(attn)), memory_dim=attn.to_k.in_features)
         # Not a module of ours: it stays where it is in the host.
         self.__dict__["attn"] = attn
 
     def look_up(self) -> None:
         """Update `k_proj` and `v_proj` to the projections that the host has now."""
         attn = self.__dict__["attn"]
-        self.k_proj, self.v_proj = attn.to_k, attn.to_v
+        norm: Any = getattr(attn, "norm_k", None)
+        keys: Any = attn.to_k if norm is None else NormedKeys(attn)
+        self.k_proj, self.v_proj = keys, attn.to_v
 
 
 class TextAttention:
     """The processor of one cross-attention layer while `use_core` is on.
 
     Args:
-        model: the adapted UNet.
+        model: the adapted model.
         index: number of the layer.
         attn: the layer, an `Attention` of diffusers.
     """
@@ -65,19 +97,17 @@ class TextAttention:
             attn: the layer, an `Attention` of diffusers.
 
         Raises:
-            ConditionError: one softmax spans text and pixels, queries or keys are normalised, or the processor is not
-                one of diffusers' default ones.
+            ConditionError: one softmax spans text and pixels, or the processor is not one that the core can stand for.
         """
         name = self.model.layer_names[self.index]
         processor = type(attn.processor).__name__
-        if attn.added_kv_proj_dim is not None:
+        if getattr(attn, "added_kv_proj_dim", None) is not None:
             raise ConditionError(f"use_core: {name} has one softmax over text and pixels together; adapters work there")
-        if attn.norm_q is not None or attn.norm_k is not None:
-            raise ConditionError(f"use_core: {name} normalises its queries or keys, which no UNet known here does")
-        if processor not in ("AttnProcessor", "AttnProcessor2_0"):
+        if processor not in PLAIN:
             raise ConditionError(
-                f"use_core: {name} has the processor {processor}: put diffusers' default one back first, with "
-                "unfuse_qkv_projections(), unload_ip_adapter() or set_default_attn_processor()"
+                f"use_core: {name} has the processor {processor}, which the core cannot stand for: if it is not the "
+                "host's own, put diffusers' default one back first, with unfuse_qkv_projections(), unload_ip_adapter() "
+                "or set_default_attn_processor()"
             )
 
     def __call__(
@@ -112,9 +142,10 @@ class TextAttention:
         out = attn.to_out[1](out)
         if hidden_states.dim() == 4:
             out = out.transpose(1, 2).reshape(hidden_states.shape)
-        if attn.residual_connection:
+        if getattr(attn, "residual_connection", False):
             out = out + hidden_states
-        return out / attn.rescale_output_factor if attn.rescale_output_factor != 1 else out
+        rescale = getattr(attn, "rescale_output_factor", 1)
+        return out / rescale if rescale != 1 else out
 
     def attend(self, attn: Any, q: Tensor, text: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Attention over the text (b, h, l, k), and which rows (b, 1, 1) have a token that is not masked, None for all.
@@ -136,13 +167,14 @@ class TextAttention:
         call = self.model.denoising_call()
         mask = self.padding_mask(call, text, bias)
         seen = None if mask is None else mask.any(1)[:, None, None]
+        norm_cross = getattr(attn, "norm_cross", None)
 
         def normed() -> Tensor:
-            return attn.norm_encoder_hidden_states(text) if attn.norm_cross else text
+            return attn.norm_encoder_hidden_states(text) if norm_cross else text
 
         memory: Tensor | KeyValue
         if call is not None and self.is_cacheable(text):
-            norm = attn.norm_cross.parameters() if attn.norm_cross else ()
+            norm = norm_cross.parameters() if norm_cross else ()
             sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, autocast_dtype(text.device))
             memory = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
@@ -193,7 +225,11 @@ class TextAttention:
         """
         if torch.compiler.is_compiling() or text.is_inference():
             return False
-        if any(hasattr(layer, "base_layer") for layer in (self.heads.k_proj, self.heads.v_proj)):
+        if any(
+            hasattr(module, "base_layer")
+            for part in (self.heads.k_proj, self.heads.v_proj)
+            for module in part.modules()
+        ):
             return False
         parameters = self.heads.projecting_parameters()
         return not (torch.is_grad_enabled() and (text.requires_grad or any(one.requires_grad for one in parameters)))

@@ -1,4 +1,4 @@
-"""One call of a UNet with memories: what its steps share, and the hooks that see to it that memory arrives."""
+"""One call of a diffusion model with memories: what its steps share, and the hook inside its attention layers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ShapeError
 from mmattn.hosts.calls import FORWARD, Call
-from mmattn.hosts.unet.adapter_scale import AdapterScale, over_queries
-from mmattn.hosts.unet.attention_layers import query_heads
+from mmattn.hosts.denoising.adapter_scale import AdapterScale, Grid, over_queries
+from mmattn.hosts.denoising.heads import into_output, query_heads
 
 
 @dataclass
@@ -42,20 +41,20 @@ class RowsAndScale:
 
     Args:
         first: rows before those that see the memory.
-        scale: a number, (b,) or (b, height, width).
-        size: height and width of the picture at the host's edge.
+        scale: a number, (b,), (b, height, width) or (b, frames, height, width).
+        grid: frames, height and width of the picture as the host's first layer has it; None where it is not known.
     """
 
     first: int
     scale: float | Tensor
-    size: tuple[int, int]
+    grid: Grid | None
 
 
 def added_heads(model: Any, index: int, q: Tensor) -> Tensor | None:
     """What the adapters add to the heads (rows, l, h · k) of attention layer `index`, or None where nothing.
 
     Args:
-        model: the adapted UNet.
+        model: the adapted model.
         index: number of the attention layer.
         q: (rows, h, l, k), the host's queries.
     """
@@ -67,7 +66,7 @@ def added_heads(model: Any, index: int, q: Tensor) -> Tensor | None:
     total = None
     for view, block, part in actions:
         seeing = q[part.first :] if part.first else q
-        heads = view.apply(seeing, block, index, over_queries(part.scale, part.size, seeing))
+        heads = view.apply(seeing, block, index, over_queries(part.scale, part.grid, seeing))
         if part.first:
             heads = F.pad(heads, (0, 0, 0, 0, 0, 0, part.first, 0))
         total = heads if total is None else total + heads
@@ -75,38 +74,34 @@ def added_heads(model: Any, index: int, q: Tensor) -> Tensor | None:
 
 
 class InsideAttention:
-    """A forward hook: adds what the adapters attend to to the output of one cross-attention layer of the host.
+    """A forward hook: adds what the adapters attend to to the output of one attention layer of the host.
 
     Args:
-        model: the adapted UNet.
+        model: the adapted model.
         index: number of the attention layer.
     """
 
     def __init__(self, model: Any, index: int) -> None:
         self.model, self.index = model, index
 
-    def __call__(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    def __call__(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         step = FORWARD.get()
         if step is not None and step.model is self.model:
             step.visited.add(self.index)
             if not step.actions:
                 return None
-        if attn.processor is self.model.own[self.index]:
+        own = self.model.own.get(self.index)
+        if own is not None and attn.processor is own:
             return None  # it has asked by itself
         x = args[0] if args else kwargs["hidden_states"]
         heads = added_heads(self.model, self.index, query_heads(attn, x, kwargs.get("temb")))
         if heads is None:
             return None
-        projection = attn.to_out[0]
-        if type(projection) is nn.Linear and not projection.weight.is_meta:
-            out = F.linear(heads, projection.weight)
-        else:
-            # LoRA may add biases of its own, and offloaded weights have values only inside the layer's forward.
-            out = projection(heads) - projection(torch.zeros_like(heads[:1, :1]))
-        out = attn.to_out[1](out)
-        if output.dim() == 4:
-            out = out.transpose(1, 2).reshape(output.shape)
-        return output + out / attn.rescale_output_factor
+        if isinstance(output, Tensor):
+            return output + into_output(attn, heads, output)
+        part = self.model.picture_part(self.index)
+        changed = output[part] + into_output(attn, heads, output[part])
+        return (*output[:part], changed, *output[part + 1 :])
 
 
 def rows_before(rows: int, guided: bool, name: str, memory_rows: int | None) -> int:

@@ -1,0 +1,150 @@
+"""The attention layers of a model of diffusers: their names, sizes and queries, and the way from heads to output.
+
+Layers are known by their shape (`to_q` or a fused `to_qkv`, `to_out`, `heads`), not by their class: nearly every
+transformer of diffusers has a class of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmattn.adapters.protocols import HeadSizes
+from mmattn.errors import AttachError
+
+
+def attention_names(host: nn.Module) -> list[str]:
+    """Names of all attention layers of a diffusers model, none of anything else."""
+    processors: Any = getattr(host, "attn_processors", None)
+    if isinstance(processors, dict):
+        return [name.removesuffix(".processor") for name in processors]
+    if not type(host).__module__.startswith("diffusers."):
+        return []
+    return [name for name, module in host.named_modules() if hasattr(module, "processor") and is_attention(module)]
+
+
+def is_of_diffusers(model: nn.Module) -> bool:
+    """Whether it has attention layers as the models of diffusers have, or is one of those."""
+    return bool(attention_names(model)) or type(model).__module__.startswith("diffusers.")
+
+
+def takes_hidden_states(model: nn.Module) -> bool:
+    """Whether it is called as transformers of diffusers are: with `hidden_states` and a `timestep`."""
+    return {"hidden_states", "timestep"} <= set(_parameters(model))
+
+
+def _parameters(host: nn.Module) -> tuple[str, ...]:
+    get_base: Any = getattr(host, "get_base_model", None)
+    inner = host if get_base is None else get_base()
+    return tuple(inspect.signature(type(inner).forward).parameters)[1:]
+
+
+def forward_arguments(host: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a host's forward, in their order; of the model that peft has wrapped.
+
+    Raises:
+        AttachError: it takes no picture and time step.
+    """
+    names = _parameters(host)
+    if "timestep" not in names or not {"sample", "hidden_states"} & set(names):
+        raise AttachError(
+            f"{type(host).__name__} is called with {', '.join(names)}: no picture (sample or hidden_states) and "
+            "timestep, which adapters beside cross-attention layers must know"
+        )
+    return names
+
+
+#: Arguments of which there is one for all rows.
+SHARED = ("img_ids", "txt_ids", "padding_mask")
+
+
+def is_attention(attn: Any) -> bool:
+    """Whether queries can be read off a layer, and what heads compute be brought to its output."""
+    q = getattr(attn, "to_q", None)
+    if q is None:
+        q = getattr(attn, "to_qkv", None)
+    heads = getattr(attn, "heads", None)
+    return isinstance(q, nn.Module) and hasattr(q, "weight") and isinstance(heads, int) and heads > 0
+
+
+def head_size(attn: Any) -> HeadSizes:
+    """Heads, key/value heads and head width of an attention layer of diffusers."""
+    inner = getattr(attn, "inner_dim", None) or queries_of(attn).out_features
+    width = inner // attn.heads
+    return HeadSizes(attn.heads, (getattr(attn, "inner_kv_dim", None) or inner) // width, width)
+
+
+def queries_of(attn: Any) -> Any:
+    """The layer that projects queries; with LoRA or without."""
+    return attn.to_q if getattr(attn, "to_q", None) is not None else attn.to_qkv
+
+
+def query_heads(attn: Any, x: Tensor, temb: Tensor | None = None) -> Tensor:
+    """The queries (b, h, l, k) of an attention layer of diffusers, normalised as the host does, without positions.
+
+    Args:
+        attn: the layer.
+        x: (b, l, d) or (b, d, height, width).
+        temb: (b, c), the embedded time step, for layers with a spatial norm.
+    """
+    if getattr(attn, "spatial_norm", None) is not None:
+        x = attn.spatial_norm(x, temb)
+    if x.dim() == 4:
+        x = x.flatten(2).transpose(1, 2)
+    if getattr(attn, "group_norm", None) is not None:
+        x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
+    if getattr(attn, "to_q", None) is not None:
+        q = attn.to_q(x)
+    else:
+        q = attn.to_qkv(x)
+        q = q[..., : q.shape[-1] // 3]
+    norm = getattr(attn, "norm_q", None)
+    if norm is None:
+        return q.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+    if norm_width(norm) == q.shape[-1]:
+        return norm(q).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+    return norm(q.unflatten(2, (attn.heads, -1))).transpose(1, 2)
+
+
+def norm_width(norm: Any) -> int | None:
+    """Width of what a norm is over; None where it does not say."""
+    for name in ("normalized_shape", "dim"):
+        width = getattr(norm, name, None)
+        if isinstance(width, (tuple, list)) and width:
+            return int(width[-1])
+    weight = getattr(norm, "weight", None)
+    return None if weight is None else int(weight.shape[-1])
+
+
+def into_output(attn: Any, heads: Tensor, output: Tensor) -> Tensor:
+    """What heads (b, l, h · k) add to the output of their attention layer, in its shape: through its own projection.
+
+    Args:
+        attn: the layer.
+        heads: of the adapters.
+        output: (b, l, d) or (b, d, height, width), of the layer.
+    """
+    projection: Any = getattr(attn, "to_out", None)
+    if projection is None:
+        return heads  # the block projects it, with what else it computes
+    is_one = isinstance(projection, nn.Linear) or hasattr(projection, "base_layer")
+    parts: list[Any] = [projection] if is_one else list(projection)
+    out = _without_bias(parts[0], heads)
+    for part in parts[1:]:
+        out = part(out)
+    if output.dim() == 4:
+        out = out.transpose(1, 2).reshape(output.shape)
+    rescaled: Tensor = out / getattr(attn, "rescale_output_factor", 1.0)
+    return rescaled
+
+
+def _without_bias(projection: Any, heads: Tensor) -> Tensor:
+    if type(projection) is nn.Linear and not projection.weight.is_meta:
+        return F.linear(heads, projection.weight)
+    # LoRA may add biases of its own, and offloaded weights have values only inside the layer's forward.
+    out: Tensor = projection(heads) - projection(torch.zeros_like(heads[:1, :1]))
+    return out

@@ -1,0 +1,361 @@
+"""Diffusion models with adapters inside their attention: what UNets and transformers share.
+
+An adapter acts after an attention layer of the host, by a hook: what the host's own processors are (sliced, fused, an
+IP-Adapter's, LoRA) does not matter, and may change. With Z the heads of the host's attention and A those of the
+adapters, the host gives Wo Z + bias; Wo A is added to it. `use_core` goes further and puts the host's own text through
+our core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import ConditionError, check_bool_mask
+from mmattn.hosts.adapted import AdaptedModel, check_unused
+from mmattn.hosts.attached import forget_compiled
+from mmattn.hosts.calls import Action, ForwardStep
+from mmattn.hosts.denoising.adapter_scale import Grid, at_layer, at_step, check_adapter_scale, check_aspect, is_zero
+from mmattn.hosts.denoising.call import DenoisingCall, InsideAttention, RowsAndScale, rows_before
+from mmattn.hosts.denoising.heads import forward_arguments
+from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.recomputation import keep_context
+
+# Which model a pipeline calls in this context, and for what: "cond", "uncond", … of diffusers' `cache_context`.
+_HALF: ContextVar[tuple[Any, str]] = ContextVar("mmattn_guidance_half", default=(None, ""))
+
+
+class AdaptedDenoiser(AdaptedModel):
+    """A diffusion model and the adapters beside its attention layers.
+
+    Args:
+        host: the frozen model.
+        layer_names: of the attention layers at which adapters may act.
+        require_memory: calls without a memory raise instead of giving the host's own answer.
+    """
+
+    positions: ClassVar[tuple[str, ...]] = ("inside",)
+    replaced = ("cache_context",)
+    attaches_bare: ClassVar[bool] = True
+
+    def __init__(self, host: nn.Module, layer_names: Sequence[str], require_memory: bool = False) -> None:
+        super().__init__(host, require_memory)
+        self.layer_names = tuple(layer_names)
+        self.arguments = forward_arguments(host)
+        self.picture_name = "sample" if "sample" in self.arguments else "hidden_states"
+        # Processors that put the host's own text through the core, and those whose place they have taken.
+        self.own: dict[int, Any] = {}
+        self._processors: dict[int, Any] = {}
+
+    # What a kind of diffusion model says of itself -------------------------------------------------------------------
+
+    @abstractmethod
+    def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
+        """Frames, height and width of the picture that the host is given, as its first layer has it.
+
+        Args:
+            given: the arguments of the host by name.
+        """
+
+    @abstractmethod
+    def text_attention(self, index: int) -> Any:
+        """The processor that puts the text of an attention layer through the core, with a `check` of the layer.
+
+        Raises:
+            ConditionError: the core cannot compute it.
+        """
+
+    def picture_part(self, index: int) -> int:
+        """Which of the outputs of an attention layer is that of the picture, where it has several."""
+        return 0
+
+    def layer(self, index: int) -> Any:
+        """The host's attention layer of this number."""
+        return self.host.get_submodule(self.layer_names[index])
+
+    def join(self) -> None:
+        """Follow the host, and note which half of guidance its pipelines are at."""
+        super().join()
+        if hasattr(self.host, "cache_context"):
+            self.host.__dict__["cache_context"] = self._cache_context
+
+    @contextlib.contextmanager
+    def _cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
+        before = _HALF.get()
+        _HALF.set((self, name))
+        try:
+            with type(self.host).cache_context(self.host, name, **kwargs):  # type: ignore[attr-defined]
+                yield
+        finally:
+            _HALF.set(before)
+
+    def is_unconditional(self) -> bool:
+        """Whether a pipeline of diffusers is calling the host for the unconditional half of guidance alone."""
+        model, half = _HALF.get()
+        return model is self and half.startswith("uncond")
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, *args: Any, memory: Any = None, adapter_scale: Any = 1.0, text_mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """Call the host with a memory; returns what the host returns.
+
+        Args:
+            args: the host's own, in its order.
+            memory: (b, m, e), one row for each row of the sample; one for all adapters or one by adapter name. None:
+                the memory of the surrounding `condition` block, or the host's own output.
+            adapter_scale: as in `condition`, of the memory given here.
+            text_mask: as in `condition`.
+            kwargs: the host's own.
+        """
+        if memory is None:
+            check_unused(adapter_scale)
+            if text_mask is None:
+                return self.host(*args, **kwargs)
+        around = self.denoising_call() if memory is None else None
+        if around is None:
+            call = self.make_call(memory, adapter_scale, text_mask=text_mask)
+        else:
+            call = replace(around, text_mask=self._check_text_mask(text_mask))
+        with self.open_blocks.conditioned(call):
+            return self.host(*args, **kwargs)
+
+    def predict(self, sample: Tensor, timestep: Any, text: Tensor, **inputs: Any) -> Tensor:
+        """What the host makes of a sample under the conditions of the surrounding block, in the sample's shape.
+
+        Args:
+            sample: (b, …).
+            timestep: of all rows.
+            text: (b, m, e), the host's `encoder_hidden_states`.
+            inputs: further arguments of the host.
+        """
+        given = {self.picture_name: sample, "timestep": timestep, "encoder_hidden_states": text}
+        predicted: Tensor = self.host(**given, **inputs).sample
+        return predicted
+
+    @contextlib.contextmanager
+    def condition(
+        self,
+        memory: Any,
+        *,
+        adapter_scale: Any = 1.0,
+        text_mask: Tensor | None = None,
+        guided: bool = False,
+    ) -> Iterator[Any]:
+        """Every call of the host inside the block sees this memory; None is no memory.
+
+        What is computed of the memory, and with `use_core` of the text, is computed once for all calls inside the
+        block.
+
+        Args:
+            memory: one for all active adapters, or one by adapter name.
+            adapter_scale: a number, (b,), (b, height, width), (b, frames, height, width), one by block, or a function
+                of the time step; a mapping from adapter names gives each its own
+                (`mmattn.hosts.denoising.adapter_scale`).
+            text_mask: (rows, m) bool, which tokens of the host's own text are real; needs `use_core`.
+            guided: calls are classifier-free guidance as pipelines of diffusers do it. Of twice the rows of the memory
+                the first half sees none; where a pipeline calls the host once for each half (Flux, Qwen-Image, Wan),
+                the call of the unconditional one sees none.
+
+        Raises:
+            ShapeError: a memory or scale that does not fit.
+            NonFiniteError: NaN or infinity in either.
+            ConfigError: a scale of another kind.
+        """
+        call = self.make_call(memory, adapter_scale, text_mask=text_mask, guided=guided)
+        with self.open_blocks.conditioned(call, is_condition=True):
+            yield self
+
+    def make_call(  # type: ignore[override]
+        self, memory: Any, adapter_scale: Any = 1.0, *, text_mask: Tensor | None = None, guided: bool = False
+    ) -> DenoisingCall | None:
+        """What a call with this memory sees; None is no memory."""
+        self.check_attached()
+        text_mask = self._check_text_mask(text_mask)
+        if memory is None:
+            self.check_not_required()
+            return DenoisingCall({}, text_mask=text_mask) if self._processors else None
+        sources = self.bind(memory)
+        by_name = (
+            isinstance(adapter_scale, Mapping) and bool(adapter_scale) and set(adapter_scale) <= set(self.adapters)
+        )
+        scales = {
+            name: check_adapter_scale(
+                adapter_scale.get(name, 0.0) if by_name else adapter_scale, self.layer_names, source.rows
+            )
+            for name, source in sources.items()
+        }
+        seen = {name: source for name, source in sources.items() if not is_zero(scales[name])}
+        return DenoisingCall(seen, scales=scales, guided=guided, text_mask=text_mask)
+
+    def _check_text_mask(self, text_mask: Tensor | None) -> Tensor | None:
+        if text_mask is not None and not self._processors:
+            raise ConditionError("text_mask needs the host's own attention to go through the core: call use_core()")
+        if text_mask is None or not check_bool_mask("text_mask", text_mask).is_inference():
+            return text_mask
+        with torch.inference_mode(False):
+            return text_mask.clone()
+
+    def denoising_call(self) -> DenoisingCall | None:
+        """The call under way here."""
+        call, _ = self.current_call()
+        return call if isinstance(call, DenoisingCall) else None
+
+    # One forward -----------------------------------------------------------------------------------------------------
+
+    def install_hooks(self) -> list[Any]:
+        """Hook the adapters to the host and to the attention layers beside which they act."""
+        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
+        return [
+            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
+            self.host.register_forward_hook(AfterHost(self), always_call=True),
+        ] + [
+            attn.register_forward_hook(InsideAttention(self, index), with_kwargs=True)
+            for (index, _), attn in self.hooked.items()
+        ]
+
+    def forward_step(
+        self, call: Any, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ForwardStep:
+        """What the adapters do in one forward of the host, at its picture's size and its time step."""
+        if torch.is_grad_enabled():
+            keep_context(host)
+        given = dict(zip(self.arguments, args, strict=False)) | dict(kwargs)
+        sample, timestep = given.get(self.picture_name), given.get("timestep")
+        if sample is None:
+            return ForwardStep(self, host, None, {})  # the host says itself what it misses
+        if call.guided and self.is_unconditional():
+            return ForwardStep(self, host, None, {})
+        rows, grid = sample.shape[0], self.grid_of(given)
+        actions: dict[tuple[int, str], list[Action]] = {}
+        for name, source in call.sources.items():
+            first = rows_before(rows, call.guided, name, source.rows)
+            scale = call.scales[name]
+            if not isinstance(scale, float):
+                scale = at_step(scale, timestep, self.layer_names, source.rows)
+                check_aspect(scale, grid)
+            if name in self.active and name not in disabled:
+                self._add_actions(actions, name, source, first, scale, grid)
+        return ForwardStep(self, host, None, actions)
+
+    def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
+        """What the adapters do for queries (rows, h, l, k) where only a part of the host was called."""
+        call, disabled = self.current_call()
+        actions: dict[tuple[int, str], list[Action]] = {}
+        if not isinstance(call, DenoisingCall):
+            return ()
+        for name, source in call.sources.items():
+            if name not in self.active or name in disabled or index not in self.adapter(name).layers:
+                continue
+            scale: Any = call.scales[name]
+            if callable(scale) and not isinstance(scale, Tensor):
+                raise ConditionError("an adapter_scale that follows the time step needs the call of the whole host")
+            scale = at_layer(scale, self.layer_names[index])
+            if isinstance(scale, Tensor) and scale.dim() > 1:
+                raise ConditionError("an adapter_scale by pixel needs the call of the whole host")
+            first = rows_before(q.shape[0], call.guided, name, source.rows)
+            self._add_actions(actions, name, source, first, scale, (1, 1, q.shape[2]), index)
+        return actions.get((index, "inside"), ())
+
+    def _add_actions(
+        self,
+        actions: dict[tuple[int, str], list[Action]],
+        name: str,
+        source: Any,
+        first: int,
+        scale: Any,
+        grid: Grid | None,
+        only: int | None = None,
+    ) -> None:
+        adapter = self.adapter(name)
+        frames, height, width = grid or (1, 1, 1)
+        view = source.step(TextState(source.rows, frames * height * width, layer=only))
+        for index in adapter.layers if only is None else (only,):
+            own = at_layer(scale, self.layer_names[index])
+            entries = actions.setdefault((index, "inside"), [])
+            if not is_zero(own):
+                entries.append((view, adapter.block(index), RowsAndScale(first, own, grid)))
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Refuse an answer that memory did not reach.
+
+        Raises:
+            ConditionError: always.
+        """
+        raise ConditionError(
+            f"memory did not reach {[self.layer_names[index] for index in layers]}: the host left these layers out of "
+            "its forward, or they were replaced after attach; name others with DecoupledAdapter(blocks=...), or "
+            "unload() before the host is changed"
+        )
+
+    # The host's own attention ----------------------------------------------------------------------------------------
+
+    @property
+    def through_core(self) -> bool:
+        """Whether the host's own text runs through the core."""
+        return bool(self._processors)
+
+    def check_host_call(self, host: nn.Module) -> None:
+        """Refuse a processor that was replaced while the host's own attention was to run through the core.
+
+        Raises:
+            ConditionError: one was.
+        """
+        for index in self._processors:
+            if self.layer(index).processor is not self.own[index]:
+                raise ConditionError(
+                    f"the processor of {self.layer_names[index]} was replaced after use_core(), so the host's own "
+                    "attention left the core: call use_core(False) before load_ip_adapter, set_attn_processor and the "
+                    "like"
+                )
+
+    def use_core(self, on: bool = True) -> Any:
+        """Let the host's own attention to its text run through `mmattn.attend`: padding hidden, and where the text's
+        keys and values are the same at every step, computed once per block.
+
+        Where nothing is masked the host's answers stay what they were to rounding. Rows whose text is masked out
+        altogether see no text.
+
+        Args:
+            on: False gives the host its own processors back.
+
+        Raises:
+            ConditionError: layers whose attention the core cannot compute, another processor than diffusers' default,
+                or adapters that were unloaded.
+        """
+        if on:
+            self.check_attached()
+        if on and not self._processors:
+            own = {index: self.text_attention(index) for index in range(len(self.layer_names))}
+            for index, processor in own.items():
+                processor.check(self.layer(index))
+            self.own = own
+            for index, processor in own.items():
+                self._processors[index] = self.layer(index).processor
+                self.layer(index).processor = processor
+        elif not on:
+            for index, processor in self._processors.items():
+                if self.layer(index).processor is self.own[index]:
+                    self.layer(index).processor = processor
+            self._processors = {}
+        forget_compiled()
+        return self
+
+    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+        """Everything that attends: the adapters, and under "text" the host's own layers that go through the core."""
+        own = {("text", index): attention.heads for index, attention in self.own.items() if attention.heads is not None}
+        return super().attentions() | (own if self.through_core else {})
+
+    def unload(self) -> nn.Module:
+        """Give back the very same host with no trace of the adapters."""
+        self.use_core(False)
+        return super().unload()

@@ -1,0 +1,233 @@
+"""Which attention layers of a diffusion transformer can read a memory: seen in one small forward, proved in another.
+
+What a layer is cannot be told from its class, of which there are as many as models, nor from its shape alone: in many
+models text is as wide as pictures. It is told from what the layer is given and gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mmattn.errors import AttachError, ConditionError, MmattnError
+from mmattn.hosts.denoising.adapter_scale import Grid
+from mmattn.hosts.denoising.heads import SHARED, attention_names, is_attention
+from mmattn.hosts.diffusion_transformer.example_inputs import TEXT, Layout, example_inputs, layouts
+
+#: What an attention layer does with text: reads it, has one softmax with it, or knows none but what its stream holds.
+CROSS, JOINT, SELF = "cross", "joint", "self"
+
+
+@dataclass(frozen=True)
+class PictureAttention:
+    """An attention layer with queries of the picture.
+
+    Args:
+        name: dotted name in the host.
+        kind: "cross", "joint" or "self".
+        stream: its tokens are those of the picture and of the text.
+        width: of what its keys and values of the text are projected from; of its stream where it reads none.
+        part: which of its outputs is the picture's.
+    """
+
+    name: str
+    kind: str
+    stream: bool
+    width: int
+    part: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a diffusion transformer.
+
+    Args:
+        layers: the attention layers that can read a memory, in the order of the host.
+        layout: how it is given a picture.
+        grid: of a picture that it takes.
+        way: which of the `example_inputs` it takes.
+    """
+
+    layers: tuple[PictureAttention, ...]
+    layout: Layout
+    grid: Grid
+    way: int
+
+    def inputs(self, host: nn.Module, rows: int, generator: torch.Generator) -> dict[str, Any]:
+        """Arguments that the host takes, with random contents."""
+        ways = example_inputs(host, self.layout, self.grid, rows, generator)
+        return next(given for way, given in enumerate(ways) if way == self.way)
+
+
+@torch.no_grad()
+def find_attention(host: nn.Module) -> Found:
+    """The attention layers of a diffusion transformer in which a picture can look at a memory.
+
+    Raises:
+        AttachError: it is not known what the host is called with, or it has no such layers.
+    """
+    name, rows = type(host).__name__, 2
+    named = {each: host.get_submodule(each) for each in attention_names(host)}
+    layers = {each: attn for each, attn in named.items() if is_attention(attn)}
+    if not layers:
+        raise AttachError(
+            f"{name} has no attention layers from which queries could be read, so that none can attend to a memory"
+        )
+    tried = ""
+    for layout in layouts(host):
+        for grid in layout.example_grids():
+            ways = example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))
+            for way, given in enumerate(ways):
+                with _noted(layers) as notes, evaluating(host):
+                    try:
+                        fits = _is_whole(answer_of(host, given), given["hidden_states"])
+                    except MmattnError:
+                        raise
+                    except Exception as error:
+                        # The first way is that of most hosts.
+                        tried = tried or f"{type(error).__name__}: {error}"
+                        continue
+                if fits:
+                    return Found(_chosen(name, notes, rows, grid), layout, grid, way)
+    raise AttachError(
+        f"it is not known what {name} is called with, so that nothing tells which of its {len(layers)} attention "
+        f"layers are the picture's ({tried or 'it gives no answer of the size of its picture'})"
+    )
+
+
+@contextlib.contextmanager
+def evaluating(host: nn.Module) -> Iterator[None]:
+    """A block inside of which a host is in evaluation mode."""
+    modes = [(module, module.training) for module in host.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def answer_of(host: nn.Module, given: Mapping[str, Any]) -> Tensor:
+    """What a host predicts of its picture."""
+    answer = host(**given)
+    found: Tensor = answer if isinstance(answer, Tensor) else answer[0]
+    return found
+
+
+def _is_whole(answer: Tensor, picture: Tensor) -> bool:
+    """Whether a host's answer is of its picture's rows and size: some take any picture for a square one."""
+    return answer.shape[0] == picture.shape[0] and (picture.dim() < 4 or answer.shape[-2:] == picture.shape[-2:])
+
+
+@contextlib.contextmanager
+def _noted(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Any, Any, Any]]]:
+    """By layer, the hidden states, the text and the output of its first call inside the block."""
+    notes: dict[str, tuple[Any, Any, Any]] = {}
+    hooks = []
+
+    def listen(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            x = args[0] if args else kwargs.get("hidden_states")
+            text = args[1] if len(args) > 1 else kwargs.get("encoder_hidden_states")
+            notes.setdefault(name, (x, text, output))
+
+        return hook
+
+    try:
+        for name, module in layers.items():
+            hooks.append(module.register_forward_hook(listen(name), with_kwargs=True))
+        yield notes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _chosen(
+    host: str, notes: Mapping[str, tuple[Any, Any, Any]], rows: int, grid: Grid
+) -> tuple[PictureAttention, ...]:
+    """One layer for each block: that which reads text, else that which is joined with it, else its first."""
+    tokens = grid[0] * grid[1] * grid[2]
+    blocks: dict[str, list[PictureAttention]] = {}
+    for name, (x, text, output) in notes.items():
+        layer = _picture_attention(name, x, text, output, rows, tokens)
+        if layer is not None:
+            blocks.setdefault(name.rpartition(".")[0], []).append(layer)
+    order = (CROSS, JOINT, SELF)
+    best = [min(block, key=lambda layer: order.index(layer.kind)) for block in blocks.values()]
+    if any(layer.kind != SELF for layer in best):
+        best = [layer for layer in best if layer.kind != SELF or layer.stream]
+    if not best:
+        raise AttachError(
+            f"{host} has no attention layer with a query for each token of its picture, at which an adapter could "
+            f"attend to a memory: its {len(notes)} are of another shape, or see several pictures of a film as rows"
+        )
+    return tuple(best)
+
+
+def _picture_attention(name: str, x: Any, text: Any, output: Any, rows: int, tokens: int) -> PictureAttention | None:
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[0] != rows or x.shape[1] < tokens:
+        return None
+    outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+    parts = [at for at, one in enumerate(outputs) if isinstance(one, Tensor) and one.shape[:2] == x.shape[:2]]
+    if not parts:
+        return None
+    reads = isinstance(text, Tensor) and text is not x
+    kind = SELF if not reads else CROSS if len(outputs) == 1 else JOINT
+    width = text.shape[-1] if reads else x.shape[-1]
+    return PictureAttention(name, kind, x.shape[1] >= tokens + TEXT and not reads, int(width), parts[0])
+
+
+@torch.no_grad()
+def check_reaches(host: nn.Module, found: Found, layers: Sequence[PictureAttention]) -> None:
+    """Prove that what is added to the output of each layer changes the host's prediction.
+
+    One forward; row r is disturbed at the r-th layer only, row 0 nowhere.
+
+    Raises:
+        ConditionError: a layer whose output does not matter.
+    """
+    rows, hooks = len(layers) + 1, []
+
+    def disturb(row: int, part: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            outputs = [output] if isinstance(output, Tensor) else list(output)
+            outputs[part] = outputs[part].clone()
+            outputs[part][row] += torch.linspace(-1, 1, outputs[part].shape[-1]).to(outputs[part])
+            return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
+
+        return hook
+
+    # The same picture and text in every row.
+    given = {
+        name: value[:1].repeat(rows, *[1] * (value.dim() - 1)) if _has_rows(name, value, 1) else value
+        for name, value in found.inputs(host, 1, torch.Generator().manual_seed(0)).items()
+    }
+    given = {name: value * rows if isinstance(value, list) else value for name, value in given.items()}
+    try:
+        for row, layer in enumerate(layers, 1):
+            hooks.append(host.get_submodule(layer.name).register_forward_hook(disturb(row, layer.part)))
+        with evaluating(host):
+            answer = answer_of(host, given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if isinstance(answer, FakeTensor):
+        return
+    blind = [layer.name for row, layer in enumerate(layers, 1) if torch.equal(answer[row], answer[0])]
+    if blind:
+        raise ConditionError(
+            f"what is added to the attention of {blind} does not reach the prediction of {type(host).__name__}: memory "
+            "would be lost there; choose other layers with blocks="
+        )
+
+
+def _has_rows(name: str, value: Any, rows: int) -> bool:
+    """Whether this argument has a row for each picture: positions, which all of them share, have not."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows and name not in SHARED

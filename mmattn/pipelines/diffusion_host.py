@@ -261,7 +261,7 @@ def load_diffusion_host(
         model = kind.from_pretrained(folder / ("transformer" if joint else "unet"), torch_dtype=dtype)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "text")
         encoder = CLIPTextModel.from_pretrained(folder / "text", dtype=dtype)
-        # Its attention has no mask: it sees padding.
+        # As Stable Diffusion 3, it is trained to see padding.
         host = DiffusionHost(model, PromptEncoder(tokenizer, encoder, joint), noise_schedule())
     else:
         more = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}

@@ -122,24 +122,12 @@ class Judge:
 
 
 class WithExamples(torch.nn.Module):
-    """Prompts with their examples as more words, for a host without adapters.
+    """Prompts with their examples as more words, for a host without adapters."""
 
-    Args:
-        prompts: the text encoder.
-        concatenated: what turns examples into words.
-        memory: of the examples.
-        masked: whether the host hides the words of an example that is left out; otherwise they are 0.
-    """
-
-    def __init__(self, prompts: Any, concatenated: Any, memory: mmattn.Memory, masked: bool = True) -> None:
+    def __init__(self, prompts: Any, concatenated: Any, memory: mmattn.Memory) -> None:
         super().__init__()
         self.prompts, self.concatenated, self.memory = prompts, concatenated, memory
-        self.pooled, self.zeros = prompts.pooled, 0 if masked else memory.length
-
-    def null(self) -> Tensor | None:
-        """States (1, m, e) of no prompt and no example; None where the host then reads nothing."""
-        states = self.prompts.null()
-        return None if states is None else F.pad(states, (0, 0, 0, self.zeros))
+        self.null, self.pooled = prompts.null, prompts.pooled
 
     def forward(self, sentences: Sequence[str]) -> tuple[Tensor, Tensor]:
         """States (b, m + 16, e) and their mask."""
@@ -196,8 +184,7 @@ def style_rows(
     rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
     if concatenated is not None:
         for name, examples in (("concatenated with the text", memory), ("concatenated, shuffled examples", shuffled)):
-            prompts = WithExamples(host.prompts, concatenated, examples, model.through_core)
-            rows.append(row(name, replace(host, prompts=prompts)))
+            rows.append(row(name, replace(host, prompts=WithExamples(host.prompts, concatenated, examples))))
     return rows
 
 

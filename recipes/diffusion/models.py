@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 import mmattn
-from mmattn.pipelines import PromptEncoder
+from mmattn.pipelines import DiffusionHost, PromptEncoder
 
 from .attributes import Subject
 from .settings import ModelSettings
@@ -111,10 +111,10 @@ def make_denoiser(settings: ModelSettings, colours: int = 1) -> UNet2DConditionM
     return make_unet(settings.size, settings.channels, colours)
 
 
-def attach(denoiser: Any, adapter: mmattn.DecoupledAdapter | None = None) -> Any:
-    """The model with an adapter; the text of a UNet goes through the core, so that padding is hidden."""
-    model = mmattn.attach(denoiser, adapter) if adapter else mmattn.attach(denoiser)
-    return model.use_core() if isinstance(denoiser, UNet2DConditionModel) else model
+def attach_bare(host: DiffusionHost) -> Any:
+    """The host with its text through the core where padding is to be hidden from it."""
+    model = mmattn.attach(host.unet)
+    return model if host.prompts.attends_to_padding else model.use_core()
 
 
 def predict(

@@ -57,7 +57,7 @@ def traces(
     words, side = host.prompts.tokens(sentence), model.host.config.sample_size
     given: dict[str, Any] = {"queries": "sources", "grid": (side, side), "picture": enlarged(made[0])}
     found = []
-    if model.through_core:
+    if any(name == "text" for name, _ in weights):
         seen = maps(weights, "text", len(words), side)
         found.append(inspect.Trace(words, patches(side), *seen, sentence, **given))
     if memory is not None and example is not None:

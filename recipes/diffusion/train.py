@@ -16,7 +16,7 @@ from mmattn.recipes import resolve_asset
 from .attributes import Subject, style_words
 from .data import Pictures, load_data
 from .measure import Judge, style_rows, text_rows
-from .models import attach, save_models
+from .models import attach_bare, save_models
 from .pictures import grid, plot_losses, word_maps
 from .sampling import draw, traces, word_attention
 from .settings import Config
@@ -48,7 +48,7 @@ def stage_text(config: Config, run: training.RunFolder, accelerator: Any) -> dic
     host, seconds = train_text(config, data, subject, run, accelerator.device)
     save_models(run.path, host.unet, host.prompts)
     host = load_diffusion_host(run.path, device=accelerator.device)
-    model = attach(host.unet)
+    model = attach_bare(host)
     judge = Judge(data, subject)
     rows = text_rows(model, host, judge, config.sample.steps, config.seed, config.sample.each)
     sentence = shown(subject)[0]
@@ -71,7 +71,7 @@ def stage_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
     encoder.to(accelerator.device)
     torch.manual_seed(config.seed)
     adapter = mmattn.DecoupledAdapter(memory_dim=encoder.dim)
-    model = attach(host.unet, adapter)
+    model = mmattn.attach(host.unet, adapter).use_core()
     given = (config, data, subject, model, host, encoder)
     done, generator = {}, torch.Generator()
     shared = (run, accelerator, generator)

@@ -62,13 +62,10 @@ class Concatenated(nn.Module):
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, text_dim)
 
     def forward(self, text: Tensor, mask: Tensor, memory: mmattn.Memory) -> tuple[Tensor, Tensor]:
-        """Text (b, m + 16, e) and its mask; rows whose memory is left out keep their text alone.
-
-        A host that reads no mask sees words that are 0 there.
-        """
+        """Text (b, m + 16, e) and its mask; rows whose memory is left out keep their text alone."""
         slots = self.down(nn.functional.gelu(self.up(self.norm(memory.tokens))))
         real = torch.ones_like(slots[..., 0], dtype=torch.bool) if memory.mask is None else memory.mask
-        return torch.cat([text, slots * real[..., None]], 1), torch.cat([mask, real], 1)
+        return torch.cat([text, slots], 1), torch.cat([mask, real], 1)
 
 
 def train_style(

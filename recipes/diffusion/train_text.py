@@ -14,7 +14,7 @@ from mmattn.pipelines import DiffusionHost, noise_schedule
 
 from .attributes import Subject, asked_for
 from .data import Pictures
-from .models import attach, denoising_loss, make_denoiser, make_prompt_encoder, predict
+from .models import attach_bare, denoising_loss, make_denoiser, make_prompt_encoder, predict
 from .pictures import grid, plot_losses
 from .sampling import draw
 from .settings import Config
@@ -29,7 +29,7 @@ def train_text(
     prompts, schedule = make_prompt_encoder(subject, config.model.kind == "transformer"), noise_schedule()
     denoiser = make_denoiser(config.model, data.pictures.shape[1])
     host = DiffusionHost(denoiser, prompts, schedule).to(device)
-    model = attach(denoiser)
+    model = attach_bare(host)
     denoiser.requires_grad_(True)
     both = torch.nn.ModuleDict({"denoiser": denoiser, "prompts": prompts}).train()
     average = EMAModel(both.parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)

@@ -73,7 +73,7 @@ def test_stage_a_leaves_a_transformer_that_reads_sentences(recipe: SimpleNamespa
     host = load_diffusion_host(base)
     assert isinstance(host.unet, SD3Transformer2DModel) and (host.size, host.channels) == (16, 1)
     states, mask = host.prompts(["a seven", "a thick seven slanted left", None])
-    assert states.shape == (3, 16, 64) and mask.all(), "its attention has no mask: padding is seen, as in training"
+    assert states.shape == (3, 16, 64) and mask.all(), "padding is seen, as in training"
     pooled = host.inputs(["a seven", "a thick seven slanted left", None])["pooled_projections"]
     assert torch.equal(pooled, states[torch.arange(3), [3, 6, 1]]), "the state of [end]"
     assert torch.equal(states[2:], host.prompts.null())
@@ -87,7 +87,8 @@ def test_the_text_and_its_pooled_state_reach_the_picture_and_are_guided(recipe: 
         torch.manual_seed(0)
         for weight in host.unet.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    model = recipe.models.attach(host.unet)
+    model = recipe.models.attach_bare(host)
+    assert not model.through_core
 
     def draw(sentence: str, guidance_scale: float = 1.0) -> torch.Tensor:
         made: torch.Tensor = recipe.train.draw(model, host, [sentence], 2, guidance_scale, seed=3)
@@ -100,12 +101,25 @@ def test_the_text_and_its_pooled_state_reach_the_picture_and_are_guided(recipe: 
     assert not torch.allclose(seven, draw("a seven"))
 
 
-def test_an_example_that_is_left_out_is_words_of_0_for_a_host_without_a_mask(recipe: SimpleNamespace) -> None:
-    module, text = recipe.train_style.Concatenated(20_011, 34), torch.randn(2, 5, 34)
-    sees = torch.tensor([True, False])[:, None].expand(2, 16)
-    states, mask = module(text, torch.ones(2, 5, dtype=torch.bool), mmattn.Memory(torch.randn(2, 16, 64), sees))
-    assert states.shape == (2, 21, 34) and mask.sum(1).tolist() == [21, 5]
-    assert torch.equal(states[:, :5], text) and states[0, 5:].abs().min() > 0 and not states[1, 5:].any()
+def test_an_example_that_is_left_out_is_no_example_in_either_way(recipe: SimpleNamespace, base: Path) -> None:
+    host = load_diffusion_host(base)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for weight in host.unet.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+        concatenated = recipe.train_style.Concatenated(20_011, 64)
+        noisy, memory = torch.randn(2, 1, 16, 16), mmattn.Memory(torch.randn(2, 16, 64))
+    model, times, said = mmattn.attach(host.unet).use_core(), torch.tensor([3, 900]), ["a seven", None]
+    (text, mask), inputs = host.prompts(said), host.inputs(said)
+
+    def predict(sees: bool) -> torch.Tensor:
+        seen = mmattn.Memory(memory.tokens, torch.full((2, 16), sees))
+        found: torch.Tensor = recipe.models.predict(model, noisy, times, *concatenated(text, mask, seen), inputs)
+        return found
+
+    plain = recipe.models.predict(model, noisy, times, text, mask, inputs)
+    assert plain.isfinite().all() and torch.allclose(plain, predict(False), atol=1e-5)
+    assert not torch.allclose(plain, predict(True), atol=1e-2)
 
 
 def test_stage_b_and_drawing(recipe: SimpleNamespace, base: Path, tmp_path: Path) -> None:

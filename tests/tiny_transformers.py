@@ -72,8 +72,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "CosmosTransformer3DModel": _SIZES
     | {"out_channels": 4, "mlp_ratio": 2, "text_embed_dim": 22, "adaln_lora_dim": 4, "max_size": (4, 32, 32)},
     "DiTTransformer2DModel": _SQUARE | {"out_channels": 4, "norm_num_groups": 4, "num_embeds_ada_norm": 8},
-    "EasyAnimateTransformer3DModel": _SQUARE
+    "EasyAnimateTransformer3DModel": _SIZES
     | {
+        "patch_size": 2,
         "out_channels": 4,
         "sample_width": 8,
         "sample_height": 8,

@@ -23,9 +23,13 @@ class InContext:
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
 
-    def __call__(self, module: Any, *args: Any) -> Any:
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         context = copy_context()
-        return self.checkpoint(lambda *given: context.copy().run(module, *given), *args)
+
+        def run(*given: Any, **named: Any) -> Any:
+            return context.copy().run(module, *given, **named)
+
+        return self.checkpoint(run, *args, **kwargs)
 
 
 def keep_context(host: nn.Module) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmattn
 from mmattn.errors import MmattnError
@@ -50,6 +50,10 @@ class Family:
         self.alone = self.logits(self.host)
         if not self.alone.isfinite().all() or (writes and self.alone.shape[:2] != IDS.shape):
             raise HostCannot(f"it answers with {tuple(self.alone.shape)}, or with no finite numbers")
+
+    def another_host(self) -> nn.Module:
+        """A host of the same weights."""
+        return tiny_model(self.name, self.auto)
 
     @cached_property
     def model(self) -> Any:
@@ -268,7 +272,7 @@ def saved(case: Family) -> None:
     answer = case.logits(case.model, memory=case.memory)
     with tempfile.TemporaryDirectory() as folder:
         case.model.save_adapter(folder)
-        other = tiny_model(case.name, case.auto)
+        other = case.another_host()
         other.load_state_dict(case.host.state_dict())
         near(case.logits(mmattn.load(other, folder), memory=case.memory), answer, 0.0, "loaded")
 
@@ -330,7 +334,7 @@ def unloaded(case: Family) -> None:
     state = {name: value.clone() for name, value in case.host.state_dict().items()}
     assert case.model.unload() is case.host
     near(case.logits(case.host), case.alone, 1e-5, "unloaded")
-    untouched = tiny_model(case.name, case.auto).state_dict()
+    untouched = case.another_host().state_dict()
     assert list(state) == list(untouched), "other weights"
     changed = [name for name, value in untouched.items() if not torch.equal(state[name], value)]
     assert not changed or not torch.equal(case.alone, case.logits(case.host)), f"changed weights: {changed[:3]}"
@@ -366,18 +370,24 @@ def outcomes(name: str, auto: Any, where: str | None = None, writes: bool = True
     try:
         found = {"family": WORKS, "path": getattr(case.model, "path", "")}
     except Exception as error:
-        return {"family": _outcome(error)}
+        return {"family": outcome(error)}
     for title, check in CHECKS.items():
         if case.writes or title not in WRITING:
-            try:
-                check(case)
-                found[title] = WORKS
-            except Exception as error:
-                found[title] = _outcome(error)
+            found[title] = tried(check, case)
     return found
 
 
-def _outcome(error: Exception) -> str:
+def tried(check: Callable[[Any], None], case: Any) -> str:
+    """What became of one check."""
+    try:
+        check(case)
+    except Exception as error:
+        return outcome(error)
+    return WORKS
+
+
+def outcome(error: Exception) -> str:
+    """A check or a family that failed: "host: …", "refused: …" or "wrong: …"."""
     kind = HOST if isinstance(error, HostCannot) else "refused" if isinstance(error, MmattnError) else "wrong"
     return f"{kind}: {_words(error)}"
 

@@ -19,11 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import diffusers
 import torch
 import transformers
 from transformers.models.auto import modeling_auto as auto
 
 from mmattn.progress import counted
+from tests.families import diffusion
 from tests.families.checks import CHECKS, HOST, WORKS, WRITING, outcomes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
@@ -48,9 +50,27 @@ class Group:
     where: str | None = None
     writes: bool = True
 
+    @property
+    def checks(self) -> list[str]:
+        """Names of what is checked."""
+        return [check for check in CHECKS if self.writes or check not in WRITING]
+
     def run(self, name: str) -> dict[str, str]:
         """The outcomes of one family."""
         return outcomes(name, getattr(transformers, self.auto), self.where, self.writes)
+
+
+class DiffusionGroup(Group):
+    """Families of diffusers, by the names of their classes."""
+
+    @property
+    def checks(self) -> list[str]:
+        """Names of what is checked."""
+        return list(diffusion.CHECKS)
+
+    def run(self, name: str) -> dict[str, str]:
+        """The outcomes of one family."""
+        return diffusion.outcomes(name)
 
 
 def _known(mapping: str) -> tuple[str, ...]:
@@ -79,6 +99,7 @@ GROUPS = (
     Group("Encoders of texts", "AutoModelForSequenceClassification", _READ, writes=False),
     Group("Encoders of pictures", "AutoModelForImageClassification", _known("IMAGE_CLASSIFICATION"), writes=False),
     Group("Encoders of sounds", "AutoModelForAudioClassification", _known("AUDIO_CLASSIFICATION"), writes=False),
+    DiffusionGroup("Diffusion transformers", "diffusers", diffusion.NAMES, writes=False),
 )
 
 
@@ -113,11 +134,12 @@ def tables(found: dict[str, dict[str, dict[str, str]]]) -> Iterator[str]:
     Args:
         found: by title of a group and family.
     """
-    yield HEAD.format(version=transformers.__version__, torch=torch.__version__.split("+")[0])
+    versions = {"version": transformers.__version__, "diffusers": diffusers.__version__}
+    yield HEAD.format(**versions, torch=torch.__version__.split("+")[0])
     for group in GROUPS:
         rows = found.get(group.title, {})
         whole = {name: one for name, one in rows.items() if one["family"] == WORKS}
-        checks = [check for check in CHECKS if group.writes or check not in WRITING]
+        checks = group.checks
         yield f"\n## {group.title}\n"
         yield f"{len(whole)} of {len(rows)}.\n"
         yield f"| family | {' | '.join(checks)} |"
@@ -143,10 +165,11 @@ def is_wrong(found: dict[str, str]) -> bool:
 
 HEAD = """# Families
 
-Written by `make families` with transformers {version} and torch {torch}: every class of these kinds that transformers
-can build tiny from the names of its settings, with random weights and a `GatedAdapter` at its first two layers. ✓ is a
-check that passes; – is something that the host itself, without a memory, does not do alike (a static cache that
-transformers has not for it, experts whose answer changes with the batch); ✗ is a refusal in words.
+Written by `make families` with transformers {version}, diffusers {diffusers} and torch {torch}: every class of these
+kinds that transformers can build tiny from the names of its settings, with random weights and a `GatedAdapter` at its
+first two layers; and the transformers of diffusers, with a `DecoupledAdapter` in every block. ✓ is a check that passes;
+– is something that the host itself, without a memory, does not do alike (a static cache that transformers has not for
+it, experts whose answer changes with the batch); ✗ is a refusal in words.
 
 | check | what is compared |
 |---|---|
@@ -160,6 +183,11 @@ transformers has not for it, experts whose answer changes with the batch); ✗ i
 | static cache | `cache_implementation="static"` |
 | save and load | onto another host of the same weights, bit for bit |
 | deep copy | answers as the original |
+| scale | `adapter_scale` 0 as a number, by row, block and step: the host's own answer bit for bit |
+| by pixel | a map of ones is the number 1, of zeros the host's own answer bit for bit; for films also by frame |
+| guidance | of twice the rows the first half sees no memory, the second its own |
+| steps | keys and values of a memory are computed once for all steps |
+| LoRA | beside a LoRA on the host's attention |
 | gradients | finite for every weight of the adapter, none for the host; equal with recomputed layers, both modes |
 | unload | the same object, answers and weights |
 """

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from mmattn.errors import ShapeError
 from mmattn.hosts.calls import FORWARD, Call
 from mmattn.hosts.denoising.adapter_scale import AdapterScale, Grid, over_queries
 from mmattn.hosts.denoising.heads import into_output, query_heads
+
+#: Texts that a block remembers: guidance that calls a host for each half alone gives it two in turn.
+TEXTS = 4
 
 
 @dataclass
@@ -26,6 +30,7 @@ class DenoisingCall(Call):
         text_mask: (rows, m) bool, the padding of the host's own text.
         padding: the bias by which the host last told of padding in its text, and the mask that it means.
         text: keys and values of the host's own text, where it goes through the core.
+        texts: the host's own texts as its layers were given them, those of the last calls.
     """
 
     scales: Mapping[str, AdapterScale] = field(default_factory=dict)
@@ -33,6 +38,20 @@ class DenoisingCall(Call):
     text_mask: Tensor | None = None
     padding: tuple[Tensor, Tensor] | None = None
     text: TensorCache = field(default_factory=TensorCache)
+    texts: list[Tensor] = field(default_factory=list)
+
+    def number_of_text(self, text: Tensor) -> int:
+        """A number for the text that a layer is given, the same at every step.
+
+        Transformers project their text anew at every step (`caption_projection`), to the same values.
+        """
+        for number, known in enumerate(self.texts):
+            if known is text or (known.shape == text.shape and known.dtype == text.dtype and torch.equal(known, text)):
+                return number
+        if len(self.texts) == TEXTS:
+            self.texts.clear()
+        self.texts.append(text)
+        return len(self.texts) - 1
 
 
 @dataclass(frozen=True)

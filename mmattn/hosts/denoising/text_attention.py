@@ -175,8 +175,10 @@ class TextAttention:
         memory: Tensor | KeyValue
         if call is not None and self.is_cacheable(text):
             norm = norm_cross.parameters() if norm_cross else ()
+            number = call.number_of_text(text)
+            text = call.texts[number]
             sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
-            key = (self.index, autocast_dtype(text.device))
+            key = (self.index, number, autocast_dtype(text.device))
             memory = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
         else:
             memory = normed()

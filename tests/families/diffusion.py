@@ -1,0 +1,226 @@
+"""What every diffusion model of diffusers must do with a memory, and the models that are tried."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+import mmattn
+from mmattn.testing.case import rows_of, stir
+from tests import tiny_transformers
+from tests.families import checks
+from tests.families.building import MEMORY_DIM
+from tests.families.checks import CACHED, Family, HostCannot, near
+
+#: Every transformer that diffusers denoises with.
+NAMES = tuple(
+    name
+    for name in sorted(dir(diffusers))
+    if name.endswith(("Model", "Transformer"))
+    and ("Transformer" in name or "DiT" in name)
+    and inspect.isclass(getattr(diffusers, name))
+    and "ControlNet" not in name
+)
+_IDS = torch.tensor([[0], [1]])
+
+
+class DiffusionFamily(Family):
+    """A tiny diffusion transformer, an adapter, and a batch of two pictures with memories."""
+
+    def __init__(self, name: str) -> None:
+        if name not in tiny_transformers.SIZES:
+            raise HostCannot("no tiny sizes are known for it here")
+        self.name, self.where, self.writes = name, None, False
+        try:
+            self.host = self.another_host()
+        except Exception as error:
+            raise HostCannot(str(error)) from error
+        drawn = torch.Generator().manual_seed(9)
+        self.tokens = torch.randn(2, 5, MEMORY_DIM, generator=drawn)
+        self.mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+        self.memory = mmattn.Memory(self.tokens, self.mask)
+
+    def another_host(self) -> nn.Module:
+        """A host of the same weights."""
+        return tiny_transformers.make(self.name)
+
+    def find(self) -> None:
+        """Attach an adapter, and ask the untouched host.
+
+        Raises:
+            MmattnError: it is refused.
+        """
+        torch.manual_seed(3)
+        self.__dict__["model"] = model = mmattn.attach(self.host, mmattn.DecoupledAdapter(memory_dim=MEMORY_DIM))
+        self.batch = tiny_transformers.given(model, 2, seed=5)
+        self.alone = self.logits(self.another_host())
+
+    def open(self) -> None:
+        """Have the adapter add something."""
+        adapter = self.model.adapter("default")
+        stir(adapter)
+        with torch.no_grad():
+            for layer in adapter.layers:
+                adapter.attention(layer).v_proj.weight.mul_(4)
+
+    def given(self, ids: Tensor) -> dict[str, Any]:
+        """The arguments for some pictures of the batch."""
+        chosen: dict[str, Any] = rows_of(self.batch, ids[:, 0], 2)
+        shared = {name: value for name, value in self.batch.items() if name in ("img_ids", "txt_ids", "padding_mask")}
+        lists = {
+            name: [value[int(row)] for row in ids] for name, value in self.batch.items() if isinstance(value, list)
+        }
+        return chosen | shared | lists
+
+    @torch.no_grad()
+    def logits(self, model: Any, ids: Tensor = _IDS, **given: Any) -> Tensor:
+        """What is predicted of some pictures."""
+        answer: Tensor = model(**self.given(ids), **given)[0]
+        return answer
+
+
+def rows(case: DiffusionFamily) -> None:
+    """A batch is answered as its rows one by one, hidden slots left out."""
+
+    def alone() -> None:
+        for row in range(2):
+            near(case.logits(case.host, _IDS[row : row + 1]), case.alone[row : row + 1])
+
+    case.host_must(alone, "alone, too, answers a row otherwise in a batch")
+    together = case.logits(case.model, memory=case.memory)
+    for row in range(2):
+        own = mmattn.Memory(case.tokens[row : row + 1, : int(case.mask[row].sum())])
+        near(case.logits(case.model, _IDS[row : row + 1], memory=own), together[row : row + 1], what=f"row {row}")
+
+
+def scaled(case: DiffusionFamily) -> None:
+    """adapter_scale 0 is the host bit for bit, as a number, by row and by block; by step it is that of the step."""
+    model, memory = case.model, case.memory
+    want = case.logits(model, memory=memory)
+    for nothing in (0.0, torch.zeros(2), {model.layer_names[0]: 0.0}, lambda time: 0.0):
+        near(case.logits(model, memory=memory, adapter_scale=nothing), case.alone, 0.0, f"{nothing}")
+    near(case.logits(model, memory=memory, adapter_scale=lambda time: 1.0), want, 0.0, "by step")
+    half = case.logits(model, memory=memory, adapter_scale=torch.tensor([1.0, 0.0]))
+    near(half[1], case.alone[1], 0.0, "row 1 of scale 0")
+    near(half[0], want[0], 1e-5, "row 0 of scale 1")
+
+
+def by_pixel(case: DiffusionFamily) -> None:
+    """A map of ones is the number 1; of zeros the host bit for bit."""
+    grid = case.model.grid_of(case.given(_IDS))
+    if grid is None:
+        raise HostCannot("it is not told how its tokens lie in a picture")
+    want = case.logits(case.model, memory=case.memory)
+    for shape in ((2, *grid[1:]), (2, *grid)):
+        ones = case.logits(case.model, memory=case.memory, adapter_scale=torch.ones(shape))
+        near(ones, want, 1e-5, f"ones {shape}")
+        zeros = case.logits(case.model, memory=case.memory, adapter_scale=torch.zeros(shape))
+        near(zeros, case.alone, 0.0, f"zeros {shape}")
+
+
+def guided(case: DiffusionFamily) -> None:
+    """Twice the rows of the memory are guidance: the first half sees none, the second its own."""
+    both = torch.cat([_IDS, _IDS])
+    alone = case.logits(case.host, both)
+    with case.model.condition(case.memory, guided=True):
+        found = case.logits(case.host, both)
+    near(found[:2], alone[:2], 1e-5, "the unconditional half")
+    near(found[2:], case.logits(case.model, memory=case.memory), CACHED, "the conditional half")
+
+
+def steps(case: DiffusionFamily) -> None:
+    """Keys and values of a memory are computed once for all steps."""
+    adapter = case.model.adapter("default")
+    ran: list[int] = []
+    blocks = [adapter.attention(layer) for layer in adapter.layers]
+    hooks = [block.k_proj.register_forward_hook(lambda *given: ran.append(1)) for block in blocks]
+    with case.model.condition(case.memory):
+        answers = [case.logits(case.host) for _ in range(3)]
+    for hook in hooks:
+        hook.remove()
+    assert len(ran) == len(blocks), f"{len(ran)} projections in three steps of {len(blocks)} layers"
+    near(answers[2], answers[0], 0.0, "the third step")
+
+
+def lora(case: DiffusionFamily) -> None:
+    """A LoRA on the host's attention: the adapter acts through it, and unfreezing is peft's."""
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    host = case.another_host()
+    if not hasattr(host, "add_adapter"):
+        raise HostCannot("diffusers puts no LoRA on it")
+    try:
+        host.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    except ValueError as error:
+        raise HostCannot(f"diffusers puts no LoRA on its attention: {error}") from error
+    own = case.logits(host)
+    model = mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=MEMORY_DIM))
+    near(case.logits(model, memory=case.memory), own, 0.0, "fresh beside a LoRA")
+    model.adapter("default").load_state_dict(case.model.adapter("default").state_dict())
+    apart = (case.logits(model, memory=case.memory) - own).abs().max() / own.abs().max()
+    assert apart > 1e-3, f"memory changes too little beside a LoRA: {apart}"
+    near(case.logits(model), own, 0.0, "without a memory")
+
+
+def gradients(case: DiffusionFamily) -> None:
+    """Every weight of the adapter learns and none of the host's; recomputing layers gives the same."""
+    host, model = case.host, case.model
+
+    def learned() -> Tensor:
+        for parameter in model.adapters.parameters():
+            parameter.grad = None
+        model(**case.given(_IDS), memory=case.memory)[0].float().square().mean().backward()
+        found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
+        missing = [name for name, grad in found.items() if grad is None or not grad.isfinite().all()]
+        assert not missing, f"no gradient, or no finite one: {missing[:3]}"
+        return torch.cat([grad.flatten() for grad in found.values() if grad is not None])
+
+    plain = learned()
+    assert plain.abs().max() > 0, "nothing is learned"
+    assert all(parameter.grad is None for parameter in host.parameters()), "the host is given gradients"
+    if getattr(host, "_supports_gradient_checkpointing", False):
+        host.enable_gradient_checkpointing()
+        host.train()
+        try:
+            untouched = case.another_host().train()
+            untouched.enable_gradient_checkpointing()
+            case.host_must(lambda: untouched(**case.given(_IDS)), "alone, too, fails where layers are recomputed")
+            near(learned(), plain, CACHED, "recomputed")
+        finally:
+            host.disable_gradient_checkpointing()
+            host.eval()
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "fresh": checks.fresh,
+    "memory by row": checks.changes,
+    "row without memory": checks.empty_row,
+    "row by row": rows,
+    "scale": scaled,
+    "by pixel": by_pixel,
+    "guidance": guided,
+    "steps": steps,
+    "LoRA": lora,
+    "save and load": checks.saved,
+    "deep copy": checks.copied,
+    "gradients": gradients,
+    "unload": checks.unloaded,
+}
+
+
+def outcomes(name: str) -> dict[str, str]:
+    """For each check what became of it, as `tests.families.checks.outcomes` says it."""
+    try:
+        case = DiffusionFamily(name)
+    except Exception as error:
+        return {"family": checks.outcome(HostCannot(str(error)))}
+    try:
+        case.find()
+    except Exception as error:
+        return {"family": checks.outcome(error)}
+    return {"family": checks.WORKS} | {title: checks.tried(check, case) for title, check in CHECKS.items()}

@@ -143,6 +143,16 @@ def check_float(name: str, value: object, *, at_least: float = -math.inf, below:
     return float(value)
 
 
+def check_bool(name: str, value: object) -> None:
+    """Refuse what is not true or false.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Return `value` if it is one of `choices`.
 

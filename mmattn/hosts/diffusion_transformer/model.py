@@ -85,6 +85,13 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         """Which of the outputs of an attention layer is that of the picture."""
         return self.attention(index).part
 
+    def changed_output(self, adapter: Any, index: int) -> tuple[nn.Module, int]:
+        """The attention layer or the block around it, whose output an adapter changes, and the picture's part."""
+        layer = self.attention(index)
+        if adapter.adds_to_block:
+            return self.host.get_submodule(layer.block), max(layer.block_part or 0, 0)
+        return self.layer(index), layer.part
+
     def check_adapter(self, adapter: Any) -> None:
         """Prove that what an adapter adds at its layers reaches the prediction.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmattn.encoders.audio import AudioEncoder
 from mmattn.encoders.frozen import ImageEncoder
 from mmattn.encoders.hybrid import HybridEncoder
 from mmattn.encoders.images import load_image
@@ -16,6 +17,7 @@ from mmattn.encoders.text import TextEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder
 
 __all__ = [
+    "AudioEncoder",
     "OpenCLIPEncoder",
     "OpenCLIPTextEncoder",
     "HybridEncoder",

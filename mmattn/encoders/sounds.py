@@ -246,6 +246,9 @@ def _from_file(file: Any, name: str, block: float) -> tuple[str, int, Iterator[T
     if not file.read(1):
         raise AudioError(f"{name} is empty (0 bytes), no sound")
     file.seek(0)
+    if file.read(4) == b"OggS" and not _ends(file):
+        raise AudioError(f"{name} is cut short: the last page of its Ogg stream is missing; fetch or copy it anew")
+    file.seek(0)
     try:
         sound = soundfile.SoundFile(file)
     except soundfile.SoundFileError as error:
@@ -255,6 +258,19 @@ def _from_file(file: Any, name: str, block: float) -> tuple[str, int, Iterator[T
         if int(found) + _SLACK < int(stated) < 2**31 - 1:
             raise AudioError(f"{name} is cut short: it says {stated} bytes and has {found}; fetch or copy it anew")
     return name, sound.samplerate, _file_pieces(soundfile, sound, file, name, max(1, round(block * sound.samplerate)))
+
+
+def _ends(file: Any) -> bool:
+    """Whether an Ogg file (RFC 3533, section 6) ends with a whole page that says it is the last."""
+    # A page has a head of at most 282 bytes and 255 segments of 255.
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 65_307))
+    tail = file.read()
+    begin = tail.rfind(b"OggS")
+    page = tail[begin:]
+    if begin < 0 or len(page) < 27 or not page[5] & 4:
+        return False
+    return len(page) >= 27 + page[26] + sum(page[27 : 27 + page[26]])
 
 
 def _file_pieces(soundfile: Any, sound: Any, file: Any, name: str, length: int) -> Iterator[Tensor]:

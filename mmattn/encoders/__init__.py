@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mmattn.encoders.audio import AudioEncoder
+from mmattn.encoders.frames import Frame, stream_frames
 from mmattn.encoders.frozen import ImageEncoder
 from mmattn.encoders.hybrid import HybridEncoder
 from mmattn.encoders.images import load_image
@@ -15,11 +16,13 @@ from mmattn.encoders.sounds import load_audio, stream_audio
 from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
 from mmattn.encoders.text import TextEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder
+from mmattn.encoders.video import VideoEncoder
 
 __all__ = [
     "AudioEncoder",
     "OpenCLIPEncoder",
     "OpenCLIPTextEncoder",
+    "Frame",
     "HybridEncoder",
     "ImageEncoder",
     "ImageProcessor",
@@ -30,9 +33,11 @@ __all__ = [
     "StyleNetwork",
     "TextEncoder",
     "TorchvisionEncoder",
+    "VideoEncoder",
     "away_from_paper",
     "load_audio",
     "load_image",
     "preprocess",
     "stream_audio",
+    "stream_frames",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.errors import AudioError, check_float, check_int, import_extra
+from mmattn.errors import AudioError, MmattnError, check_float, check_int, import_extra
 
 SAMPLING_RATE = 16_000
 """Samples in a second that models of speech expect."""
@@ -107,7 +107,7 @@ def _resampled(
 ) -> Iterator[Tensor]:
     check_int("sampling_rate", sampling_rate)
     check_float("max_clipped", max_clipped, at_least=0)
-    name, rate, pieces = _opened(source, source_rate or sampling_rate, block)
+    name, rate, pieces = _opened(source, sampling_rate if source_rate is None else source_rate, block)
     change = None
     if rate != sampling_rate:
         change = import_extra("soxr", "audio").ResampleStream(rate, sampling_rate, 1, dtype="float32", quality="HQ")
@@ -179,7 +179,12 @@ def _opened(source: Any, source_rate: int, block: float) -> tuple[str, int, Iter
     if isinstance(source, Mapping):
         if not {"array", "sampling_rate"} <= source.keys():
             raise AudioError(f"a dict of a sound has 'array' and 'sampling_rate', got {sorted(map(str, source))}")
-        return _opened(source["array"], int(source["sampling_rate"]), block)
+        try:
+            return _opened(source["array"], int(source["sampling_rate"]), block)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, MmattnError):
+                raise
+            raise AudioError(f"'sampling_rate' must be a number, got {source['sampling_rate']!r:.60}") from error
     if isinstance(source, Tensor) or hasattr(source, "__array_interface__"):
         check_int("source_rate", source_rate)
         return _from_array(source, source_rate)
@@ -206,7 +211,10 @@ def _from_array(given: Any, rate: int, empty: bool = False) -> tuple[str, int, I
     if not isinstance(given, Tensor) and not hasattr(given, "__array_interface__"):
         raise AudioError(f"a piece of a sound was expected, got {type(given).__name__}; give an array or a tensor")
     name = f"the {'tensor' if isinstance(given, Tensor) else 'array'} {tuple(given.shape)}"
-    samples = given.detach().cpu() if isinstance(given, Tensor) else torch.from_numpy(given.copy())
+    try:
+        samples = given.detach().cpu() if isinstance(given, Tensor) else torch.from_numpy(given.copy())
+    except (TypeError, ValueError) as error:
+        raise AudioError(f"{name} is {given.dtype}; give floats from -1 to 1, or int16 or int32") from error
     if not samples.numel() and not empty:
         raise AudioError(f"{name} has no samples")
     if samples.dim() not in (1, 2):

@@ -25,7 +25,7 @@ class VideoEncoder(FrozenEncoder):
 
     Args:
         images: the encoder of the frames.
-        fps: frames that are taken of each second.
+        fps: frames that are taken of each second; None for all that there are.
         count: frames that are taken of the whole video, in place of `fps`.
         max_frames: videos that give more are refused.
 

@@ -133,6 +133,8 @@ LOUD = torch.sin(2 * math.pi * 200 * torch.arange(4000) / 16000)
         ("/", "'/' is a folder"),
         ("https://example.org/a.wav", "is an address, and nothing is downloaded"),
         (torch.zeros(0), r"the tensor \(0,\) has no samples"),
+        (np.array(["a", "b"]), r"the array \(2,\) is <U1; give floats"),
+        ({"array": np.zeros(400), "sampling_rate": "fast"}, "'sampling_rate' must be a number, got 'fast'"),
         (np.zeros((2, 3, 4)), r"the array \(2, 3, 4\) is not one sound"),
         (torch.zeros(16000, 2), "more channels than samples"),
         (torch.zeros(5, dtype=torch.bool), "is torch.bool; give floats"),
@@ -157,8 +159,9 @@ def test_what_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(load_audio((2 * LOUD).clamp(-1, 1), max_clipped=1), (2 * LOUD).clamp(-1, 1))
     with pytest.raises(AudioError, match="is longer than 0.2 seconds; cut it"):
         load_audio(LOUD * 0.5, max_seconds=0.2)
-    with pytest.raises(ConfigError, match="sampling_rate must be at least 1"):
-        load_audio(LOUD, 0)
+    for rates in ((0, None), (16000, 0)):
+        with pytest.raises(ConfigError, match="rate must be at least 1, got 0"):
+            load_audio(LOUD, rates[0], source_rate=rates[1])
     with pytest.raises(AudioError, match="a piece of a sound was expected, got str"):
         list(stream_audio(["one", "two"]))
     with pytest.raises(AudioError, match="sounds were expected, got int"):

@@ -94,7 +94,8 @@ class AudioEncoder(FrozenEncoder):
             "pooled": pooled,
         }
         super().__init__(model, settings, device)
-        some = torch.zeros(round(min(self.window, 1.0) * self.sampling_rate))
+        # Not silence, which has no deviation to be divided by.
+        some = torch.linspace(-0.1, 0.1, round(min(self.window, 1.0) * self.sampling_rate))
         try:
             with torch.no_grad():
                 self.dim: int = self._states([some])[0].shape[-1]
@@ -283,7 +284,8 @@ class _TooShortError(Exception):
 
 
 def _audio_part(model: Any) -> Any:
-    """The part of a model that reads sounds."""
+    """The part of a model that reads sounds, without a head."""
+    model = getattr(model, "base_model", model)
     for name in ("audio_model", "audio_tower"):
         if hasattr(model, name):
             return getattr(model, name)

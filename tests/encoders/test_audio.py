@@ -160,6 +160,19 @@ def test_a_folder_a_fingerprint_and_a_dtype(name: str, tmp_path: Path) -> None:
     assert loaded.to(torch.bfloat16)(wave).dtype == torch.bfloat16
 
 
+def test_a_head_is_left_out() -> None:
+    """Of a model that recognises speech its states are used."""
+    from transformers import HubertForCTC
+
+    bare, extractor = tiny_audio("hubert")
+    whole = HubertForCTC(bare.config)
+    whole.hubert.load_state_dict(bare.state_dict())
+    given, wanted = AudioEncoder(whole, extractor), AudioEncoder(bare, extractor)
+    assert given.fingerprint == wanted.fingerprint
+    wave = chirp(0.3)
+    assert torch.equal(given(wave).tokens, wanted(wave).tokens)
+
+
 def test_what_cannot_be() -> None:
     model, extractor = tiny_audio("wav2vec2")
     ear = AudioEncoder(model, extractor)

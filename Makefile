@@ -13,7 +13,7 @@ COMPILED := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX='$(CURDIR)/$(VENV
 
 LOWEST := .venv-lowest
 LOWEST_STAMP := $(LOWEST)/.installed
-LOWEST_WANTED := --editable '.[vision,diffusion,rag,train,viz,data]' 'qdrant-client>=1.12' 'pytest>=8.3' \
+LOWEST_WANTED := --editable '.[vision,audio,video,diffusion,rag,train,viz,data]' 'qdrant-client>=1.12' 'pytest>=8.3' \
     'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'psutil>=6'
 # What stands on other packages, with one family of language models and one kind of UNet where there are many.
 LOWEST_TESTS := tests/test_golden.py tests/test_attention.py tests/test_memory.py tests/hosts/test_language_calls.py \

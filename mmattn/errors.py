@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = [
     "AdapterFileError",
     "AttachError",
+    "AudioError",
     "ConditionError",
     "ConfigError",
     "ImageError",
@@ -28,6 +29,7 @@ __all__ = [
     "NonFiniteError",
     "ShapeError",
     "TextError",
+    "VideoError",
 ]
 
 
@@ -73,6 +75,14 @@ class IndexFileError(MmattnError, ValueError):
 
 class ImageError(MmattnError, ValueError):
     """An image cannot be read: missing, damaged, too large, or no image."""
+
+
+class AudioError(MmattnError, ValueError):
+    """A sound cannot be read: missing, damaged, cut short, empty, too short or too long, overdriven, or no sound."""
+
+
+class VideoError(MmattnError, ValueError):
+    """A video cannot be read: missing, damaged, without frames, or no video."""
 
 
 class TextError(MmattnError, ValueError):
@@ -141,6 +151,16 @@ def check_float(name: str, value: object, *, at_least: float = -math.inf, below:
     if not at_least <= value < below:
         raise ConfigError(f"{name} must be in [{at_least}, {below}), got {value}")
     return float(value)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Refuse what is not true or false.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:

@@ -173,16 +173,21 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / ((x * x).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-def rotary_reference(x: Tensor, positions: Tensor, base: float = 10000.0, axes: int = 1) -> Tensor:
+def rotary_reference(
+    x: Tensor, positions: Tensor, base: float = 10000.0, axes: int = 1, sections: Sequence[int] | None = None
+) -> Tensor:
     """Channels i and i + k/2 of `x` (b, h, l, k) as one complex number, turned by its position's angle.
 
-    Of the k/2 pairs the first share turns by the first of the `axes` coordinates, and so on.
+    Of the k/2 pairs the first share turns by the first of the `axes` coordinates, and so on; shares are equal, or as
+    `sections` says.
     """
     x = x.double()
     pairs = x.shape[-1] // 2
-    each = pairs // axes
     places = positions.double().reshape(*positions.shape, 1) if axes == 1 else positions.double()
-    angles = torch.stack([places[..., n // each] * base ** (-(n % each) / each) for n in range(pairs)], dim=-1)
+    turns = []
+    for axis, each in enumerate(sections or [pairs // axes] * axes):
+        turns += [places[..., axis] * base ** (-n / each) for n in range(each)]
+    angles = torch.stack(turns, dim=-1)
     if angles.dim() == 3:
         angles = angles.unsqueeze(1)
     turned = torch.complex(x[..., :pairs], x[..., pairs:]) * torch.polar(torch.ones_like(angles), angles)

@@ -17,9 +17,11 @@ from transformers import (
 )
 
 import mmattn
+from mmattn.adapters.decoupled import DecoupledLayout
+from mmattn.adapters.timed_resampler import TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
 from mmattn.testing.running import Check
-from tests import composing, contracts, tiny, tiny_unets
+from tests import composing, contracts, tiny, tiny_transformers, tiny_unets
 from tests.families.building import tiny_model
 
 SMALL: dict[str, Any] = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 6}
@@ -39,6 +41,11 @@ def family(name: str, auto: Any) -> Callable[[], Any]:
 def unet(kind: str) -> Callable[[], Any]:
     """Makes a tiny UNet."""
     return functools.partial(tiny_unets.make, kind)
+
+
+def transformer(name: str) -> Callable[[], Any]:
+    """Makes a tiny diffusion transformer."""
+    return functools.partial(tiny_transformers.make, name)
 
 
 def reading_along(generator: torch.Generator, rows: int) -> mmattn.AugmentingModel:
@@ -76,6 +83,15 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
     "decoupled with a projection, sdxl": lambda: Case(
         mmattn.DecoupledAdapter(tiny.MEMORY_DIM, tokens=2, blocks=("up",)), unet("sdxl")
     ),
+    "decoupled, sd3": lambda: Case(mmattn.DecoupledAdapter(tiny.MEMORY_DIM), transformer("SD3Transformer2DModel")),
+    "decoupled after blocks, flux": lambda: Case(
+        mmattn.DecoupledAdapter(tiny.MEMORY_DIM, tokens=2, layout=DecoupledLayout(10, bias=True, added_to="block")),
+        transformer("FluxTransformer2DModel"),
+    ),
+    "joint decoupled, sd3": lambda: Case(
+        mmattn.adapters.JointDecoupledAdapter(tiny.MEMORY_DIM, TimedResampler(3, 1, 16, 2, 8, 2, 8)),
+        transformer("SD3Transformer2DModel"),
+    ),
 }
 
 ENCODER = (
@@ -94,6 +110,8 @@ HOSTS: dict[str, Callable[[], HostCase]] = {
     "bert": lambda: HostCase(family("bert", AutoModelForSequenceClassification), BOTH),
     "vit": lambda: HostCase(family("vit", AutoModelForImageClassification), BOTH),
     "unet": lambda: HostCase(unet("stable"), [mmattn.DecoupledAdapter(tiny.MEMORY_DIM)]),
+    "wan": lambda: HostCase(transformer("WanTransformer3DModel"), [mmattn.DecoupledAdapter(tiny.MEMORY_DIM)]),
+    "flux": lambda: HostCase(transformer("FluxTransformer2DModel"), [mmattn.DecoupledAdapter(tiny.MEMORY_DIM)]),
     "k unet": lambda: HostCase(unet("k"), [mmattn.DecoupledAdapter(tiny.MEMORY_DIM)]),
 }
 
@@ -107,6 +125,13 @@ def case_of(name: str) -> Case:
 # An augmenting model is no memory of slots, and belongs to one call.
 NO_SLOTS = ("composed, llama", "composed, gptj")
 NO_TEXT = ("gated, t5", "gated, bart, in the encoder", "gated, modernbert")
+DENOISED = (
+    "decoupled, unet",
+    "decoupled with a projection, sdxl",
+    "decoupled, sd3",
+    "decoupled after blocks, flux",
+    "joint decoupled, sd3",
+)
 SLOW = ("whisper", "vit", "t5, in the encoder", "gated, bart, in the encoder", "gated, modernbert")
 DOES_NOT_APPLY = {
     "check_rows_that_see_nothing": NO_SLOTS,
@@ -118,6 +143,7 @@ DOES_NOT_APPLY = {
         *NO_SLOTS,
         "gated with scores and a null slot before bloom",
         "gated with a resampler, gemma2",
+        "joint decoupled, sd3",
     ),
     "check_batch_sizes_match": NO_SLOTS,
     "check_bad_memories_are_refused": NO_SLOTS,
@@ -127,7 +153,7 @@ DOES_NOT_APPLY = {
     "check_doctor": NO_SLOTS,
     # UNets and encoders predict no tokens, encoder–decoders read another text than they write.
     # Neither resampled slots nor those of chunks have names.
-    "check_generation": (*NO_TEXT, "decoupled, unet", "decoupled with a projection, sdxl"),
+    "check_generation": (*NO_TEXT, *DENOISED),
     "check_attribution": (
         *NO_SLOTS,
         *NO_TEXT,
@@ -135,11 +161,12 @@ DOES_NOT_APPLY = {
         "gated with a resampler, gemma2",
         "chunked, llama",
         "chunked, bloom",
-        "decoupled, unet",
-        "decoupled with a projection, sdxl",
+        *DENOISED,
     ),
+    # It hands its memory to no attention that others could listen to.
+    "check_record": ("joint decoupled, sd3",),
     # Decoupled adapters name no layers.
-    "check_layers_that_are_not_there": ("unet", "k unet"),
+    "check_layers_that_are_not_there": ("unet", "k unet", "wan", "flux"),
 }
 
 

@@ -28,6 +28,7 @@ HEAVY = (
         "lancedb",
         "PIL",
     ),
+    *("soundfile", "soxr", "av"),
     *("matplotlib", "pandas", "sklearn", "tensorboard", "sentence_transformers", "pyarrow", "plotly"),
 )
 
@@ -77,10 +78,12 @@ def test_star_import_gives_the_front_door() -> None:
 
 def test_the_package_works_without_its_optional_dependencies() -> None:
     missing = ("open_clip", "torchvision", "matplotlib", "diffusers", "faiss", "peft", "datasets", "sklearn", "PIL")
+    missing += ("soundfile", "soxr", "av")
     statements = (
         f"sys.modules.update(dict.fromkeys({missing!r}))",
         "import torch, mmattn",
         "memory = mmattn.Memory(torch.ones(2, 3, 5))",
+        "assert mmattn.encoders.LogMelEncoder()(torch.zeros(800)).tokens.shape == (1, 2, 320)",
         "assert mmattn.CrossAttention(7, 5, 1, head_dim=11)(torch.ones(2, 13, 7), memory.tokens).shape == (2, 13, 7)",
     )
     assert "torch" in loaded(*statements)

@@ -14,10 +14,12 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+import mmattn
 import mmattn.core.positions
 from mmattn import positions
 from mmattn.errors import ConfigError, ShapeError
-from tests.reference import assert_close, rotary_reference
+from tests.core import named_weights
+from tests.reference import assert_close, cross_attention_reference, rotary_reference
 
 
 def test_docstring_examples_run() -> None:
@@ -100,6 +102,32 @@ class TestRotary:
         ours, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (turned, expected))
         assert_close(ours, theirs, torch.float64, "grad")
 
+    @pytest.mark.parametrize("sections", [(3, 2, 6), (1, 9, 1)])
+    def test_time_row_and_column_in_sections(self, sections: tuple[int, int, int]) -> None:
+        """Of a video whose head width does not split in three."""
+        frames = torch.tensor([0.0, 0.5, 2.25])
+        places = positions.volume(frames, 2, 5)
+        x = torch.randn(2, 3, 30, 22, dtype=torch.float64, requires_grad=True)
+        turn = positions.Rotary(22, base=997.0, axes=3, sections=sections)
+        turned = turn(x, places)
+        expected = rotary_reference(x, places, base=997.0, axes=3, sections=sections)
+        assert_close(turned, expected, torch.float64)
+        upstream = torch.randn_like(turned)
+        ours, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (turned, expected))
+        assert_close(ours, theirs, torch.float64, "grad")
+        even = positions.Rotary(24, axes=3)(torch.randn(1, 1, 30, 24), places)
+        assert torch.isfinite(even).all() and positions.Rotary(24, axes=3).sections == (4, 4, 4)
+
+    def test_cross_attention_over_time_row_and_column(self) -> None:
+        b, l, d, e, h, k = 2, 3, 23, 19, 2, 18
+        layer = mmattn.CrossAttention(d, e, h, head_dim=k, rotary=positions.Rotary(k, axes=3))
+        x, memory = torch.randn(b, l, d), torch.randn(b, 20, e)
+        at = {"query_positions": torch.rand(b, l, 3) * 5, "memory_positions": positions.volume([0.0, 0.4], 2, 5)}
+        expected, _ = cross_attention_reference(
+            named_weights(layer), x, memory, num_heads=h, rotary_base=10000.0, axes=3, **at
+        )
+        assert_close(layer(x, memory, **at), expected, torch.float32)
+
     def test_on_a_grid_the_first_pairs_turn_by_row_and_the_others_by_column(self) -> None:
         k = 20
         x = torch.randn(1, 1, 1, k)
@@ -175,6 +203,12 @@ def test_grid_is_row_by_row() -> None:
     assert torch.equal(patches[:, places[:, 0], places[:, 1]], patches.flatten(1))
 
 
+def test_volume_is_frame_by_frame() -> None:
+    places = positions.volume(torch.tensor([0.5, 1.5]), 3, 5)
+    assert places.tolist() == [[time, r, c] for time in (0.5, 1.5) for r in range(3) for c in range(5)]
+    assert torch.equal(places[:15, 1:].long(), positions.grid(3, 5))
+
+
 class TestAlibi:
     @pytest.mark.parametrize("h", [1, 2, 3, 5, 7, 8, 11, 12, 16, 25, 32, 71, 128])
     def test_slopes_equal_bloom_and_mpt(self, h: int) -> None:
@@ -220,6 +254,10 @@ class TestAlibi:
         (lambda: positions.Learned(7, 5)(torch.tensor([1.0])), "must be ints"),
         (lambda: positions.Rotary(7), "multiple of 2 .*got 7"),
         (lambda: positions.Rotary(22, axes=2), "multiple of 4 .*2 axes.*got 22"),
+        (lambda: positions.Rotary(22, axes=3), "multiple of 6 .*got 22, or give sections"),
+        (lambda: positions.Rotary(22, axes=3, sections=(5, 5)), r"3 numbers of pairs.*22 / 2; got \[5, 5\]"),
+        (lambda: positions.Rotary(22, axes=3, sections=(5, 5, 5)), "add up to 22 / 2"),
+        (lambda: positions.Rotary(22, axes=3, sections=(6, 5, 0)), "sections must be at least 1"),
         (lambda: positions.Rotary(8, base=0.0), "base must be above 0"),
         (lambda: positions.Rotary(8, base=float("nan")), "base must be a finite number"),
         (lambda: positions.Rotary(8, axes=0), "axes must be at least 1"),

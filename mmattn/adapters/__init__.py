@@ -4,5 +4,6 @@ from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 
-__all__ = ["ChunkedAdapter", "ComposedAdapter", "DecoupledAdapter", "GatedAdapter"]
+__all__ = ["ChunkedAdapter", "ComposedAdapter", "DecoupledAdapter", "GatedAdapter", "JointDecoupledAdapter"]

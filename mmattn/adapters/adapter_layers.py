@@ -34,6 +34,8 @@ class AdapterLayers(nn.Module, ABC):
     # Whether the order of the slots, and whether each is there once or twice, means something to it.
     orders_slots = False
     counts_slots = False
+    # Whether, "inside" attention, it adds to what the block around it hands on.
+    adds_to_block = False
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ of the host's; padding of the memory is never attended to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -26,10 +26,33 @@ from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
 from mmattn.core.projection import KeyValueProjection
-from mmattn.errors import AttachError, ConfigError, check_choice, check_int
+from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
 
 STARTS = ("nothing", "host")
+ADDED_TO = ("attention", "block")
+
+
+@dataclass(frozen=True)
+class DecoupledLayout:
+    """How an adapter is built where it departs from ours, as those that were published for Flux.
+
+    Args:
+        slot_dim: width of the slots that `tokens` projects to; the width of the host's text by default.
+        bias: keys and values have a bias.
+        added_to: "attention", through its output projection, or "block": what the queries find is added as it is to
+            the hidden states that the transformer block hands on.
+    """
+
+    slot_dim: int | None = None
+    bias: bool = False
+    added_to: str = "attention"
+
+    def __post_init__(self) -> None:
+        if self.slot_dim is not None:
+            check_int("slot_dim", self.slot_dim, at_most=65536)
+        check_bool("bias", self.bias)
+        check_choice("added_to", self.added_to, ADDED_TO)
 
 
 @register_adapter
@@ -46,6 +69,7 @@ class DecoupledAdapter:
             host has others (Flux's `single_transformer_blocks`).
         start: "nothing", or "host": as a copy of the host's own K and V projections, as IP-Adapter starts.
         resampler: turn the memory into few latents first.
+        layout: as in published adapters.
 
     >>> DecoupledAdapter(memory_dim=24, tokens=4).tokens
     4
@@ -56,6 +80,7 @@ class DecoupledAdapter:
     blocks: tuple[str, ...] | None = None
     start: str = "nothing"
     resampler: Resampler | None = None
+    layout: DecoupledLayout = field(default_factory=DecoupledLayout)
 
     kind: ClassVar[str] = "decoupled"
     positions: ClassVar[tuple[str, ...]] = ("inside",)
@@ -76,6 +101,10 @@ class DecoupledAdapter:
         check_choice("start", self.start, STARTS)
         if self.resampler is not None and not isinstance(self.resampler, Resampler):
             raise ConfigError(f"resampler must be a Resampler, got {self.resampler!r}")
+        if not isinstance(self.layout, DecoupledLayout):
+            raise ConfigError(f"layout must be a DecoupledLayout, got {self.layout!r}")
+        if self.layout.slot_dim is not None and self.tokens is None:
+            raise ConfigError("layout.slot_dim is the width of the slots of tokens=, which is not given")
 
     def sites(self, host: Host) -> list[Site]:
         """The attention layers whose names begin as `blocks` say.
@@ -83,14 +112,7 @@ class DecoupledAdapter:
         Raises:
             AttachError: the host has no block of that name.
         """
-        offered = host.sites("inside")
-        if self.blocks is None:
-            return [site for site in offered if site.part != "stream"]
-        names = [site.module for site in offered]
-        for prefix in self.blocks:
-            if not any(name.startswith(prefix) for name in names):
-                raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
-        return [site for site in offered if site.module.startswith(self.blocks)]
+        return sites_of_blocks(host, self.blocks)
 
     def build(self, sites: Sequence[Site]) -> DecoupledLayers:
         """The trainable part for these sites."""
@@ -101,17 +123,34 @@ class DecoupledAdapter:
         return random_memory(generator, rows, self.memory_dim)
 
 
+def sites_of_blocks(host: Host, blocks: tuple[str, ...] | None) -> list[Site]:
+    """The attention layers of a host whose names begin as `blocks` say; None is all that no stream holds.
+
+    Raises:
+        AttachError: the host has no block of that name.
+    """
+    offered = host.sites("inside")
+    if blocks is None:
+        return [site for site in offered if site.part != "stream"]
+    names = [site.module for site in offered]
+    for prefix in blocks:
+        if not any(name.startswith(prefix) for name in names):
+            raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
+    return [site for site in offered if site.module.startswith(blocks)]
+
+
 class DecoupledBlock(KeyValueProjection):
     """Keys and values of the memory for the queries of one attention layer of the host.
 
     Args:
         memory_dim: width of the memory as the block reads it.
         size: of the host's attention.
+        bias: keys and values have one.
     """
 
-    def __init__(self, memory_dim: int, size: HeadSizes) -> None:
+    def __init__(self, memory_dim: int, size: HeadSizes, bias: bool = False) -> None:
         width = size.num_kv_heads * size.head_dim
-        k_proj, v_proj = (nn.Linear(memory_dim, width, bias=False) for _ in range(2))
+        k_proj, v_proj = (nn.Linear(memory_dim, width, bias=bias) for _ in range(2))
         super().__init__(k_proj, v_proj, **asdict(size), memory_dim=memory_dim)
 
 
@@ -126,20 +165,22 @@ class DecoupledLayers(AdapterLayers):
     def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         self._add_resampler(config.resampler)
-        width, self.text_width = config.memory_dim, self.sites[0].width
+        self.adds_to_block = config.layout.added_to == "block"
+        width, self.slot_dim = config.memory_dim, config.layout.slot_dim or self.sites[0].width
         self.projection = None
         if config.tokens is not None:
-            self.projection = nn.Linear(width, config.tokens * self.text_width)
-            width = self.text_width
+            self.projection = nn.Linear(width, config.tokens * self.slot_dim)
+            width = self.slot_dim
         self.memory_norm = nn.LayerNorm(width)
         blocks = {}
         for site in self.sites:
             assert site.heads is not None
-            blocks[str(site.layer)] = DecoupledBlock(width, site.heads)
+            blocks[str(site.layer)] = DecoupledBlock(width, site.heads, config.layout.bias)
         self.blocks = nn.ModuleDict(blocks)
         if config.start == "nothing":
             for layer in self.layers:
-                nn.init.zeros_(self.attention(layer).v_proj.weight)
+                for parameter in self.attention(layer).v_proj.parameters():
+                    nn.init.zeros_(parameter)
 
     @property
     def weight(self) -> Tensor:
@@ -183,7 +224,7 @@ class DecoupledLayers(AdapterLayers):
         if self.projection is None:
             return memory.replace(self.memory_norm(memory.tokens))
         b, m, n = memory.batch, memory.length, self.config.tokens
-        slots = self.memory_norm(self.projection(memory.tokens).view(b, m * n, self.text_width))
+        slots = self.memory_norm(self.projection(memory.tokens).view(b, m * n, self.slot_dim))
         mask, segments = (
             None if given is None else given.repeat_interleave(n, 1) for given in (memory.mask, memory.segments)
         )

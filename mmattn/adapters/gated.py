@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter, as_settings
-from mmattn.adapters.gated_block import BlockLayout, check_bool
+from mmattn.adapters.gated_block import BlockLayout
 from mmattn.adapters.projected import ProjectedMemory
 from mmattn.adapters.protocols import Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState, images_so_far
 from mmattn.core.masks import media
-from mmattn.errors import AttachError, ShapeError, check_choice, check_int
+from mmattn.errors import AttachError, ShapeError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
 
 VISIBLE = ("all", "previous", "latest")

@@ -11,21 +11,11 @@ from torch import Tensor, nn
 
 from mmattn.core.kv import KeyValue
 from mmattn.core.layers import CrossAttention
-from mmattn.errors import ConfigError, check_choice, check_float
+from mmattn.errors import check_bool, check_choice, check_float
 
 GATES = ("scalar", "head", "channel")
 NORMS = ("layer", "rms")
 ACTIVATIONS = ("gelu", "swiglu")
-
-
-def check_bool(name: str, value: object) -> None:
-    """Refuse what is not true or false.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class TextState:
         generation: what `generate` last prepared for the host.
         layer: the only layer that asks, where only a part of the host was called.
         packed: where the rows lie that are the documents of packed rows.
+        timestep: (b,), of a diffusion model; None where it is not known.
     """
 
     rows: int
@@ -72,6 +73,7 @@ class TextState:
     generation: GenerationInput | None = None
     layer: int | None = None
     packed: PackedText | None = None
+    timestep: Tensor | None = None
 
     def check_rows(self, memory_rows: int | None, name: str) -> None:
         """Rows of text must be rows of memory, or inside `generate` the beams of them.

@@ -329,6 +329,10 @@ class AdaptedModel(NamedAdapters):
         found = {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
         return {site: attention for site, attention in found.items() if attention is not None}
 
+    def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:
+        """The module whose output an adapter changes at a layer, and which of its outputs, where it has several."""
+        return self.layer(index), 0
+
     def layer(self, index: int) -> nn.Module:
         """The host's layer of this number, at which adapters act."""
         position = self.positions[0]

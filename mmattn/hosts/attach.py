@@ -26,12 +26,12 @@ def attach(
     """Put an adapter on a frozen host; the host's answers stay bit for bit what they were until it is trained.
 
     Args:
-        host: any causal language model, encoder–decoder or encoder of transformers, any UNet of diffusers with
-            cross-attention, a model of a kind that was registered with `mmattn.hosts.register_host`, or what `attach`
-            returned for it.
+        host: any causal language model, encoder–decoder or encoder of transformers, any UNet with cross-attention or
+            diffusion transformer of diffusers, a model of a kind that was registered with
+            `mmattn.hosts.register_host`, or what `attach` returned for it.
         adapter: its settings: a `GatedAdapter` for a model of transformers, for a causal language model also a
-            `ChunkedAdapter` or `ComposedAdapter`, a `DecoupledAdapter` for a UNet, or a kind of your own. A UNet may go
-            without: its own text can go through the core, see `AdaptedUNet.use_core`.
+            `ChunkedAdapter` or `ComposedAdapter`, a `DecoupledAdapter` for a model of diffusers, or a kind of your own.
+            A model of diffusers may go without: its own text can go through the core, see `AdaptedUNet.use_core`.
         name: to switch, combine and save it by.
         path: dotted name of the list of layers in a model of transformers, if it cannot be found.
         require_memory: calls without a memory raise instead of giving the host's own answer.

@@ -6,7 +6,9 @@ is examined in seconds. Only `attach` itself proves that what an adapter writes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -15,9 +17,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.protocols import Site
-from mmattn.errors import AdapterFileError, MmattnError
+from mmattn.errors import AdapterFileError, ConfigError, MmattnError
+from mmattn.hosts.diffusion_transformer.empty_model import empty_model, read_diffusers_config
 from mmattn.hosts.registry import host_kind
 
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -73,24 +77,29 @@ def attach_check(
     where: str | None = None,
     path: str | None = None,
 ) -> AttachReport:
-    """Tell from a config whether and where a model of transformers can be a host of a `GatedAdapter`.
+    """Tell from a config whether and where a model can be a host.
 
     Args:
-        config: of transformers.
+        config: of transformers, for a `GatedAdapter`; or that of a model of diffusers as a mapping, for a
+            `DecoupledAdapter`, which acts in every block.
         memory_dim: e, width of the memory.
         every: a block at every n-th layer; 4 by default, or fewer where there are fewer.
         where: as in `GatedAdapter`.
         path: as in `attach`.
 
     Raises:
-        AdapterFileError: transformers cannot make a model of this config.
+        AdapterFileError: transformers or diffusers cannot make a model of this config.
+        ConfigError: `every`, `where` or `path` for a model of diffusers.
 
     >>> from transformers import LlamaConfig
     >>> report = attach_check(LlamaConfig(num_hidden_layers=80, hidden_size=8192))
     >>> report.ok, report.stacks
     (True, (('', 'model.layers', 80, 8192),))
     """
-    host = model_of(config)
+    denoises = isinstance(config, Mapping)
+    if denoises and any(option is not None for option in (every, where, path)):
+        raise ConfigError("every=, where= and path= are for models of transformers; in diffusers' every block has one")
+    host = empty_model(config) if denoises else model_of(config)
     name, kind = type(host).__name__, ""
     stacks: tuple[tuple[str, str, int, int], ...] = ()
     try:
@@ -99,9 +108,10 @@ def attach_check(
             cls = host_kind(host)
             kind = cls.kind
             model = cls(host) if path is None else cls(host, path)
-            sites = model.sites("after")
-            stacks = _stacks(sites)
-            adapter = GatedAdapter(memory_dim=memory_dim, every=every or min(4, stacks[0][2]), where=where)
+            stacks = _stacks(model.sites("inside" if denoises else "after"))
+            adapter: Any = DecoupledAdapter(memory_dim)
+            if not denoises:
+                adapter = GatedAdapter(memory_dim=memory_dim, every=every or min(4, stacks[0][2]), where=where)
             built = adapter.build(adapter.sites(model))
             model.check_adapter(built)
     except MmattnError as error:
@@ -156,24 +166,33 @@ def _without_values(host: nn.Module) -> None:
 
 
 def read_config(name: str | PathLike[str]) -> Any:
-    """The config of transformers under a name on the hub, or in a folder or file.
+    """The config of transformers or diffusers under a name on the hub, or in a folder or file.
 
     Raises:
         AdapterFileError: there is none.
     """
     from transformers import AutoConfig
 
+    here = os.path.exists(name)
+    denoiser = read_diffusers_config(name) if here else None
+    if denoiser is not None:
+        return denoiser
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        denoiser = None if here else read_diffusers_config(name)
+        if denoiser is not None:
+            return denoiser
         said = " ".join(str(error).split())
-        raise AdapterFileError(f"{str(name)!r} is no config of transformers: {said}") from error
+        raise AdapterFileError(f"{str(name)!r} is no config of transformers or diffusers: {said}") from error
 
 
 def _stacks(sites: Sequence[Site]) -> tuple[tuple[str, str, int, int], ...]:
     """Each list of layers: its part, name, number and width."""
     found: dict[tuple[str, str, int], int] = {}
     for site in sites:
-        stack = site.part or "", site.module.rpartition(".")[0], site.width
+        inside = site.position == "inside"
+        path = re.sub(r"\.\d+\b", ".*", site.module) if inside else site.module.rpartition(".")[0]
+        stack = site.part or "", path, site.width
         found[stack] = found.get(stack, 0) + 1
     return tuple((part, path, count, width) for (part, path, width), count in found.items())

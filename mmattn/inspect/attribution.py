@@ -15,6 +15,7 @@ from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.inspect.recording import record
 from mmattn.inspect.rollout import own_weights, roll_out
+from mmattn.inspect.slot_names import slot_name
 from mmattn.inspect.trace import Trace
 from mmattn.inspect.trial import evaluating
 from mmattn.memory import Memory
@@ -159,7 +160,7 @@ def named_sources(
         key = json.dumps(whole, sort_keys=True)
         if key not in numbers:
             numbers[key] = len(labels)
-            labels.append(_label(whole))
+            labels.append(slot_name(whole))
         owner[slot] = numbers[key]
     if not labels:
         raise ConfigError("no slot of this memory that may be attended to has a source: there is nothing to explain by")
@@ -184,12 +185,6 @@ def _check_slots(weights: dict[int, Tensor], name: str, length: int, slots: int)
                 f"the adapter {name!r} attends to {one.shape[3]} vectors in rows of {one.shape[2]} at layer {layer}, "
                 f"not to the {slots} slots it is given (a resampler, chunks): these vectors have no names"
             )
-
-
-def _label(source: Any) -> str:
-    if isinstance(source, dict):
-        return str(source.get("text") or source.get("id") or json.dumps(source))
-    return source if isinstance(source, str) else json.dumps(source)
 
 
 def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:

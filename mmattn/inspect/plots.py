@@ -21,35 +21,56 @@ File = str | PathLike[str]
 def plot_heat_maps(trace: Trace, path: File, columns: int = 6) -> Path:
     """Plot for each word of a trace the weights of the patches over their picture, the mean over layers and heads.
 
+    Of a sound or series the weights of its stretches are drawn over its picture, of a video those of the patches over
+    the strip of its frames; these are wide, and stand one under the other.
+
     Args:
-        trace: with a grid.
+        trace: with a grid or spans.
         path: the file to write.
         columns: pictures in a row, at most.
 
     Raises:
-        ConfigError: the sources are not the patches of a picture.
+        ConfigError: the sources are neither the patches of a picture nor parts of a sound or series.
         MissingExtraError: there is no matplotlib.
     """
-    if trace.grid is None:
-        raise ConfigError("heat maps need a trace with a grid, whose sources are patches: use plot_map for others")
-    maps = trace.mean().view(-1, *trace.grid)
-    columns = min(columns, len(maps))
-    lines = -(-len(maps) // columns)
-    figure = _figure(1.6 * columns, 1.8 * lines)
+    if trace.grid is None and trace.spans is None:
+        raise ConfigError("heat maps need a trace with a grid or spans, which say where sources are: use plot_map")
+    weights = trace.mean()
+    wide = trace.grid is None or trace.grid[1] >= 3 * trace.grid[0]
+    columns = 1 if wide else min(columns, len(weights))
+    lines = -(-len(weights) // columns)
+    figure = _figure(9 if wide else 1.6 * columns, (1.5 if wide else 1.8) * lines)
     picture = None if trace.picture is None else _read(trace.picture)
-    for number, (word, heat) in enumerate(zip(trace.words, maps, strict=True)):
+    for number, (word, row) in enumerate(zip(trace.words, weights, strict=True)):
         axes = figure.add_subplot(lines, columns, number + 1)
-        axes.set_axis_off()
         axes.set_title(_literal(word), fontsize=8)
+        # One scale for all words: else uniform weights would seem as sharp as any.
+        most = float(weights.max())
+        if trace.spans is not None:
+            _draw_spans(axes, trace, row / (most or 1.0), picture)
+            continue
+        axes.set_axis_off()
+        assert trace.grid is not None
         height, width = trace.grid if picture is None else picture.shape[:2]
         if picture is not None:
             axes.imshow(picture)
-        # One scale for all words: else uniform weights would seem as sharp as any.
         axes.imshow(
-            heat.numpy(), cmap="inferno", vmin=0, vmax=float(maps.max()), alpha=1 if picture is None else 0.6,
-            extent=(0, width, height, 0), interpolation="bilinear",
+            row.view(trace.grid).numpy(), cmap="inferno", vmin=0, vmax=most, alpha=1 if picture is None else 0.6,
+            extent=(0, width, height, 0), interpolation="nearest" if wide else "bilinear",
         )  # fmt: skip
     return _saved(figure, path)
+
+
+def _draw_spans(axes: Any, trace: Trace, shares: Tensor, picture: Any) -> None:
+    """Draw the picture of a sound or series with orange where its parts have weight."""
+    if picture is not None:
+        axes.imshow(picture, extent=(0, trace.extent, 0, 1), aspect="auto")
+    for (start, end, low, high), share in zip(trace.spans or (), shares.tolist(), strict=True):
+        axes.axvspan(start, end, low, high, color="tab:orange", alpha=0.6 * max(share, 0.0), linewidth=0)
+    axes.set(xlim=(0, trace.extent), ylim=(0, 1), yticks=[])
+    axes.tick_params(labelsize=7)
+    if trace.unit:
+        axes.set_xlabel(trace.unit, fontsize=7)
 
 
 def plot_map(weights: Tensor, path: File, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:

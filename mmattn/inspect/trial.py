@@ -72,10 +72,11 @@ class Trial:
     @cached_property
     def host_output(self) -> Tensor:
         """The output of the host alone: whatever the adapters do at their layers is undone."""
-        layers = {index for name in self.model.adapters for index in self.model.adapter(name).layers}
+        adapters = [self.model.adapter(name) for name in self.model.adapters]
+        changed = {self.model.changed_output(one, index)[0] for one in adapters for index in one.layers}
         with contextlib.ExitStack() as stack:
-            for index in layers:
-                stack.enter_context(_undone(self.model.layer(index)))
+            for module in changed:
+                stack.enter_context(_undone(module))
             return self.run(None)
 
     @cached_property
@@ -113,7 +114,8 @@ class Trial:
         outputs: dict[int, Tensor] = {}
         with contextlib.ExitStack() as stack:
             for index in self.adapter.layers:
-                stack.enter_context(_tapped(self.model.layer(index), index, inputs, outputs, given))
+                module, part = self.model.changed_output(self.adapter, index)
+                stack.enter_context(_tapped(module, part, index, inputs, outputs, given))
             self.run(memory)
         return inputs, outputs
 
@@ -178,6 +180,7 @@ def cuda_devices(model: nn.Module) -> list[int]:
 @contextlib.contextmanager
 def _tapped(
     layer: nn.Module,
+    part: int,
     index: int,
     inputs: dict[int, Tensor],
     outputs: dict[int, Tensor],
@@ -190,7 +193,7 @@ def _tapped(
         return _with_states(inputs[index], args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        outputs[index] = output if isinstance(output, Tensor) else output[0]
+        outputs[index] = output if isinstance(output, Tensor) else output[part]
 
     # Prepended: an adapter that acts before its layer must see what is given here.
     hooks = [

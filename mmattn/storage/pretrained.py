@@ -53,6 +53,23 @@ def load_pretrained(
     return tokenizer, load_model(kind, name, what, unused, **options)
 
 
+def load_feature_extractor(name: str | os.PathLike[str]) -> Any:
+    """Load what turns waveforms into the features that the model under a name reads.
+
+    Args:
+        name: a name on the hub or a folder.
+
+    Raises:
+        AdapterFileError: nothing to load.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        _refuse(name, "feature extractor", error)
+
+
 def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
     """Load the model under a name on the hub or in a folder, without its tokenizer.
 
@@ -87,5 +104,6 @@ def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple
 def _refuse(name: str | os.PathLike[str], what: str, error: Exception) -> NoReturn:
     raise AdapterFileError(
         f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
-        "kept from before, or a folder with config.json, the tokenizer and model.safetensors"
+        "kept from before, or a folder with config.json, the tokenizer (of sounds preprocessor_config.json) and "
+        "model.safetensors"
     ) from error

@@ -11,9 +11,10 @@ import transformers
 from transformers import LlamaConfig, T5Config
 
 import mmattn
-from mmattn.errors import AdapterFileError, AttachError, ConditionError
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError
 from mmattn.hosts import attach_check
-from mmattn.hosts.attach_check import model_of
+from mmattn.hosts.attach_check import model_of, read_config
+from tests import tiny_transformers, tiny_unets
 from tests.cli.running import call
 from tests.families.building import tiny_config, tiny_model
 
@@ -42,6 +43,43 @@ def test_it_tells_what_attach_does(family: str, auto: str, where: str | None) ->
     assert report.parameters == (trained, whole - trained)
     paths = {site.module.rpartition(".")[0] for site in model.sites("after")}
     assert {path for _, path, _, _ in report.stacks} == paths
+
+
+DENOISERS = [
+    ("SD3Transformer2DModel", "transformer_blocks.*.attn"),
+    ("FluxTransformer2DModel", "single_transformer_blocks.*.attn"),
+    ("WanTransformer3DModel", "blocks.*.attn2"),
+    ("UNet2DConditionModel", "down_blocks.*.attentions.*.transformer_blocks.*.attn2"),
+]
+
+
+@pytest.mark.parametrize(("family", "path"), DENOISERS)
+def test_it_tells_what_attach_does_to_a_diffusion_model(family: str, path: str, tmp_path: Path) -> None:
+    host: Any = tiny_unets.make() if "UNet" in family else tiny_transformers.make(family)
+    host.save_config(tmp_path / "pipeline" / "transformer")
+    config = read_config(tmp_path / "pipeline")
+    assert config["_class_name"] == family
+    report = attach_check(config, memory_dim=13)
+    assert report.ok and report.untold is None, str(report)
+    model = mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=13))
+    assert (report.host, report.kind) == (family, model.kind)
+    assert report.layers == model.adapter("default").layers
+    trained, whole = model.trainable_parameters()
+    assert report.parameters == (trained, whole - trained)
+    assert path in {each for _, each, _, _ in report.stacks}
+    with pytest.raises(ConfigError, match="every="):
+        attach_check(config, every=2)
+
+
+def test_a_diffusion_model_that_is_none() -> None:
+    report = attach_check(
+        {"_class_name": "LatteTransformer3DModel"} | tiny_transformers.SIZES["LatteTransformer3DModel"]
+    )
+    assert not report.ok and "film" in str(report)
+    with pytest.raises(AdapterFileError, match="no model 'Nothing'"):
+        attach_check({"_class_name": "Nothing"})
+    with pytest.raises(AdapterFileError, match="makes no SD3"):
+        attach_check({"_class_name": "SD3Transformer2DModel", "patch_size": "two"})
 
 
 @pytest.mark.parametrize(("family", "why"), [("xlnet", "another width or order"), ("reformer", "reversible")])

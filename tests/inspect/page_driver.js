@@ -17,6 +17,7 @@
     other: () => choose("trace", "1"),
     tiles: () => choose("trace", "2"),
     below: () => { at("words").children[0].focus(); press("ArrowDown"); },
+    sound: () => choose("trace", "3"),
   };
   const found = {};
   for (const [name, step] of Object.entries(steps)) { step(); found[name] = seen(); }

@@ -50,11 +50,19 @@ def example() -> mmattn.inspect.Trace:
     return mmattn.inspect.Trace(words, sources, weights, ["layer 5"], queries="sources", **shown)
 
 
+def sound() -> mmattn.inspect.Trace:
+    """Stretches of a sound, one of them with two bands, over its picture."""
+    torch.manual_seed(1)
+    spans, names = [(0, 0.5), (0.5, 0.75), (0.75, 2.0, 0.0, 0.5), (0.75, 2.0, 0.5, 1.0)], ["a", "b", "c", "d"]
+    weights, picture = torch.rand(1, 2, 3, 4).softmax(-1), Image.new("L", (512, 64), 200)
+    return mmattn.inspect.Trace(["x", "y", "z"], names, weights, ["layer 5"], spans=spans, picture=picture)
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of a picture, of a text that would be HTML, and of patches, with every head."""
+    """A page of a picture, of a text that would be HTML, of patches, and of a sound, with every head."""
     path = tmp_path_factory.mktemp("page") / "page.html"
-    traces = {"captions": [made()], "": [evil()], "<i>digits</i>": [example()]}
+    traces = {"captions": [made()], "": [evil()], "<i>digits</i>": [example()], "sounds": [sound()]}
     assert inspect.write_page(traces, path, heads=True, title="a <b>title</b> & more") == []
     return path
 
@@ -110,6 +118,8 @@ def in_chromium(page: Path, browser: Chromium) -> dict[str, Any]:
     see("tiles")
     browser.press("Tab", "Tab", "Tab", "ArrowDown")
     see("below")
+    choose("trace", 1)
+    see("sound")
     assert browser.requests and not [url for url in browser.requests if not url.startswith(("file:", "data:"))]
     assert not browser.faults
     return found
@@ -154,7 +164,9 @@ class TestReading:
         assert found["other"]["alts"] == []
 
     def test_samples_of_one_run_stand_together(self, found: dict[str, Any]) -> None:
-        assert found["first"]["groups"] == [["captions", 1], [None, 0], ["<i>digits</i>", 1]]
+        assert found["first"]["groups"] == [
+            ["captions", 1], [None, 0], ["<i>digits</i>", 1], ["sounds", 1],
+        ]  # fmt: skip
 
     def test_pointing_changes_the_picture(self, found: dict[str, Any]) -> None:
         first, hover = found["first"], found["hover"]
@@ -204,6 +216,14 @@ class TestReading:
         assert [float(one) for one in tiles["rects"]] == pytest.approx(shades, abs=2e-4), "from the least to the most"
         assert "over 4 sources" in tiles["figures"]
         assert (found["below"]["pressed"], found["below"]["focused"]) == (2, 2), "a row of two below the first"
+
+    def test_stretches_of_a_sound_lie_where_they_are_heard(self, found: dict[str, Any]) -> None:
+        seen, mean = found["sound"], sound().mean()[0]
+        assert seen["places"] == [[0, 0, 0.5, 1], [0.5, 0, 0.25, 1], [0.75, 0.5, 1.25, 0.5], [0.75, 0, 1.25, 0.5]]
+        assert seen["scale"] == ["0.00 s", "0.50 s", "1.00 s", "1.50 s", "2.00 s"]
+        shades = (0.75 * mean / mean.max()).tolist()
+        assert [float(one) for one in seen["rects"]] == pytest.approx(shades, abs=2e-4)
+        assert seen["alts"] and found["first"]["scale"] == []
 
 
 @needs_chromium
@@ -260,11 +280,28 @@ class TestSight:
         for width, share in zip(widths, (shares / shares[0]).tolist(), strict=True):
             assert width / widths[0] == pytest.approx(share, abs=0.02)
 
+    def test_a_wide_picture_fills_the_page_and_its_weights_lie_on_it(self, browser: Chromium, page: Path) -> None:
+        browser.resize(1000, 800)
+        browser.open(page)
+        browser.run("at = document.getElementById('trace'), at.value = '3', at.dispatchEvent(new Event('change'))")
+        boxes = browser.run(
+            "Array.from(document.querySelectorAll('#picture img, #picture rect'), (one) => one.getBoundingClientRect())"
+            ".map((box) => [box.x, box.y, box.width, box.height])"
+        )
+        (x, y, width, height), *cells = boxes
+        assert width > 900 and height == pytest.approx(width / 8, abs=2)
+        for (left, top, across, down), wanted in zip(cells, sound().spans, strict=True):
+            start, end, low, high = wanted
+            assert left - x == pytest.approx(width * start / 2, abs=1.5)
+            assert across == pytest.approx(width * (end - start) / 2, abs=1.5)
+            assert top - y == pytest.approx(height * (1 - high), abs=1.5)
+            assert down == pytest.approx(height * (high - low), abs=1.5)
+
     @pytest.mark.parametrize("width", [360, 1000])
     def test_nothing_stands_outside_the_window(self, browser: Chromium, page: Path, width: int) -> None:
         browser.resize(width, 800)
         browser.open(page)
-        for sample in range(3):
+        for sample in range(4):
             browser.run(
                 f"at = document.getElementById('trace'), at.value = '{sample}', at.dispatchEvent(new Event('change'))"
             )
@@ -363,9 +400,9 @@ def test_the_command_writes_a_page_of_runs(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as end:
         main(["explore", str(tmp_path / "one"), "-o", str(out)])
     assert end.value.code == 2 and "there is no attention.safetensors" in capsys.readouterr().err
-    write_tensors(tmp_path / "one" / FILE, {}, {"format": "mmattn-traces", "format_version": 3, "traces": []})
+    write_tensors(tmp_path / "one" / FILE, {}, {"format": "mmattn-traces", "format_version": 4, "traces": []})
     with pytest.raises(SystemExit) as end:
         main(["explore", str(tmp_path / "one"), "-o", str(out)])
     said = " ".join(capsys.readouterr().err.split())
-    assert end.value.code == 2 and "is of version 3, and this mmattn reads up to version 2" in said
+    assert end.value.code == 2 and "is of version 4, and this mmattn reads up to version 3" in said
     assert out.read_bytes() == before

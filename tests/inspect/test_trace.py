@@ -98,11 +98,23 @@ def test_files_of_format_1_load(tmp_path: Path) -> None:
     assert [trace.word_grid for trace in inspect.load_traces(tmp_path)] == [None, None]
 
 
+def test_files_of_format_2_load() -> None:
+    """They knew no spans."""
+    folder = GOLDEN.parent / "2"
+    tensors, about = read_tensors(folder / FILE, "mmattn-traces")
+    assert about["format_version"] == 2 and "spans" not in about["traces"][0]
+    text, patches = inspect.load_traces(folder)
+    assert (text.words, text.sources, text.title, text.grid) == (("x", "y", "z"), ("a", "b"), "a title", None)
+    assert (patches.queries, patches.grid, patches.word_grid) == ("sources", (2, 2), (3, 2))
+    assert (text.spans, text.extent, text.unit) == (None, None, "s")
+    assert torch.equal(text.weights, tensors["0.weights"]) and torch.equal(patches.weights, tensors["1.weights"])
+
+
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterFileError, match=r"no attention\.safetensors in .*train again"):
         inspect.load_traces(tmp_path)
-    write_tensors(tmp_path / FILE, {}, {"format": "mmattn-traces", "format_version": 3, "traces": []})
-    with pytest.raises(AdapterFileError, match="of version 3, and this mmattn reads up to version 2: install a newer"):
+    write_tensors(tmp_path / FILE, {}, {"format": "mmattn-traces", "format_version": 4, "traces": []})
+    with pytest.raises(AdapterFileError, match="of version 4, and this mmattn reads up to version 3: install a newer"):
         inspect.load_traces(tmp_path)
     write_tensors(tmp_path / FILE, {}, {"format": "mmattn-memory", "format_version": 1})
     with pytest.raises(AdapterFileError, match="'mmattn-memory'"):

@@ -14,7 +14,7 @@ from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ShapeError
 from mmattn.hosts.calls import FORWARD, Call
 from mmattn.hosts.denoising.adapter_scale import AdapterScale, Grid, over_queries
-from mmattn.hosts.denoising.heads import into_output, query_heads
+from mmattn.hosts.denoising.heads import into_output, projections, query_heads
 
 #: Texts that a block remembers: guidance that calls a host for each half alone gives it two in turn.
 TEXTS = 4
@@ -62,19 +62,25 @@ class RowsAndScale:
         first: rows before those that see the memory.
         scale: a number, (b,), (b, height, width) or (b, frames, height, width).
         grid: frames, height and width of the picture as the host's first layer has it; None where it is not known.
+        to_block: it is added to what the block hands on, not to the output of its attention.
     """
 
     first: int
     scale: float | Tensor
     grid: Grid | None
+    to_block: bool = False
 
 
-def added_heads(model: Any, index: int, q: Tensor) -> Tensor | None:
+def added_heads(model: Any, index: int, attn: Any, x: Tensor, q: Tensor) -> Tensor | None:
     """What the adapters add to the heads (rows, l, h · k) of attention layer `index`, or None where nothing.
+
+    What is for the block around it waits for `AfterBlock`.
 
     Args:
         model: the adapted model.
         index: number of the attention layer.
+        attn: the layer.
+        x: what it is given.
         q: (rows, h, l, k), the host's queries.
     """
     step = FORWARD.get()
@@ -84,10 +90,16 @@ def added_heads(model: Any, index: int, q: Tensor) -> Tensor | None:
         actions = step.actions.get((index, "inside"), ())
     total = None
     for view, block, part in actions:
-        seeing = q[part.first :] if part.first else q
+        seeing = projections(attn, x) if getattr(block, "reads_projections", False) else q
+        seeing = seeing[part.first :] if part.first else seeing
         heads = view.apply(seeing, block, index, over_queries(part.scale, part.grid, seeing))
         if part.first:
             heads = F.pad(heads, (0, 0, 0, 0, 0, 0, part.first, 0))
+        if part.to_block:
+            assert step is not None  # or `actions_of_attention` has refused it
+            waiting = step.details.setdefault(index, [])
+            waiting.append(heads.transpose(1, 2).flatten(2))
+            continue
         total = heads if total is None else total + heads
     return None if total is None else total.transpose(1, 2).flatten(2)
 
@@ -113,7 +125,7 @@ class InsideAttention:
         if own is not None and attn.processor is own:
             return None  # it has asked by itself
         x = args[0] if args else kwargs["hidden_states"]
-        heads = added_heads(self.model, self.index, query_heads(attn, x, kwargs.get("temb")))
+        heads = added_heads(self.model, self.index, attn, x, query_heads(attn, x, kwargs.get("temb")))
         if heads is None:
             return None
         if isinstance(output, Tensor):
@@ -121,6 +133,28 @@ class InsideAttention:
         part = self.model.picture_part(self.index)
         changed = output[part] + into_output(attn, heads, output[part])
         return (*output[:part], changed, *output[part + 1 :])
+
+
+class AfterBlock:
+    """A forward hook: adds what the queries of a block's attention have found to the hidden states that it hands on.
+
+    Args:
+        model: the adapted model.
+        index: number of the attention layer.
+        part: which of the outputs of the block is the picture's; None where it has one output.
+    """
+
+    def __init__(self, model: Any, index: int, part: int | None) -> None:
+        self.model, self.index, self.part = model, index, part
+
+    def __call__(self, block: Any, args: tuple[Any, ...], output: Any) -> Any:
+        step = FORWARD.get()
+        waiting = step.details.pop(self.index, None) if step is not None and step.model is self.model else None
+        if waiting is None:
+            return None
+        if self.part is None:
+            return output + sum(waiting)
+        return (*output[: self.part], output[self.part] + sum(waiting), *output[self.part + 1 :])
 
 
 def rows_before(rows: int, guided: bool, name: str, memory_rows: int | None) -> int:

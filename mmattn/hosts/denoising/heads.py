@@ -110,6 +110,16 @@ def query_heads(attn: Any, x: Tensor, temb: Tensor | None = None) -> Tensor:
     return norm(q.unflatten(2, (attn.heads, -1))).transpose(1, 2)
 
 
+def projections(attn: Any, x: Tensor) -> Tensor:
+    """Queries, keys and values (b, 3h, l, k) of x (b, l, d) as an attention layer projects them, before its norms."""
+    if getattr(attn, "to_q", None) is not None:
+        projected = torch.cat([attn.to_q(x), attn.to_k(x), attn.to_v(x)], 2)
+    else:
+        projected = attn.to_qkv(x)
+    heads: Tensor = projected.unflatten(2, (3 * attn.heads, -1)).transpose(1, 2)
+    return heads
+
+
 def norm_width(norm: Any) -> int | None:
     """Width of what a norm is over; None where it does not say."""
     for name in ("normalized_shape", "dim"):

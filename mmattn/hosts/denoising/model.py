@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import ConditionError, check_bool_mask
+from mmattn.errors import AttachError, ConditionError, check_bool_mask
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.attached import forget_compiled
 from mmattn.hosts.calls import Action, ForwardStep
@@ -215,13 +215,37 @@ class AdaptedDenoiser(AdaptedModel):
     def install_hooks(self) -> list[Any]:
         """Hook the adapters to the host and to the attention layers beside which they act."""
         self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
+        adapters = [self.adapter(name) for name in self.adapters]
+        blocks = sorted({layer for adapter in adapters if adapter.adds_to_block for layer in adapter.layers})
         return [
             self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
             self.host.register_forward_hook(AfterHost(self), always_call=True),
-        ] + [
-            attn.register_forward_hook(InsideAttention(self, index), with_kwargs=True)
-            for (index, _), attn in self.hooked.items()
+            *(
+                attn.register_forward_hook(InsideAttention(self, index), with_kwargs=True)
+                for (index, _), attn in self.hooked.items()
+            ),
+            *(self.hook_block(index) for index in blocks),
         ]
+
+    def hook_block(self, index: int) -> Any:
+        """Hook the adapters to what the block around an attention layer hands on.
+
+        Raises:
+            AttachError: this kind of host has no such blocks.
+        """
+        raise AttachError(
+            f"layout.added_to='block' adds to the blocks of a transformer, and {type(self.host).__name__} is a host of "
+            f"kind {self.kind!r}: leave it out"
+        )
+
+    def check_adapter(self, adapter: Any) -> None:
+        """Refuse an adapter that adds to blocks which the host has not.
+
+        Raises:
+            AttachError: it does.
+        """
+        if adapter.adds_to_block:
+            self.hook_block(adapter.layers[0])
 
     def forward_step(
         self, call: Any, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -244,8 +268,8 @@ class AdaptedDenoiser(AdaptedModel):
                 scale = at_step(scale, timestep, self.layer_names, source.rows)
                 check_aspect(scale, grid)
             if name in self.active and name not in disabled:
-                self._add_actions(actions, name, source, first, scale, grid)
-        return ForwardStep(self, host, None, actions)
+                self._add_actions(actions, name, source, first, scale, grid, timestep=timestep)
+        return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
         """What the adapters do for queries (rows, h, l, k) where only a part of the host was called."""
@@ -257,6 +281,8 @@ class AdaptedDenoiser(AdaptedModel):
             if name not in self.active or name in disabled or index not in self.adapter(name).layers:
                 continue
             scale: Any = call.scales[name]
+            if self.adapter(name).adds_to_block:
+                raise ConditionError("an adapter that adds to whole blocks needs the call of the whole host")
             if callable(scale) and not isinstance(scale, Tensor):
                 raise ConditionError("an adapter_scale that follows the time step needs the call of the whole host")
             scale = at_layer(scale, self.layer_names[index])
@@ -275,15 +301,19 @@ class AdaptedDenoiser(AdaptedModel):
         scale: Any,
         grid: Grid | None,
         only: int | None = None,
+        timestep: Any = None,
     ) -> None:
         adapter = self.adapter(name)
         frames, height, width = grid or (1, 1, 1)
-        view = source.step(TextState(source.rows, frames * height * width, layer=only))
+        if timestep is not None and source.rows is not None:
+            timestep = torch.as_tensor(timestep).flatten()
+            timestep = timestep.expand(source.rows) if timestep.numel() == 1 else timestep[first:]
+        view = source.step(TextState(source.rows, frames * height * width, layer=only, timestep=timestep))
         for index in adapter.layers if only is None else (only,):
             own = at_layer(scale, self.layer_names[index])
             entries = actions.setdefault((index, "inside"), [])
             if not is_zero(own):
-                entries.append((view, adapter.block(index), RowsAndScale(first, own, grid)))
+                entries.append((view, adapter.block(index), RowsAndScale(first, own, grid, adapter.adds_to_block)))
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach.

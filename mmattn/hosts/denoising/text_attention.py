@@ -134,7 +134,7 @@ class TextAttention:
         q = query_heads(attn, hidden_states, temb)
         heads, seen = self.attend(attn, q, encoder_hidden_states, attention_mask)
         out = heads.transpose(1, 2).flatten(2)
-        added = added_heads(self.model, self.index, q)
+        added = added_heads(self.model, self.index, attn, hidden_states, q)
         out = attn.to_out[0](out if added is None else out + added)
         bias = getattr(attn.to_out[0], "bias", None)
         if seen is not None and bias is not None:
@@ -167,17 +167,20 @@ class TextAttention:
         call = self.model.denoising_call()
         mask = self.padding_mask(call, text, bias)
         seen = None if mask is None else mask.any(1)[:, None, None]
-        norm_cross = getattr(attn, "norm_cross", None)
+        norm_cross: Any = getattr(attn, "norm_cross", None)
+
+        read = text
 
         def normed() -> Tensor:
-            return attn.norm_encoder_hidden_states(text) if norm_cross else text
+            states: Tensor = attn.norm_encoder_hidden_states(read) if norm_cross else read
+            return states
 
         memory: Tensor | KeyValue
         if call is not None and self.is_cacheable(text):
             norm = norm_cross.parameters() if norm_cross else ()
             number = call.number_of_text(text)
-            text = call.texts[number]
-            sources = [text, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
+            read = call.texts[number]
+            sources = [read, *norm, *self.heads.projecting_parameters(), *(() if mask is None else (mask,))]
             key = (self.index, number, autocast_dtype(text.device))
             memory = call.text.get(key, sources, lambda: self.heads.project(normed(), mask=mask))
         else:

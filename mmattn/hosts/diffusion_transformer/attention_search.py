@@ -7,8 +7,8 @@ models text is as wide as pictures. It is told from what the layer is given and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class PictureAttention:
         stream: its tokens are those of the picture and of the text.
         width: of what its keys and values of the text are projected from; of its stream where it reads none.
         part: which of its outputs is the picture's.
+        block: dotted name of the block that it is in.
+        block_part: which of the outputs of that block is the picture's, −1 where it has one output; None where none is.
+        block_width: d of that output.
     """
 
     name: str
@@ -41,6 +44,9 @@ class PictureAttention:
     stream: bool
     width: int
     part: int
+    block: str = ""
+    block_part: int | None = None
+    block_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,12 +85,13 @@ def find_attention(host: nn.Module) -> Found:
         raise AttachError(
             f"{name} has no attention layers from which queries could be read, so that none can attend to a memory"
         )
+    around = {each.rpartition(".")[0]: host.get_submodule(each.rpartition(".")[0]) for each in layers}
     tried = ""
     for layout in layouts(host):
         for grid in layout.example_grids():
             ways = example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))
             for way, given in enumerate(ways):
-                with _noted(layers) as notes, evaluating(host):
+                with _noted(layers | around) as notes, evaluating(host):
                     try:
                         fits = _is_whole(answer_of(host, given), given["hidden_states"])
                     except MmattnError:
@@ -94,7 +101,7 @@ def find_attention(host: nn.Module) -> Found:
                         tried = tried or f"{type(error).__name__}: {error}"
                         continue
                 if fits:
-                    return Found(_chosen(name, notes, rows, grid), layout, grid, way)
+                    return Found(_chosen(name, layers, notes, rows, grid), layout, grid, way)
     raise AttachError(
         f"it is not known what {name} is called with, so that nothing tells which of its {len(layers)} attention "
         f"layers are the picture's ({tried or 'it gives no answer of the size of its picture'})"
@@ -150,15 +157,20 @@ def _noted(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Any, Any
 
 
 def _chosen(
-    host: str, notes: Mapping[str, tuple[Any, Any, Any]], rows: int, grid: Grid
+    host: str, layers: Collection[str], notes: Mapping[str, tuple[Any, Any, Any]], rows: int, grid: Grid
 ) -> tuple[PictureAttention, ...]:
     """One layer for each block: that which reads text, else that which is joined with it, else its first."""
     tokens = grid[0] * grid[1] * grid[2]
     blocks: dict[str, list[PictureAttention]] = {}
     for name, (x, text, output) in notes.items():
+        if name not in layers:
+            continue
         layer = _picture_attention(name, x, text, output, rows, tokens)
         if layer is not None:
-            blocks.setdefault(name.rpartition(".")[0], []).append(layer)
+            block = name.rpartition(".")[0]
+            handed_on = notes[block][2] if block in notes else None
+            part, width = _picture_output(handed_on, x.shape[:2])
+            blocks.setdefault(block, []).append(replace(layer, block=block, block_part=part, block_width=width))
     order = (CROSS, JOINT, SELF)
     best = [min(block, key=lambda layer: order.index(layer.kind)) for block in blocks.values()]
     if any(layer.kind != SELF for layer in best):
@@ -166,7 +178,7 @@ def _chosen(
     if not best:
         raise AttachError(
             f"{host} has no attention layer with a query for each token of its picture, at which an adapter could "
-            f"attend to a memory: its {len(notes)} are of another shape, or see several pictures of a film as rows"
+            f"attend to a memory: its {len(layers)} are of another shape, or see several pictures of a film as rows"
         )
     return tuple(best)
 
@@ -175,20 +187,37 @@ def _picture_attention(name: str, x: Any, text: Any, output: Any, rows: int, tok
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[0] != rows or x.shape[1] < tokens:
         return None
     outputs = (output,) if isinstance(output, Tensor) else tuple(output)
-    parts = [at for at, one in enumerate(outputs) if isinstance(one, Tensor) and one.shape[:2] == x.shape[:2]]
-    if not parts:
+    part, _ = _picture_output(output, x.shape[:2])
+    if part is None:
         return None
     reads = isinstance(text, Tensor) and text is not x
     kind = SELF if not reads else CROSS if len(outputs) == 1 else JOINT
     width = text.shape[-1] if reads else x.shape[-1]
-    return PictureAttention(name, kind, x.shape[1] >= tokens + TEXT and not reads, int(width), parts[0])
+    return PictureAttention(name, kind, x.shape[1] >= tokens + TEXT and not reads, int(width), max(part, 0))
+
+
+def _picture_output(output: Any, size: torch.Size) -> tuple[int | None, int]:
+    """Which output is (b, l, any) of this size, −1 where it is the only one, None where none is; and its width."""
+    if isinstance(output, Tensor):
+        return (-1, output.shape[-1]) if output.dim() == 3 and output.shape[:2] == size else (None, 0)
+    if not isinstance(output, (tuple, list)):
+        return None, 0
+    parts = [
+        at for at, one in enumerate(output) if isinstance(one, Tensor) and one.dim() == 3 and one.shape[:2] == size
+    ]
+    return (parts[0], output[parts[0]].shape[-1]) if parts else (None, 0)
 
 
 @torch.no_grad()
-def check_reaches(host: nn.Module, found: Found, layers: Sequence[PictureAttention]) -> None:
-    """Prove that what is added to the output of each layer changes the host's prediction.
+def check_reaches(host: nn.Module, found: Found, layers: Sequence[tuple[str, int]]) -> None:
+    """Prove that what is added to each output changes the host's prediction.
 
-    One forward; row r is disturbed at the r-th layer only, row 0 nowhere.
+    One forward; row r is disturbed at the r-th module only, row 0 nowhere.
+
+    Args:
+        host: the transformer.
+        found: what is known of it.
+        layers: names of modules, and which of their outputs.
 
     Raises:
         ConditionError: a layer whose output does not matter.
@@ -211,8 +240,8 @@ def check_reaches(host: nn.Module, found: Found, layers: Sequence[PictureAttenti
     }
     given = {name: value * rows if isinstance(value, list) else value for name, value in given.items()}
     try:
-        for row, layer in enumerate(layers, 1):
-            hooks.append(host.get_submodule(layer.name).register_forward_hook(disturb(row, layer.part)))
+        for row, (name, part) in enumerate(layers, 1):
+            hooks.append(host.get_submodule(name).register_forward_hook(disturb(row, part)))
         with evaluating(host):
             answer = answer_of(host, given)
     finally:
@@ -220,10 +249,10 @@ def check_reaches(host: nn.Module, found: Found, layers: Sequence[PictureAttenti
             hook.remove()
     if isinstance(answer, FakeTensor):
         return
-    blind = [layer.name for row, layer in enumerate(layers, 1) if torch.equal(answer[row], answer[0])]
+    blind = [name for row, (name, _) in enumerate(layers, 1) if torch.equal(answer[row], answer[0])]
     if blind:
         raise ConditionError(
-            f"what is added to the attention of {blind} does not reach the prediction of {type(host).__name__}: memory "
+            f"what is added to {blind} does not reach the prediction of {type(host).__name__}: memory "
             "would be lost there; choose other layers with blocks="
         )
 

@@ -92,7 +92,7 @@ class JointAttention:
         picture, words = (
             heads.transpose(1, 2).flatten(2).split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
         )
-        added = added_heads(self.model, self.index, own)
+        added = added_heads(self.model, self.index, attn, hidden_states, own)
         picture = attn.to_out[1](attn.to_out[0](picture if added is None else picture + added))
         return picture, words if attn.context_pre_only else attn.to_add_out(words)
 

@@ -10,11 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
-from mmattn.errors import AdapterFileError, ConditionError, import_extra
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
 from mmattn.hosts.denoising.adapter_scale import Grid
+from mmattn.hosts.denoising.call import AfterBlock
 from mmattn.hosts.denoising.heads import head_size, is_of_diffusers, takes_hidden_states
+from mmattn.hosts.denoising.ip_adapter_files import read_file
 from mmattn.hosts.denoising.model import AdaptedDenoiser
 from mmattn.hosts.denoising.text_attention import TextAttention
 from mmattn.hosts.diffusion_transformer.attention_search import (
@@ -25,6 +28,8 @@ from mmattn.hosts.diffusion_transformer.attention_search import (
     check_reaches,
     find_attention,
 )
+from mmattn.hosts.diffusion_transformer.ip_adapter_flux import read_flux, write_flux
+from mmattn.hosts.diffusion_transformer.ip_adapter_sd3 import is_sd3, read_sd3, write_sd3
 from mmattn.hosts.diffusion_transformer.joint_attention import JointAttention
 from mmattn.hosts.diffusion_transformer.packed_grid import packed_grid
 from mmattn.hosts.registry import register_host
@@ -80,14 +85,39 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         """Which of the outputs of an attention layer is that of the picture."""
         return self.attention(index).part
 
+    def changed_output(self, adapter: Any, index: int) -> tuple[nn.Module, int]:
+        """The attention layer or the block around it, whose output an adapter changes, and the picture's part."""
+        layer = self.attention(index)
+        if adapter.adds_to_block:
+            return self.host.get_submodule(layer.block), max(layer.block_part or 0, 0)
+        return self.layer(index), layer.part
+
     def check_adapter(self, adapter: Any) -> None:
         """Prove that what an adapter adds at its layers reaches the prediction.
 
         Raises:
             ConditionError: it does not.
+            AttachError: it adds to blocks that are of another width, or hand on no picture.
         """
+        layers = [self.attention(site.layer) for site in adapter.sites]
+        changed = [(layer.name, layer.part) for layer in layers]
+        if adapter.adds_to_block:
+            for site, layer in zip(adapter.sites, layers, strict=True):
+                width = site.heads.num_heads * site.heads.head_dim
+                if layer.block_part is None or layer.block_width != width:
+                    raise AttachError(
+                        f"layout.added_to='block' adds what {layer.name} finds, {width} wide, to what {layer.block!r} "
+                        "hands on, which is no picture of that width: leave it out"
+                    )
+            changed = [(layer.block, max(layer.block_part or 0, 0)) for layer in layers]
         with self.open_blocks.conditioned(None):
-            check_reaches(self.host, self.found, [self.attention(site.layer) for site in adapter.sites])
+            check_reaches(self.host, self.found, changed)
+
+    def hook_block(self, index: int) -> Any:
+        """Hook the adapters to what the block around an attention layer hands on."""
+        layer = self.attention(index)
+        part = None if layer.block_part in (None, -1) else layer.block_part
+        return self.host.get_submodule(layer.block).register_forward_hook(AfterBlock(self, index, part))
 
     def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
         """The weights of the host's own key and value projections of the text, of the picture where it reads none."""
@@ -95,6 +125,28 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         joint = self.attention(index).kind == JOINT and getattr(attn, "add_k_proj", None) is not None
         k, v = (attn.add_k_proj, attn.add_v_proj) if joint else (attn.to_k, attn.to_v)
         return k.weight, v.weight
+
+    def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+        """The settings and weights in the single file of an IP-Adapter of Flux (XLabs) or SD 3.5 (InstantX).
+
+        Raises:
+            AdapterFileError: torn, of another kind, or made for another base model.
+        """
+        tensors = read_file(path)
+        return read_sd3(self, tensors, path) if is_sd3(tensors) else read_flux(self, tensors, path)
+
+    def save_ip_adapter(self, path: str | PathLike[str], name: str = "default") -> None:
+        """Write one adapter as a single safetensors file in the layout of published IP-Adapters.
+
+        Args:
+            path: the file.
+            name: of the adapter.
+
+        Raises:
+            ConditionError: the adapter is built otherwise than those.
+        """
+        joint = isinstance(self.adapter(name).config, JointDecoupledAdapter)
+        (write_sd3 if joint else write_flux)(self, path, name)
 
     def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
         """Frames, height and width, in tokens, of the picture that the host is given; None where it does not say."""

@@ -7,21 +7,18 @@ projections and are refused.
 
 from __future__ import annotations
 
-import os
 import re
 from os import PathLike
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
 from mmattn.hosts.denoising.heads import head_size
+from mmattn.hosts.denoising.ip_adapter_files import check_tensors, read_file, write_file
 from mmattn.hosts.unet.attention_layers import find_layer_names, text_width
-from mmattn.storage.atomic import replacing
-from mmattn.storage.tensor_files import check_values
 
 PROJECTION = {
     "image_proj.proj.weight": "projection.weight",
@@ -72,38 +69,11 @@ def read_ip_adapter(host: nn.Module, path: str | PathLike[str]) -> tuple[Decoupl
         raise AdapterFileError(
             f"{str(path)!r}: an image projection of {shapes} gives no whole number of slots {width} wide"
         )
-    for name, value in tensors.items():
-        if not value.is_floating_point():
-            raise AdapterFileError(f"{str(path)!r}: the tensor {name!r} is {value.dtype}, not floating point")
-        check_values(name, value)
+    check_tensors(path, tensors)
     try:
         return DecoupledAdapter(memory_dim=memory_dim, tokens=rows // width), state
     except ConfigError as error:
         raise AdapterFileError(f"{str(path)!r}: {error}") from error
-
-
-def read_file(path: str | PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by dotted name; a `.bin` is unpickled with `weights_only`.
-
-    Args:
-        path: the file.
-
-    Raises:
-        AdapterFileError: it cannot be read, or is no dictionary of tensors.
-    """
-    try:
-        if not os.fspath(path).endswith((".bin", ".pt", ".pth")):
-            return load_file(path)
-        given = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torn pickles raise all there is
-        raise AdapterFileError(f"{str(path)!r} cannot be read as an IP-Adapter: {error}; fetch it again") from error
-    flat = {}
-    for part, tensors in given.items() if isinstance(given, dict) else ():
-        for name, value in tensors.items() if isinstance(tensors, dict) else ():
-            flat[f"{part}.{name}"] = value
-    if not flat or not all(isinstance(value, Tensor) for value in flat.values()):
-        raise AdapterFileError(f"{str(path)!r} holds no 'image_proj' and 'ip_adapter' with tensors")
-    return flat
 
 
 def write_ip_adapter(model: Any, path: str | PathLike[str], name: str) -> None:
@@ -118,8 +88,6 @@ def write_ip_adapter(model: Any, path: str | PathLike[str], name: str) -> None:
         ConditionError: it has blocks at some layers only, a resampler, or no image projection.
         OSError: the folder is missing or not writable; a file that was there is unchanged.
     """
-    from safetensors.torch import save
-
     adapter = model.adapter(name)
     names = dict(PROJECTION)
     for index in range(len(model.layer_names)):
@@ -132,9 +100,4 @@ def write_ip_adapter(model: Any, path: str | PathLike[str], name: str) -> None:
             "resampler: use save_adapter"
         )
     tensors = {theirs: state[own] for theirs, own in names.items()}
-    for key, value in tensors.items():
-        check_values(key, value)
-    with replacing(path) as file:
-        file.write(save(tensors))
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(path, tensors)

@@ -1,0 +1,228 @@
+"""Frames of videos with their times, decoded one after the other by FFmpeg (PyAV): a long video fits in memory."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmattn.encoders.images import MAX_PIXELS
+from mmattn.errors import ConfigError, VideoError, check_float, check_int, import_extra
+
+_ACCEPTED = "a path, bytes, an open binary file, or pairs of a time in seconds and an image"
+#: How much of a video may be missing before it counts as cut short: as a share, and in seconds.
+_SLACK = (0.1, 0.5)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A picture of a video.
+
+    Args:
+        time: in seconds from the first frame.
+        image: of any kind that `load_image` reads.
+    """
+
+    time: float
+    image: Any
+
+
+def stream_frames(
+    source: Any, *, fps: float | None = None, count: int | None = None, max_pixels: int = MAX_PIXELS
+) -> Iterator[Frame]:
+    """Read frames of one video in their order, upright, each as soon as it is decoded.
+
+    A frame is shown until the next one begins, and those are chosen that are shown at the times asked for; each is
+    given once, so that a video with fewer frames than asked for gives those it has.
+
+    Args:
+        source: path, bytes or open binary file, or an iterable of (time in seconds, image) as they arrive.
+        fps: frames of each second, by time; None for all.
+        count: frames of the whole video in place of `fps`: those in the middle of so many equal parts.
+        max_pixels: videos with larger frames are refused.
+
+    Yields:
+        Frames with increasing times.
+
+    Raises:
+        VideoError: `source` is no video, has no frames, is damaged or cut short, or is larger than `max_pixels`.
+        ConfigError: both `fps` and `count`, or a setting outside what is allowed.
+        MissingExtraError: PyAV is not installed, and it is needed.
+
+    >>> [frame.time for frame in stream_frames([(0.0, "a"), (0.4, "b"), (0.6, "c"), (1.1, "d")], fps=2)]
+    [0.0, 0.4, 0.6, 1.1]
+    """
+    if fps is not None and count is not None:
+        raise ConfigError("give fps or count, not both: so many frames a second, or so many of the whole video")
+    if fps is not None and check_float("fps", fps, at_least=0) == 0:
+        raise ConfigError("fps must be above 0, got 0")
+    if count is not None:
+        check_int("count", count)
+    opened = _Source(source, max_pixels)
+    if count is not None and opened.duration is None:
+        raise VideoError(f"{opened.name} does not say how long it is: give fps in place of count")
+    times = _times(fps, count, opened.duration)
+    wanted, shown = next(times, math.inf), None
+    for frame in opened.frames():
+        if fps is None and count is None:
+            yield frame
+        # The frame before was shown up to here.
+        if shown is not None and wanted < frame.time:
+            yield shown
+            while wanted < frame.time:
+                wanted = next(times, math.inf)
+        shown = frame
+    if shown is None:
+        raise VideoError(f"{opened.name} has no frames")
+    if wanted - 1e-6 <= shown.time or wanted < (opened.duration or 0.0):
+        yield shown
+
+
+def as_videos(videos: Any) -> list[Any]:
+    """One video or several as a list.
+
+    Args:
+        videos: a video, or an iterable of videos.
+
+    Raises:
+        VideoError: neither a video nor a collection of them.
+    """
+    if isinstance(videos, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(videos, "read"):
+        return [videos]
+    if isinstance(videos, Iterable) and not hasattr(videos, "shape"):
+        given = list(videos)
+        return [given] if given and isinstance(given[0], tuple) else given
+    raise VideoError(f"videos were expected, got {type(videos).__name__}; give {_ACCEPTED}, or a list of these")
+
+
+def _times(fps: float | None, count: int | None, duration: float | None) -> Iterator[float]:
+    """The times that are asked for; none where every frame is."""
+    if count is not None and duration is not None:
+        yield from ((part + 0.5) * duration / count for part in range(count))
+    elif fps is not None:
+        # A little late, so that the rounding of times does not choose the frame before.
+        yield from (number / fps + 1e-6 for number in itertools.count())
+
+
+class _Source:
+    """A video that is open."""
+
+    def __init__(self, source: Any, max_pixels: int) -> None:
+        self.container: Any = None
+        self.duration: float | None = None
+        self.max_pixels = check_int("max_pixels", max_pixels)
+        if isinstance(source, (str, os.PathLike)):
+            path = os.fsdecode(source)
+            self.name = repr(path if len(path) <= 200 else path[:200] + "…")
+            self._check_path(path)
+            self._open(path)
+        elif isinstance(source, (bytes, bytearray, memoryview)):
+            self.name = "the bytes given"
+            self._open(io.BytesIO(bytes(source)))
+        elif hasattr(source, "read"):
+            self.name = "the file given"
+            if hasattr(source, "seekable") and source.seekable():
+                source.seek(0)
+            self._open(source)
+        elif isinstance(source, Iterable) and not hasattr(source, "shape"):
+            self.name, self.pairs = "the stream", source
+            if isinstance(source, (list, tuple)) and source and all(isinstance(pair, tuple) for pair in source):
+                self.duration = 2 * source[-1][0] - source[-2][0] if len(source) > 1 else source[-1][0]
+        else:
+            raise VideoError(f"a video was expected, got {type(source).__name__}; give {_ACCEPTED}")
+
+    def frames(self) -> Iterator[Frame]:
+        """Its frames, their times counted from the first."""
+        first: float | None = None
+        last = -math.inf
+        for time, image in self._decoded() if self.container is not None else self._given():
+            first = time if first is None else first
+            if time - first <= last:
+                raise VideoError(f"the times of {self.name} must increase, got {time:g} s after {last + first:g} s")
+            last = time - first
+            yield Frame(round(last, 6), image)
+
+    def _given(self) -> Iterator[tuple[float, Any]]:
+        for pair in self.pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], (int, float)):
+                raise VideoError(f"a frame is a pair of its time in seconds and an image, got {type(pair).__name__}")
+            yield pair
+
+    def _check_path(self, path: str) -> None:
+        if path.lower().startswith(("http://", "https://", "data:", "s3://", "gs://", "rtsp://", "rtmp://")):
+            raise VideoError(f"{path[:80]!r} is an address, and nothing is downloaded here; give the path of a file")
+        if os.path.isdir(path):
+            raise VideoError(f"{self.name} is a folder; give the paths of the videos in it")
+        if not os.path.isfile(path):
+            raise VideoError(f"there is no file {self.name}")
+        if not os.path.getsize(path):
+            raise VideoError(f"{self.name} is empty (0 bytes), no video")
+
+    def _open(self, file: Any) -> None:
+        av = import_extra("av", "video")
+        try:
+            # A list of files in place of one would have others be read, or fetched.
+            self.container = av.open(file, options={"protocol_whitelist": "file,pipe"})
+        except (av.error.FFmpegError, OSError, ValueError) as error:
+            raise VideoError(f"{self.name} cannot be read as a video, or is cut short: {_words(error)}") from error
+        if not self.container.streams.video:
+            self.container.close()
+            raise VideoError(f"{self.name} has no pictures, though it may have sound")
+        stream = self.container.streams.video[0]
+        if stream.width * stream.height > self.max_pixels:
+            self.container.close()
+            raise VideoError(
+                f"{self.name} has frames of {stream.width} x {stream.height} pixels, more than {self.max_pixels}; "
+                "shrink it first, or raise max_pixels"
+            )
+        if stream.duration is not None and stream.time_base is not None:
+            self.duration = float(stream.duration * stream.time_base)
+        elif self.container.duration is not None:
+            self.duration = self.container.duration / av.time_base
+
+    def _decoded(self) -> Iterator[tuple[float, Any]]:
+        av = import_extra("av", "video")
+        number, first, last = 0, 0.0, 0.0
+        with self.container:
+            stream = self.container.streams.video[0]
+            rate = float(stream.average_rate or 0) or None
+            frames = self.container.decode(stream)
+            while True:
+                try:
+                    frame = next(frames, None)
+                except (av.error.FFmpegError, OSError, ValueError, LookupError) as error:
+                    raise VideoError(
+                        f"{self.name} is damaged or cut short after {last - first:.2f} s: {_words(error)}"
+                    ) from error
+                if frame is None:
+                    break
+                if frame.time is None and rate is None:
+                    raise VideoError(f"{self.name} does not say when its frames are shown; convert it first")
+                time = number / rate if frame.time is None and rate is not None else float(frame.time)
+                if number and time <= last:
+                    # Broken clocks repeat a time now and then; what cannot be told apart is left out.
+                    continue
+                first = time if not number else first
+                number, last = number + 1, time
+                yield time, _upright(frame)
+        seconds = last - first + (1 / rate if rate else 0.0)
+        if self.duration is not None and number and seconds + max(_SLACK[1], _SLACK[0] * self.duration) < self.duration:
+            raise VideoError(
+                f"{self.name} is cut short: it says {self.duration:.2f} s and has {seconds:.2f}; fetch or copy it anew"
+            )
+
+
+def _upright(frame: Any) -> Any:
+    numpy = import_extra("numpy", "video")
+    pixels = frame.to_ndarray(format="rgb24")
+    turns = round(frame.rotation / 90)
+    return numpy.ascontiguousarray(numpy.rot90(pixels, turns)) if turns else pixels
+
+
+def _words(error: BaseException) -> str:
+    text: str = getattr(error, "strerror", None) or str(error)
+    return text

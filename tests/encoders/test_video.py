@@ -1,0 +1,266 @@
+"""Frames of videos at their times, upright and torn ones, and VideoEncoder: rows, segments, positions, streams."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmattn
+import mmattn.encoders.frames
+import mmattn.encoders.video
+from mmattn.encoders import ImageEncoder, ImageProcessor, VideoEncoder, stream_frames
+from mmattn.errors import ConfigError, MissingExtraError, VideoError
+
+RATE = 10
+WIDTH, HEIGHT = 64, 48
+
+
+def picture(number: int) -> np.ndarray[Any, Any]:
+    """A frame that says its number by its brightness, and up from down and left from right by its corners."""
+    grey = np.full((HEIGHT, WIDTH, 3), 20 + 4 * number, np.uint8)
+    grey[:16, :16] = (250, 0, 0)
+    return grey
+
+
+def filmed(count: int = 50, kind: str = "mp4", codec: str = "mpeg4", *, first: int = 0) -> bytes:
+    """A video of so many frames, ten a second."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        for number in range(count):
+            frame = av.VideoFrame.from_ndarray(picture(first + number), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def number_of(image: Any) -> float:
+    return (float(image[20:, 20:].mean()) - 20) / 4
+
+
+@pytest.fixture(scope="module")
+def film() -> bytes:
+    return filmed()
+
+
+class TinyEye(ImageEncoder):
+    """Patches of 4 by 4 pixels of pictures of 12 by 8, by a random projection."""
+
+    def __init__(self, pooled: bool = False) -> None:
+        super().__init__(nn.Conv2d(3, 7, 4, stride=4), ImageProcessor((8, 12), resize="squash"), pooled=pooled)
+
+
+@pytest.fixture(scope="module")
+def eye() -> TinyEye:
+    torch.manual_seed(3)
+    return TinyEye()
+
+
+def test_docstring_examples_run() -> None:
+    for module, count in ((mmattn.encoders.frames, 1), (mmattn.encoders.video, 4)):
+        result = doctest.testmod(module, extraglobs={"torch": torch})
+        assert (result.attempted, result.failed) == (count, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("mp4", "mpeg4"), ("matroska", "mpeg4"), ("webm", "libvpx"), ("mpegts", "mpeg2video")]
+)
+def test_frames_of_each_second(kind: str, codec: str, tmp_path: Path) -> None:
+    path = tmp_path / "film"
+    path.write_bytes(filmed(35, kind, codec))
+    with open(path, "rb") as file:
+        for source in (path, path.read_bytes(), file):
+            frames = list(stream_frames(source, fps=2))
+            assert [frame.time for frame in frames] == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0], abs=0.002)
+            # Every half a second 5 more; codecs lose a little of the brightness.
+            assert [number_of(frame.image) for frame in frames] == pytest.approx(range(0, 35, 5), abs=1)
+
+
+def test_frames_by_number_and_all_of_them(film: bytes) -> None:
+    frames = list(stream_frames(film, count=4))
+    assert [frame.time for frame in frames] == pytest.approx([0.6, 1.8, 3.1, 4.3], abs=0.051)
+    assert [frame.time for frame in stream_frames(film)] == pytest.approx([n / 10 for n in range(50)], abs=1e-5)
+    assert len(list(stream_frames(film, count=70))) == 50
+    assert len(list(stream_frames(film, fps=24))) == 50
+    assert [frame.time for frame in stream_frames(filmed(1))] == [0.0]
+
+
+def test_frames_are_upright(film: bytes) -> None:
+    """As a telephone that was turned says it, in the matrix of the track."""
+    plain = next(stream_frames(film)).image
+    assert plain.shape == (HEIGHT, WIDTH, 3) and plain[4, 4, 0] > 200 and plain[4, 60, 0] < 100
+    turned = bytearray(film)
+    at = turned.index(b"tkhd") + 44
+    turned[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
+    # A quarter to the right: what was at the top left is at the top right.
+    image = next(stream_frames(bytes(turned))).image
+    assert image.shape == (WIDTH, HEIGHT, 3) and image[4, 44, 0] > 200 and image[4, 4, 0] < 100
+
+
+def test_a_long_video_is_never_in_memory_as_a_whole() -> None:
+    """Frames come one by one, before it is known what follows."""
+    data = filmed(50, "matroska")
+    frames = stream_frames(data[: len(data) // 2])
+    assert number_of(next(frames).image) == pytest.approx(0, abs=1)
+    with pytest.raises(VideoError, match="cut short: it says 5.00 s and has 2"):
+        list(frames)
+    given = []
+
+    def camera() -> Any:
+        for number in range(9):
+            given.append(number)
+            yield number / 4, picture(number)
+
+    live = stream_frames(camera(), fps=2)
+    assert (next(live).time, given) == (0.0, [0, 1])
+    assert [frame.time for frame in live] == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_a_memory_of_videos(eye: TinyEye, film: bytes) -> None:
+    watch = VideoEncoder(eye, fps=2)
+    memory = watch([film, filmed(12, first=9)], batch_size=4)
+    assert eye.grid == (2, 3) and watch.dim == memory.dim == 7
+    assert memory.lengths == [60, 18]
+    assert memory.segments is not None and memory.sources is not None
+    assert memory.segments[0].tolist() == [frame for frame in range(10) for _ in range(6)]
+    assert memory.sources[1][11] == {"video": 1, "frame": 1, "time": 0.5, "patch": [1, 2]}
+    assert memory.sources[1][18:] == [None] * 42
+    frames = [frame.image for frame in stream_frames(film, fps=2)]
+    assert torch.isfinite(memory.tokens).all()
+    torch.testing.assert_close(memory.tokens[0], eye(frames).tokens.flatten(0, 1), atol=1e-6, rtol=1e-5)
+    places = watch.positions(memory)
+    times = [source["time"] for source in memory.sources[0][::6]]
+    assert torch.equal(places[0], mmattn.positions.volume(times, 2, 3))
+    assert places.shape == (2, 60, 3) and not places[1, 18:].any()
+    pooled = VideoEncoder(TinyEye(pooled=True), count=3)(film)
+    assert pooled.tokens.shape == (1, 3, 7) and pooled.segments is not None
+    assert pooled.segments.tolist() == [[0, 1, 2]]
+    assert VideoEncoder(eye).positions(pooled)[0, :, 1:].any() == torch.tensor(False)
+    assert watch([]).tokens.shape == (0, 0, 7)
+
+
+def test_frames_that_arrive_give_the_tokens_of_the_whole(eye: TinyEye, film: bytes) -> None:
+    """Invariant 101."""
+    watch = VideoEncoder(eye, fps=2)
+    whole, stream, sources = watch(film), mmattn.MemoryStream(watch.dim, window=24), []
+    for memory in watch.stream(film):
+        stream.append(memory)
+        assert memory.sources is not None and memory.length == 6
+        sources += memory.sources[0]
+    assert [sources] == whole.sources and stream.arrived == whole.length == 60
+    torch.testing.assert_close(stream.memory().tokens, whole.tokens[:, -24:], atol=1e-6, rtol=1e-5)
+    pairs = [(number / 10, picture(number)) for number in range(50)]
+    live = [memory.tokens for memory in watch.stream(iter(pairs))]
+    torch.testing.assert_close(torch.cat(live, 1), watch(pairs).tokens, atol=1e-6, rtol=1e-5)
+
+
+def test_attention_over_time_row_and_column(eye: TinyEye) -> None:
+    """Frames that are all alike are told apart by their positions alone."""
+    watch = VideoEncoder(eye, fps=1)
+    still = picture(5)
+    memory = watch([(float(second), still) for second in range(4)])
+    assert torch.equal(memory.tokens[:, :6], memory.tokens[:, 6:12])
+    layer = mmattn.CrossAttention(11, watch.dim, 2, head_dim=12, rotary=mmattn.positions.Rotary(12, axes=3))
+    x, at = torch.randn(1, 3, 11), torch.tensor([[2.0, 0.0, 1.0]]).expand(3, 3)
+    _, weights = layer(
+        x, memory.tokens, query_positions=at, memory_positions=watch.positions(memory), return_weights=True
+    )
+    by_frame = weights.view(1, 2, 3, 4, 6)
+    assert torch.isfinite(by_frame).all()
+    assert (by_frame[..., 1, :] - by_frame[..., 2, :]).abs().max() > 1e-4
+
+
+def test_the_fingerprint_is_of_the_images_and_the_times(eye: TinyEye) -> None:
+    other = TinyEye()
+    assert VideoEncoder(eye).fingerprint == VideoEncoder(eye, max_frames=9).fingerprint
+    prints = {
+        VideoEncoder(*args, **kw).fingerprint
+        for args, kw in (((eye,), {}), ((eye,), {"fps": 2}), ((other,), {}), ((eye,), {"count": 3}))
+    }
+    assert len(prints) == 4 and eye.fingerprint not in prints
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("mp4", "mpeg4"), ("matroska", "mpeg4"), ("webm", "libvpx"), ("avi", "mpeg4")]
+)
+@pytest.mark.parametrize("share", [0.01, 0.6])
+def test_a_video_that_is_cut_short(kind: str, codec: str, share: float, eye: TinyEye) -> None:
+    """Invariant 104."""
+    data = filmed(50, kind, codec)
+    with pytest.raises(VideoError, match="video 0: the bytes given .*cut short"):
+        VideoEncoder(eye)(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (b"", "the bytes given cannot be read as a video"),
+        (b"<html>not here</html>", "the bytes given cannot be read as a video"),
+        ("nowhere.mp4", "there is no file 'nowhere.mp4'"),
+        ("/", "'/' is a folder"),
+        ("https://example.org/a.mp4", "is an address, and nothing is downloaded"),
+        (3.5, "a video was expected, got float; give a path"),
+        ([], "the stream has no frames"),
+        ([1, 2], "a frame is a pair of its time in seconds and an image, got int"),
+        (
+            [(0.0, np.zeros((4, 4))), (0.0, np.zeros((4, 4)))],
+            "the times of the stream must increase, got 0 s after 0 s",
+        ),
+        ([(0.0, np.full((4, 4), math.nan))], "picture 0: .*nan"),
+    ],
+)
+def test_what_is_no_video_is_said(source: Any, words: str, eye: TinyEye) -> None:
+    """Invariant 104."""
+    with pytest.raises(VideoError, match=f"video 0: .*{words}"):
+        VideoEncoder(eye)([source])
+
+
+def test_a_sound_is_no_video(tmp_path: Path, eye: TinyEye) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    soundfile.write(tmp_path / "a.wav", np.zeros(1000), 16000)
+    (tmp_path / "empty.mp4").touch()
+    with pytest.raises(VideoError, match="a.wav' has no pictures, though it may have sound"):
+        VideoEncoder(eye)(tmp_path / "a.wav")
+    with pytest.raises(VideoError, match=r"empty.mp4' is empty \(0 bytes\)"):
+        VideoEncoder(eye)(tmp_path / "empty.mp4")
+
+
+def test_what_else_is_refused(eye: TinyEye, film: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(VideoError, match="more than 7 frames, 3.50 s from its beginning; take fewer"):
+        VideoEncoder(eye, fps=2, max_frames=7)(film)
+    with pytest.raises(VideoError, match="frames of 64 x 48 pixels, more than 3000; shrink"):
+        VideoEncoder(eye)(film, max_pixels=3000)
+    with pytest.raises(VideoError, match="the stream does not say how long it is: give fps"):
+        list(VideoEncoder(eye, count=3).stream(iter([(0.0, picture(0))])))
+    with pytest.raises(ConfigError, match="give fps or count, not both"):
+        next(stream_frames(film, fps=1, count=1))
+    with pytest.raises(ConfigError, match="fps must be above 0"):
+        next(stream_frames(film, fps=0))
+    with pytest.raises(ConfigError, match="images must be an encoder of images, got Conv2d"):
+        VideoEncoder(nn.Conv2d(3, 3, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no sources that say where its tokens lie"):
+        VideoEncoder(eye).positions(mmattn.Memory(torch.zeros(1, 2, 7)))
+    with pytest.raises(VideoError, match="videos were expected, got Tensor"):
+        VideoEncoder(eye)(torch.zeros(3, 3))
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with pytest.raises(MissingExtraError, match=r"mmattn\[video\]"):
+        next(stream_frames(film))
+
+
+def test_gradients_stop_and_the_memory_trains_an_adapter(eye: TinyEye, film: bytes) -> None:
+    memory: Tensor = VideoEncoder(eye, count=2)(film).tokens
+    assert not memory.requires_grad
+    layer = mmattn.CrossAttention(11, 7, 1)
+    layer(torch.randn(1, 3, 11), memory).square().sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())

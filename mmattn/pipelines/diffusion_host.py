@@ -219,7 +219,7 @@ class DiffusionHost:
         noise = torch.randn(len(states), settings.in_channels, side, side, generator=generator)
         latents = noise.to(states.device, states.dtype)
         guidance = Guidance(guidance_scale)
-        given = {"text_mask": mask if model.through_core else None, "null_text": null}
+        given: dict[str, Any] = {"text_mask": mask if model.through_core else None, "null_text": null}
         given |= {"memory": memory, "adapter_scale": adapter_scale, "inputs": inputs, "null_inputs": null_inputs}
         # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.
         clipped = {"use_clipped_model_output": True} if scheduler.config.clip_sample else {}

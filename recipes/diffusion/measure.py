@@ -20,6 +20,7 @@ from mmattn.pipelines import DiffusionHost
 
 from .attributes import THRESHOLD, Subject
 from .data import Pictures
+from .models import Denoiser
 from .sampling import draw
 from .style import style_memory
 
@@ -136,7 +137,9 @@ class WithExamples(torch.nn.Module):
         return found
 
 
-def text_rows(model: Any, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int) -> list[dict[str, Any]]:
+def text_rows(
+    model: Denoiser, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int
+) -> list[dict[str, Any]]:
     """For each guidance scale: classes and attributes as asked, diversity, and the distance to real pictures."""
     asked, rows = questions(judge.subject, each, seed), []
     for guidance_scale in GUIDANCE_SCALES:
@@ -146,7 +149,7 @@ def text_rows(model: Any, host: DiffusionHost, judge: Judge, steps: int, seed: i
 
 
 def style_rows(
-    model: Any,
+    model: Denoiser,
     host: DiffusionHost,
     judge: Judge,
     encoder: StyleEncoder,

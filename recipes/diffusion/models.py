@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 import mmattn
+from mmattn.hosts import AdaptedDiffusionTransformer, AdaptedUNet
 from mmattn.pipelines import DiffusionHost, PromptEncoder
 
 from .attributes import Subject
 from .settings import ModelSettings
+
+Denoiser = AdaptedUNet | AdaptedDiffusionTransformer
 
 WIDTH = 64
 LONGEST = 16
@@ -111,14 +114,20 @@ def make_denoiser(settings: ModelSettings, colours: int = 1) -> UNet2DConditionM
     return make_unet(settings.size, settings.channels, colours)
 
 
-def attach_bare(host: DiffusionHost) -> Any:
+def attach_bare(host: DiffusionHost) -> Denoiser:
     """The host with its text through the core where padding is to be hidden from it."""
-    model = mmattn.attach(host.unet)
+    model: Denoiser = mmattn.attach(host.unet)
     return model if host.prompts.attends_to_padding else model.use_core()
 
 
 def predict(
-    model: Any, noisy: Tensor, times: Tensor, text: Tensor, mask: Tensor, inputs: dict[str, Tensor], memory: Any = None
+    model: Denoiser,
+    noisy: Tensor,
+    times: Tensor,
+    text: Tensor,
+    mask: Tensor,
+    inputs: dict[str, Tensor],
+    memory: Any = None,
 ) -> Tensor:
     """What the model makes of noisy pictures (b, c, size, size) at time steps (b,), in their shape.
 

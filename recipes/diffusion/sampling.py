@@ -13,9 +13,11 @@ import mmattn
 from mmattn import inspect
 from mmattn.pipelines import DiffusionHost, as_image
 
+from .models import Denoiser
+
 
 def draw(
-    model: Any,
+    model: Denoiser,
     host: DiffusionHost,
     sentences: Sequence[str],
     steps: int,
@@ -30,7 +32,7 @@ def draw(
 
 
 def traces(
-    model: Any,
+    model: Denoiser,
     host: DiffusionHost,
     sentence: str,
     steps: int,
@@ -93,7 +95,7 @@ def enlarged(picture: Tensor) -> Any:
 
 @torch.no_grad()
 def word_attention(
-    model: Any, host: DiffusionHost, sentence: str, steps: int, *, seed: int
+    model: Denoiser, host: DiffusionHost, sentence: str, steps: int, *, seed: int
 ) -> tuple[list[str], list[int], Tensor, Tensor]:
     """The attention to each word at each step of drawing without guidance.
 

@@ -16,7 +16,7 @@ from mmattn.recipes import resolve_asset
 from .attributes import Subject, style_words
 from .data import Pictures, load_data
 from .measure import Judge, style_rows, text_rows
-from .models import attach_bare, save_models
+from .models import Denoiser, attach_bare, save_models
 from .pictures import grid, plot_losses, word_maps
 from .sampling import draw, traces, word_attention
 from .settings import Config
@@ -108,7 +108,7 @@ def describe(config: Config, host: DiffusionHost, count: int) -> PipelineConfig:
 
 
 def show(
-    model: Any,
+    model: Denoiser,
     host: DiffusionHost,
     encoder: StyleEncoder,
     subject: Subject,

@@ -22,7 +22,7 @@ from mmattn.pipelines import DiffusionHost
 
 from .attributes import Subject, asked_for
 from .data import Pictures
-from .models import denoising_loss, predict
+from .models import Denoiser, denoising_loss, predict
 from .settings import Config
 from .style import style_memory
 
@@ -72,7 +72,7 @@ def train_style(
     config: Config,
     data: Pictures,
     subject: Subject,
-    model: Any,
+    model: Denoiser,
     host: DiffusionHost,
     encoder: StyleEncoder,
     trained: nn.Module,

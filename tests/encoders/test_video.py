@@ -151,7 +151,7 @@ def test_a_memory_of_videos(eye: TinyEye, film: bytes) -> None:
 
 
 def test_frames_that_arrive_give_the_tokens_of_the_whole(eye: TinyEye, film: bytes) -> None:
-    """Invariant 101."""
+    """Invariant 99."""
     watch = VideoEncoder(eye, fps=2)
     whole, stream, sources = watch(film), mmattn.MemoryStream(watch.dim, window=24), []
     for memory in watch.stream(film):
@@ -196,7 +196,7 @@ def test_the_fingerprint_is_of_the_images_and_the_times(eye: TinyEye) -> None:
 )
 @pytest.mark.parametrize("share", [0.01, 0.6])
 def test_a_video_that_is_cut_short(kind: str, codec: str, share: float, eye: TinyEye) -> None:
-    """Invariant 104."""
+    """Invariant 102."""
     data = filmed(50, kind, codec)
     with pytest.raises(VideoError, match="video 0: the bytes given .*cut short"):
         VideoEncoder(eye)(data[: int(len(data) * share)])
@@ -221,7 +221,7 @@ def test_a_video_that_is_cut_short(kind: str, codec: str, share: float, eye: Tin
     ],
 )
 def test_what_is_no_video_is_said(source: Any, words: str, eye: TinyEye) -> None:
-    """Invariant 104."""
+    """Invariant 102."""
     with pytest.raises(VideoError, match=f"video 0: .*{words}"):
         VideoEncoder(eye)([source])
 

@@ -134,6 +134,7 @@ def test_a_memory_of_videos(eye: TinyEye, film: bytes) -> None:
     assert memory.lengths == [60, 18]
     assert memory.segments is not None and memory.sources is not None
     assert memory.segments[0].tolist() == [frame for frame in range(10) for _ in range(6)]
+    assert [source["frame"] for source in memory.sources[0]] == memory.segments[0].tolist()
     assert memory.sources[1][11] == {"video": 1, "frame": 1, "time": 0.5, "patch": [1, 2]}
     assert memory.sources[1][18:] == [None] * 42
     frames = [frame.image for frame in stream_frames(film, fps=2)]

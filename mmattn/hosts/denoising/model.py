@@ -268,7 +268,7 @@ class AdaptedDenoiser(AdaptedModel):
                 scale = at_step(scale, timestep, self.layer_names, source.rows)
                 check_aspect(scale, grid)
             if name in self.active and name not in disabled:
-                self._add_actions(actions, name, source, first, scale, grid, timestep=timestep)
+                self._add_actions(actions, name, source, first, scale, grid, rows=rows, timestep=timestep)
         return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
@@ -301,6 +301,7 @@ class AdaptedDenoiser(AdaptedModel):
         scale: Any,
         grid: Grid | None,
         only: int | None = None,
+        rows: int | None = None,
         timestep: Any = None,
     ) -> None:
         adapter = self.adapter(name)
@@ -313,7 +314,9 @@ class AdaptedDenoiser(AdaptedModel):
             own = at_layer(scale, self.layer_names[index])
             entries = actions.setdefault((index, "inside"), [])
             if not is_zero(own):
-                entries.append((view, adapter.block(index), RowsAndScale(first, own, grid, adapter.adds_to_block)))
+                entries.append(
+                    (view, adapter.block(index), RowsAndScale(first, own, grid, adapter.adds_to_block, rows))
+                )
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach.

@@ -77,7 +77,7 @@ def test_states_are_those_of_transformers(
 
 
 def test_a_row_is_the_same_alone_and_beside_others(encoder: AudioEncoder) -> None:
-    """Invariant 103."""
+    """Invariant 101."""
     waves = [chirp(0.31), chirp(1.7), chirp(0.31) * 0.5, chirp(0.1)]
     numbers = np.random.get_state()[1].copy()  # type: ignore[union-attr]
     memory = encoder(waves, batch_size=3)
@@ -122,7 +122,7 @@ def test_states_lie_at_the_time_that_is_said(encoder: AudioEncoder) -> None:
 
 
 def test_pieces_give_the_tokens_of_the_whole(encoder: AudioEncoder) -> None:
-    """Invariant 101."""
+    """Invariant 99."""
     ear = AudioEncoder(encoder.model, encoder.feature_extractor, window=0.4, overlap=0.04)
     for seconds in (1.57, 0.8, 0.2):
         wave, stream, sources = chirp(seconds), mmattn.MemoryStream(ear.dim), []

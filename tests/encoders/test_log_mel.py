@@ -98,7 +98,7 @@ def test_a_tone_lies_in_its_band_at_its_time() -> None:
 
 @pytest.mark.parametrize("sizes", [(16000,), (1, 7919, 40, 0, 3), (639, 641, 5003)])
 def test_pieces_of_a_sound_give_the_tokens_of_the_whole(sizes: tuple[int, ...]) -> None:
-    """Invariant 101."""
+    """Invariant 99."""
     ear, wave = LogMelEncoder(23, 4), chirp(1.777)
     pieces, start = [], 0
     while start < len(wave):

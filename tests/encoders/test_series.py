@@ -73,7 +73,7 @@ def test_equals_the_slow_definition(normalization: str) -> None:
 
 
 def test_what_is_not_observed_changes_nothing() -> None:
-    """Invariant 102: neither the value under a gap, nor a patch without values, nor what pads a row."""
+    """Invariant 100: neither the value under a gap, nor a patch without values, nor what pads a row."""
     series = with_gaps(29, 2, 0.0)
     series[7:21] = math.nan
     encoder = SeriesEncoder(7, 2)
@@ -92,7 +92,7 @@ def test_what_is_not_observed_changes_nothing() -> None:
 @pytest.mark.parametrize("normalization", ["running", "none"])
 @pytest.mark.parametrize("sizes", [(1,), (3, 11, 0, 2), (97,)])
 def test_pieces_of_a_series_give_the_tokens_of_the_whole(normalization: str, sizes: tuple[int, ...]) -> None:
-    """Invariant 101."""
+    """Invariant 99."""
     series = with_gaps(53, 2)
     series[14:28] = math.nan
     encoder = SeriesEncoder(7, 2, normalization=normalization)

@@ -72,7 +72,7 @@ def test_other_rates(rate: int) -> None:
 
 
 def test_a_long_file_comes_in_pieces_that_are_the_whole() -> None:
-    """Invariant 101."""
+    """Invariant 99."""
     data = written(chirp(2.3, 22050), 22050, "FLAC")
     pieces = list(stream_audio(data, block=0.25))
     assert len(pieces) >= 10 and max(map(len, pieces)) < 6000
@@ -102,7 +102,7 @@ def test_pieces_are_given_as_they_arrive() -> None:
 )
 @pytest.mark.parametrize("share", [0.3, 0.8])
 def test_a_file_that_is_cut_short(kind: str, share: float, tmp_path: Path) -> None:
-    """Invariant 104."""
+    """Invariant 102."""
     data = written(chirp(3.0), 16000, *kind.split())
     path = tmp_path / "torn"
     path.write_bytes(data)
@@ -148,7 +148,7 @@ LOUD = torch.sin(2 * math.pi * 200 * torch.arange(4000) / 16000)
     ],
 )
 def test_what_is_no_sound_is_said(source: Any, words: str) -> None:
-    """Invariant 104."""
+    """Invariant 102."""
     with pytest.raises(AudioError, match=words):
         load_audio(source)
     with pytest.raises(AudioError, match=f"sound 1: .*{words}"):

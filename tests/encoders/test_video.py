@@ -134,6 +134,7 @@ def test_a_memory_of_videos(eye: TinyEye, film: bytes) -> None:
     assert memory.lengths == [60, 18]
     assert memory.segments is not None and memory.sources is not None
     assert memory.segments[0].tolist() == [frame for frame in range(10) for _ in range(6)]
+    assert [source["frame"] for source in memory.sources[0]] == memory.segments[0].tolist()
     assert memory.sources[1][11] == {"video": 1, "frame": 1, "time": 0.5, "patch": [1, 2]}
     assert memory.sources[1][18:] == [None] * 42
     frames = [frame.image for frame in stream_frames(film, fps=2)]
@@ -151,7 +152,7 @@ def test_a_memory_of_videos(eye: TinyEye, film: bytes) -> None:
 
 
 def test_frames_that_arrive_give_the_tokens_of_the_whole(eye: TinyEye, film: bytes) -> None:
-    """Invariant 101."""
+    """Invariant 99."""
     watch = VideoEncoder(eye, fps=2)
     whole, stream, sources = watch(film), mmattn.MemoryStream(watch.dim, window=24), []
     for memory in watch.stream(film):
@@ -196,7 +197,7 @@ def test_the_fingerprint_is_of_the_images_and_the_times(eye: TinyEye) -> None:
 )
 @pytest.mark.parametrize("share", [0.01, 0.6])
 def test_a_video_that_is_cut_short(kind: str, codec: str, share: float, eye: TinyEye) -> None:
-    """Invariant 104."""
+    """Invariant 102."""
     data = filmed(50, kind, codec)
     with pytest.raises(VideoError, match="video 0: the bytes given .*cut short"):
         VideoEncoder(eye)(data[: int(len(data) * share)])
@@ -221,7 +222,7 @@ def test_a_video_that_is_cut_short(kind: str, codec: str, share: float, eye: Tin
     ],
 )
 def test_what_is_no_video_is_said(source: Any, words: str, eye: TinyEye) -> None:
-    """Invariant 104."""
+    """Invariant 102."""
     with pytest.raises(VideoError, match=f"video 0: .*{words}"):
         VideoEncoder(eye)([source])
 

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import mmattn
+from mmattn.adapters.decoupled import DecoupledLayout
 from mmattn.adapters.file_format import FORMAT_VERSION
+from mmattn.adapters.timed_resampler import TimedResampler
 
 HERE = Path(__file__).parent
 HOSTS = HERE / "hosts"
@@ -68,18 +70,26 @@ _ADAPTERS: dict[str, Any] = {
     "composed-own-place": mmattn.ComposedAdapter(
         12, layers=(1, 3), augmenting_layers=(3, 0), num_heads=2, head_dim=4, own_place=True
     ),
+    "joint_decoupled": mmattn.adapters.JointDecoupledAdapter(E, TimedResampler(3, 1, 8, 2, 4, 2, 6)),
+    "decoupled-after-blocks": mmattn.DecoupledAdapter(
+        E, tokens=2, layout=DecoupledLayout(slot_dim=5, bias=True, added_to="block")
+    ),
 }
 
 
 def load_host(name: str) -> nn.Module:
-    """One of the stored hosts: "llama" or "unet"."""
+    """One of the stored hosts: "llama", "unet" or "transformer"."""
     if name == "llama":
         return AutoModelForCausalLM.from_pretrained(HOSTS / name, dtype=torch.float32).eval()
+    if name == "transformer":
+        return SD3Transformer2DModel.from_pretrained(HOSTS / name, low_cpu_mem_usage=False).eval()
     return UNet2DConditionModel.from_pretrained(HOSTS / name, low_cpu_mem_usage=False).eval()
 
 
 def host_of(name: str) -> str:
     """The host that an adapter of this name is for."""
+    if name in ("joint_decoupled", "decoupled-after-blocks"):
+        return "transformer"
     return "unet" if name.startswith("decoupled") else "llama"
 
 
@@ -96,13 +106,16 @@ def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
     with torch.no_grad():
         if "input_ids" in given:
             out: Tensor = host(given["input_ids"], **more).logits
+        elif "pooled" in given:
+            time = given["timestep"].expand(len(given["sample"]))
+            out = host(given["sample"], given["text"], given["pooled"], time, **more).sample
         else:
             out = host(given["sample"], int(given["timestep"]), given["text"], **more).sample
     return out
 
 
 def make_hosts() -> None:
-    """Two tiny hosts of random weights."""
+    """Tiny hosts of random weights."""
     torch.manual_seed(0)
     llama = LlamaConfig(
         vocab_size=VOCAB,
@@ -128,7 +141,20 @@ def make_hosts() -> None:
         norm_num_groups=2,
         cross_attention_dim=TEXT_DIM,
     )
-    for name, host in (("llama", AutoModelForCausalLM.from_config(llama)), ("unet", unet)):
+    transformer = SD3Transformer2DModel(
+        sample_size=HEIGHT,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=4,
+        joint_attention_dim=TEXT_DIM,
+        caption_projection_dim=8,
+        pooled_projection_dim=6,
+        pos_embed_max_size=8,
+    )
+    hosts = {"llama": AutoModelForCausalLM.from_config(llama), "unet": unet, "transformer": transformer}
+    for name, host in hosts.items():
         if not (HOSTS / name).exists():
             enlarge(host, 0.3)
             host.save_pretrained(HOSTS / name)
@@ -163,6 +189,8 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
         given["sample"] = torch.randn(ROWS, CHANNELS, HEIGHT, WIDTH, generator=random)
         given["text"] = torch.randn(ROWS, TEXT_LENGTH, TEXT_DIM, generator=random)
         given["timestep"] = torch.tensor(13)
+    if host_of(name) == "transformer":
+        given["pooled"] = torch.randn(ROWS, 6, generator=random)
     return {key: value.contiguous() for key, value in given.items()}
 
 

@@ -159,7 +159,8 @@ def over_queries(adapter_scale: float | Tensor, grid: Grid | None, q: Tensor) ->
     if frames * height * width != length:
         raise ShapeError(
             f"adapter_scale is a map and a layer has {length} tokens, which are no halving of a picture of "
-            f"{' × '.join(map(str, grid))}: text and picture are in one stream there, name other layers with blocks="
+            f"{' × '.join(map(str, grid))} (text and picture in one stream, or frames alone): name other layers with "
+            "blocks="
         )
     if adapter_scale.dim() == 3:
         level = F.interpolate(adapter_scale[:, None], size=(height, width), mode="area")

@@ -59,16 +59,19 @@ class RowsAndScale:
     """What multiplies the result of an adapter in one layer at one step, and for which rows.
 
     Args:
-        first: rows before those that see the memory.
+        first: rows of the sample before those that see the memory.
         scale: a number, (b,), (b, height, width) or (b, frames, height, width).
         grid: frames, height and width of the picture as the host's first layer has it; None where it is not known.
         to_block: it is added to what the block hands on, not to the output of its attention.
+        rows: of the sample; layers of films have a row for each frame of it, or for each pixel, those of one row of the
+            sample one after the other. None where only a part of the host was called.
     """
 
     first: int
     scale: float | Tensor
     grid: Grid | None
     to_block: bool = False
+    rows: int | None = None
 
 
 def added_heads(model: Any, index: int, attn: Any, x: Tensor, q: Tensor) -> Tensor | None:
@@ -91,10 +94,14 @@ def added_heads(model: Any, index: int, attn: Any, x: Tensor, q: Tensor) -> Tens
     total = None
     for view, block, part in actions:
         seeing = projections(attn, x) if getattr(block, "reads_projections", False) else q
-        seeing = seeing[part.first :] if part.first else seeing
-        heads = view.apply(seeing, block, index, over_queries(part.scale, part.grid, seeing))
-        if part.first:
-            heads = F.pad(heads, (0, 0, 0, 0, 0, 0, part.first, 0))
+        repeats, scale = 1 if part.rows is None else q.shape[0] // part.rows, part.scale
+        first = part.first * repeats
+        seeing = seeing[first:] if first else seeing
+        if repeats > 1 and isinstance(scale, Tensor):
+            scale = scale.repeat_interleave(repeats, 0)
+        heads = view.apply(seeing, block, index, over_queries(scale, part.grid, seeing))
+        if first:
+            heads = F.pad(heads, (0, 0, 0, 0, 0, 0, first, 0))
         if part.to_block:
             assert step is not None  # or `actions_of_attention` has refused it
             waiting = step.details.setdefault(index, [])

@@ -24,7 +24,7 @@ from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.attached import forget_compiled
 from mmattn.hosts.calls import Action, ForwardStep
 from mmattn.hosts.denoising.adapter_scale import Grid, at_layer, at_step, check_adapter_scale, check_aspect, is_zero
-from mmattn.hosts.denoising.call import DenoisingCall, InsideAttention, RowsAndScale, rows_before
+from mmattn.hosts.denoising.call import AfterBlock, DenoisingCall, InsideAttention, RowsAndScale, rows_before
 from mmattn.hosts.denoising.heads import forward_arguments
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.recomputation import keep_context
@@ -228,7 +228,12 @@ class AdaptedDenoiser(AdaptedModel):
         ]
 
     def hook_block(self, index: int) -> Any:
-        """Hook the adapters to what the block around an attention layer hands on.
+        """Hook the adapters to what the block around an attention layer hands on."""
+        block, part = self.block_of(index)
+        return self.host.get_submodule(block).register_forward_hook(AfterBlock(self, index, part))
+
+    def block_of(self, index: int) -> tuple[str, int | None]:
+        """Name of the block around an attention layer, and which of its outputs is the picture's; None is its only one.
 
         Raises:
             AttachError: this kind of host has no such blocks.
@@ -245,7 +250,7 @@ class AdaptedDenoiser(AdaptedModel):
             AttachError: it does.
         """
         if adapter.adds_to_block:
-            self.hook_block(adapter.layers[0])
+            self.block_of(adapter.layers[0])
 
     def forward_step(
         self, call: Any, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -268,7 +273,7 @@ class AdaptedDenoiser(AdaptedModel):
                 scale = at_step(scale, timestep, self.layer_names, source.rows)
                 check_aspect(scale, grid)
             if name in self.active and name not in disabled:
-                self._add_actions(actions, name, source, first, scale, grid, timestep=timestep)
+                self._add_actions(actions, name, source, first, scale, grid, rows=rows, timestep=timestep)
         return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
@@ -301,6 +306,7 @@ class AdaptedDenoiser(AdaptedModel):
         scale: Any,
         grid: Grid | None,
         only: int | None = None,
+        rows: int | None = None,
         timestep: Any = None,
     ) -> None:
         adapter = self.adapter(name)
@@ -313,7 +319,9 @@ class AdaptedDenoiser(AdaptedModel):
             own = at_layer(scale, self.layer_names[index])
             entries = actions.setdefault((index, "inside"), [])
             if not is_zero(own):
-                entries.append((view, adapter.block(index), RowsAndScale(first, own, grid, adapter.adds_to_block)))
+                entries.append(
+                    (view, adapter.block(index), RowsAndScale(first, own, grid, adapter.adds_to_block, rows))
+                )
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach.

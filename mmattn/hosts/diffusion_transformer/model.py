@@ -15,7 +15,6 @@ from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
 from mmattn.hosts.denoising.adapter_scale import Grid
-from mmattn.hosts.denoising.call import AfterBlock
 from mmattn.hosts.denoising.heads import head_size, is_of_diffusers, takes_hidden_states
 from mmattn.hosts.denoising.ip_adapter_files import read_file
 from mmattn.hosts.denoising.model import AdaptedDenoiser
@@ -87,10 +86,10 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
 
     def changed_output(self, adapter: Any, index: int) -> tuple[nn.Module, int]:
         """The attention layer or the block around it, whose output an adapter changes, and the picture's part."""
-        layer = self.attention(index)
-        if adapter.adds_to_block:
-            return self.host.get_submodule(layer.block), max(layer.block_part or 0, 0)
-        return self.layer(index), layer.part
+        if not adapter.adds_to_block:
+            return self.layer(index), self.attention(index).part
+        block, part = self.block_of(index)
+        return self.host.get_submodule(block), part or 0
 
     def check_adapter(self, adapter: Any) -> None:
         """Prove that what an adapter adds at its layers reaches the prediction.
@@ -99,25 +98,27 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
             ConditionError: it does not.
             AttachError: it adds to blocks that are of another width, or hand on no picture.
         """
-        layers = [self.attention(site.layer) for site in adapter.sites]
-        changed = [(layer.name, layer.part) for layer in layers]
-        if adapter.adds_to_block:
-            for site, layer in zip(adapter.sites, layers, strict=True):
-                width = site.heads.num_heads * site.heads.head_dim
-                if layer.block_part is None or layer.block_width != width:
-                    raise AttachError(
-                        f"layout.added_to='block' adds what {layer.name} finds, {width} wide, to what {layer.block!r} "
-                        "hands on, which is no picture of that width: leave it out"
-                    )
-            changed = [(layer.block, max(layer.block_part or 0, 0)) for layer in layers]
+        changed = []
+        for site in adapter.sites:
+            layer = self.attention(site.layer)
+            name, part = self.block_of(site.layer) if adapter.adds_to_block else (layer.name, layer.part)
+            changed.append((name, part or 0))
         with self.open_blocks.conditioned(None):
             check_reaches(self.host, self.found, changed)
 
-    def hook_block(self, index: int) -> Any:
-        """Hook the adapters to what the block around an attention layer hands on."""
-        layer = self.attention(index)
-        part = None if layer.block_part in (None, -1) else layer.block_part
-        return self.host.get_submodule(layer.block).register_forward_hook(AfterBlock(self, index, part))
+    def block_of(self, index: int) -> tuple[str, int | None]:
+        """Name of the block around an attention layer, and which of its outputs is the picture's; None is its only one.
+
+        Raises:
+            AttachError: the block hands on no picture as wide as the layer's heads.
+        """
+        layer, size = self.attention(index), head_size(self.layer(index))
+        if layer.block_part is None or layer.block_width != size.num_heads * size.head_dim:
+            raise AttachError(
+                f"layout.added_to='block' adds what {layer.name} finds, {size.num_heads * size.head_dim} wide, to what "
+                f"{layer.block!r} hands on, which is no picture of that width: leave it out"
+            )
+        return layer.block, None if layer.block_part == -1 else layer.block_part
 
     def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
         """The weights of the host's own key and value projections of the text, of the picture where it reads none."""

@@ -16,7 +16,7 @@ from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
 from mmattn.hosts.denoising.adapter_scale import Grid
 from mmattn.hosts.denoising.call import AfterBlock
-from mmattn.hosts.denoising.heads import head_size, is_of_diffusers, takes_hidden_states
+from mmattn.hosts.denoising.heads import head_size, is_of_diffusers, keys_and_values_of, takes_hidden_states
 from mmattn.hosts.denoising.ip_adapter_files import read_file
 from mmattn.hosts.denoising.model import AdaptedDenoiser
 from mmattn.hosts.denoising.text_attention import TextAttention
@@ -120,10 +120,19 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         return self.host.get_submodule(layer.block).register_forward_hook(AfterBlock(self, index, part))
 
     def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
-        """The weights of the host's own key and value projections of the text, of the picture where it reads none."""
+        """The weights of the host's own key and value projections of the text, of the picture where it reads none.
+
+        Raises:
+            AttachError: it has none of their own.
+        """
         attn = self.layer(index)
         joint = self.attention(index).kind == JOINT and getattr(attn, "add_k_proj", None) is not None
-        k, v = (attn.add_k_proj, attn.add_v_proj) if joint else (attn.to_k, attn.to_v)
+        k, v = (attn.add_k_proj, attn.add_v_proj) if joint else keys_and_values_of(attn)
+        if k is None or v is None:
+            raise AttachError(
+                f"start='host' copies key and value projections, of which {self.layer_names[index]} of "
+                f"{type(self.host).__name__} has none of their own (they are one with others): give start='nothing'"
+            )
         return k.weight, v.weight
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:

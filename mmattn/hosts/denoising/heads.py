@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.protocols import HeadSizes
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import AttachError
 
 #: Names of the same thing in different layers: of the picture's, where text has projections of its own.
 _QUERIES, _FUSED = ("to_q", "to_query"), ("to_qkv", "img_qkv_proj", "img_attn_qkv")
@@ -129,22 +129,29 @@ def query_heads(attn: Any, x: Tensor, temb: Tensor | None = None) -> Tensor:
 
 
 def projections(attn: Any, x: Tensor) -> Tensor:
-    """Queries, keys and values (b, 3h, l, k) of x (b, l, d) as an attention layer projects them, before its norms.
-
-    Raises:
-        ConditionError: its keys and values are of one projection.
-    """
+    """Queries, keys and values (b, 3h, l, k) of x (b, l, d) as an attention layer projects them, before its norms."""
     projected = queries_of(attn)(x)
     if _named(attn, _QUERIES) is not None:
-        k, v = keys_and_values_of(attn)
-        if k is None or v is None:
-            raise ConditionError(
-                f"{type(attn).__name__} has no projections of keys and of values of its picture, which an adapter of "
-                "joint attention reads: use a DecoupledAdapter"
-            )
-        projected = torch.cat([projected, k(x), v(x)], 2)
+        projected = torch.cat([projected, *(one(x) for one in keys_and_values_of(attn))], 2)
     heads: Tensor = projected.unflatten(2, (3 * heads_of(attn), -1)).transpose(1, 2)
     return heads
+
+
+def check_projections(attn: Any, name: str) -> None:
+    """Refuse layers whose keys and values are not the picture's, as many heads of them as of its queries.
+
+    Raises:
+        AttachError: they are the text's, of fewer heads, or of one projection.
+    """
+    if _named(attn, _QUERIES) is None:
+        return
+    wanted, found = queries_of(attn).weight.shape, [getattr(one, "weight", None) for one in keys_and_values_of(attn)]
+    if any(one is None or one.shape != wanted for one in found):
+        shapes = [None if one is None else tuple(one.shape) for one in found]
+        raise AttachError(
+            f"a JointDecoupledAdapter reads keys and values of the picture, of the queries' size {tuple(wanted)}; "
+            f"{name} projects keys and values by {shapes}: use a DecoupledAdapter, or choose layers with blocks="
+        )
 
 
 def norm_width(norm: Any) -> int | None:

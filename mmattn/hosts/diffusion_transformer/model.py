@@ -16,7 +16,13 @@ from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
 from mmattn.hosts.denoising.adapter_scale import Grid
 from mmattn.hosts.denoising.call import AfterBlock
-from mmattn.hosts.denoising.heads import head_size, is_of_diffusers, keys_and_values_of, takes_hidden_states
+from mmattn.hosts.denoising.heads import (
+    check_projections,
+    head_size,
+    is_of_diffusers,
+    keys_and_values_of,
+    takes_hidden_states,
+)
 from mmattn.hosts.denoising.ip_adapter_files import read_file
 from mmattn.hosts.denoising.model import AdaptedDenoiser
 from mmattn.hosts.denoising.text_attention import TextAttention
@@ -97,9 +103,13 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
 
         Raises:
             ConditionError: it does not.
-            AttachError: it adds to blocks that are of another width, or hand on no picture.
+            AttachError: it adds to blocks that are of another width, or hand on no picture; it reads keys and values
+                of the picture that a layer does not have.
         """
         layers = [self.attention(site.layer) for site in adapter.sites]
+        if isinstance(adapter.config, JointDecoupledAdapter):
+            for site in adapter.sites:
+                check_projections(self.layer(site.layer), self.layer_names[site.layer])
         changed = [(layer.name, layer.part) for layer in layers]
         if adapter.adds_to_block:
             for site, layer in zip(adapter.sites, layers, strict=True):
@@ -163,9 +173,9 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         return self.found.layout.grid_of(picture) or packed_grid(given, picture.shape[1])
 
     def predict(self, sample: Tensor, timestep: Any, text: Tensor, **inputs: Any) -> Tensor:
-        """What the host makes of a sample, its time step given to every row."""
-        time = torch.as_tensor(timestep, device=sample.device).expand(sample.shape[0])
-        return super().predict(sample, time, text, **inputs)
+        """What the host makes of a sample, its time step given to every row; (1, frames) where each has its own."""
+        time = torch.as_tensor(timestep, device=sample.device)
+        return super().predict(sample, time.expand(sample.shape[0], *time.shape[1:]), text, **inputs)
 
     def text_attention(self, index: int) -> Any:
         """The processor that puts the text of an attention layer through the core.

@@ -274,16 +274,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "LongCatAudioDiTTransformer": {"dit_dim": 32, "dit_depth": 2, "dit_heads": 2, "dit_text_dim": 22, "latent_dim": 6},
     "LTX2VideoTransformer3DModel": _LTX2,
-    "MiniMaxMusic3Transformer1DModel": {
-        "in_channels": 4,
-        "condition_dim": 22,
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "ff_inner_dim": 16,
-        "rotary_dim": 8,
-        "fourier_embedding_dim": 8,
-    },
+    "MiniMaxMusic3Transformer1DModel": _SIZES
+    | {"condition_dim": 22, "ff_inner_dim": 16, "rotary_dim": 8, "fourier_embedding_dim": 8},
     "MotifVideoTransformer3DModel": _ALIKE | {"num_single_layers": 2, "text_embed_dim": 22, "rope_axes_dim": (4, 4, 8)},
     "NucleusMoEImageTransformer2DModel": _TOKENS
     | {

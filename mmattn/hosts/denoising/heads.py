@@ -155,8 +155,8 @@ def check_projections(attn: Any, name: str, reads_text: bool) -> None:
         shapes = [None if one is None else tuple(one.shape) for one in found]
         raise AttachError(
             f"a JointDecoupledAdapter reads keys and values of the picture, of the queries' size {tuple(wanted)}; "
-            f"{name} has those of its {'text' if reads_text else 'picture'}, {shapes}: use a DecoupledAdapter, or choose "
-            "layers with blocks="
+            f"{name} has those of its {'text' if reads_text else 'picture'}, {shapes}: use a DecoupledAdapter, or "
+            "choose layers with blocks="
         )
 
 

@@ -132,7 +132,16 @@ DENOISED = (
     "decoupled after blocks, flux",
     "joint decoupled, sd3",
 )
-SLOW = ("whisper", "vit", "t5, in the encoder", "gated, bart, in the encoder", "gated, modernbert")
+SLOW = (
+    "whisper",
+    "vit",
+    "t5, in the encoder",
+    "gated, bart, in the encoder",
+    "gated, modernbert",
+    "decoupled after blocks, flux",
+    "wan",
+    "flux",
+)
 DOES_NOT_APPLY = {
     "check_rows_that_see_nothing": NO_SLOTS,
     "check_rows_that_see_nothing_in_training": NO_SLOTS,

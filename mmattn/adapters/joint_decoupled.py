@@ -211,7 +211,7 @@ class TimedMemory:
         if text.timestep is None:
             raise ConditionError(
                 f"adapter {self.adapter.name!r} follows the time step, and only a part of the host was called, or it "
-                "was given none: call the whole host with a timestep"
+                "was given none, or several for one row: call the whole host with one timestep for each row"
             )
         memory = self.prepared.read(self.adapter)
         return TimedView(*self.adapter.resample(memory, text.timestep))

@@ -12,6 +12,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 import mmattn
+from mmattn.hosts.denoising.heads import SHARED
 from mmattn.testing.case import rows_of, stir
 from tests import tiny_transformers
 from tests.families import checks
@@ -72,9 +73,12 @@ class DiffusionFamily(Family):
     def given(self, ids: Tensor) -> dict[str, Any]:
         """The arguments for some pictures of the batch."""
         chosen: dict[str, Any] = rows_of(self.batch, ids[:, 0], 2)
-        shared = {name: value for name, value in self.batch.items() if name in ("img_ids", "txt_ids", "padding_mask")}
+        shared = {name: value for name, value in self.batch.items() if name in SHARED}
+        rows = ids[:, 0]
         lists = {
-            name: [value[int(row)] for row in ids] for name, value in self.batch.items() if isinstance(value, list)
+            name: [one[rows] for one in value] if isinstance(value[0], Tensor) else [value[row] for row in rows]
+            for name, value in self.batch.items()
+            if isinstance(value, list)
         }
         return chosen | shared | lists
 
@@ -180,6 +184,12 @@ def gradients(case: DiffusionFamily) -> None:
         assert not missing, f"no gradient, or no finite one: {missing[:3]}"
         return torch.cat([grad.flatten() for grad in found.values() if grad is not None])
 
+    def backward() -> None:
+        given = case.given(_IDS)
+        picture = given["hidden_states"].clone().requires_grad_()
+        case.another_host()(**given | {"hidden_states": picture})[0].sum().backward()
+
+    case.host_must(backward, "alone, too, gives no gradients on a CPU")
     plain = learned()
     assert plain.abs().max() > 0, "nothing is learned"
     assert all(parameter.grad is None for parameter in host.parameters()), "the host is given gradients"

@@ -76,6 +76,13 @@ def test_language_models_whose_layers_hand_on_something_else(name, adapter):
     refused(make(), adapter, match, path=path)
 
 
+class OfItsOwn(diffusers.SD3Transformer2DModel):
+    """A transformer that must be told what no config says."""
+
+    def forward(self, hidden_states, timestep, weather):
+        return super().forward(hidden_states, weather, weather, timestep)
+
+
 SIZES = {"attention_head_dim": 16, "num_attention_heads": 2, "num_layers": 1, "in_channels": 4}
 PICTURES = {
     "a film whose frames are rows": (
@@ -84,17 +91,15 @@ PICTURES = {
         ),
         "LatteTransformer3DModel.*film",
     ),
-    "a forward of its own": (
+    "tokens of another shape": (
         lambda: diffusers.LuminaNextDiT2DModel(
             sample_size=8, hidden_size=32, num_layers=1, num_attention_heads=2, num_kv_heads=2, cross_attention_dim=22
         ),
-        "not known what LuminaNextDiT2DModel is called with.*encoder_mask",
+        "LuminaNextDiT2DModel.*of another shape",
     ),
-    "queries under another name": (
-        lambda: diffusers.PRXTransformer2DModel(
-            in_channels=4, context_in_dim=22, hidden_size=32, num_heads=2, depth=1, axes_dim=[8, 8]
-        ),
-        "PRXTransformer2DModel has no attention layers from which queries",
+    "a forward of its own": (
+        lambda: OfItsOwn(joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=32, **SIZES),
+        "not known what OfItsOwn is called with.*weather",
     ),
     "autoencoder": (
         lambda: diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4),

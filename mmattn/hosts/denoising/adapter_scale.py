@@ -96,6 +96,23 @@ def first_time(timestep: Tensor | float | None) -> float:
     return float(timestep.flatten()[0])
 
 
+def times_by_row(timestep: Any, first: int, rows: int) -> Tensor | None:
+    """The time step (b,) of each row of a memory; None where the frames of a film stand at different ones.
+
+    Args:
+        timestep: one for all, (b,), or (b, frames) or (b, l) as some hosts of films take it.
+        first: row of the host that is the memory's first.
+        rows: b of the memory.
+    """
+    times = torch.as_tensor(timestep)
+    if times.dim() > 1:
+        times = times.flatten(1)
+        if bool((times != times[:, :1]).any()):
+            return None
+        times = times[:, 0]
+    return times.flatten().expand(rows) if times.numel() == 1 else times[first:]
+
+
 def at_layer(adapter_scale: Fixed, layer_name: str) -> float | Tensor:
     """The adapter_scale in one attention layer."""
     if not isinstance(adapter_scale, Mapping):

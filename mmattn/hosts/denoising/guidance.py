@@ -160,12 +160,14 @@ def _both_inputs(given: dict[str, Any], null: dict[str, Any]) -> dict[str, Any]:
     """Further arguments of the host for the rows of ε(∅) and then of ε(c)."""
     if unknown := set(null) - set(given):
         raise ConfigError(f"null_inputs names {sorted(unknown)}, which inputs lacks: give each to both")
-    return {
-        name: torch.cat([null.get(name, value), value])
-        if isinstance(value, Tensor) and value.dim() and name not in SHARED
-        else value
-        for name, value in given.items()
-    }
+    return {name: _both(name, null.get(name, value), value) for name, value in given.items()}
+
+
+def _both(name: str, null: Any, value: Any) -> Any:
+    """An argument for the rows of ε(∅) and then of ε(c); where it is one for each layer, each of them."""
+    if isinstance(value, list) and value and isinstance(value[0], Tensor):
+        return [_both(name, *each) for each in zip(null, value, strict=True)]
+    return torch.cat([null, value]) if isinstance(value, Tensor) and value.dim() and name not in SHARED else value
 
 
 def _twice(memory: Memory) -> Memory:

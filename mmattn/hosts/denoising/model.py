@@ -23,7 +23,15 @@ from mmattn.errors import AttachError, ConditionError, check_bool_mask
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.attached import forget_compiled
 from mmattn.hosts.calls import Action, ForwardStep
-from mmattn.hosts.denoising.adapter_scale import Grid, at_layer, at_step, check_adapter_scale, check_aspect, is_zero
+from mmattn.hosts.denoising.adapter_scale import (
+    Grid,
+    at_layer,
+    at_step,
+    check_adapter_scale,
+    check_aspect,
+    is_zero,
+    times_by_row,
+)
 from mmattn.hosts.denoising.call import AfterBlock, DenoisingCall, InsideAttention, RowsAndScale, rows_before
 from mmattn.hosts.denoising.heads import forward_arguments
 from mmattn.hosts.hooks import AfterHost, BeforeHost
@@ -312,8 +320,7 @@ class AdaptedDenoiser(AdaptedModel):
         adapter = self.adapter(name)
         frames, height, width = grid or (1, 1, 1)
         if timestep is not None and source.rows is not None:
-            timestep = torch.as_tensor(timestep).flatten()
-            timestep = timestep.expand(source.rows) if timestep.numel() == 1 else timestep[first:]
+            timestep = times_by_row(timestep, first, source.rows)
         view = source.step(TextState(source.rows, frames * height * width, layer=only, timestep=timestep))
         for index in adapter.layers if only is None else (only,):
             own = at_layer(scale, self.layer_names[index])

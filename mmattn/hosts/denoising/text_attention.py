@@ -84,10 +84,14 @@ class TextAttention:
         model: the adapted model.
         index: number of the layer.
         attn: the layer, an `Attention` of diffusers.
+
+    Raises:
+        ConditionError: the core cannot compute it.
     """
 
     def __init__(self, model: Any, index: int, attn: Any) -> None:
         self.model, self.index = model, index
+        self.check(attn)
         self.heads = TextHeads(attn)
 
     def check(self, attn: Any) -> None:

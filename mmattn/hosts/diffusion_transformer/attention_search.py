@@ -93,7 +93,7 @@ def find_attention(host: nn.Module) -> Found:
             for way, given in enumerate(ways):
                 with _noted(layers | around) as notes, evaluating(host):
                     try:
-                        fits = _is_whole(answer_of(host, given), given["hidden_states"])
+                        fits = _is_whole(answer_of(host, given), given["hidden_states"], layout)
                     except MmattnError:
                         raise
                     except Exception as error:
@@ -128,9 +128,10 @@ def answer_of(host: nn.Module, given: Mapping[str, Any]) -> Tensor:
     return found
 
 
-def _is_whole(answer: Tensor, picture: Tensor) -> bool:
+def _is_whole(answer: Tensor, picture: Tensor, layout: Layout) -> bool:
     """Whether a host's answer is of its picture's rows and size: some take any picture for a square one."""
-    return answer.shape[0] == picture.shape[0] and (picture.dim() < 4 or answer.shape[-2:] == picture.shape[-2:])
+    sides = [at - len(layout.axes) for at, axis in enumerate(layout.axes) if axis in "hw"]
+    return answer.shape[0] == picture.shape[0] and all(answer.shape[at] == picture.shape[at] for at in sides)
 
 
 @contextlib.contextmanager
@@ -234,11 +235,8 @@ def check_reaches(host: nn.Module, found: Found, layers: Sequence[tuple[str, int
         return hook
 
     # The same picture and text in every row.
-    given = {
-        name: value[:1].repeat(rows, *[1] * (value.dim() - 1)) if _has_rows(name, value, 1) else value
-        for name, value in found.inputs(host, 1, torch.Generator().manual_seed(0)).items()
-    }
-    given = {name: value * rows if isinstance(value, list) else value for name, value in given.items()}
+    inputs = found.inputs(host, 1, torch.Generator().manual_seed(0))
+    given = {name: _repeated(name, value, rows) for name, value in inputs.items()}
     try:
         for row, (name, part) in enumerate(layers, 1):
             hooks.append(host.get_submodule(name).register_forward_hook(disturb(row, part)))
@@ -255,6 +253,13 @@ def check_reaches(host: nn.Module, found: Found, layers: Sequence[tuple[str, int
             f"what is added to {blind} does not reach the prediction of {type(host).__name__}: memory "
             "would be lost there; choose other layers with blocks="
         )
+
+
+def _repeated(name: str, value: Any, rows: int) -> Any:
+    """An argument of one row for several: a list has a part for each row, or a tensor for each layer."""
+    if isinstance(value, list):
+        return [_repeated(name, one, rows) for one in value] if isinstance(value[0], Tensor) else value * rows
+    return value.repeat(rows, *[1] * (value.dim() - 1)) if _has_rows(name, value, 1) else value
 
 
 def _has_rows(name: str, value: Any, rows: int) -> bool:

@@ -15,7 +15,13 @@ from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
 from mmattn.hosts.denoising.adapter_scale import Grid
-from mmattn.hosts.denoising.heads import head_size, is_of_diffusers, takes_hidden_states
+from mmattn.hosts.denoising.heads import (
+    check_projections,
+    head_size,
+    is_of_diffusers,
+    keys_and_values_of,
+    takes_hidden_states,
+)
 from mmattn.hosts.denoising.ip_adapter_files import read_file
 from mmattn.hosts.denoising.model import AdaptedDenoiser
 from mmattn.hosts.denoising.text_attention import TextAttention
@@ -96,11 +102,14 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
 
         Raises:
             ConditionError: it does not.
-            AttachError: it adds to blocks that are of another width, or hand on no picture.
+            AttachError: it adds to blocks that are of another width, or hand on no picture; it reads keys and values
+                of the picture that a layer does not have.
         """
         changed = []
         for site in adapter.sites:
             layer = self.attention(site.layer)
+            if isinstance(adapter.config, JointDecoupledAdapter):
+                check_projections(self.layer(site.layer), layer.name, layer.kind == CROSS)
             name, part = self.block_of(site.layer) if adapter.adds_to_block else (layer.name, layer.part)
             changed.append((name, part or 0))
         with self.open_blocks.conditioned(None):
@@ -121,10 +130,19 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         return layer.block, None if layer.block_part == -1 else layer.block_part
 
     def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
-        """The weights of the host's own key and value projections of the text, of the picture where it reads none."""
+        """The weights of the host's own key and value projections of the text, of the picture where it reads none.
+
+        Raises:
+            AttachError: it has none of their own.
+        """
         attn = self.layer(index)
         joint = self.attention(index).kind == JOINT and getattr(attn, "add_k_proj", None) is not None
-        k, v = (attn.add_k_proj, attn.add_v_proj) if joint else (attn.to_k, attn.to_v)
+        k, v = (attn.add_k_proj, attn.add_v_proj) if joint else keys_and_values_of(attn)
+        if k is None or v is None:
+            raise AttachError(
+                f"start='host' copies key and value projections, of which {self.layer_names[index]} of "
+                f"{type(self.host).__name__} has none of their own (they are one with others): give start='nothing'"
+            )
         return k.weight, v.weight
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
@@ -155,9 +173,9 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         return self.found.layout.grid_of(picture) or packed_grid(given, picture.shape[1])
 
     def predict(self, sample: Tensor, timestep: Any, text: Tensor, **inputs: Any) -> Tensor:
-        """What the host makes of a sample, its time step given to every row."""
-        time = torch.as_tensor(timestep, device=sample.device).expand(sample.shape[0])
-        return super().predict(sample, time, text, **inputs)
+        """What the host makes of a sample, its time step given to every row; (1, frames) where each has its own."""
+        time = torch.as_tensor(timestep, device=sample.device)
+        return super().predict(sample, time.expand(sample.shape[0], *time.shape[1:]), text, **inputs)
 
     def text_attention(self, index: int) -> Any:
         """The processor that puts the text of an attention layer through the core.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from diffusers import DDPMScheduler, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 import mmattn
-from mmattn.hosts import AdaptedDiffusionTransformer, AdaptedUNet
 from mmattn.pipelines import DiffusionHost, PromptEncoder
 
 from .attributes import Subject
 from .settings import ModelSettings
 
-Denoiser = AdaptedUNet | AdaptedDiffusionTransformer
+Denoiser: TypeAlias = "mmattn.hosts.AdaptedUNet | mmattn.hosts.AdaptedDiffusionTransformer"
 
 WIDTH = 64
 LONGEST = 16

@@ -1,4 +1,4 @@
-"""The frozen models that turn prompts into pictures: a UNet with its text encoder, noise schedule and VAE."""
+"""The frozen models that turn prompts into pictures: a UNet or transformer, text encoder, noise schedule and VAE."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mmattn.progress import tracked
 
 
 class PromptEncoder(nn.Module):
-    """Prompts to the states that the UNet's own cross-attention reads.
+    """Prompts to the states that the UNet's own cross-attention, or the transformer's own attention, reads.
 
     Args:
         tokenizer: of the text encoder.
         encoder: `CLIPTextModel` of transformers.
-        attends_to_padding: whether the UNet was trained to see padding, and knows no prompt as the empty one, as in
+        attends_to_padding: whether the host was trained to see padding, and knows no prompt as the empty one, as in
             Stable Diffusion. Where it was not, a row without a prompt has no state at all.
     """
 
@@ -39,20 +39,36 @@ class PromptEncoder(nn.Module):
         Raises:
             TextError: a word that the text encoder was not trained on.
         """
-        padding = "max_length" if self.attends_to_padding else True
-        texts = [text or "" for text in prompts]
-        given = self.tokenizer(texts, padding=padding, truncation=True, return_tensors="pt")
-        ids, device = given["input_ids"], self.encoder.device
+        states, mask = self._encode(prompts)
         if self.attends_to_padding:
-            states = self.encoder(input_ids=ids.to(device)).last_hidden_state
-            return states, torch.ones_like(ids, dtype=torch.bool, device=device)
+            return states, torch.ones_like(mask)
+        return states, mask & torch.tensor([text is not None for text in prompts], device=mask.device)[:, None]
+
+    def pooled(self, prompts: Sequence[str | None]) -> Tensor:
+        """The state (b, e) at the end of each prompt, which transformers of diffusers take beside the others.
+
+        Args:
+            prompts: None stands for none.
+
+        Raises:
+            TextError: a word that the text encoder was not trained on.
+        """
+        states, mask = self._encode(prompts)
+        # Not `pooler_output`: a `CLIPTextModel` whose eos_token_id is 2 takes the token of the highest number.
+        return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+
+    def _encode(self, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+        """States (b, m, e), and which of them (b, m) are no padding."""
+        texts = [text or "" for text in prompts]
         unknown = self.unknown(texts)
         if unknown is not None:
             known = sorted(word for word in self.tokenizer.get_vocab() if not word.startswith("["))
             raise TextError(f"{unknown!r} has words this model never saw; it knows: {', '.join(known)}")
-        states = self.encoder(input_ids=ids.to(device), attention_mask=given["attention_mask"].to(device))
-        mask = given["attention_mask"].bool() & torch.tensor([text is not None for text in prompts])[:, None]
-        return states.last_hidden_state, mask.to(device)
+        padding = "max_length" if self.attends_to_padding else True
+        given = self.tokenizer(texts, padding=padding, truncation=True, return_tensors="pt").to(self.encoder.device)
+        mask = None if self.attends_to_padding else given["attention_mask"]
+        states: Tensor = self.encoder(input_ids=given["input_ids"], attention_mask=mask).last_hidden_state
+        return states, given["attention_mask"].bool()
 
     def unknown(self, texts: Iterable[str]) -> str | None:
         """The first text with a word that the text encoder was not trained on.
@@ -67,7 +83,7 @@ class PromptEncoder(nn.Module):
         return next((text for text in texts if unknown in self.tokenizer(text)["input_ids"]), None)
 
     def null(self) -> Tensor | None:
-        """States (1, m, e) of no prompt; None where the UNet then reads nothing."""
+        """States (1, m, e) of no prompt; None where the host then reads nothing."""
         return self([None])[0] if self.attends_to_padding else None
 
     def tokens(self, prompt: str) -> list[str]:
@@ -85,10 +101,10 @@ class DiffusionHost:
     """All models that turn prompts into pictures, frozen or not.
 
     Args:
-        unet: `UNet2DConditionModel` of diffusers.
+        unet: `UNet2DConditionModel` of diffusers, or `SD3Transformer2DModel` in its place.
         prompts: the text encoder.
-        schedule: `DDPMScheduler` of the noise that the UNet was trained with.
-        vae: between pictures and the latents that the UNet sees; None where it sees pixels.
+        schedule: `DDPMScheduler` of the noise that it was trained with.
+        vae: between pictures and the latents that it sees; None where it sees pixels.
     """
 
     unet: Any
@@ -117,6 +133,18 @@ class DiffusionHost:
     def channels(self) -> int:
         """Channels of a picture: 1, of ink on paper, or 3."""
         return int((self.unet if self.vae is None else self.vae).config.in_channels)
+
+    def inputs(self, prompts: Sequence[str | None]) -> dict[str, Tensor]:
+        """What the host takes of prompts beside their states, by its own names: of a transformer their pooled states.
+
+        Args:
+            prompts: None stands for none.
+
+        Raises:
+            TextError: a word that the text encoder was not trained on.
+        """
+        takes_pooled = "pooled_projection_dim" in self.unet.config
+        return {"pooled_projections": self.prompts.pooled(prompts)} if takes_pooled else {}
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
@@ -171,7 +199,7 @@ class DiffusionHost:
         """Pictures (b, c, size, size) from -1 to 1 on the CPU, by DDIM (arXiv 2010.02502).
 
         Args:
-            model: the adapted UNet.
+            model: the adapted host.
             prompts: b of them.
             num_inference_steps: denoising steps.
             guidance_scale: of classifier-free guidance (arXiv 2207.12598), as in diffusers; 1 is none.
@@ -185,12 +213,14 @@ class DiffusionHost:
         """
         scheduler, settings = self.sampler(num_inference_steps), self.unet.config
         (states, mask), null = self.prompts(list(prompts)), self.prompts.null()
+        inputs, null_inputs = self.inputs(list(prompts)), self.inputs([None] * len(states))
         memory = None if memory is None else memory.to(states.device, states.dtype)
         side = settings.sample_size
         noise = torch.randn(len(states), settings.in_channels, side, side, generator=generator)
         latents = noise.to(states.device, states.dtype)
         guidance = Guidance(guidance_scale)
-        given = {"text_mask": mask, "null_text": null, "memory": memory, "adapter_scale": adapter_scale}
+        given: dict[str, Any] = {"text_mask": mask if model.through_core else None, "null_text": null}
+        given |= {"memory": memory, "adapter_scale": adapter_scale, "inputs": inputs, "null_inputs": null_inputs}
         # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.
         clipped = {"use_clipped_model_output": True} if scheduler.config.clip_sample else {}
         with guidance.run(model, states, **given) as predict:
@@ -210,8 +240,9 @@ def load_diffusion_host(
     """The models of a folder, frozen and in evaluation mode.
 
     Args:
-        name: a run of the recipe diffusion (a UNet in "unet", tokenizer and text encoder in "text", trained on
-            `noise_schedule`), or Stable Diffusion 1 or 2: a folder in diffusers' layout or a name on the hub.
+        name: a run of the recipe diffusion (a UNet in "unet" or a transformer in "transformer", tokenizer and text
+            encoder in "text", trained on `noise_schedule`), or Stable Diffusion 1 or 2: a folder in diffusers' layout
+            or a name on the hub.
         device: of all models.
         dtype: of the weights, float32 by default.
         revision: branch, tag or commit on the hub.
@@ -225,10 +256,13 @@ def load_diffusion_host(
 
     folder, dtype = Path(name), dtype or torch.float32
     if (folder / "text").is_dir():
-        unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet", torch_dtype=dtype)
+        joint = (folder / "transformer").is_dir()
+        kind = diffusers.SD3Transformer2DModel if joint else diffusers.UNet2DConditionModel
+        model = kind.from_pretrained(folder / ("transformer" if joint else "unet"), torch_dtype=dtype)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "text")
         encoder = CLIPTextModel.from_pretrained(folder / "text", dtype=dtype)
-        host = DiffusionHost(unet, PromptEncoder(tokenizer, encoder), noise_schedule())
+        # As Stable Diffusion 3, it is trained to see padding.
+        host = DiffusionHost(model, PromptEncoder(tokenizer, encoder, joint), noise_schedule())
     else:
         more = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
         try:
@@ -252,7 +286,7 @@ def load_diffusion_host(
 
 
 def noise_schedule() -> Any:
-    """`DDPMScheduler` of a thousand steps of a squared cosine, for a UNet that predicts v (arXiv 2202.00512)."""
+    """`DDPMScheduler` of a thousand steps of a squared cosine, for a host that predicts v (arXiv 2202.00512)."""
     from diffusers import DDPMScheduler
 
     return DDPMScheduler(1000, beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")

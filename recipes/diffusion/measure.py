@@ -20,6 +20,7 @@ from mmattn.pipelines import DiffusionHost
 
 from .attributes import THRESHOLD, Subject
 from .data import Pictures
+from .models import Denoiser
 from .sampling import draw
 from .style import style_memory
 
@@ -127,7 +128,7 @@ class WithExamples(torch.nn.Module):
     def __init__(self, prompts: Any, concatenated: Any, memory: mmattn.Memory) -> None:
         super().__init__()
         self.prompts, self.concatenated, self.memory = prompts, concatenated, memory
-        self.null = prompts.null
+        self.null, self.pooled = prompts.null, prompts.pooled
 
     def forward(self, sentences: Sequence[str]) -> tuple[Tensor, Tensor]:
         """States (b, m + 16, e) and their mask."""
@@ -137,7 +138,7 @@ class WithExamples(torch.nn.Module):
 
 
 def text_rows(
-    model: mmattn.hosts.AdaptedUNet, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int
+    model: Denoiser, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int
 ) -> list[dict[str, Any]]:
     """For each guidance scale: classes and attributes as asked, diversity, and the distance to real pictures."""
     asked, rows = questions(judge.subject, each, seed), []
@@ -148,7 +149,7 @@ def text_rows(
 
 
 def style_rows(
-    model: mmattn.hosts.AdaptedUNet,
+    model: Denoiser,
     host: DiffusionHost,
     judge: Judge,
     encoder: StyleEncoder,

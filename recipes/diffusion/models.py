@@ -1,4 +1,4 @@
-"""The models that this recipe trains from nothing: a small UNet, a text encoder and its words."""
+"""The models that this recipe trains from nothing: a small UNet or transformer, a text encoder and its words."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusers import DDPMScheduler, UNet2DConditionModel
+from diffusers import DDPMScheduler, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
-from mmattn.pipelines import PromptEncoder
+import mmattn
+from mmattn.hosts import AdaptedDiffusionTransformer, AdaptedUNet
+from mmattn.pipelines import DiffusionHost, PromptEncoder
 
 from .attributes import Subject
+from .settings import ModelSettings
+
+Denoiser = AdaptedUNet | AdaptedDiffusionTransformer
 
 WIDTH = 64
 LONGEST = 16
@@ -41,7 +46,7 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_prompt_encoder(subject: Subject) -> PromptEncoder:
+def make_prompt_encoder(subject: Subject, attends_to_padding: bool = False) -> PromptEncoder:
     """A text encoder of two layers with random weights."""
     tokenizer = make_tokenizer(subject.vocabulary())
     config = CLIPTextConfig(
@@ -56,7 +61,7 @@ def make_prompt_encoder(subject: Subject) -> PromptEncoder:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return PromptEncoder(tokenizer, CLIPTextModel(config))
+    return PromptEncoder(tokenizer, CLIPTextModel(config), attends_to_padding)
 
 
 def make_unet(size: int, channels: tuple[int, ...], colours: int = 1) -> UNet2DConditionModel:
@@ -76,6 +81,70 @@ def make_unet(size: int, channels: tuple[int, ...], colours: int = 1) -> UNet2DC
     )
 
 
+def make_transformer(settings: ModelSettings, colours: int = 1) -> SD3Transformer2DModel:
+    """A transformer of under three million parameters, of which picture and text are one sequence (arXiv 2403.03206).
+
+    What the time step and the text multiply and shift starts at 0, as in arXiv 2212.09748 (adaLN-Zero).
+    """
+    transformer = SD3Transformer2DModel(
+        sample_size=settings.size,
+        patch_size=settings.patch,
+        in_channels=colours,
+        out_channels=colours,
+        num_layers=settings.layers,
+        attention_head_dim=settings.head_dim,
+        num_attention_heads=settings.heads,
+        joint_attention_dim=WIDTH,
+        caption_projection_dim=settings.heads * settings.head_dim,
+        pooled_projection_dim=WIDTH,
+        pos_embed_max_size=settings.size // settings.patch,
+        qk_norm="rms_norm",
+    )
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.Linear) and (name == "proj_out" or "norm" in name):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+    return transformer
+
+
+def make_denoiser(settings: ModelSettings, colours: int = 1) -> UNet2DConditionModel | SD3Transformer2DModel:
+    """What stage A trains, with random weights."""
+    if settings.kind == "transformer":
+        return make_transformer(settings, colours)
+    return make_unet(settings.size, settings.channels, colours)
+
+
+def attach_bare(host: DiffusionHost) -> Denoiser:
+    """The host with its text through the core where padding is to be hidden from it."""
+    model: Denoiser = mmattn.attach(host.unet)
+    return model if host.prompts.attends_to_padding else model.use_core()
+
+
+def predict(
+    model: Denoiser,
+    noisy: Tensor,
+    times: Tensor,
+    text: Tensor,
+    mask: Tensor,
+    inputs: dict[str, Tensor],
+    memory: Any = None,
+) -> Tensor:
+    """What the model makes of noisy pictures (b, c, size, size) at time steps (b,), in their shape.
+
+    Args:
+        model: with its adapter.
+        noisy: pictures.
+        times: of each.
+        text: (b, m, e).
+        mask: (b, m), what of the text is read, where the model reads it through the core.
+        inputs: what else it takes of the text.
+        memory: of examples.
+    """
+    with model.condition(memory, text_mask=mask if model.through_core else None):
+        predicted: Tensor = model.predict(noisy, times, text, **inputs)
+    return predicted
+
+
 def denoising_loss(
     schedule: DDPMScheduler, predict: Any, clean: Tensor, noise: Tensor, times: Tensor, min_snr: float
 ) -> Tensor:
@@ -88,8 +157,9 @@ def denoising_loss(
     return weight * (predict(noisy, times) - wanted).square().mean((1, 2, 3))
 
 
-def save_models(folder: Path, unet: UNet2DConditionModel, prompts: PromptEncoder) -> None:
+def save_models(folder: Path, denoiser: UNet2DConditionModel | SD3Transformer2DModel, prompts: PromptEncoder) -> None:
     """Write both in half precision, as folders that diffusers and transformers read."""
-    unet.half().save_pretrained(folder / "unet")
+    kind = "unet" if isinstance(denoiser, UNet2DConditionModel) else "transformer"
+    denoiser.half().save_pretrained(folder / kind)
     prompts.encoder.half().save_pretrained(folder / "text")
     prompts.tokenizer.save_pretrained(folder / "text")

@@ -13,9 +13,11 @@ import mmattn
 from mmattn import inspect
 from mmattn.pipelines import DiffusionHost, as_image
 
+from .models import Denoiser
+
 
 def draw(
-    model: mmattn.hosts.AdaptedUNet,
+    model: Denoiser,
     host: DiffusionHost,
     sentences: Sequence[str],
     steps: int,
@@ -30,7 +32,7 @@ def draw(
 
 
 def traces(
-    model: mmattn.hosts.AdaptedUNet,
+    model: Denoiser,
     host: DiffusionHost,
     sentence: str,
     steps: int,
@@ -41,8 +43,10 @@ def traces(
 ) -> list[inspect.Trace]:
     """The attention of each place of the picture to each word, without guidance, as the mean over the steps.
 
+    Of a model that reads picture and text in one softmax, only the attention to the example.
+
     Args:
-        model: the UNet, attached.
+        model: attached.
         host: with its text encoder.
         sentence: what is drawn.
         steps: of DDIM.
@@ -54,7 +58,10 @@ def traces(
         made = draw(model, host, [sentence], steps, 1.0, seed=seed, memory=memory)
     words, side = host.prompts.tokens(sentence), model.host.config.sample_size
     given: dict[str, Any] = {"queries": "sources", "grid": (side, side), "picture": enlarged(made[0])}
-    found = [inspect.Trace(words, patches(side), *maps(weights, "text", len(words), side), sentence, **given)]
+    found = []
+    if any(name == "text" for name, _ in weights):
+        seen = maps(weights, "text", len(words), side)
+        found.append(inspect.Trace(words, patches(side), *seen, sentence, **given))
     if memory is not None and example is not None:
         edge = round(memory.length**0.5)
         given |= {"word_grid": (edge, edge), "word_picture": enlarged(example)}
@@ -88,7 +95,7 @@ def enlarged(picture: Tensor) -> Any:
 
 @torch.no_grad()
 def word_attention(
-    model: mmattn.hosts.AdaptedUNet, host: DiffusionHost, sentence: str, steps: int, *, seed: int
+    model: Denoiser, host: DiffusionHost, sentence: str, steps: int, *, seed: int
 ) -> tuple[list[str], list[int], Tensor, Tensor]:
     """The attention to each word at each step of drawing without guidance.
 

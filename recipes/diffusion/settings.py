@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Strict(BaseModel):
@@ -23,8 +23,23 @@ class DataSettings(Strict):
 
 
 class ModelSettings(Strict):
+    kind: Literal["unet", "transformer"] = "unet"  # of stage A; stage B takes what it is given
     size: int = Field(16, ge=8)  # pixels a side
-    channels: tuple[int, ...] = (32, 64, 64)
+    channels: tuple[int, ...] = (32, 64, 64)  # unet: of each level
+    patch: int = Field(4, ge=1)  # transformer: pixels a side of what is one token
+    layers: int = Field(5, ge=2)  # transformer
+    heads: int = Field(4, ge=1)  # transformer
+    head_dim: int = Field(32, ge=2)  # transformer
+
+    @model_validator(mode="after")
+    def fits(self) -> ModelSettings:
+        """Refuse a transformer whose picture or width cannot be cut into equal parts."""
+        width = self.heads * self.head_dim
+        if self.kind == "transformer" and self.size % self.patch:
+            raise ValueError(f"{self.size} pixels a side are no whole number of patches of {self.patch}")
+        if self.kind == "transformer" and width % 4:
+            raise ValueError(f"{self.heads} heads of {self.head_dim} are {width} wide: a multiple of 4 is needed")
+        return self
 
 
 class OptimSettings(Strict):
@@ -54,7 +69,7 @@ class StyleSettings(Strict):
 class Config(Strict):
     out: str = "runs/diffusion"
     stage: Literal["text", "style"] = "text"
-    unet: str = "assets/diffusion"  # style: what stays frozen; a run of stage A, or a Stable Diffusion (folder, hub)
+    unet: str = "assets/diffusion"  # style: what stays frozen; a run of stage A of either kind, or a Stable Diffusion
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu"] = "auto"
     conditioning_dropout_prob: float = Field(0.1, ge=0, lt=1)  # of each condition in training, for guidance

@@ -16,7 +16,7 @@ from mmattn.recipes import resolve_asset
 from .attributes import Subject, style_words
 from .data import Pictures, load_data
 from .measure import Judge, style_rows, text_rows
-from .models import save_models
+from .models import Denoiser, attach_bare, save_models
 from .pictures import grid, plot_losses, word_maps
 from .sampling import draw, traces, word_attention
 from .settings import Config
@@ -43,25 +43,27 @@ def main(settings: dict[str, Any]) -> Path:
 
 
 def stage_text(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
-    """Stage A: UNet and text encoder from nothing, then obedience by guidance."""
+    """Stage A: UNet or transformer and text encoder from nothing, then obedience by guidance."""
     data, held_out, subject = load_data(config.data, config.model.size)
     host, seconds = train_text(config, data, subject, run, accelerator.device)
     save_models(run.path, host.unet, host.prompts)
     host = load_diffusion_host(run.path, device=accelerator.device)
-    model = mmattn.attach(host.unet).use_core()
+    model = attach_bare(host)
     judge = Judge(data, subject)
     rows = text_rows(model, host, judge, config.sample.steps, config.seed, config.sample.each)
     sentence = shown(subject)[0]
     given = {"steps": config.sample.steps, "seed": config.seed}
-    word_maps(*word_attention(model, host, sentence, **given), run.path / "words.png")
-    found = [traces(model, host, one, **given) for one in shown(subject)[:EXPLORED]]
-    inspect.save_traces([one for some in found for one in some], run.path)
-    took = {"UNet and text encoder": {"steps": config.optim.max_steps, "seconds": round(seconds)}}
+    if model.through_core:
+        word_maps(*word_attention(model, host, sentence, **given), run.path / "words.png")
+        found = [traces(model, host, one, **given) for one in shown(subject)[:EXPLORED]]
+        inspect.save_traces([one for some in found for one in some], run.path)
+    name = {"unet": "UNet", "transformer": "transformer"}[config.model.kind]
+    took = {f"{name} and text encoder": {"steps": config.optim.max_steps, "seconds": round(seconds)}}
     return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
 
 
 def stage_style(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
-    """Stage B: a UNet frozen, an adapter that follows an example, and the other way beside it."""
+    """Stage B: a UNet or transformer frozen, an adapter that follows an example, and the other way beside it."""
     host = load_diffusion_host(resolve_asset(config.unet), device=accelerator.device)
     data, held_out, subject = load_data(config.data, host.size, host.channels)
     encoder = train_encoder(data, subject.attributes, config.style.encoder_steps, config.seed, config.progress)
@@ -82,7 +84,7 @@ def stage_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
     if config.style.control:
         wanted, _ = model.trainable_parameters()
         torch.set_rng_state(generator.get_state())  # its first weights are those of the published table
-        concatenated = Concatenated(wanted, host.unet.config.cross_attention_dim).to(accelerator.device)
+        concatenated = Concatenated(wanted, host.prompts.encoder.config.hidden_size).to(accelerator.device)
         generator.manual_seed(config.seed)
         done["concatenated"], _ = train_style(*given, concatenated, "concatenated", *shared)
     judge, examples = Judge(data, subject), held_out[: config.sample.examples]
@@ -106,7 +108,7 @@ def describe(config: Config, host: DiffusionHost, count: int) -> PipelineConfig:
 
 
 def show(
-    model: mmattn.hosts.AdaptedUNet,
+    model: Denoiser,
     host: DiffusionHost,
     encoder: StyleEncoder,
     subject: Subject,

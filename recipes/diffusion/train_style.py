@@ -1,4 +1,4 @@
-"""Stage B: the UNet frozen, adapters learn to follow the style of an example.
+"""Stage B: the UNet or transformer frozen, adapters learn to follow the style of an example.
 
 An example is never the picture to be drawn, nor of the same class: it is one of the pictures of other classes whose
 measures are nearest. What both share is the style, so that is what the adapter can learn from it; what to draw is said
@@ -22,7 +22,7 @@ from mmattn.pipelines import DiffusionHost
 
 from .attributes import Subject, asked_for
 from .data import Pictures
-from .models import denoising_loss
+from .models import Denoiser, denoising_loss, predict
 from .settings import Config
 from .style import style_memory
 
@@ -72,7 +72,7 @@ def train_style(
     config: Config,
     data: Pictures,
     subject: Subject,
-    model: mmattn.hosts.AdaptedUNet,
+    model: Denoiser,
     host: DiffusionHost,
     encoder: StyleEncoder,
     trained: nn.Module,
@@ -103,17 +103,17 @@ def train_style(
 
     def loss(rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
         device = accelerator.device
+        said = [row.sentence for row in rows]
         with torch.no_grad():
-            text, mask = host.prompts([row.sentence for row in rows])
+            (text, mask), inputs = host.prompts(said), host.inputs(said)
         tokens = memories.tokens[[row.example for row in rows]]
         sees = torch.tensor([row.sees_example for row in rows], device=device)
-        memory = mmattn.Memory(tokens, sees[:, None].expand(tokens.shape[:2]))
-        given = {"memory": memory}
+        memory: mmattn.Memory | None = mmattn.Memory(tokens, sees[:, None].expand(tokens.shape[:2]))
         if isinstance(trained, Concatenated):
-            (text, mask), given = trained(text, mask, memory), {}
+            (text, mask), memory = trained(text, mask, memory), None
         errors = denoising_loss(
             host.schedule,
-            lambda noisy, times: model(noisy, times, text, text_mask=mask, **given).sample,
+            lambda noisy, times: predict(model, noisy, times, text, mask, inputs, memory),
             host.encode(data.pictures[[row.picture for row in rows]]),
             torch.stack([row.noise for row in rows]).to(device),
             torch.tensor([row.time for row in rows], device=device),

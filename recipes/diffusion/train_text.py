@@ -1,4 +1,4 @@
-"""Stage A: a small UNet and a text encoder learn to draw what a sentence says."""
+"""Stage A: a small UNet or transformer and a text encoder learn to draw what a sentence says."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 
-import mmattn
 from mmattn import training
 from mmattn.pipelines import DiffusionHost, noise_schedule
 
 from .attributes import Subject, asked_for
 from .data import Pictures
-from .models import denoising_loss, make_prompt_encoder, make_unet
+from .models import attach_bare, denoising_loss, make_denoiser, make_prompt_encoder, predict
 from .pictures import grid, plot_losses
 from .sampling import draw
 from .settings import Config
@@ -24,15 +23,15 @@ from .settings import Config
 def train_text(
     config: Config, data: Pictures, subject: Subject, run: training.RunFolder, device: torch.device
 ) -> tuple[DiffusionHost, float]:
-    """Train UNet and text encoder; returns them with the averaged weights, and seconds."""
+    """Train the denoiser and the text encoder; returns them with the averaged weights, and seconds."""
     torch.manual_seed(config.seed)
     random, settings = Random(config.seed), config.optim
-    prompts, schedule = make_prompt_encoder(subject), noise_schedule()
-    unet = make_unet(config.model.size, config.model.channels, data.pictures.shape[1])
-    host = DiffusionHost(unet, prompts, schedule).to(device)
-    model = mmattn.attach(unet).use_core()
-    unet.requires_grad_(True)
-    both = torch.nn.ModuleDict({"unet": unet, "prompts": prompts}).train()
+    prompts, schedule = make_prompt_encoder(subject, config.model.kind == "transformer"), noise_schedule()
+    denoiser = make_denoiser(config.model, data.pictures.shape[1])
+    host = DiffusionHost(denoiser, prompts, schedule).to(device)
+    model = attach_bare(host)
+    denoiser.requires_grad_(True)
+    both = torch.nn.ModuleDict({"denoiser": denoiser, "prompts": prompts}).train()
     average = EMAModel(both.parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
     groups = training.parameter_groups(both, settings.learning_rate, weight_decay=settings.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
@@ -46,14 +45,16 @@ def train_text(
         said = [
             subject.describe(int(data.classes[i]), asked_for(names, data.measures[i], random), random) for i in rows
         ]
-        # Left out is left out: those rows see no text at all.
+        # Left out is left out: those rows see no text at all, or that of no sentence.
         kept = (torch.rand(len(rows), 1) >= config.conditioning_dropout_prob)[:, 0].tolist()
         clean = data.pictures[rows]
         noise, times = torch.randn_like(clean), torch.randint(0, schedule.config.num_train_timesteps, (len(rows),))
-        text, mask = prompts([one if here else None for one, here in zip(said, kept, strict=True)])
+        said = [one if here else None for one, here in zip(said, kept, strict=True)]
+        text, mask = prompts(said)
+        inputs = host.inputs(said)
         return denoising_loss(
             schedule,
-            lambda noisy, times: model(noisy, times, text, text_mask=mask).sample,
+            lambda noisy, times: predict(model, noisy, times, text, mask, inputs),
             clean.to(device),
             noise.to(device),
             times.to(device),

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 import mmattn
-from mmattn.hosts import AdaptedDiffusionTransformer, AdaptedUNet
 from mmattn.pipelines import DiffusionHost, PromptEncoder
 
 from .attributes import Subject
 from .settings import ModelSettings
 
-Denoiser = AdaptedUNet | AdaptedDiffusionTransformer
+Denoiser = mmattn.hosts.AdaptedUNet | mmattn.hosts.AdaptedDiffusionTransformer
 
 WIDTH = 64
 LONGEST = 16

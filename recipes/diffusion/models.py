@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from diffusers import DDPMScheduler, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
@@ -18,7 +18,7 @@ from mmattn.pipelines import DiffusionHost, PromptEncoder
 from .attributes import Subject
 from .settings import ModelSettings
 
-Denoiser: TypeAlias = "mmattn.hosts.AdaptedUNet | mmattn.hosts.AdaptedDiffusionTransformer"
+Denoiser = mmattn.hosts.AdaptedUNet | mmattn.hosts.AdaptedDiffusionTransformer
 
 WIDTH = 64
 LONGEST = 16

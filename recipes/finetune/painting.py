@@ -10,6 +10,7 @@ import torch
 
 import mmattn
 from mmattn import pipelines, training
+from mmattn.errors import ConfigError
 from mmattn.recipes import resolve_asset
 
 from .memories import without
@@ -24,12 +25,20 @@ class Painting:
     Attributes:
         models: the UNet, its text encoder, the noise schedule it was trained with, and the VAE where there is one.
         host: the UNet.
+
+    Raises:
+        ConfigError: what `unet` names is a transformer.
     """
 
     def __init__(self, settings: Config, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.models = pipelines.load_diffusion_host(resolve_asset(settings.unet), device=device)
         self.host = self.models.unet
+        if "pooled_projection_dim" in self.host.config:
+            raise ConfigError(
+                f"unet={settings.unet!r} is a {type(self.host).__name__}, and this recipe paints with UNets: name a UNet, "
+                "or train its adapter with the recipe diffusion (config_style.yaml)"
+            )
 
     def check(self, rows: Any) -> str | None:
         """The first text with words that the text encoder of this UNet never saw; None where there is none."""

@@ -36,8 +36,8 @@ class Painting:
         self.host = self.models.unet
         if "pooled_projection_dim" in self.host.config:
             raise ConfigError(
-                f"unet={settings.unet!r} is a {type(self.host).__name__}, and this recipe paints with UNets: name a UNet, "
-                "or train its adapter with the recipe diffusion (config_style.yaml)"
+                f"unet={settings.unet!r} is a {type(self.host).__name__}, and this recipe paints with UNets: name a "
+                "UNet, or train its adapter with the recipe diffusion (config_style.yaml)"
             )
 
     def check(self, rows: Any) -> str | None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 import mmattn
 from mmattn import inspect
-from mmattn.errors import TextError
+from mmattn.errors import ConfigError, TextError
 from mmattn.pipelines import load_diffusion_host
 from mmattn.recipes import read_settings
 
@@ -145,3 +145,9 @@ def test_stage_b_and_drawing(recipe: SimpleNamespace, base: Path, tmp_path: Path
         return drawn.tobytes()
 
     assert draw() == draw(images=example, adapter_scale=0.0)
+
+
+def test_finetune_paints_with_unets(load_files: Callable[..., SimpleNamespace], base: Path) -> None:
+    finetune = load_files("finetune", "painting")
+    with pytest.raises(ConfigError, match="SD3Transformer2DModel.*name a UNet"):
+        finetune.painting.Painting(SimpleNamespace(unet=str(base)), torch.device("cpu"))

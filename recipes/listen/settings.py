@@ -1,0 +1,112 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class OptimSettings(Strict):
+    max_steps: int = Field(600, ge=1)
+    batch_size: int = Field(32, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    gate_learning_rate: float = Field(2e-2, gt=0)
+    weight_decay: float = Field(0.02, ge=0)
+    warmup_steps: int = Field(50, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class AdapterSettings(Strict):
+    layers: list[int] | None = None
+    every: int | None = 1
+    num_heads: int = Field(4, ge=1)
+    head_dim: int = Field(24, ge=1)
+    feed_forward: float = Field(1.0, ge=0)
+    null_slot: bool = True
+
+
+# Speech --------------------------------------------------------------------------------------------------------------
+
+
+class VoiceSettings(Strict):
+    train: int = Field(4000, ge=1)  # utterances of numbers
+    held_out: int = Field(600, ge=8)  # by the eight voices held out
+    chatter: int = Field(300, ge=1)  # of what is said in the background
+    least: int = Field(2, ge=1)  # words of an utterance
+    most: int = Field(5, ge=1)
+    speed: tuple[int, int] = (200, 270)  # words in a minute
+    pitch: tuple[int, int] = (30, 70)  # of espeak-ng's 0 to 99
+    sampling_rate: int = Field(8000, ge=4000)
+    cache: str = "runs/cache"  # sound is kept here, by what was said
+
+
+class NoiseSettings(Strict):
+    seconds: float = Field(2.0, gt=0)  # of a clip
+    snr: float = 0.0  # dB, of the voice to white noise and other voices together, when measured
+    easiest: float = 10.0  # dB; in training it is drawn from `snr` up to here
+    talkers: int = Field(3, ge=1)  # voices in the background
+
+
+class RecogniserSettings(OptimSettings):
+    bands: int = Field(32, ge=8)  # of the mel scale
+    window: float = Field(0.032, gt=0)  # seconds of a frame
+    hop: float = Field(0.02, gt=0)  # seconds from one frame to the next
+    width: int = Field(96, ge=8)
+    layers: int = Field(2, ge=1)  # of the encoder, and as many of the decoder
+    heads: int = Field(4, ge=1)
+    dropout: float = Field(0.1, ge=0, lt=1)
+    ctc: float = Field(0.5, ge=0)  # weight of the loss of the encoder alone, which finds where words are
+    max_steps: int = Field(1500, ge=1)
+
+
+class ListSettings(Strict):
+    words: int = Field(8, ge=1)  # of a list
+    wrong: float = Field(0.3, ge=0, lt=1)  # share of the lists in training that are another speaker's
+    adapter: AdapterSettings = AdapterSettings()
+    optim: OptimSettings = OptimSettings(max_steps=500)
+
+
+# Series --------------------------------------------------------------------------------------------------------------
+
+
+class SeriesSettings(Strict):
+    samples: int = Field(16_000, ge=1000)
+    noise: float = Field(0.5, ge=0)  # deviation, beside a wave of amplitude 1
+    patch: int = Field(64, ge=2)  # samples of a token
+    position_features: int = Field(32, ge=2)
+    train: int = Field(3000, ge=1)
+    held_out: int = Field(500, ge=1)
+
+
+class LanguageModelSettings(OptimSettings):
+    width: int = Field(128, ge=8)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    max_steps: int = Field(150, ge=1)
+
+
+class DescribingSettings(Strict):
+    adapter: AdapterSettings = AdapterSettings(num_heads=8, head_dim=16, null_slot=False)
+    optim: OptimSettings = OptimSettings(max_steps=700, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
+    memory_batch: int = Field(64, ge=1)  # rows of the training step whose memory is measured
+
+
+class Config(Strict):
+    out: str = "runs/listen"
+    part: Literal["speech", "series"] = "speech"
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu"] = "auto"
+    controls: bool = True  # LoRA of equal size, without a memory
+    progress: bool = True
+    voices: VoiceSettings = VoiceSettings()
+    noise: NoiseSettings = NoiseSettings()
+    recogniser: RecogniserSettings = RecogniserSettings()
+    list: ListSettings = ListSettings()
+    series: SeriesSettings = SeriesSettings()
+    lm: LanguageModelSettings = LanguageModelSettings()
+    describing: DescribingSettings = DescribingSettings()

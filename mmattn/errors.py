@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = [
     "AdapterFileError",
     "AttachError",
+    "AudioError",
     "ConditionError",
     "ConfigError",
     "ImageError",
@@ -28,6 +29,7 @@ __all__ = [
     "NonFiniteError",
     "ShapeError",
     "TextError",
+    "VideoError",
 ]
 
 
@@ -73,6 +75,14 @@ class IndexFileError(MmattnError, ValueError):
 
 class ImageError(MmattnError, ValueError):
     """An image cannot be read: missing, damaged, too large, or no image."""
+
+
+class AudioError(MmattnError, ValueError):
+    """A sound cannot be read: missing, damaged, cut short, empty, too short or too long, overdriven, or no sound."""
+
+
+class VideoError(MmattnError, ValueError):
+    """A video cannot be read: missing, damaged, without frames, or no video."""
 
 
 class TextError(MmattnError, ValueError):

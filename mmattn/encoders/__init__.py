@@ -1,13 +1,16 @@
-"""Frozen encoders of images and texts into a `Memory`; nothing heavy is imported before an encoder is built."""
+"""Frozen encoders into a `Memory`, of images, texts, sounds and series; heavy imports wait until one is built."""
 
 from __future__ import annotations
 
 from mmattn.encoders.frozen import ImageEncoder
 from mmattn.encoders.hybrid import HybridEncoder
 from mmattn.encoders.images import load_image
+from mmattn.encoders.log_mel import LogMelEncoder
 from mmattn.encoders.multi_vector import MultiVectorEncoder
 from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
 from mmattn.encoders.preprocessing import ImageProcessor, preprocess
+from mmattn.encoders.series import SeriesEncoder
+from mmattn.encoders.sounds import load_audio, stream_audio
 from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
 from mmattn.encoders.text import TextEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder
@@ -18,12 +21,16 @@ __all__ = [
     "HybridEncoder",
     "ImageEncoder",
     "ImageProcessor",
+    "LogMelEncoder",
     "MultiVectorEncoder",
+    "SeriesEncoder",
     "StyleEncoder",
     "StyleNetwork",
     "TextEncoder",
     "TorchvisionEncoder",
     "away_from_paper",
+    "load_audio",
     "load_image",
     "preprocess",
+    "stream_audio",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,12 +54,12 @@ class FrozenEncoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the network."""
-        return next(self.parameters()).device
+        return self._any_tensor().device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the network, and of the memory."""
-        return next(self.parameters()).dtype
+        return self._any_tensor().dtype
 
     @property
     def fingerprint(self) -> str:
@@ -74,6 +75,10 @@ class FrozenEncoder(nn.Module):
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
             self._hashed = (state, digest.hexdigest())
         return self._hashed[1]
+
+    def _any_tensor(self) -> Tensor:
+        # What has no weights has filters, or a place, as a buffer.
+        return next(chain(self.parameters(), self.buffers()))
 
     def _described(self) -> dict[str, Any]:
         return self.settings

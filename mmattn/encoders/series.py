@@ -1,0 +1,283 @@
+"""Time series as a memory, without any weights: patches with what was observed, their scale and their position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.encoders.frozen import FrozenEncoder
+from mmattn.errors import ConfigError, NonFiniteError, ShapeError, check_choice, check_int
+from mmattn.memory import Memory
+from mmattn.progress import batches
+
+_NORMALIZATIONS = ("series", "running", "none")
+#: Added to deviations, as a share of the mean's size: what hardly changes is noise, not a signal.
+_SMALL = 1e-5
+
+
+class SeriesEncoder(FrozenEncoder):
+    """Time series of several channels as a memory (b, m, e), one token for each patch (PatchTST, arXiv 2211.14730).
+
+    A token holds, in this order: the values of its patch, normalised, first those of the first time step; for each of
+    them 1 where it was observed and 0 where not, in which case the value is 0, too; of each channel the inverse
+    hyperbolic sine of the mean and of the deviation that the values were normalised by; and sines and cosines of the
+    number of the patch. A value that is NaN was not observed. A patch without any observed value is masked.
+
+    Args:
+        patch_length: time steps of a patch; what is missing of the last one was not observed.
+        channels: of the series.
+        normalization: by the mean and deviation of each channel over the whole "series"; or "running", over what was
+            observed from the beginning to the end of the patch; or "none". A series can be streamed with the last two,
+            which need nothing of what comes later.
+        position_features: sines and cosines of the number of the patch, with wavelengths from 2π to 20000π patches;
+            even, 0 for none.
+        device: where it is computed, by default the CPU.
+
+    Attributes:
+        dim: width e of the memory: 2 × patch_length × channels + 2 × channels + position_features.
+        patch_length: as given.
+        channels: as given.
+
+    Raises:
+        ConfigError: a setting outside what is allowed.
+
+    >>> sense = SeriesEncoder(patch_length=4, channels=3)
+    >>> memory = sense([torch.randn(10, 3), torch.randn(5, 3)])
+    >>> memory.tokens.shape, memory.lengths, memory.sources[1]
+    (torch.Size([2, 3, 38]), [3, 2], [{'series': 1, 'start': 0, 'end': 4}, {'series': 1, 'start': 4, 'end': 5}, None])
+    """
+
+    def __init__(
+        self,
+        patch_length: int = 16,
+        channels: int = 1,
+        *,
+        normalization: str = "series",
+        position_features: int = 8,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.patch_length, self.channels = check_int("patch_length", patch_length), check_int("channels", channels)
+        self.normalization = check_choice("normalization", normalization, _NORMALIZATIONS)
+        if check_int("position_features", position_features, at_least=0) % 2:
+            raise ConfigError(f"position_features must be even, a sine and a cosine each; got {position_features}")
+        self.position_features = position_features
+        settings = {
+            "encoder": "series", "patch_length": patch_length, "channels": channels, "normalization": normalization,
+            "position_features": position_features,
+        }  # fmt: skip
+        super().__init__(_Positions(position_features // 2), settings, device)
+        self.dim = 2 * channels * (patch_length + 1) + position_features
+
+    def forward(
+        self,
+        series: Any,
+        *,
+        times: Sequence[Any] | None = None,
+        batch_size: int = 32,
+        progress: bool = False,
+    ) -> Memory:
+        """The memory (b, m, e) of b series, the shorter ones padded; `encode` is the same.
+
+        `sources` of the memory says which series, and from which time step up to which: {"series": 0, "start": 16,
+        "end": 32}; or with `times` the times of its first and of its last one.
+
+        Args:
+            series: an array or tensor (b, length, channels), or a list of those (length, channels) or, of one channel,
+                (length,); NaN where nothing was observed.
+            times: for each series its times (length,), in whichever unit, increasing.
+            batch_size: series that are read before the progress is shown.
+            progress: show the progress on stderr.
+
+        Raises:
+            ShapeError: a series of other channels, or empty, or times that do not fit; the message says which one.
+            NonFiniteError: infinity in a series.
+            ConfigError: `batch_size` is no positive int.
+        """
+        check_int("batch_size", batch_size)
+        given = _as_list(series)
+        if times is not None and len(times) != len(given):
+            raise ShapeError(f"times are a list with those of each series: {len(given)}, got {len(times)}")
+        rows, seen, sources = [], [], []
+        for begin in batches(len(given), batch_size, "encoding", progress):
+            for number in range(begin, min(begin + batch_size, len(given))):
+                values = self._checked(given[number], f"series {number}")
+                tokens, observed = self._tokens(values, _Past(self.channels))
+                rows.append(tokens)
+                seen.append(observed)
+                clock = None if times is None else _clock(times[number], len(values), number)
+                sources.append(self._origins(number, 0, len(values), clock))
+        if not rows:
+            return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
+        memory = Memory.pad(rows)
+        mask = nn.utils.rnn.pad_sequence(seen, batch_first=True)
+        named = [row + [None] * (memory.length - len(row)) for row in sources]
+        return Memory(memory.tokens, None if bool(mask.all()) else mask.to(memory.device), sources=named)
+
+    encode = forward
+
+    def stream(self, pieces: Iterable[Any]) -> Iterator[Memory]:
+        """The memory of one series piece by piece, as it arrives: each patch as soon as its time steps are there.
+
+        The tokens are those of the whole series, one after the other, without the patches in which nothing was
+        observed: a stream has no masked slots.
+
+        Args:
+            pieces: arrays or tensors (n, channels) or, of one channel, (n,), that follow each other.
+
+        Yields:
+            Memories (1, n, e) with n of 1 or more, for `MemoryStream.append`.
+
+        Raises:
+            ConfigError: a normalization over the whole series.
+            ShapeError: a piece of other channels.
+            NonFiniteError: infinity in a piece.
+
+        >>> sense = SeriesEncoder(patch_length=4, normalization="running")
+        >>> [memory.length for memory in sense.stream([torch.randn(3), torch.randn(6), torch.randn(1)])]
+        [2, 1]
+        """
+        if self.normalization == "series":
+            raise ConfigError(
+                "normalization 'series' needs the whole series; build the encoder with 'running' or 'none' to stream"
+            )
+        past, start, waiting = _Past(self.channels), 0, torch.zeros(0, self.channels, dtype=torch.float64)
+        for number, piece in enumerate(pieces):
+            waiting = torch.cat([waiting, self._checked(piece, f"piece {number}", empty=True)])
+            whole = len(waiting) // self.patch_length * self.patch_length
+            if whole:
+                yield from self._arrived(waiting[:whole], start, past)
+                start, waiting = start + whole, waiting[whole:]
+        if len(waiting):
+            yield from self._arrived(waiting, start, past)
+
+    def _arrived(self, values: Tensor, start: int, past: _Past) -> Iterator[Memory]:
+        tokens, observed = self._tokens(values, past, start // self.patch_length)
+        sources = self._origins(0, start, start + len(values))
+        if observed.any():
+            yield Memory(tokens[observed][None], sources=[[sources[i] for i in observed.nonzero()[:, 0].tolist()]])
+
+    def _checked(self, series: Any, name: str, empty: bool = False) -> Tensor:
+        """Values (length, channels) in float64, NaN where nothing was observed."""
+        try:
+            values = series.detach().cpu() if isinstance(series, Tensor) else torch.as_tensor(series)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ShapeError(f"{name} is no array of numbers (length, {self.channels}): {error}") from error
+        if values.dim() == 1 and self.channels == 1:
+            values = values[:, None]
+        if values.dim() != 2 or values.shape[1] != self.channels or values.is_complex():
+            raise ShapeError(f"{name} must be (length, {self.channels}), got {tuple(values.shape)}")
+        if not len(values) and not empty:
+            raise ShapeError(f"{name} is empty; leave it out, or give NaN for what was not observed")
+        values = values.double()
+        if values.isinf().any():
+            step = int(values.isinf().any(1).nonzero()[0])
+            raise NonFiniteError(f"{name} has infinity at time step {step}; give NaN where nothing was observed")
+        return values
+
+    @torch.no_grad()
+    def _tokens(self, values: Tensor, past: _Past, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Tokens (m, e) of values (length, channels), and which patches (m,) have observed values."""
+        missing = -len(values) % self.patch_length
+        patches = nn.functional.pad(values, (0, 0, 0, missing), value=math.nan).view(
+            -1, self.patch_length, self.channels
+        )
+        observed = ~patches.isnan()
+        filled = patches.where(observed, 0.0)
+        if self.normalization == "none":
+            mean, deviation = (
+                values.new_zeros(len(patches), self.channels),
+                values.new_ones(len(patches), self.channels),
+            )
+        elif self.normalization == "running":
+            mean, deviation = past.add(filled, observed)
+        else:
+            of_all = past.add(filled.flatten(0, 1)[None], observed.flatten(0, 1)[None])
+            mean, deviation = (value.expand(len(patches), -1) for value in of_all)
+        scale = deviation + _SMALL * mean.abs()
+        normal = (filled - mean[:, None]) / torch.where(scale > 0, scale, 1.0)[:, None]
+        parts = [
+            normal.where(observed, 0.0).flatten(1),
+            observed.to(mean).flatten(1),
+            mean.asinh(),
+            deviation.asinh(),
+            self.model(torch.arange(first, first + len(patches))).to(mean),
+        ]
+        return torch.cat(parts, 1).to(self.device, self.dtype), observed.flatten(1).any(1)
+
+    def _origins(self, series: int, start: int, stop: int, clock: list[Any] | None = None) -> list[Any]:
+        spans = [(first, min(first + self.patch_length, stop)) for first in range(start, stop, self.patch_length)]
+        if clock is not None:
+            spans = [(clock[first], clock[end - 1]) for first, end in spans]
+        return [{"series": series, "start": first, "end": end} for first, end in spans]
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, patch_length={self.patch_length}, channels={self.channels}"
+
+
+class _Positions(nn.Module):
+    """Sines and cosines of the numbers of patches."""
+
+    place: Tensor
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        # No weights: it says on which device, and in which dtype, tokens are given.
+        self.register_buffer("place", torch.zeros(0), persistent=False)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """(n, 2 × count) of numbers (n,), in float64."""
+        frequencies = 1.0 / 10000.0 ** (torch.arange(self.count, dtype=torch.float64) / max(self.count, 1))
+        angles = numbers.double()[:, None] * frequencies
+        return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+class _Past:
+    """Mean and deviation of each channel over what was observed so far, by Chan's update of sums of squares."""
+
+    def __init__(self, channels: int) -> None:
+        self.count, self.mean, self.squares = (torch.zeros(channels, dtype=torch.float64) for _ in range(3))
+
+    def add(self, patches: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and deviations (m, channels), each up to the end of its patch.
+
+        Args:
+            patches: (m, patch_length, channels), 0 where nothing was observed.
+            observed: (m, patch_length, channels) bool.
+        """
+        means, deviations = [], []
+        for patch, seen in zip(patches, observed, strict=True):
+            count = seen.sum(0).double()
+            mean = patch.sum(0) / count.clamp_min(1)
+            squares = ((patch - mean) * seen).square().sum(0)
+            total, apart = self.count + count, mean - self.mean
+            share = count / total.clamp_min(1)
+            self.mean = self.mean + apart * share
+            self.squares = self.squares + squares + apart.square() * self.count * share
+            self.count = total
+            means.append(self.mean)
+            deviations.append((self.squares / total.clamp_min(1)).sqrt())
+        return torch.stack(means), torch.stack(deviations)
+
+
+def _as_list(series: Any) -> list[Any]:
+    if isinstance(series, Tensor) or hasattr(series, "__array_interface__"):
+        return list(series) if len(series.shape) == 3 else [series]
+    if isinstance(series, Iterable) and not isinstance(series, (str, bytes, dict, set, frozenset)):
+        return list(series)
+    raise ShapeError(
+        f"series were expected, got {type(series).__name__}; give an array (b, length, channels), or a list of arrays "
+        "(length, channels)"
+    )
+
+
+def _clock(times: Any, length: int, number: int) -> list[Any]:
+    clock = torch.as_tensor(times)
+    if clock.shape != (length,) or not bool((clock[1:] > clock[:-1]).all()):
+        raise ShapeError(f"times of series {number} must be ({length},) and increase, got {tuple(clock.shape)}")
+    values: list[Any] = clock.tolist()
+    return values

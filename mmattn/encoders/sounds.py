@@ -1,0 +1,290 @@
+"""Sounds of any kind (paths, bytes, arrays, tensors) read as mono waveforms at one sampling rate, whole or in pieces.
+
+Files are read by libsndfile (WAV, FLAC, OGG, MP3, AIFF, CAF …) in pieces, so that a long one never lies in memory at
+its own rate and with all its channels; channels are averaged, and the rate is changed by soxr.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import AudioError, check_float, check_int, import_extra
+
+SAMPLING_RATE = 16_000
+"""Samples in a second that models of speech expect."""
+MAX_SECONDS = 7200.0
+"""The longest sound that is read at once by default: 460 MB at 16 kHz."""
+
+MAX_CLIPPED = 0.05
+"""The share of samples at full scale from which on a recording is refused by default."""
+
+_ACCEPTED = (
+    "a path, bytes, an open binary file, an array or tensor (samples,) or (channels, samples), or a dict of 'array' "
+    "and 'sampling_rate'"
+)
+#: Of samples: full scale is 1, and what is beyond this is no sound of that scale.
+_SCALE = 2.0
+#: From here on a sample counts as clipped.
+_FULL = 0.99
+#: How many bytes a file may be shorter than it says before it counts as cut short: some writers count wrongly.
+_SLACK = 64
+
+
+def load_audio(
+    source: Any,
+    sampling_rate: int = SAMPLING_RATE,
+    *,
+    source_rate: int | None = None,
+    max_seconds: float = MAX_SECONDS,
+    max_clipped: float = MAX_CLIPPED,
+) -> Tensor:
+    """Read one sound as a mono waveform (samples,), float32 with full scale 1, at a sampling rate.
+
+    Args:
+        source: path, bytes, open binary file, array or tensor (samples,) or (channels, samples), or a dict
+            {"array": …, "sampling_rate": …} as `datasets` has it. Integers are scaled by their range.
+        sampling_rate: samples in a second of the result.
+        source_rate: samples in a second of an array; by default `sampling_rate`. Files say their own.
+        max_seconds: longer sounds are refused; `stream_audio` reads them in pieces.
+        max_clipped: the share of samples at full scale from which on a recording is refused as overdriven; 1 for none.
+
+    Raises:
+        AudioError: `source` is no sound, is damaged, cut short, empty, too long or overdriven, or has NaN.
+        ConfigError: a setting outside what is allowed.
+        MissingExtraError: soundfile is not installed, or soxr, and they are needed.
+
+    >>> load_audio(torch.zeros(2, 441), 16000, source_rate=44100).shape
+    torch.Size([160])
+    """
+    check_float("max_seconds", max_seconds, at_least=0)
+    pieces = list(_resampled(source, sampling_rate, source_rate, 10.0, max_seconds, max_clipped))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def stream_audio(
+    source: Any,
+    sampling_rate: int = SAMPLING_RATE,
+    *,
+    source_rate: int | None = None,
+    block: float = 10.0,
+) -> Iterator[Tensor]:
+    """Read one sound as pieces (samples,) of its waveform, which follow each other without a gap.
+
+    Their concatenation is what `load_audio` gives. Only a piece of a file is in memory at once.
+
+    Args:
+        source: as for `load_audio`; or an iterable of arrays or tensors (samples,) or (channels, samples), the pieces
+            of one sound as they arrive.
+        sampling_rate: samples in a second of the result.
+        source_rate: samples in a second of arrays; by default `sampling_rate`.
+        block: seconds of a piece of a file.
+
+    Yields:
+        Pieces (samples,), float32.
+
+    Raises:
+        AudioError: as for `load_audio`, once the pieces before have been given.
+        ConfigError: a setting outside what is allowed.
+        MissingExtraError: soundfile is not installed, or soxr, and they are needed.
+    """
+    check_float("block", block, at_least=1e-3)
+    one = isinstance(source, (str, bytes, bytearray, memoryview, os.PathLike, Mapping, Tensor))
+    if isinstance(source, Iterable) and not (one or hasattr(source, "read") or hasattr(source, "__array_interface__")):
+        source = iter(source)
+    return _resampled(source, sampling_rate, source_rate, block, math.inf, 1.0)
+
+
+def _resampled(
+    source: Any, sampling_rate: int, source_rate: int | None, block: float, max_seconds: float, max_clipped: float
+) -> Iterator[Tensor]:
+    check_int("sampling_rate", sampling_rate)
+    check_float("max_clipped", max_clipped, at_least=0)
+    name, rate, pieces = _opened(source, source_rate or sampling_rate, block)
+    change = None
+    if rate != sampling_rate:
+        change = import_extra("soxr", "audio").ResampleStream(rate, sampling_rate, 1, dtype="float32", quality="HQ")
+    total = clipped = 0
+    for piece in pieces:
+        mono = _mono(piece, name, total / rate)
+        total, clipped = total + len(mono), clipped + int((mono.abs() >= _FULL).sum())
+        if total > max_seconds * rate:
+            raise AudioError(
+                f"{name} is longer than {max_seconds:g} seconds; cut it, raise max_seconds, or read it in pieces with "
+                "stream_audio"
+            )
+        yield mono if change is None else torch.from_numpy(change.resample_chunk(mono.numpy()))
+    if not total:
+        raise AudioError(f"{name} has no samples")
+    if clipped > max_clipped * total:
+        raise AudioError(
+            f"{name} is clipped: {clipped / total:.0%} of its samples are at full scale, above {max_clipped:.0%}; "
+            "record it at a lower level, or raise max_clipped"
+        )
+    if change is not None:
+        yield torch.from_numpy(change.resample_chunk(torch.zeros(0).numpy(), last=True))
+
+
+def as_sounds(sounds: Any) -> list[Any]:
+    """One sound or several as a list.
+
+    Args:
+        sounds: a sound, an iterable of sounds, or an array (b, channels, samples) of them.
+
+    Raises:
+        AudioError: neither a sound nor a collection of them.
+    """
+    if isinstance(sounds, (str, bytes, bytearray, memoryview, os.PathLike, Mapping)) or hasattr(sounds, "read"):
+        return [sounds]
+    if isinstance(sounds, Tensor) or hasattr(sounds, "__array_interface__"):
+        return list(sounds) if len(sounds.shape) == 3 else [sounds]
+    if isinstance(sounds, Iterable) and not isinstance(sounds, (set, frozenset)):
+        given = list(sounds)
+        if given and all(isinstance(sample, (int, float)) for sample in given):
+            return [torch.tensor(given, dtype=torch.float32)]
+        return given
+    raise AudioError(f"sounds were expected, got {type(sounds).__name__}; give {_ACCEPTED}, or a list of these")
+
+
+def load_sounds(sounds: Any, sampling_rate: int, *, first: int = 0, **options: Any) -> list[Tensor]:
+    """Waveforms of several sounds; what cannot be read is named.
+
+    Args:
+        sounds: a list of what `load_audio` reads.
+        sampling_rate: samples in a second of the result.
+        first: number of the first sound in messages.
+        **options: of `load_audio`.
+
+    Raises:
+        AudioError: a sound cannot be read; the message says which one.
+    """
+    waves = []
+    for number, sound in enumerate(sounds, start=first):
+        try:
+            waves.append(load_audio(sound, sampling_rate, **options))
+        except AudioError as error:
+            raise AudioError(f"sound {number}: {error}") from error
+    return waves
+
+
+def _opened(source: Any, source_rate: int, block: float) -> tuple[str, int, Iterator[Tensor]]:
+    """The name of a sound in messages, its rate, and its samples in pieces (samples, channels) as they are stored."""
+    if isinstance(source, Mapping):
+        if not {"array", "sampling_rate"} <= source.keys():
+            raise AudioError(f"a dict of a sound has 'array' and 'sampling_rate', got {sorted(map(str, source))}")
+        return _opened(source["array"], int(source["sampling_rate"]), block)
+    if isinstance(source, Tensor) or hasattr(source, "__array_interface__"):
+        check_int("source_rate", source_rate)
+        return _from_array(source, source_rate)
+    if isinstance(source, (str, os.PathLike)):
+        return _from_path(os.fsdecode(source), block)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _from_file(io.BytesIO(bytes(source)), "the bytes given", block)
+    if hasattr(source, "read"):
+        if hasattr(source, "seekable") and source.seekable():
+            source.seek(0)
+        data = source.read()
+        if not isinstance(data, bytes):
+            raise AudioError(f"the file given reads as {type(data).__name__}; open it with mode 'rb'")
+        return _from_file(io.BytesIO(data), "the file given", block)
+    if isinstance(source, (list, tuple)) and all(isinstance(sample, (int, float)) for sample in source):
+        return _from_array(torch.tensor(source, dtype=torch.float32), source_rate)
+    if isinstance(source, Iterator):
+        pieces = (piece for part in source for piece in _from_array(part, source_rate, empty=True)[2])
+        return "the stream", source_rate, pieces
+    raise AudioError(f"a sound was expected, got {type(source).__name__}; give {_ACCEPTED}")
+
+
+def _from_array(given: Any, rate: int, empty: bool = False) -> tuple[str, int, Iterator[Tensor]]:
+    if not isinstance(given, Tensor) and not hasattr(given, "__array_interface__"):
+        raise AudioError(f"a piece of a sound was expected, got {type(given).__name__}; give an array or a tensor")
+    name = f"the {'tensor' if isinstance(given, Tensor) else 'array'} {tuple(given.shape)}"
+    samples = given.detach().cpu() if isinstance(given, Tensor) else torch.from_numpy(given.copy())
+    if not samples.numel() and not empty:
+        raise AudioError(f"{name} has no samples")
+    if samples.dim() not in (1, 2):
+        raise AudioError(f"{name} is not one sound; give (samples,) or (channels, samples), several as a list")
+    if samples.dim() == 2 and samples.shape[0] > samples.shape[1]:
+        raise AudioError(f"{name} has more channels than samples; give (channels, samples)")
+    if samples.dtype == torch.uint8:
+        samples = (samples.float() - 128) / 128
+    elif samples.dtype in (torch.int8, torch.int16, torch.int32):
+        samples = samples.double() / -torch.iinfo(samples.dtype).min
+    elif not samples.is_floating_point():
+        raise AudioError(f"{name} is {samples.dtype}; give floats from -1 to 1, or int16 or int32")
+    return name, rate, iter([(samples if samples.dim() == 2 else samples[None]).float().T])
+
+
+def _from_path(path: str, block: float) -> tuple[str, int, Iterator[Tensor]]:
+    if path.lower().startswith(("http://", "https://", "data:", "s3://", "gs://")):
+        raise AudioError(f"{path[:80]!r} is an address, and nothing is downloaded here; give the path of a file")
+    shown = repr(path if len(path) <= 200 else path[:200] + "…")
+    if os.path.isdir(path):
+        raise AudioError(f"{shown} is a folder; give the paths of the sounds in it")
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (closed once its last piece is read)
+    except FileNotFoundError:
+        raise AudioError(f"there is no file {shown}") from None
+    except (OSError, ValueError) as error:
+        raise AudioError(f"{shown} cannot be read: {error}") from error
+    try:
+        return _from_file(file, shown, block)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _from_file(file: Any, name: str, block: float) -> tuple[str, int, Iterator[Tensor]]:
+    soundfile = import_extra("soundfile", "audio")
+    if not file.read(1):
+        raise AudioError(f"{name} is empty (0 bytes), no sound")
+    file.seek(0)
+    try:
+        sound = soundfile.SoundFile(file)
+    except soundfile.SoundFileError as error:
+        raise AudioError(f"{name} cannot be read as a sound, or is cut short: {error}") from error
+    for stated, found in re.findall(r"(\d+) \(should be (\d+)\)", sound.extra_info):
+        # A writer that did not know the length states the largest one.
+        if int(found) + _SLACK < int(stated) < 2**31 - 1:
+            raise AudioError(f"{name} is cut short: it says {stated} bytes and has {found}; fetch or copy it anew")
+    return name, sound.samplerate, _file_pieces(soundfile, sound, file, name, max(1, round(block * sound.samplerate)))
+
+
+def _file_pieces(soundfile: Any, sound: Any, file: Any, name: str, length: int) -> Iterator[Tensor]:
+    read = 0
+    with file, sound:
+        while True:
+            try:
+                piece = sound.read(length, dtype="float32", always_2d=True)
+            except (soundfile.SoundFileError, RuntimeError) as error:
+                raise AudioError(
+                    f"{name} is damaged or cut short after {read / sound.samplerate:.2f} s: {error}"
+                ) from error
+            if not len(piece):
+                break
+            read += len(piece)
+            yield torch.from_numpy(piece)
+        if read < sound.frames < 2**62:
+            raise AudioError(
+                f"{name} is cut short: it says {sound.frames} samples and has {read}; fetch or copy it anew"
+            )
+
+
+def _mono(piece: Tensor, name: str, seconds: float) -> Tensor:
+    """The mean of the channels of a piece (samples, channels), which is checked."""
+    if not torch.isfinite(piece).all():
+        first = int((~torch.isfinite(piece).all(1)).nonzero()[0])
+        raise AudioError(f"{name} has NaN or infinity, {seconds:.2f} s and {first} samples from its beginning")
+    if piece.numel() and float(piece.abs().max()) > _SCALE:
+        raise AudioError(
+            f"{name} has samples up to {float(piece.abs().max()):g}, and full scale is 1; divide by the largest that "
+            "is possible, or give int16"
+        )
+    return piece.mean(1)

@@ -1,0 +1,178 @@
+"""LogMelEncoder: the features of Whisper and of HTK, rows that stand alone, streams, and what is no sound for it."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import WhisperFeatureExtractor
+from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+
+import mmattn
+import mmattn.encoders.log_mel
+from mmattn.encoders import LogMelEncoder
+from mmattn.encoders.log_mel import mel_filters
+from mmattn.errors import AudioError, ConfigError
+
+
+def chirp(seconds: float, rate: int = 16000) -> Tensor:
+    times = torch.arange(round(seconds * rate)) / rate
+    return 0.4 * torch.sin(2 * math.pi * (200 + 900 * times) * times) + 0.01 * torch.randn(len(times))
+
+
+def test_docstring_examples_run() -> None:
+    result = doctest.testmod(mmattn.encoders.log_mel, extraglobs={"torch": torch})
+    assert (result.attempted, result.failed) == (6, 0)
+
+
+@pytest.mark.parametrize("scale", ["slaney", "htk"])
+@pytest.mark.parametrize("sizes", [(80, 400, 16000, 0, 8000), (23, 552, 22050, 60, 7600)])
+def test_bands_are_those_of_transformers(scale: str, sizes: tuple[int, int, int, float, float]) -> None:
+    n_mels, samples, rate, low, high = sizes
+    norm = "slaney" if scale == "slaney" else None
+    theirs = mel_filter_bank(samples // 2 + 1, n_mels, low, high, rate, norm=norm, mel_scale=scale)
+    ours = mel_filters(n_mels, samples, rate, low, high, scale)
+    assert torch.isfinite(ours).all() and ours.any(0).all()
+    torch.testing.assert_close(ours.double(), torch.from_numpy(theirs), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_mels", [80, 128])
+def test_features_are_those_of_whisper(n_mels: int) -> None:
+    """Whisper centres its frames by reflection: given that, and its 30 seconds, every number is the same."""
+    wave = chirp(3.1)
+    theirs = WhisperFeatureExtractor(feature_size=n_mels)(wave.numpy(), sampling_rate=16000, return_tensors="pt")
+    whole = torch.nn.functional.pad(wave, (0, 30 * 16000 - len(wave)))
+    centred = torch.nn.functional.pad(whole[None], (200, 200), mode="reflect")[0]
+    ear = LogMelEncoder(n_mels, 5, normalization="whisper")
+    found = ear(centred).tokens[0].view(-1, n_mels)[:3000]
+    assert torch.isfinite(found).all() and found.std() > 0.1
+    torch.testing.assert_close(found, theirs.input_features[0].T, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scale", ["slaney", "htk"])
+def test_frames_are_those_of_a_spectrogram_that_is_not_centred(scale: str) -> None:
+    wave = chirp(0.5, 8000)
+    norm = "slaney" if scale == "slaney" else None
+    theirs = spectrogram(
+        wave.numpy(), window_function(200, "hann"), frame_length=200, hop_length=80, center=False, power=2.0,
+        mel_filters=mel_filter_bank(101, 29, 0, 4000, 8000, norm=norm, mel_scale=scale), log_mel="log10",
+    )  # fmt: skip
+    found = LogMelEncoder(29, 1, sampling_rate=8000, mel_scale=scale)(wave).tokens[0]
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found[: theirs.shape[1]] * 4 - 4, torch.from_numpy(theirs).float().T, atol=1e-4, rtol=0)
+
+
+def test_a_row_is_the_same_alone_and_beside_others() -> None:
+    ear = LogMelEncoder(23, 3, normalization="mean_std")
+    waves = [chirp(0.31), chirp(1.03), chirp(0.025)]
+    memory = ear(waves, batch_size=2)
+    assert memory.lengths == [math.ceil(len(wave) / 480) for wave in waves]
+    assert memory.sources is not None
+    for number, wave in enumerate(waves):
+        alone = ear.encode(wave)
+        length = alone.length
+        assert torch.isfinite(alone.tokens).all()
+        assert torch.equal(memory.tokens[number, :length], alone.tokens[0])
+        assert not memory.tokens[number, length:].any() and memory.sources[number][length:] == [None] * (35 - length)
+    assert memory.sources[1][2] == {"audio": 1, "start": 0.06, "end": 0.09}
+    frames = memory.tokens[1].view(-1, 23)[: math.ceil(len(waves[1]) / 160)]
+    torch.testing.assert_close(frames.mean(0), torch.zeros(23), atol=1e-4, rtol=0)
+    torch.testing.assert_close(frames.std(0, correction=0), torch.ones(23), atol=1e-3, rtol=0)
+
+
+def test_a_tone_lies_in_its_band_at_its_time() -> None:
+    wave = torch.zeros(16000)
+    wave[8000:12000] = chirp(0.25) * 0 + 0.5 * torch.sin(2 * math.pi * 1000 * torch.arange(4000) / 16000)
+    memory = LogMelEncoder(40, 4)(wave)
+    loud = memory.tokens[0].view(25, 4, 40).mean(1)
+    centres = mel_filters(40, 400, 16000).argmax(0) * 40
+    assert abs(int(centres[loud[14].argmax()]) - 1000) < 100
+    assert memory.sources is not None
+    heard = [source["start"] for source, level in zip(memory.sources[0], loud.amax(1), strict=True) if level > 0]
+    assert 0.44 < heard[0] <= 0.5 and 0.7 <= heard[-1] < 0.75
+
+
+@pytest.mark.parametrize("sizes", [(16000,), (1, 7919, 40, 0, 3), (639, 641, 5003)])
+def test_pieces_of_a_sound_give_the_tokens_of_the_whole(sizes: tuple[int, ...]) -> None:
+    """Invariant 101."""
+    ear, wave = LogMelEncoder(23, 4), chirp(1.777)
+    pieces, start = [], 0
+    while start < len(wave):
+        for size in sizes:
+            pieces.append(wave[start : start + size])
+            start += size
+    whole, stream = ear(wave), mmattn.MemoryStream(ear.dim)
+    sources = []
+    for memory in ear.stream(pieces):
+        stream.append(memory)
+        assert memory.sources is not None
+        sources += memory.sources[0]
+    assert torch.isfinite(whole.tokens).all()
+    torch.testing.assert_close(stream.memory().tokens, whole.tokens, atol=1e-5, rtol=1e-5)
+    assert sources == (whole.sources or [[]])[0]
+
+
+def test_a_token_comes_as_soon_as_its_samples_are_there() -> None:
+    given = []
+
+    def microphone() -> object:
+        for _ in range(20):
+            given.append(160)
+            yield torch.rand(160) - 0.5
+
+    heard = [sum(given) for _ in LogMelEncoder(23, 4).stream(microphone())]
+    # 640 samples of its own, and 240 that its last frame reaches over.
+    assert heard == [960, 1600, 2240, 2880, 3200]
+
+
+def test_it_has_a_fingerprint_a_dtype_and_no_weights() -> None:
+    ear = LogMelEncoder(23, 4)
+    assert not ear.state_dict() and not list(ear.parameters())
+    assert ear.fingerprint == LogMelEncoder(23, 4).fingerprint != LogMelEncoder(23, 4, hop=0.008).fingerprint
+    half = LogMelEncoder(23, 4).to(torch.bfloat16)
+    wave = chirp(0.3)
+    assert half.dtype == torch.bfloat16 == half(wave).dtype
+    torch.testing.assert_close(half(wave).tokens.float(), ear(wave).tokens, atol=0.05, rtol=0.02)
+    assert ear([]).tokens.shape == (0, 0, 92)
+
+
+def test_other_rates_are_resampled() -> None:
+    pytest.importorskip("soxr")
+    ear, wave = LogMelEncoder(23, 4), 0.5 * torch.sin(2 * math.pi * 700 * torch.arange(44100) / 44100)
+    right = ear(0.5 * torch.sin(2 * math.pi * 700 * torch.arange(16000) / 16000)).tokens
+    found = ear({"array": wave.numpy().astype(np.float64), "sampling_rate": 44100}).tokens
+    assert found.shape == right.shape == (1, 25, 92)
+    assert torch.isfinite(found).all()
+    # Band 6 has the tone; what the filter of the resampling leaves elsewhere is silence.
+    torch.testing.assert_close(
+        found[0, 2:-2].view(-1, 23).amax(1), right[0, 2:-2].view(-1, 23).amax(1), atol=0.01, rtol=0
+    )
+    assert torch.equal(found, ear(wave, sampling_rate=44100).tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hop": 0.03}, "hop must be at most the window"),
+        ({"high": 9000.0}, "half the sampling rate; got 0.0 to 9000.0"),
+        ({"n_mels": 200}, "200 bands from 0 to 8000 Hz are narrower than the 40 Hz"),
+        ({"mel_scale": "bark"}, "mel_scale must be one of"),
+        ({"normalization": "row"}, "normalization must be one of"),
+        ({"frames_per_token": 0}, "frames_per_token must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LogMelEncoder(**options)  # type: ignore[arg-type]
+
+
+def test_what_it_cannot_hear_is_named() -> None:
+    ear = LogMelEncoder()
+    with pytest.raises(AudioError, match=r"sound 1 has 399 samples at 16000 Hz, too short for one frame of 400"):
+        ear([torch.zeros(400), torch.zeros(399)])
+    with pytest.raises(ConfigError, match="'mean_std' needs the whole sound"):
+        next(LogMelEncoder(normalization="mean_std").stream([torch.zeros(9999)]))

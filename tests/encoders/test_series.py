@@ -1,0 +1,181 @@
+"""SeriesEncoder: patches against a slow definition, missing values, streams, and what is no series."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import mmattn
+import mmattn.encoders.series
+from mmattn.encoders import SeriesEncoder
+from mmattn.errors import ConfigError, NonFiniteError, ShapeError
+
+
+def test_docstring_examples_run() -> None:
+    result = doctest.testmod(mmattn.encoders.series, extraglobs={"torch": torch})
+    assert (result.attempted, result.failed) == (5, 0)
+
+
+def with_gaps(length: int, channels: int, share: float = 0.2) -> Tensor:
+    series = 3 * torch.randn(length, channels).cumsum(0) + 100
+    return torch.where(torch.rand(length, channels) < share, math.nan, series)
+
+
+def definition(series: Tensor, patch: int, normalization: str, features: int) -> tuple[list[list[float]], list[bool]]:
+    """Tokens and which of them are real, written as loops over numbers."""
+    length, channels = series.shape
+    values = [[float(value) for value in step] for step in series]
+    tokens, real = [], []
+    for number in range(math.ceil(length / patch)):
+        first, last = number * patch, (number + 1) * patch
+        until = {"series": length, "running": min(last, length), "none": 0}[normalization]
+        mean, deviation = [0.0] * channels, [1.0] * channels
+        if normalization != "none":
+            for c in range(channels):
+                seen = [step[c] for step in values[:until] if not math.isnan(step[c])]
+                mean[c] = sum(seen) / len(seen) if seen else 0.0
+                deviation[c] = math.sqrt(sum((x - mean[c]) ** 2 for x in seen) / len(seen)) if seen else 0.0
+        normal, flags = [], []
+        for step in range(first, last):
+            for c in range(channels):
+                value = values[step][c] if step < length else math.nan
+                scale = deviation[c] + 1e-5 * abs(mean[c])
+                flags.append(float(not math.isnan(value)))
+                normal.append(0.0 if math.isnan(value) else (value - mean[c]) / (scale or 1.0))
+        angles = [number / 10000 ** (i / (features // 2)) for i in range(features // 2)]
+        position = [*map(math.sin, angles), *map(math.cos, angles)]
+        tokens.append([*normal, *flags, *map(math.asinh, mean), *map(math.asinh, deviation), *position])
+        real.append(any(flags))
+    return tokens, real
+
+
+@pytest.mark.parametrize("normalization", ["series", "running", "none"])
+def test_equals_the_slow_definition(normalization: str) -> None:
+    series = [with_gaps(31, 3), with_gaps(11, 3, 0.7), with_gaps(5, 3)]
+    series[1][5:10], series[1][10] = math.nan, 97.0
+    series[0][:, 1] = math.nan
+    encoder = SeriesEncoder(5, 3, normalization=normalization, position_features=6)
+    memory = encoder(series, batch_size=2)
+    assert encoder.dim == memory.dim == 2 * 5 * 3 + 2 * 3 + 6
+    assert memory.mask is not None
+    for row, one in enumerate(series):
+        tokens, real = definition(one, 5, normalization, 6)
+        found = memory.tokens[row, : len(tokens)]
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found.double(), torch.tensor(tokens).double(), atol=1e-4, rtol=1e-5)
+        assert memory.mask[row].tolist() == real + [False] * (memory.length - len(real))
+    assert not memory.mask[1, 1] and memory.mask[1, 2]
+
+
+def test_what_is_not_observed_changes_nothing() -> None:
+    """Invariant 102: neither the value under a gap, nor a patch without values, nor what pads a row."""
+    series = with_gaps(29, 2, 0.0)
+    series[7:21] = math.nan
+    encoder = SeriesEncoder(7, 2)
+    memory = encoder([series, series[:9]])
+    layer = mmattn.CrossAttention(13, encoder.dim, 1)
+    x = torch.randn(2, 3, 13)
+    seen = layer(x, memory.tokens, mask=memory.mask)
+    spoiled = memory.tokens.clone()
+    assert memory.mask is not None
+    spoiled[~memory.mask] = math.nan
+    assert memory.mask.tolist() == [[True, False, False, True, True], [True, False, False, False, False]]
+    assert torch.isfinite(seen).all()
+    assert torch.equal(layer(x, spoiled, mask=memory.mask), seen)
+
+
+@pytest.mark.parametrize("normalization", ["running", "none"])
+@pytest.mark.parametrize("sizes", [(1,), (3, 11, 0, 2), (97,)])
+def test_pieces_of_a_series_give_the_tokens_of_the_whole(normalization: str, sizes: tuple[int, ...]) -> None:
+    """Invariant 101."""
+    series = with_gaps(53, 2)
+    series[14:28] = math.nan
+    encoder = SeriesEncoder(7, 2, normalization=normalization)
+    pieces, start = [], 0
+    while start < len(series):
+        for size in sizes:
+            pieces.append(series[start : start + size].numpy())
+            start += size
+    whole, stream = encoder(series), mmattn.MemoryStream(encoder.dim)
+    sources = []
+    for memory in encoder.stream(pieces):
+        stream.append(memory)
+        assert memory.sources is not None
+        sources += memory.sources[0]
+    assert whole.mask is not None and whole.sources is not None
+    assert whole.mask[0].tolist() == [True] * 2 + [False] * 2 + [True] * 4
+    assert torch.isfinite(whole.tokens).all()
+    assert torch.equal(stream.memory().tokens[0], whole.tokens[0, whole.mask[0]])
+    assert sources == [source for source, real in zip(whole.sources[0], whole.mask[0], strict=True) if real]
+
+
+def test_a_series_that_does_not_change_is_finite() -> None:
+    for value in (0.0, 1e12, -3e-9):
+        tokens = SeriesEncoder(3)(torch.full((10,), value)).tokens
+        assert torch.isfinite(tokens).all() and float(tokens.abs().max()) < 40
+
+
+def test_scale_and_shift_are_features_and_not_in_the_values() -> None:
+    encoder, series = SeriesEncoder(4, 2), torch.randn(12, 2)
+    one, other = encoder([series, 1000 * series + 5]).tokens
+    torch.testing.assert_close(one[:, :16], other[:, :16], atol=1e-4, rtol=1e-3)
+    assert (other[:, 18:20] - one[:, 18:20]).min() > 5
+
+
+def test_sources_are_time_steps_or_times() -> None:
+    encoder, series = SeriesEncoder(4), [np.arange(6.0), np.arange(3)]
+    times = [[0.5, 0.6, 0.8, 1.0, 2.0, 5.5], [10, 20, 30]]
+    assert encoder(series).sources == [
+        [{"series": 0, "start": 0, "end": 4}, {"series": 0, "start": 4, "end": 6}],
+        [{"series": 1, "start": 0, "end": 3}, None],
+    ]
+    timed = encoder(series, times=[np.array(times[0]), times[1]]).sources
+    assert timed is not None
+    assert timed[0] == [{"series": 0, "start": 0.5, "end": 1.0}, {"series": 0, "start": 2.0, "end": 5.5}]
+    assert timed[1] == [{"series": 1, "start": 10, "end": 30}, None]
+
+
+def test_it_has_a_fingerprint_a_dtype_and_no_weights() -> None:
+    encoder = SeriesEncoder(4, 2)
+    assert not encoder.state_dict() and not list(encoder.parameters())
+    assert (
+        encoder.fingerprint == SeriesEncoder(4, 2).fingerprint != SeriesEncoder(4, 2, position_features=4).fingerprint
+    )
+    assert encoder.to(torch.bfloat16)(torch.randn(1, 8, 2)).dtype == torch.bfloat16
+    assert encoder([]).tokens.shape == (0, 0, encoder.dim)
+    assert encoder(torch.randn(3, 8, 2)).tokens.shape == (3, 2, encoder.dim)
+    assert SeriesEncoder(4, 2, position_features=0)(torch.randn(8, 2)).tokens.shape == (1, 2, 20)
+
+
+@pytest.mark.parametrize(
+    ("series", "words"),
+    [
+        ([torch.zeros(4, 2), torch.zeros(4, 3)], r"series 1 must be \(length, 2\), got \(4, 3\)"),
+        ([torch.zeros(4, 2), torch.zeros(4)], r"series 1 must be \(length, 2\), got \(4,\)"),
+        ([torch.zeros(0, 2)], "series 0 is empty"),
+        ("words", "series were expected, got str"),
+        ([["a", "b"]], "series 0 is no array of numbers"),
+    ],
+)
+def test_what_is_no_series_is_named(series: object, words: str) -> None:
+    with pytest.raises(ShapeError, match=words):
+        SeriesEncoder(3, 2)(series)
+
+
+def test_what_else_is_refused() -> None:
+    encoder = SeriesEncoder(3, 1)
+    with pytest.raises(NonFiniteError, match="series 0 has infinity at time step 2"):
+        encoder(torch.tensor([0, 1, math.inf]))
+    with pytest.raises(ShapeError, match=r"times of series 0 must be \(3,\) and increase"):
+        encoder(torch.zeros(3), times=[[0, 2, 1]])
+    with pytest.raises(ShapeError, match="those of each series: 1, got 2"):
+        encoder(torch.zeros(3), times=[[0, 1, 2], [0]])
+    with pytest.raises(ConfigError, match="'series' needs the whole series"):
+        next(encoder.stream([torch.zeros(3)]))
+    with pytest.raises(ConfigError, match="position_features must be even"):
+        SeriesEncoder(3, position_features=3)

@@ -28,47 +28,54 @@ class AdapterSettings(Strict):
     head_dim: int = Field(24, ge=1)
     feed_forward: float = Field(1.0, ge=0)
     null_slot: bool = True
+    latents: int | None = Field(None, ge=1)  # of a resampler in front
+    depth: int = Field(2, ge=1)  # of the resampler
 
 
 # Speech --------------------------------------------------------------------------------------------------------------
 
 
 class VoiceSettings(Strict):
-    train: int = Field(4000, ge=1)  # utterances of numbers
-    held_out: int = Field(600, ge=8)  # by the eight voices held out
-    chatter: int = Field(300, ge=1)  # of what is said in the background
+    speakers: int = Field(160, ge=1, le=312)  # that are trained on: a voice each, at a speed and a pitch
+    held_out: int = Field(3, ge=1)  # speeds and pitches of each of the eight voices held out
+    chatter: int = Field(30, ge=1, le=312)  # speakers in the background
     least: int = Field(2, ge=1)  # words of an utterance
     most: int = Field(5, ge=1)
-    speed: tuple[int, int] = (200, 270)  # words in a minute
+    speed: tuple[int, int] = (220, 300)  # words in a minute
     pitch: tuple[int, int] = (30, 70)  # of espeak-ng's 0 to 99
     sampling_rate: int = Field(8000, ge=4000)
     cache: str = "runs/cache"  # sound is kept here, by what was said
 
 
 class NoiseSettings(Strict):
-    seconds: float = Field(2.0, gt=0)  # of a clip
+    seconds: float = Field(2.5, gt=0)  # of a clip
     snr: float = 0.0  # dB, of the voice to white noise and other voices together, when measured
-    easiest: float = 10.0  # dB; in training it is drawn from `snr` up to here
-    talkers: int = Field(3, ge=1)  # voices in the background
+    easiest: float = 6.0  # dB; in training it is drawn from `snr` up to here
+    pause: tuple[float, float] = (0.1, 0.25)  # seconds between two words, where there is room for them
+    talkers: int = Field(6, ge=1)  # voices in the background
 
 
 class RecogniserSettings(OptimSettings):
     bands: int = Field(32, ge=8)  # of the mel scale
     window: float = Field(0.032, gt=0)  # seconds of a frame
     hop: float = Field(0.02, gt=0)  # seconds from one frame to the next
-    width: int = Field(96, ge=8)
-    layers: int = Field(2, ge=1)  # of the encoder, and as many of the decoder
+    width: int = Field(128, ge=8)
+    convolutions: int = Field(5, ge=2)  # of the ear
+    layers: int = Field(2, ge=1)  # of the language model
     heads: int = Field(4, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
-    ctc: float = Field(0.5, ge=0)  # weight of the loss of the encoder alone, which finds where words are
-    max_steps: int = Field(1500, ge=1)
+    places: float = Field(1.0, ge=0)  # weight of the ear's own loss: which word is spoken when
+    adapter: AdapterSettings = AdapterSettings(head_dim=32, feed_forward=2.0, null_slot=False)
+    max_steps: int = Field(2000, ge=1)
+    batch_size: int = Field(16, ge=1)
 
 
-class ListSettings(Strict):
+class ExpectedSettings(Strict):
     words: int = Field(8, ge=1)  # of a list
-    wrong: float = Field(0.3, ge=0, lt=1)  # share of the lists in training that are another speaker's
+    held_out: int = Field(600, ge=1)  # utterances that are measured
+    wrong: float = Field(0.4, ge=0, lt=1)  # share of the lists in training that are another speaker's
     adapter: AdapterSettings = AdapterSettings()
-    optim: OptimSettings = OptimSettings(max_steps=500)
+    optim: OptimSettings = OptimSettings(max_steps=800, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
 
 
 # Series --------------------------------------------------------------------------------------------------------------
@@ -106,7 +113,7 @@ class Config(Strict):
     voices: VoiceSettings = VoiceSettings()
     noise: NoiseSettings = NoiseSettings()
     recogniser: RecogniserSettings = RecogniserSettings()
-    list: ListSettings = ListSettings()
+    expected: ExpectedSettings = ExpectedSettings()
     series: SeriesSettings = SeriesSettings()
     lm: LanguageModelSettings = LanguageModelSettings()
     describing: DescribingSettings = DescribingSettings()

@@ -1,98 +1,142 @@
-"""Spoken numbers in noise: clips mixed with white noise and other voices, their features, and lists of expected words."""
+"""Spoken numbers in noise: words joined to utterances, white noise and other voices, features, lists of expected words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-import mmattn
+from mmattn.encoders import LogMelEncoder
 
-from .settings import NoiseSettings
-from .voices import WORDS, Spoken
+from .settings import NoiseSettings, VoiceSettings
+from .voices import WORDS, Sound, Spoken
 
 END, START = len(WORDS), len(WORDS) + 1
 VOCABULARY = len(WORDS) + 2
 
 
+@dataclass(frozen=True)
+class Utterance:
+    """What a speaker says: places in `Spoken.speakers` and in `WORDS`."""
+
+    speaker: int
+    words: tuple[int, ...]
+
+
 class Speech:
-    """Utterances of one part in noise.
+    """Speakers and the noise around them.
 
     Args:
-        spoken: the utterances.
+        spoken: the words of each speaker.
         chatter: what is said behind them.
-        settings: of the noise.
+        voices: how many words an utterance has.
+        noise: what the noise is.
         ear: from sounds to log-mel energies, one token for each frame.
         device: of batches.
     """
 
     def __init__(
-        self, spoken: Spoken, chatter: Spoken, settings: NoiseSettings, ear: mmattn.LogMelEncoder, device: torch.device
+        self,
+        spoken: Spoken,
+        chatter: Spoken,
+        voices: VoiceSettings,
+        noise: NoiseSettings,
+        ear: LogMelEncoder,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.spoken, self.chatter, self.settings, self.ear, self.device = spoken, chatter, settings, ear, device
-        self.samples = round(settings.seconds * ear.sampling_rate)
+        self.spoken, self.voices, self.noise, self.ear, self.device = spoken, voices, noise, ear, device
+        self.sentences = [clip for own in chatter.clips for clip in own]
+        self.samples = round(noise.seconds * ear.sampling_rate)
 
-    def __len__(self) -> int:
-        return len(self.spoken)
+    def draw(self, random: Random, speaker: int | None = None) -> Utterance:
+        """A few words of one speaker, or of any."""
+        speaker = random.randrange(len(self.spoken.speakers)) if speaker is None else speaker
+        count = random.randint(self.voices.least, self.voices.most)
+        return Utterance(speaker, tuple(random.choices(range(len(WORDS)), k=count)))
 
-    def mixed(self, row: int, snr: float | None, random: np.random.Generator) -> NDArray[np.float32]:
-        """A clip at a random place in `seconds` of noise; without noise for None.
+    def said(self, utterance: Utterance, random: np.random.Generator) -> tuple[Sound, list[tuple[int, int]]]:
+        """The words with short pauses, at a random place in `seconds`; and where each of them begins and ends."""
+        clips = [self.spoken.clips[utterance.speaker][word] for word in utterance.words]
+        pauses = random.uniform(*self.noise.pause, len(clips)) * self.ear.sampling_rate
+        pauses[0] = random.uniform(0, max(0.0, self.samples - sum(map(len, clips)) - pauses[1:].sum()))
+        out, places, stop = np.zeros(self.samples, np.float32), [], 0
+        for clip, pause in zip(clips, pauses.astype(int).tolist(), strict=True):
+            # What is longer than `seconds` is spoken without pauses, and at last cut off.
+            start = min(stop + pause, max(stop, self.samples - len(clip)))
+            stop = min(start + len(clip), self.samples)
+            out[start:stop] = clip[: stop - start]
+            places.append((start, stop))
+        return out, places
+
+    def mixed(self, utterance: Utterance, snr: float, random: np.random.Generator) -> tuple[Sound, list[tuple[int, int]]]:
+        """An utterance in noise, half of it white and half voices that say no number; and where the words are.
 
         Args:
-            row: of the utterances.
-            snr: power of the voice over that of all noise, in dB.
-            random: draws the place and the noise.
+            utterance: who says what.
+            snr: power of the voice, where it speaks, over that of all noise, in dB.
+            random: draws pauses, place and noise.
         """
-        clip = self.spoken.clips[row][: self.samples]
-        out = np.zeros(self.samples, np.float32)
-        start = random.integers(self.samples - len(clip) + 1)
-        out[start : start + len(clip)] = clip
-        if snr is not None:
-            noise = _unit(random.standard_normal(self.samples, np.float32)) + _unit(self.babble(random))
-            out += _unit(noise) * np.sqrt(np.mean(clip**2)) * np.float32(10 ** (-snr / 20))
-        return out / (2 * np.abs(out).max())
+        out, places = self.said(utterance, random)
+        spoken = np.concatenate([out[start:stop] for start, stop in places])
+        noise = _unit(random.standard_normal(self.samples, np.float32)) + _unit(self.babble(random))
+        out = out + _unit(noise) * np.sqrt(np.mean(spoken**2)) * np.float32(10 ** (-snr / 20))
+        return out / (2 * np.abs(out).max()), places
 
-    def babble(self, random: np.random.Generator) -> NDArray[np.float32]:
-        """Several voices at once, none of which says a number."""
+    def babble(self, random: np.random.Generator) -> Sound:
+        """Several voices at once."""
         out = np.zeros(self.samples, np.float32)
-        for row in random.integers(len(self.chatter), size=self.settings.talkers):
-            voice = np.resize(self.chatter.clips[row], self.samples)
+        for row in random.integers(len(self.sentences), size=self.noise.talkers):
+            voice = np.resize(self.sentences[row], self.samples)
             out += _unit(np.roll(voice, random.integers(self.samples)))
         return out
 
-    def features(self, rows: Sequence[int], snr: Sequence[float | None], seeds: Sequence[int]) -> Tensor:
-        """Log-mel energies (b, bands, frames) of utterances, each in its own noise."""
-        sounds = [
-            torch.from_numpy(self.mixed(row, one, np.random.default_rng(seed)))
-            for row, one, seed in zip(rows, snr, seeds, strict=True)
-        ]
-        return self.ear(sounds).tokens.transpose(1, 2).to(self.device)
+    def batch(
+        self, utterances: Sequence[Utterance], snr: Sequence[float], seeds: Sequence[int], step: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Log-mel energies (b, bands, frames) of utterances, and which word is spoken in each piece of `step` frames.
 
-    def texts(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What the decoder reads (b, l), and what it should say (b, l), -100 after its end."""
-        words = [self.spoken.words(row) for row in rows]
-        longest = 1 + max(map(len, words))
-        read = torch.full((len(rows), longest), END)
-        said = torch.full((len(rows), longest), -100)
-        for place, ids in enumerate(words):
-            read[place, : 1 + len(ids)] = torch.tensor([START, *ids])
-            said[place, : 1 + len(ids)] = torch.tensor([*ids, END])
+        Args:
+            utterances: who says what.
+            snr: in dB, of each.
+            seeds: of the noise of each.
+            step: frames of a piece; in pieces (b, frames / step) between words there is `START`.
+        """
+        made = [
+            self.mixed(one, level, np.random.default_rng(seed))
+            for one, level, seed in zip(utterances, snr, seeds, strict=True)
+        ]
+        energies = self.ear([torch.from_numpy(sound) for sound, _ in made]).tokens.transpose(1, 2)
+        size = step * self.samples / energies.shape[2]
+        spoken = torch.full((len(made), -(-energies.shape[2] // step)), START)
+        for row, (one, (_, places)) in enumerate(zip(utterances, made, strict=True)):
+            for word, (start, stop) in zip(one.words, places, strict=True):
+                spoken[row, round(start / size) : round(stop / size)] = word
+        return energies.to(self.device), spoken.to(self.device)
+
+    def texts(self, utterances: Sequence[Utterance]) -> tuple[Tensor, Tensor]:
+        """What the decoder reads (b, l), and what it is to say (b, l), -100 after its end."""
+        longest = 1 + max(len(one.words) for one in utterances)
+        read = torch.full((len(utterances), longest), END)
+        said = torch.full((len(utterances), longest), -100)
+        for row, one in enumerate(utterances):
+            read[row, : 1 + len(one.words)] = torch.tensor([START, *one.words])
+            said[row, : 1 + len(one.words)] = torch.tensor([*one.words, END])
         return read.to(self.device), said.to(self.device)
 
-    def expected(self, rows: Sequence[int], size: int, seeds: Sequence[int]) -> Tensor:
+    def expected(self, utterances: Sequence[Utterance], size: int, seeds: Sequence[int]) -> Tensor:
         """Lists (b, size) of words that each speaker is expected to say: those that are said, among others."""
         lists = []
-        for row, seed in zip(rows, seeds, strict=True):
-            random, spoken = Random(seed), set(self.spoken.words(row))
-            others = random.sample(sorted(set(range(len(WORDS))) - spoken), size - len(spoken))
-            lists.append(random.sample([*spoken, *others], size))
+        for one, seed in zip(utterances, seeds, strict=True):
+            random, spoken = Random(seed), sorted(set(one.words))
+            others = sorted(set(range(len(WORDS))) - set(spoken))
+            lists.append(random.sample(spoken + random.sample(others, size - len(spoken)), size))
         return torch.tensor(lists, device=self.device)
 
 
-def _unit(sound: NDArray[np.float32]) -> NDArray[np.float32]:
+def _unit(sound: Sound) -> Sound:
     """With a mean square of 1."""
-    return sound / np.sqrt(np.mean(sound**2) + 1e-12)
+    return sound / np.sqrt(np.mean(sound**2) + np.float32(1e-12))

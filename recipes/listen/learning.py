@@ -1,4 +1,4 @@
-"""One loop for everything that is trained here: rows drawn without end, a sum of losses, the settings of the optimizer."""
+"""One loop for everything that is trained here: rows drawn without end, a loss, the settings of the optimizer."""
 
 from __future__ import annotations
 
@@ -73,11 +73,7 @@ class Lesson:
 def make_adapter(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdapter:
     """The adapter of the settings, for memories of width `memory_dim`."""
     given = settings.model_dump()
-    latents, depth = given.pop("latents"), given.pop("depth")
-    resampler = None if latents is None else mmattn.Resampler(
-        num_latents=latents, depth=depth, num_heads=settings.num_heads, head_dim=settings.head_dim, feed_forward=1.0
-    )  # fmt: skip
-    return mmattn.GatedAdapter(memory_dim=memory_dim, resampler=resampler, **given)
+    return mmattn.GatedAdapter(memory_dim=memory_dim, layout={"memory_norm": given.pop("memory_norm")}, **given)
 
 
 def plot_losses(run: training.RunFolder) -> None:

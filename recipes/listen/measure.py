@@ -1,4 +1,4 @@
-"""Word error rates of a recogniser on the voices held out, with lists of expected words and without."""
+"""Word error rates of a recogniser on the voices held out, with a sensor and without."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from mmattn import training
 
-from .recogniser import Recogniser, word_errors
+from .recogniser import Recogniser, feel, word_errors
 from .settings import Config
-from .speech import Speech
+from .speech import Heard, Speech
 
 #: dB at which a voice counts as clean: as much noise as hardly anybody hears.
 CLEAN = 30.0
 
 
 class Measure:
-    """The utterances held out, each in the same noise and with the same list whoever is measured.
+    """The utterances held out, each in the same noise whoever is measured.
 
     Args:
         speech: the speakers held out.
@@ -28,27 +28,36 @@ class Measure:
     def __init__(self, speech: Speech, config: Config) -> None:
         self.speech, self.seed = speech, config.seed
         random, speakers = Random(f"{config.seed} held out"), len(speech.spoken.speakers)
-        self.asked = [speech.draw(random, row % speakers) for row in range(config.expected.held_out)]
-        seeds = [training.derive_seed(config.seed, "list", row) for row in range(len(self.asked))]
-        self.lists = speech.expected(self.asked, config.expected.words, seeds)
+        self.asked = [speech.draw(random, row % speakers) for row in range(config.sensor.held_out)]
 
-    def written(self, recogniser: Recogniser, snr: float, longest: int, lists: Any = None) -> list[list[int]]:
+    def written(
+        self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0
+    ) -> list[list[int]]:
         """What is written of each utterance.
 
         Args:
             recogniser: with whatever was put on its language model.
             snr: in dB.
             longest: words at most.
-            lists: (rows, words) of expected words; None for no second memory.
+            sensor: the encoder of the sensor; None for no second memory.
+            shift: of so many utterances further on is what the sensor gave; 0 for its own.
         """
         out: list[list[int]] = []
         for start in range(0, len(self.asked), 100):
             rows = range(start, min(start + 100, len(self.asked)))
-            seeds = [training.derive_seed(self.seed, "noise", row) for row in rows]
-            energies, _ = self.speech.batch([self.asked[row] for row in rows], [snr] * len(rows), seeds)
-            words = None if lists is None else lists[rows.start : rows.stop]
-            out += recogniser.transcribe(energies, longest, words)
+            heard = self.heard(rows, snr)
+            memory = {"audio": recogniser.hear(heard.energies)}
+            if sensor is not None:
+                sensed = heard.sensed if not shift else self.heard(rows, snr, shift).sensed
+                memory["sensor"] = recogniser.sense(feel(sensor, sensed), heard.energies)
+            out += recogniser.transcribe(memory, longest)
         return out
+
+    def heard(self, rows: Sequence[int], snr: float, shift: int = 0) -> Heard:
+        """Utterances in their noise, or those so many further on."""
+        rows = [(row + shift) % len(self.asked) for row in rows]
+        seeds = [training.derive_seed(self.seed, "noise", row) for row in rows]
+        return self.speech.batch([self.asked[row] for row in rows], [snr] * len(rows), seeds)
 
     def rate(self, written: Sequence[Sequence[int]], voice: str | None = None) -> float:
         """The word error rate, of all voices or of one."""

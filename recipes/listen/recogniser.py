@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmattn
+from mmattn.errors import ConfigError
 
 from .learning import make_adapter
-from .settings import RecogniserSettings
+from .settings import RecogniserSettings, SensorEncoderSettings
 from .speech import END, START, VOCABULARY
 
 
@@ -45,6 +45,22 @@ class Ear(nn.Module):
         """
         heard = self.dropout(self.layers(energies).transpose(1, 2))
         return mmattn.Memory(heard + self.places, check_finite=False), self.words(heard)
+
+
+class SensorEncoder(nn.Sequential):
+    """Convolutions from a stream (b, c, t) of a sensor to the logits (b, v, t) of the word that is spoken at each time.
+
+    Args:
+        settings: of its size.
+        bands: c.
+    """
+
+    def __init__(self, settings: SensorEncoderSettings, bands: int) -> None:
+        layers: list[nn.Module] = []
+        for place in range(settings.convolutions):
+            given = settings.width if place else bands
+            layers += [nn.Conv1d(given, settings.width, 5, padding=2), nn.BatchNorm1d(settings.width), nn.ReLU()]
+        super().__init__(*layers, nn.Conv1d(settings.width, VOCABULARY, 1))
 
 
 class Recogniser(nn.Module):
@@ -83,40 +99,50 @@ class Recogniser(nn.Module):
         return text_loss(self.model(input_ids=read, memory={"audio": heard}).logits, said) + self.weight * places
 
     @torch.no_grad()
-    def hear(self, energies: Tensor, words: Tensor | None = None) -> dict[str, mmattn.Memory]:
-        """The memories of utterances, by adapter: "audio", and where there are lists of words "list".
-
-        A word of a list is the vector that the frozen language model has of it, and how sure the ear is, where it is
-        surest, to hear it anywhere in the utterance: so a list can be told from one that belongs to something else.
+    def hear(self, energies: Tensor) -> mmattn.Memory:
+        """The memory of utterances.
 
         Args:
             energies: (b, bands, frames).
-            words: (b, n) of a list for each; None for none.
         """
-        heard, logits = self.ear(energies)
-        memories = {"audio": heard}
-        if words is not None:
-            sure = logits.softmax(-1).amax(1).gather(1, words)
-            vectors = self.model.host.get_input_embeddings()(words)
-            memories["list"] = mmattn.Memory(torch.cat([vectors, sure[..., None]], -1), check_finite=False)
-        return memories
+        memory: mmattn.Memory = self.ear(energies)[0]
+        return memory
 
     @torch.no_grad()
-    def transcribe(self, energies: Tensor, longest: int, words: Tensor | None = None) -> list[list[int]]:
+    def sense(self, felt: Tensor, energies: Tensor) -> mmattn.Memory:
+        """The memory (b, frames / 2, 2 × width + 3) of what the encoder of a sensor makes of its stream.
+
+        A slot has the vector of the word that is felt at its place, the place, and how well it goes with the sound: how
+        likely ear and sensor mean the same word there, and on average, and how far both say at the same times that
+        there is one. By the last two, the same in all slots, a stream can be told that belongs to something else.
+
+        Args:
+            felt: (b, frames / 2, v) logits of the word at each place.
+            energies: (b, bands, frames) of what is heard at the same time.
+        """
+        words, heard = felt.softmax(-1), self.ear(energies)[1].softmax(-1)
+        vectors = self.model.host.get_input_embeddings().weight
+        same = (words * heard)[..., :END].sum(-1, keepdim=True)
+        silent = torch.stack([words[..., START], heard[..., START]])
+        silent = silent - silent.mean(2, keepdim=True)
+        together = F.cosine_similarity(silent[0], silent[1], dim=1)[:, None, None].expand_as(same)
+        overall = (same.mean(1, keepdim=True) / (1 - words[..., START]).mean(1)[:, None, None]).expand_as(same)
+        places = self.ear.places.expand(len(felt), -1, -1)
+        parts = [words @ (vectors / vectors.std()), places, 2 * same, 4 * overall, 4 * together]
+        return mmattn.Memory(torch.cat(parts, -1), check_finite=False)
+
+    @torch.no_grad()
+    def transcribe(self, memory: dict[str, mmattn.Memory], longest: int) -> list[list[int]]:
         """The words of each row, greedily.
 
         Args:
-            energies: (b, bands, frames).
+            memory: what `hear` gives as "audio", and what further adapters read, by name.
             longest: words at most.
-            words: (b, n) of a list for each; None for none.
         """
-        ids = torch.full((len(energies), 1), START, device=energies.device)
+        rows, device = memory["audio"].batch, memory["audio"].device
+        ids = torch.full((rows, 1), START, device=device)
         made = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            memory=self.hear(energies, words),
-            max_new_tokens=longest,
-            do_sample=False,
+            input_ids=ids, attention_mask=torch.ones_like(ids), memory=memory, max_new_tokens=longest, do_sample=False
         )
         return [[*row, END][: [*row, END].index(END)] for row in made[:, 1:].tolist()]
 
@@ -125,6 +151,30 @@ class Recogniser(nn.Module):
         self.model.host.save_pretrained(str(folder))
         self.model.save_adapter(folder / "audio", "audio")
         save_file(self.ear.state_dict(), folder / "ear.safetensors")
+
+    def load(self, folder: Path) -> None:
+        """Take the weights that `save` wrote of a recogniser of the same settings.
+
+        Raises:
+            ConfigError: there are none, or of another size.
+        """
+        try:
+            self.ear.load_state_dict(load_file(folder / "ear.safetensors"))
+            lm = LlamaForCausalLM.from_pretrained(folder)
+            self.model.host.load_state_dict(lm.state_dict())
+            audio = mmattn.load(lm, folder / "audio", "audio").adapter("audio")
+            self.model.adapter("audio").load_state_dict(audio.state_dict())
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"recogniser.saved={str(folder)!r} was asked for, and there is no recogniser of these settings: {error}"
+            ) from error
+
+
+@torch.no_grad()
+def feel(encoder: SensorEncoder, sensed: Tensor) -> Tensor:
+    """The logits (b, t, v) that the frozen encoder of a sensor gives for its stream (b, t, c)."""
+    logits: Tensor = encoder(sensed.transpose(1, 2)).transpose(1, 2)
+    return logits
 
 
 def text_loss(logits: Tensor, said: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Sensor series and the sentences that describe them: trend, period, and an anomaly with the tenth of the series it is in.
+"""Series and the sentences that describe them: trend, period, and an anomaly with the tenth of the series it is in.
 
-    falling , repeats every 97 samples , a dip in the sixth tenth
+falling , repeats every 97 samples , a dip in the sixth tenth
 """
 
 from __future__ import annotations
@@ -21,7 +21,21 @@ PERIODS = {"never": None, "23": 23, "47": 47, "97": 97, "193": 193, "389": 389}
 ANOMALIES = ("spike", "dip", "gap", "nothing")
 TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 ATTRIBUTES = {"trend": tuple(TRENDS), "period": tuple(PERIODS), "anomaly": ANOMALIES, "time": (*TENTHS, "-")}
-WORDS = (*TRENDS, *PERIODS, *ANOMALIES, *TENTHS, ",", "repeats", "every", "samples", "a", "in", "the", "part", "unusual")
+WORDS = (
+    *TRENDS,
+    *PERIODS,
+    *ANOMALIES,
+    *TENTHS,
+    ",",
+    "repeats",
+    "every",
+    "samples",
+    "a",
+    "in",
+    "the",
+    "part",
+    "unusual",
+)
 IDS = {word: id for id, word in enumerate(WORDS)}
 END, START = len(WORDS), len(WORDS) + 1
 VOCABULARY = len(WORDS) + 2

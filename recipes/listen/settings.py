@@ -28,17 +28,16 @@ class AdapterSettings(Strict):
     head_dim: int = Field(24, ge=1)
     feed_forward: float = Field(1.0, ge=0)
     null_slot: bool = True
-    latents: int | None = Field(None, ge=1)  # of a resampler in front
-    depth: int = Field(2, ge=1)  # of the resampler
+    memory_norm: bool = True  # False: how large a value is counts, too
 
 
 # Speech --------------------------------------------------------------------------------------------------------------
 
 
 class VoiceSettings(Strict):
-    speakers: int = Field(160, ge=1, le=312)  # that are trained on: a voice each, at a speed and a pitch
+    speakers: int = Field(200, ge=1, le=600)  # that are trained on: a voice each, at a speed and a pitch
     held_out: int = Field(3, ge=1)  # speeds and pitches of each of the eight voices held out
-    chatter: int = Field(30, ge=1, le=312)  # speakers in the background
+    chatter: int = Field(30, ge=1, le=600)  # speakers in the background
     least: int = Field(2, ge=1)  # words of an utterance
     most: int = Field(5, ge=1)
     speed: tuple[int, int] = (220, 300)  # words in a minute
@@ -64,16 +63,25 @@ class RecogniserSettings(OptimSettings):
     layers: int = Field(2, ge=1)  # of the language model
     heads: int = Field(4, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
+    saved: str | None = None  # the folder of one that an earlier run trained; null: train one
     places: float = Field(1.0, ge=0)  # weight of the ear's own loss: which word is spoken when
     adapter: AdapterSettings = AdapterSettings(head_dim=32, feed_forward=2.0, null_slot=False)
     max_steps: int = Field(2000, ge=1)
     batch_size: int = Field(16, ge=1)
 
 
-class ExpectedSettings(Strict):
-    words: int = Field(8, ge=1)  # of a list
+class SensorEncoderSettings(OptimSettings):
+    width: int = Field(96, ge=8)
+    convolutions: int = Field(4, ge=1)
+    max_steps: int = Field(600, ge=1)
+    learning_rate: float = Field(4e-3, gt=0)
+
+
+class SensorSettings(Strict):
+    bands: int = Field(4, ge=1)  # numbers that it gives at a time: energies of the voice without the noise
+    encoder: SensorEncoderSettings = SensorEncoderSettings()
+    wrong: float = Field(0.4, ge=0, lt=1)  # share of the streams in training that are of another utterance
     held_out: int = Field(600, ge=1)  # utterances that are measured
-    wrong: float = Field(0.4, ge=0, lt=1)  # share of the lists in training that are another speaker's
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings(max_steps=800, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
 
@@ -86,7 +94,7 @@ class SeriesSettings(Strict):
     noise: float = Field(0.5, ge=0)  # deviation, beside a wave of amplitude 1
     patch: int = Field(64, ge=2)  # samples of a token
     position_features: int = Field(32, ge=2)
-    train: int = Field(3000, ge=1)
+    train: int = Field(2500, ge=1)
     held_out: int = Field(500, ge=1)
 
 
@@ -98,8 +106,8 @@ class LanguageModelSettings(OptimSettings):
 
 
 class DescribingSettings(Strict):
-    adapter: AdapterSettings = AdapterSettings(num_heads=8, head_dim=16, null_slot=False)
-    optim: OptimSettings = OptimSettings(max_steps=700, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
+    adapter: AdapterSettings = AdapterSettings(num_heads=8, head_dim=16, null_slot=False, memory_norm=False)
+    optim: OptimSettings = OptimSettings(max_steps=1200, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
     memory_batch: int = Field(64, ge=1)  # rows of the training step whose memory is measured
 
 
@@ -113,7 +121,7 @@ class Config(Strict):
     voices: VoiceSettings = VoiceSettings()
     noise: NoiseSettings = NoiseSettings()
     recogniser: RecogniserSettings = RecogniserSettings()
-    expected: ExpectedSettings = ExpectedSettings()
+    sensor: SensorSettings = SensorSettings()
     series: SeriesSettings = SeriesSettings()
     lm: LanguageModelSettings = LanguageModelSettings()
     describing: DescribingSettings = DescribingSettings()

@@ -1,4 +1,4 @@
-"""Spoken numbers in noise: words joined to utterances, white noise and other voices, features, lists of expected words."""
+"""Spoken numbers in noise: words joined to utterances, white noise and other voices, features, and a sensor."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ class Utterance:
     words: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Heard:
+    """A batch of utterances.
+
+    Args:
+        energies: (b, bands, frames), log-mel, in noise.
+        spoken: (b, frames / 2) the word at each place, `START` between words.
+        sensed: (b, frames / 2, bands of the sensor), without noise.
+    """
+
+    energies: Tensor
+    spoken: Tensor
+    sensed: Tensor
+
+
 class Speech:
     """Speakers and the noise around them.
 
@@ -36,6 +51,7 @@ class Speech:
         voices: how many words an utterance has.
         noise: what the noise is.
         ear: from sounds to log-mel energies, one token for each frame.
+        sensor: the same of the voice alone, with few bands and one token for two frames.
         device: of batches.
     """
 
@@ -46,9 +62,11 @@ class Speech:
         voices: VoiceSettings,
         noise: NoiseSettings,
         ear: LogMelEncoder,
+        sensor: LogMelEncoder,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.spoken, self.voices, self.noise, self.ear, self.device = spoken, voices, noise, ear, device
+        self.spoken, self.voices, self.noise, self.device = spoken, voices, noise, device
+        self.ear, self.sensor = ear, sensor
         self.sentences = [clip for own in chatter.clips for clip in own]
         self.samples = round(noise.seconds * ear.sampling_rate)
 
@@ -72,19 +90,21 @@ class Speech:
             places.append((start, stop))
         return out, places
 
-    def mixed(self, utterance: Utterance, snr: float, random: np.random.Generator) -> tuple[Sound, list[tuple[int, int]]]:
-        """An utterance in noise, half of it white and half voices that say no number; and where the words are.
+    def mixed(
+        self, utterance: Utterance, snr: float, random: np.random.Generator
+    ) -> tuple[Sound, Sound, list[tuple[int, int]]]:
+        """An utterance in noise, half of it white and half voices that say no number; alone; and where its words are.
 
         Args:
             utterance: who says what.
             snr: power of the voice, where it speaks, over that of all noise, in dB.
             random: draws pauses, place and noise.
         """
-        out, places = self.said(utterance, random)
-        spoken = np.concatenate([out[start:stop] for start, stop in places])
+        alone, places = self.said(utterance, random)
+        spoken = np.concatenate([alone[start:stop] for start, stop in places])
         noise = _unit(random.standard_normal(self.samples, np.float32)) + _unit(self.babble(random))
-        out = out + _unit(noise) * np.sqrt(np.mean(spoken**2)) * np.float32(10 ** (-snr / 20))
-        return out / (2 * np.abs(out).max()), places
+        mixed = alone + _unit(noise) * np.sqrt(np.mean(spoken**2)) * np.float32(10 ** (-snr / 20))
+        return mixed / (2 * np.abs(mixed).max()), alone, places
 
     def babble(self, random: np.random.Generator) -> Sound:
         """Several voices at once."""
@@ -94,28 +114,39 @@ class Speech:
             out += _unit(np.roll(voice, random.integers(self.samples)))
         return out
 
-    def batch(
-        self, utterances: Sequence[Utterance], snr: Sequence[float], seeds: Sequence[int], step: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """Log-mel energies (b, bands, frames) of utterances, and which word is spoken in each piece of `step` frames.
+    def batch(self, utterances: Sequence[Utterance], snr: Sequence[float], seeds: Sequence[int]) -> Heard:
+        """What is heard and sensed of utterances, each in its own noise.
 
         Args:
             utterances: who says what.
             snr: in dB, of each.
             seeds: of the noise of each.
-            step: frames of a piece; in pieces (b, frames / step) between words there is `START`.
         """
         made = [
             self.mixed(one, level, np.random.default_rng(seed))
             for one, level, seed in zip(utterances, snr, seeds, strict=True)
         ]
-        energies = self.ear([torch.from_numpy(sound) for sound, _ in made]).tokens.transpose(1, 2)
-        size = step * self.samples / energies.shape[2]
-        spoken = torch.full((len(made), -(-energies.shape[2] // step)), START)
-        for row, (one, (_, places)) in enumerate(zip(utterances, made, strict=True)):
+        energies = self.ear([torch.from_numpy(mixed) for mixed, _, _ in made]).tokens.transpose(1, 2)
+        sensed, spoken = self.feel(utterances, [(alone, places) for _, alone, places in made])
+        return Heard(energies.to(self.device), spoken, sensed)
+
+    def feel(
+        self, utterances: Sequence[Utterance], said: Sequence[tuple[Sound, list[tuple[int, int]]]]
+    ) -> tuple[Tensor, Tensor]:
+        """What the sensor gives (b, frames / 2, c) of what was said, and the word (b, frames / 2) at each place.
+
+        Args:
+            utterances: who says what.
+            said: their sounds without noise, and where the words are.
+        """
+        # Half of full scale, which the loudest sample has; below 0 no sensor would feel anything any more.
+        sensed = self.sensor([torch.from_numpy(alone / 2) for alone, _ in said]).tokens.clamp_min(0)
+        size = self.samples / sensed.shape[1]
+        spoken = torch.full(sensed.shape[:2], START)
+        for row, (one, (_, places)) in enumerate(zip(utterances, said, strict=True)):
             for word, (start, stop) in zip(one.words, places, strict=True):
                 spoken[row, round(start / size) : round(stop / size)] = word
-        return energies.to(self.device), spoken.to(self.device)
+        return sensed.to(self.device), spoken.to(self.device)
 
     def texts(self, utterances: Sequence[Utterance]) -> tuple[Tensor, Tensor]:
         """What the decoder reads (b, l), and what it is to say (b, l), -100 after its end."""
@@ -126,15 +157,6 @@ class Speech:
             read[row, : 1 + len(one.words)] = torch.tensor([START, *one.words])
             said[row, : 1 + len(one.words)] = torch.tensor([*one.words, END])
         return read.to(self.device), said.to(self.device)
-
-    def expected(self, utterances: Sequence[Utterance], size: int, seeds: Sequence[int]) -> Tensor:
-        """Lists (b, size) of words that each speaker is expected to say: those that are said, among others."""
-        lists = []
-        for one, seed in zip(utterances, seeds, strict=True):
-            random, spoken = Random(seed), sorted(set(one.words))
-            others = sorted(set(range(len(WORDS))) - set(spoken))
-            lists.append(random.sample(spoken + random.sample(others, size - len(spoken)), size))
-        return torch.tensor(lists, device=self.device)
 
 
 def _unit(sound: Sound) -> Sound:

@@ -53,14 +53,17 @@ def table(contents: list[dict[str, Any]]) -> str:
     runs = [[{"parameters": None, "seconds": None, **row} for row in one["rows"]] for one in contents]
     text = training.spread_table("", COLUMNS[first["part"]], runs)
     if first["part"] == "speech":
-        return f"{text}\n\n{first['held_out']} utterances of {len(first['voices']['audio only'])} voices that were never trained on."
+        voices = len(first["voices"]["audio only"])
+        return f"{text}\n\n{first['held_out']} utterances of {voices} voices that were never trained on."
     steps = []
     for way, name in WAYS.items():
         each = [one["memory"][way] for one in contents]
         megabytes = training.mean_and_spread([one["megabytes"] for one in each], 1, ".0f", "")
         seconds = training.mean_and_spread([one["seconds"] for one in each], 1, ".2f", "")
         steps.append([name, megabytes, seconds])
-    ratios = [one["memory"]["adapter"]["megabytes"] / max(1e-9, one["memory"]["inserted"]["megabytes"]) for one in contents]
+    ratios = [
+        one["memory"]["adapter"]["megabytes"] / max(1e-9, one["memory"]["inserted"]["megabytes"]) for one in contents
+    ]
     ratio = training.mean_and_spread(ratios, 1, ".2f", "")
     cost = training.markdown_table(["a training step", "peak MB above the loaded model", "seconds"], steps)
     return f"{text}\n\n{cost}\n\n{first['patches']} patches; the adapter's peak is {ratio} of the other."

@@ -127,7 +127,10 @@ class Describing(Lesson):
         ]
         if samples:
             self.said = [" ".join(text.words()) if "?" not in vars(text).values() else "?" for text in found]
-            lines = [f"true: {' '.join(true.words())}\nsaid: {text}" for text, true in zip(self.said, self.asked, strict=True)]
+            lines = [
+                f"true: {' '.join(true.words())}\nsaid: {text}"
+                for text, true in zip(self.said, self.asked, strict=True)
+            ]
             self.run.write_text("samples.txt", "\n\n".join(lines[:20]))
         shares = {one: sum(row[one] for row in right) / len(right) for one in ATTRIBUTES}
         return {"name": name, **shares, "all": sum(all(row.values()) for row in right) / len(right)}

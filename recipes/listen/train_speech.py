@@ -1,12 +1,16 @@
-"""A recogniser of spoken numbers, frozen, and an adapter that reads the list of words a speaker is expected to say."""
+"""A recogniser of spoken numbers, frozen, and an adapter that reads a sensor of the voice without the noise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 import mmattn
@@ -15,15 +19,17 @@ from mmattn.encoders import LogMelEncoder
 
 from .learning import Lesson, make_adapter, plot_losses
 from .measure import CLEAN, Measure, draw_voices
-from .recogniser import Recogniser, text_loss
+from .recogniser import Recogniser, SensorEncoder, feel, text_loss
 from .settings import Config
-from .speech import Speech, Utterance
+from .speech import Heard, Speech, Utterance
 from .voices import WORDS, speak
 
 Row = tuple[Utterance, float]
 """Who says what, and how loud against the noise, in dB."""
 #: Rows of the picture.
-SHOWN = ("audio only", "audio and list", "audio and another speaker's list", "audio, LoRA without a list")
+SHOWN = (
+    "audio only", "audio and sensor", "audio and another utterance's sensor", "audio, LoRA without a sensor",
+)  # fmt: skip
 
 
 class Listening(Lesson):
@@ -31,51 +37,56 @@ class Listening(Lesson):
 
     def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
         super().__init__(config, run, accelerator)
-        spoken = speak(config.voices, config.seed, config.progress)
+        spoken = speak(config.voices, config.progress)
         settings = config.recogniser
-        ear = LogMelEncoder(
-            settings.bands,
-            frames_per_token=1,
-            sampling_rate=config.voices.sampling_rate,
-            window=settings.window,
-            hop=settings.hop,
-            normalization="mean_std",
-        )
+        rate, step = config.voices.sampling_rate, 2 * settings.hop
+        given: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
+        ear = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, normalization="mean_std", **given)
+        sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **given)
         self.speech, held_out = (
-            Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, accelerator.device)
+            Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, sensor, accelerator.device)
             for name in ("train", "held_out")
         )
         # Two more than are ever said, so that words which are not there are counted.
         self.longest = config.voices.most + 2
         self.measure = Measure(held_out, config)
         torch.manual_seed(config.seed)
-        energies, _ = self.speech.batch([Utterance(0, (0,))], [0.0], [0])
-        self.recogniser = Recogniser(settings, energies.shape[2]).to(accelerator.device)
+        frames = self.speech.batch([Utterance(0, (0,))], [0.0], [0]).energies.shape[2]
+        self.recogniser = Recogniser(settings, frames).to(accelerator.device)
+        self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(accelerator.device)
 
     def table(self) -> dict[str, Any]:
         """Every row of the table, and the word error rates of each voice."""
-        config, recogniser, expected = self.config, self.recogniser, self.config.expected
-        seconds = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
+        config, recogniser, sensor = self.config, self.recogniser, self.config.sensor
+        seconds = None
+        if config.recogniser.saved is None:
+            seconds = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
+            recogniser.save(self.run.path / "recogniser")
+        else:
+            recogniser.load(Path(config.recogniser.saved))
         recogniser.requires_grad_(False).eval()
-        recogniser.save(self.run.path / "recogniser")
+        self.train(self.encoder, self.encoder_loss, self.in_noise, sensor.encoder, "encoder of the sensor")
+        self.encoder.requires_grad_(False).eval()
+        save_file(self.encoder.state_dict(), self.run.path / "sensor.safetensors")
         rows = [{**self.row("audio only"), "parameters": size(recogniser), "seconds": seconds}]
         torch.manual_seed(config.seed)
-        model = mmattn.attach(recogniser.model, make_adapter(expected.adapter, config.recogniser.width + 1), "list")
-        parameters = size(model.adapter("list"))
-        seconds = self.train(model, self.listed_loss, self.in_noise, expected.optim, "adapter")
-        model.save_adapter(self.run.path / "adapter", "list")
-        own, others = self.measure.lists, self.measure.lists.roll(1, 0)
-        rows.append({**self.row("audio and list", own), "parameters": parameters, "seconds": seconds})
-        rows.append(self.row("audio and another speaker's list", others))
-        rows.append(self.row("audio, the adapter without a list"))
-        rows.append(self.row("list and noise alone", own, silent=True))
-        model.delete_adapter("list")
+        # Two vectors of the recogniser's width, and three numbers: see `Recogniser.sense`.
+        adapter = make_adapter(sensor.adapter, 2 * config.recogniser.width + 3)
+        model = mmattn.attach(recogniser.model, adapter, "sensor")
+        parameters = size(model.adapter("sensor"))
+        seconds = self.train(model, self.sensor_loss, self.in_noise, sensor.optim, "adapter")
+        model.save_adapter(self.run.path / "adapter", "sensor")
+        rows.append({**self.row("audio and sensor", sensor=True), "parameters": parameters, "seconds": seconds})
+        rows.append(self.row("audio and another utterance's sensor", sensor=True, shift=1))
+        rows.append(self.row("audio, the adapter without a sensor"))
+        rows.append(self.row("sensor, and noise alone", sensor=True, silent=True))
+        model.delete_adapter("sensor")
         if config.controls:
             torch.manual_seed(config.seed)
             lora = training.matched_lora(model.host, parameters)
-            seconds = self.train(lora, self.plain_loss, self.in_noise, expected.optim, "LoRA")
+            seconds = self.train(lora, self.plain_loss, self.in_noise, sensor.optim, "LoRA")
             count = size(lora, trained=True)
-            rows.append({**self.row("audio, LoRA without a list"), "parameters": count, "seconds": seconds})
+            rows.append({**self.row("audio, LoRA without a sensor"), "parameters": count, "seconds": seconds})
             lora.unload()
         plot_losses(self.run)
         voices = {row["name"]: row.pop("voices") for row in rows}
@@ -95,43 +106,55 @@ class Listening(Lesson):
 
     def first_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
         """The loss of a recogniser that learns everything."""
-        utterances, levels = zip(*rows, strict=True)
-        energies, spoken = self.speech.batch(utterances, levels, seeds, step=2)
-        read, said = self.speech.texts(utterances)
-        return self.recogniser(energies, spoken, read, said), int((said >= 0).sum())
+        heard, read, said = self.batch(rows, seeds)
+        return self.recogniser(heard.energies, heard.spoken, read, said), int((said >= 0).sum())
 
-    def listed_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        """The loss with a list for each row, some of them of another speaker."""
-        expected = self.config.expected
-        words = self.speech.expected([utterance for utterance, _ in rows], expected.words, seeds)
-        wrong = round(expected.wrong * len(rows))
+    def encoder_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+        """The loss of the encoder of the sensor: which word is spoken at each place."""
+        utterances = [utterance for utterance, _ in rows]
+        said = [self.speech.said(one, np.random.default_rng(seed)) for one, seed in zip(utterances, seeds, strict=True)]
+        sensed, spoken = self.speech.feel(utterances, said)
+        logits = self.encoder(sensed.transpose(1, 2))
+        return F.cross_entropy(logits, spoken, reduction="sum"), spoken.numel()
+
+    def plain_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+        """The loss of what was put on the recogniser, without a sensor."""
+        heard, read, said = self.batch(rows, seeds)
+        memory = {"audio": self.recogniser.hear(heard.energies)}
+        return text_loss(self.recogniser.model(input_ids=read, memory=memory).logits, said), int((said >= 0).sum())
+
+    def sensor_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+        """The loss with a sensor, which for some of the rows was at another utterance."""
+        heard, read, said = self.batch(rows, seeds)
+        sensed, wrong = heard.sensed.clone(), round(self.config.sensor.wrong * len(rows))
         # Rows are drawn at random: the first ones are as good as any.
-        words[:wrong] = words[:wrong].roll(1, 0)
-        return self.plain_loss(rows, seeds, words)
+        sensed[:wrong] = heard.sensed[:wrong].roll(1, 0)
+        memory = {
+            "audio": self.recogniser.hear(heard.energies),
+            "sensor": self.recogniser.sense(feel(self.encoder, sensed), heard.energies),
+        }
+        return text_loss(self.recogniser.model(input_ids=read, memory=memory).logits, said), int((said >= 0).sum())
 
-    def plain_loss(
-        self, rows: Sequence[Row], seeds: Sequence[int], words: Tensor | None = None
-    ) -> tuple[Tensor, int]:
-        """The loss of what was put on the recogniser."""
+    def batch(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Heard, Tensor, Tensor]:
+        """What is heard and sensed of rows, what the language model reads, and what it is to say."""
         utterances, levels = zip(*rows, strict=True)
-        energies, _ = self.speech.batch(utterances, levels, seeds)
-        read, said = self.speech.texts(utterances)
-        logits = self.recogniser.model(input_ids=read, memory=self.recogniser.hear(energies, words)).logits
-        return text_loss(logits, said), int((said >= 0).sum())
+        return self.speech.batch(utterances, levels, seeds), *self.speech.texts(utterances)
 
-    def row(self, name: str, lists: Tensor | None = None, silent: bool = False) -> dict[str, Any]:
+    def row(self, name: str, sensor: bool = False, shift: int = 0, silent: bool = False) -> dict[str, Any]:
         """The word error rates, of all voices and of each at the noise that is measured.
 
         Args:
             name: of the row.
-            lists: (rows, words) of expected words; None for none.
-            silent: the voice is all but gone: what the list alone is worth.
+            sensor: whether there is a second memory.
+            shift: as in `Measure.written`.
+            silent: the voice is all but gone: what the sensor alone is worth.
         """
-        snr = self.config.noise.snr
-        noisy = self.measure.written(self.recogniser, -60.0 if silent else snr, self.longest, lists)
+        given: dict[str, Any] = {"longest": self.longest, "shift": shift}
+        given["sensor"] = self.encoder if sensor else None
+        noisy = self.measure.written(self.recogniser, -60.0 if silent else self.config.noise.snr, **given)
         row = {"name": name, "noisy": self.measure.rate(noisy), "clean": None}
         if not silent:
-            row["clean"] = self.measure.rate(self.measure.written(self.recogniser, CLEAN, self.longest, lists))
+            row["clean"] = self.measure.rate(self.measure.written(self.recogniser, CLEAN, **given))
         return {**row, "voices": self.measure.by_voice(noisy), "written": noisy[:20]}
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
@@ -140,9 +163,8 @@ class Listening(Lesson):
         width = max(map(len, written))
         for place, one in enumerate(self.measure.asked[:20]):
             speaker = self.measure.speech.spoken.speakers[one.speaker]
-            lines = {f"{'said':{width}}": one.words, "the list": self.measure.lists[place].tolist()}
-            lines |= {name: texts[place] for name, texts in written.items()}
-            told = [f"{name:{width}}  {' '.join(WORDS[id] if id < len(WORDS) else '?' for id in ids)}" for name, ids in lines.items()]
+            lines = {"said": list(one.words), **{name: texts[place] for name, texts in written.items()}}
+            told = [f"{name:{width}}  {' '.join([*WORDS, '?', '?'][id] for id in ids)}" for name, ids in lines.items()]
             parts.append("\n".join([f"{speaker.voice} ({speaker.speed} words a minute)", *told]))
         self.run.write_text("samples.txt", "\n\n".join(parts))
 

@@ -1,7 +1,8 @@
-"""The listening recipe: noise is as loud as it says, lists hold what is said, series are as described, runs have controls."""
+"""The listening recipe: noise is as loud as it says, a sensor feels none of it, series are as described; controls."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -35,8 +36,8 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     return load_files("listen", *FILES)
 
 
-@pytest.fixture(scope="module")
-def toneful(recipe: SimpleNamespace) -> Iterator[None]:
+@contextlib.contextmanager
+def standing_in(recipe: SimpleNamespace) -> Iterator[None]:
     """Instead of espeak-ng a tone for each text, higher or lower with the speaker."""
 
     def say(text: str, speaker: Any, sampling_rate: int) -> Any:
@@ -50,20 +51,28 @@ def toneful(recipe: SimpleNamespace) -> Iterator[None]:
 
 
 @pytest.fixture
+def toneful(recipe: SimpleNamespace) -> Iterator[None]:
+    """No espeak-ng for this test."""
+    with standing_in(recipe):
+        yield
+
+
+@pytest.fixture
 def speech(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> Any:
     """Three speakers in noise."""
     settings = recipe.settings.VoiceSettings(speakers=3, held_out=1, chatter=2, cache=str(tmp_path))
-    spoken = recipe.voices.speak(settings, 0, False)
+    spoken = recipe.voices.speak(settings, False)
     ear = LogMelEncoder(16, frames_per_token=1, sampling_rate=8000, window=0.032, hop=0.02)
+    sensor = LogMelEncoder(3, frames_per_token=1, sampling_rate=8000, window=0.04, hop=0.04)
     noise = recipe.settings.NoiseSettings()
-    return recipe.speech.Speech(spoken["train"], spoken["chatter"], settings, noise, ear)
+    return recipe.speech.Speech(spoken["train"], spoken["chatter"], settings, noise, ear, sensor)
 
 
 def test_no_held_out_voice_is_trained_on(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> None:
     voices = recipe.voices
     assert len(set(voices.HELD_OUT)) == 8
     assert not {voice.split("+")[1] for voice in voices.HELD_OUT} & set(voices.VARIANTS)
-    spoken = voices.speak(recipe.settings.VoiceSettings(speakers=5, chatter=3, cache=str(tmp_path)), 0, False)
+    spoken = voices.speak(recipe.settings.VoiceSettings(speakers=5, chatter=3, cache=str(tmp_path)), False)
     assert {speaker.voice for speaker in spoken["held_out"].speakers} == set(voices.HELD_OUT)
     others = [speaker.voice for name in ("train", "chatter") for speaker in spoken[name].speakers]
     assert len(others) == 8 and not set(others) & set(voices.HELD_OUT)
@@ -73,9 +82,9 @@ def test_what_was_spoken_is_read_from_the_cache(
     recipe: SimpleNamespace, toneful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = recipe.settings.VoiceSettings(speakers=2, held_out=1, chatter=1, cache=str(tmp_path))
-    first = recipe.voices.speak(settings, 0, False)["train"]
+    first = recipe.voices.speak(settings, False)["train"]
     monkeypatch.setattr(recipe.voices, "say", None)
-    again = recipe.voices.speak(settings, 0, False)["train"]
+    again = recipe.voices.speak(settings, False)["train"]
     assert again.speakers == first.speakers
     for own, other in zip(first.clips, again.clips, strict=True):
         assert len(own) == len(recipe.voices.WORDS)
@@ -85,9 +94,8 @@ def test_what_was_spoken_is_read_from_the_cache(
 @pytest.mark.parametrize("snr", [-7.0, 0.0, 5.0])
 def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: float) -> None:
     one = recipe.speech.Utterance(1, (3, 17, 3))
-    mixed, places = speech.mixed(one, snr, np.random.default_rng(7))
-    alone, same = speech.said(one, np.random.default_rng(7))
-    assert places == same and len(places) == 3 and np.isfinite(mixed).all() and np.abs(mixed).max() <= 0.5
+    mixed, alone, places = speech.mixed(one, snr, np.random.default_rng(7))
+    assert len(places) == 3 and np.isfinite(mixed).all() and np.abs(mixed).max() <= 0.5
     # What was mixed is a share of the voice alone, and noise that has nothing in common with it.
     spoken = np.concatenate([alone[start:stop] for start, stop in places])
     share = float(mixed @ alone / (alone @ alone))
@@ -98,25 +106,35 @@ def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: 
         assert stop <= start
 
 
-def test_pieces_say_which_word_is_spoken(recipe: SimpleNamespace, speech: Any) -> None:
+def test_places_say_which_word_is_spoken(recipe: SimpleNamespace, speech: Any) -> None:
     one = recipe.speech.Utterance(0, (5, 11))
-    energies, spoken = speech.batch([one], [30.0], [3], step=2)
-    assert energies.shape == (1, 16, 100) and spoken.shape == (1, 50)
-    words = [word for word in spoken[0].tolist() if word != recipe.speech.START]
+    heard = speech.batch([one], [30.0], [3])
+    assert heard.energies.shape == (1, 16, 125) and heard.spoken.shape == (1, 63) and heard.sensed.shape == (1, 63, 3)
+    words = [word for word in heard.spoken[0].tolist() if word != recipe.speech.START]
     assert words == sorted(words) and set(words) == {5, 11} and len(words) == pytest.approx(10, abs=2)
     # Where a word is spoken it is louder than around it.
-    loud = energies.mean(1).view(50, 2).mean(1)
-    assert loud[spoken[0] != recipe.speech.START].mean() > loud[spoken[0] == recipe.speech.START].mean() + 0.2
+    speaking = heard.spoken[0] != recipe.speech.START
+    assert heard.sensed[0].mean(1)[speaking].mean() > heard.sensed[0].mean(1)[~speaking].mean() + 0.3
 
 
-def test_lists_hold_what_is_said(speech: Any) -> None:
-    random = Random(0)
-    asked = [speech.draw(random) for _ in range(40)]
-    lists = speech.expected(asked, 7, range(40))
-    assert lists.shape == (40, 7)
-    for one, words in zip(asked, lists.tolist(), strict=True):
-        assert len(set(words)) == 7 and set(one.words) <= set(words) and 2 <= len(one.words) <= 5
-    assert torch.equal(lists, speech.expected(asked, 7, range(40)))
+def test_the_sensor_feels_the_voice_and_not_the_noise(recipe: SimpleNamespace, speech: Any) -> None:
+    one = recipe.speech.Utterance(2, (1, 2, 3))
+    loud, faint = (speech.batch([one], [snr], [5]) for snr in (-20.0, 20.0))
+    assert torch.equal(loud.sensed, faint.sensed) and loud.sensed.isfinite().all()
+    assert not torch.allclose(loud.energies, faint.energies, atol=0.1)
+
+
+def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNamespace, speech: Any) -> None:
+    settings = recipe.settings.RecogniserSettings(width=12, heads=2, bands=16, adapter=SMALL)
+    recogniser = recipe.recogniser.Recogniser(settings, 125).eval()
+    random = Random(3)
+    heard = speech.batch([speech.draw(random) for _ in range(9)], [10.0] * 9, range(9))
+    own, others = (recogniser.sense(one, heard.energies, 4) for one in (heard.sensed, heard.sensed.roll(1, 0)))
+    assert own.tokens.shape == (9, 63, recogniser.sense_dim(3, 4)) and own.tokens.isfinite().all()
+    assert own.tokens[:, 0, -1].mean() > others.tokens[:, 0, -1].mean() + 0.5
+    # The middle of a slot is what the sensor gave at its place.
+    middle = own.tokens[:, :, :27].view(9, 63, 3, 9)[..., 4]
+    assert torch.allclose(middle, 2 * heard.sensed)
 
 
 def test_word_errors(recipe: SimpleNamespace) -> None:
@@ -126,18 +144,19 @@ def test_word_errors(recipe: SimpleNamespace) -> None:
 
 
 @pytest.fixture(scope="module")
-def spoken_run(recipe: SimpleNamespace, toneful: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def spoken_run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run over speech that takes seconds."""
     folder = tmp_path_factory.mktemp("listen")
-    return recipe.train.main(
-        {
-            "out": str(folder / "run"),
-            "progress": False,
-            "voices": {"speakers": 2, "held_out": 1, "chatter": 2, "cache": str(folder)},
-            "recogniser": {**STEPS, "width": 16, "heads": 2, "bands": 16, "convolutions": 2, "adapter": SMALL},
-            "expected": {"held_out": 16, "words": 6, "optim": STEPS, "adapter": SMALL},
-        }
-    )
+    with standing_in(recipe):
+        return recipe.train.main(
+            {
+                "out": str(folder / "run"),
+                "progress": False,
+                "voices": {"speakers": 2, "held_out": 1, "chatter": 2, "cache": str(folder)},
+                "recogniser": {**STEPS, "width": 16, "heads": 2, "bands": 16, "convolutions": 2, "adapter": SMALL},
+                "sensor": {"held_out": 16, "optim": STEPS, "adapter": SMALL},
+            }
+        )
 
 
 def test_a_run_over_speech_has_its_controls(spoken_run: Path) -> None:
@@ -145,22 +164,22 @@ def test_a_run_over_speech_has_its_controls(spoken_run: Path) -> None:
     rows = {row["name"]: row for row in content["rows"]}
     assert list(rows) == [
         "audio only",
-        "audio and list",
-        "audio and another speaker's list",
-        "audio, the adapter without a list",
-        "list and noise alone",
-        "audio, LoRA without a list",
+        "audio and sensor",
+        "audio and another utterance's sensor",
+        "audio, the adapter without a sensor",
+        "sensor, and noise alone",
+        "audio, LoRA without a sensor",
     ]
     assert all(math.isfinite(row["noisy"]) and row["noisy"] >= 0 for row in rows.values())
-    # Without its list the adapter does nothing at all.
-    assert rows["audio, the adapter without a list"]["noisy"] == rows["audio only"]["noisy"]
-    assert rows["audio, LoRA without a list"]["parameters"] == pytest.approx(
-        rows["audio and list"]["parameters"], rel=0.05
+    # Without its sensor the adapter does nothing at all.
+    assert rows["audio, the adapter without a sensor"]["noisy"] == rows["audio only"]["noisy"]
+    assert rows["audio, LoRA without a sensor"]["parameters"] == pytest.approx(
+        rows["audio and sensor"]["parameters"], rel=0.05
     )
     assert len(content["voices"]["audio only"]) == 8 and content["held_out"] == 16
     assert "16 utterances of 8 voices" in (spoken_run / "table.md").read_text()
     assert (spoken_run / "voices.png").stat().st_size > 1000 and (spoken_run / "loss.png").is_file()
-    assert (spoken_run / "samples.txt").read_text().count("the list") == 16
+    assert (spoken_run / "samples.txt").read_text().count("said") == 16
     logged = {json.loads(line)["model"] for line in (spoken_run / "metrics.jsonl").read_text().splitlines()}
     assert logged == {"recogniser", "adapter", "LoRA"}
 
@@ -170,10 +189,11 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
     from transformers import AutoModelForCausalLM
 
     ear = load_file(spoken_run / "recogniser" / "ear.safetensors")
-    assert ear["places"].shape == (50, 16)
-    model = mmattn.load(AutoModelForCausalLM.from_pretrained(spoken_run / "recogniser"), spoken_run / "recogniser/audio")
-    model = mmattn.load(model, spoken_run / "adapter", "list")
-    memory = {"audio": mmattn.Memory(torch.randn(3, 50, 16)), "list": mmattn.Memory(torch.randn(3, 6, 17))}
+    assert ear["places"].shape == (63, 16)
+    host = AutoModelForCausalLM.from_pretrained(spoken_run / "recogniser")
+    model = mmattn.load(host, spoken_run / "recogniser" / "audio", "audio")
+    model = mmattn.load(model, spoken_run / "adapter", "sensor")
+    memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 27 + 16 + 1))}
     with torch.no_grad():
         logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
     assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()
@@ -186,15 +206,12 @@ def test_without_espeak_it_says_what_to_install(recipe: SimpleNamespace, monkeyp
 
 
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
-def test_espeak_speaks_with_its_voices(load_files: Callable[..., SimpleNamespace]) -> None:
-    voices = load_files("listen", "voices").voices
-    say = getattr(voices.say, "__wrapped__", voices.say)
-    if say.__module__ != voices.__name__:
-        pytest.skip("a stand-in speaks in this module")
+def test_espeak_speaks_with_its_voices(recipe: SimpleNamespace) -> None:
+    voices = recipe.voices
     voices.check_voices({*voices.HELD_OUT, *(f"en-us+{variant}" for variant in voices.VARIANTS)})
     with pytest.raises(ConfigError, match=r"en-us\+nobody"):
         voices.check_voices({"en-us+nobody", "en-gb+f2"})
-    one, other = (say("seventy", voices.Speaker(voice, 240, 50), 8000) for voice in voices.HELD_OUT[:2])
+    one, other = (voices.say("seventy", voices.Speaker(voice, 240, 50), 8000) for voice in voices.HELD_OUT[:2])
     assert 0.2 < len(one) / 8000 < 1 and float(np.abs(one).max()) == pytest.approx(1)
     assert len(one) != len(other) or not np.allclose(one, other)
 

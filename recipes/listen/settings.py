@@ -66,14 +66,14 @@ class RecogniserSettings(OptimSettings):
     saved: str | None = None  # the folder of one that an earlier run trained; null: train one
     places: float = Field(1.0, ge=0)  # weight of the ear's own loss: which word is spoken when
     adapter: AdapterSettings = AdapterSettings(head_dim=32, feed_forward=2.0, null_slot=False)
-    max_steps: int = Field(2000, ge=1)
+    max_steps: int = Field(1400, ge=1)
     batch_size: int = Field(16, ge=1)
 
 
 class SensorEncoderSettings(OptimSettings):
     width: int = Field(96, ge=8)
     convolutions: int = Field(4, ge=1)
-    max_steps: int = Field(600, ge=1)
+    max_steps: int = Field(400, ge=1)
     learning_rate: float = Field(4e-3, gt=0)
 
 
@@ -83,7 +83,7 @@ class SensorSettings(Strict):
     wrong: float = Field(0.4, ge=0, lt=1)  # share of the streams in training that are of another utterance
     held_out: int = Field(600, ge=1)  # utterances that are measured
     adapter: AdapterSettings = AdapterSettings()
-    optim: OptimSettings = OptimSettings(max_steps=800, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
+    optim: OptimSettings = OptimSettings(max_steps=600, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
 
 
 # Series --------------------------------------------------------------------------------------------------------------

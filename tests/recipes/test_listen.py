@@ -129,12 +129,26 @@ def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNames
     recogniser = recipe.recogniser.Recogniser(settings, 125).eval()
     random = Random(3)
     heard = speech.batch([speech.draw(random) for _ in range(9)], [10.0] * 9, range(9))
-    own, others = (recogniser.sense(one, heard.energies, 4) for one in (heard.sensed, heard.sensed.roll(1, 0)))
-    assert own.tokens.shape == (9, 63, recogniser.sense_dim(3, 4)) and own.tokens.isfinite().all()
-    assert own.tokens[:, 0, -1].mean() > others.tokens[:, 0, -1].mean() + 0.5
-    # The middle of a slot is what the sensor gave at its place.
-    middle = own.tokens[:, :, :27].view(9, 63, 3, 9)[..., 4]
-    assert torch.allclose(middle, 2 * heard.sensed)
+    # An ear and a sensor that know what is said.
+    sure = torch.nn.functional.one_hot(heard.spoken, recipe.speech.VOCABULARY) * 9.0
+    recogniser.ear.forward = lambda energies: (None, sure)
+    own, others = (recogniser.sense(felt, heard.energies).tokens for felt in (sure, sure.roll(1, 0)))
+    assert own.shape == (9, 63, 2 * 12 + 3) and own.isfinite().all()
+    for number in (-2, -1):
+        assert own[:, 0, number].min() > others[:, 0, number].max()
+        assert torch.equal(own[:, :1, number].expand(9, 63), own[:, :, number])
+    vectors = recogniser.model.host.get_input_embeddings().weight
+    assert torch.allclose(own[:, :, :12], (vectors / vectors.std())[heard.spoken], atol=0.2)
+
+
+def test_the_encoder_of_a_sensor_sees_some_of_the_time_around_a_place(recipe: SimpleNamespace) -> None:
+    settings = recipe.settings.SensorEncoderSettings(width=12, convolutions=2)
+    encoder = recipe.recogniser.SensorEncoder(settings, 3).eval()
+    stream = torch.randn(1, 31, 3)
+    other = stream.clone()
+    other[:, 15] += 5
+    changed = (recipe.recogniser.feel(encoder, stream) != recipe.recogniser.feel(encoder, other)).any(2)[0]
+    assert changed.nonzero()[:, 0].tolist() == [*range(11, 20)]
 
 
 def test_word_errors(recipe: SimpleNamespace) -> None:
@@ -154,7 +168,7 @@ def spoken_run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
                 "progress": False,
                 "voices": {"speakers": 2, "held_out": 1, "chatter": 2, "cache": str(folder)},
                 "recogniser": {**STEPS, "width": 16, "heads": 2, "bands": 16, "convolutions": 2, "adapter": SMALL},
-                "sensor": {"held_out": 16, "optim": STEPS, "adapter": SMALL},
+                "sensor": {"held_out": 16, "optim": STEPS, "adapter": SMALL, "encoder": {**STEPS, "width": 8}},
             }
         )
 
@@ -181,7 +195,7 @@ def test_a_run_over_speech_has_its_controls(spoken_run: Path) -> None:
     assert (spoken_run / "voices.png").stat().st_size > 1000 and (spoken_run / "loss.png").is_file()
     assert (spoken_run / "samples.txt").read_text().count("said") == 16
     logged = {json.loads(line)["model"] for line in (spoken_run / "metrics.jsonl").read_text().splitlines()}
-    assert logged == {"recogniser", "adapter", "LoRA"}
+    assert logged == {"recogniser", "encoder of the sensor", "adapter", "LoRA"}
 
 
 def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, spoken_run: Path) -> None:
@@ -193,10 +207,28 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
     host = AutoModelForCausalLM.from_pretrained(spoken_run / "recogniser")
     model = mmattn.load(host, spoken_run / "recogniser" / "audio", "audio")
     model = mmattn.load(model, spoken_run / "adapter", "sensor")
-    memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 27 + 16 + 1))}
+    memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 2 * 16 + 3))}
     with torch.no_grad():
         logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
     assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()
+
+
+def test_a_recogniser_of_an_earlier_run_is_taken(recipe: SimpleNamespace, spoken_run: Path, tmp_path: Path) -> None:
+    import yaml
+
+    settings = yaml.safe_load((spoken_run / "config.resolved.yaml").read_text())
+    settings |= {"out": str(tmp_path), "controls": False}
+    settings["recogniser"]["saved"] = str(spoken_run / "recogniser")
+    recipe.train.main(settings)
+    first, again = (
+        {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
+        for run in (spoken_run, tmp_path)
+    )
+    for name in ("audio only", "audio and sensor", "sensor, and noise alone"):
+        assert again[name]["noisy"] == first[name]["noisy"]
+    settings["recogniser"] |= {"saved": str(tmp_path)}
+    with pytest.raises(ConfigError, match="recogniser.saved="):
+        recipe.train.main(settings | {"out": str(tmp_path / "other")})
 
 
 def test_without_espeak_it_says_what_to_install(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class Measure:
         self.asked = [speech.draw(random, row % speakers) for row in range(config.sensor.held_out)]
 
     def written(
-        self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0
+        self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0, least: float = 0.0
     ) -> list[list[int]]:
         """What is written of each utterance.
 
@@ -41,6 +41,7 @@ class Measure:
             longest: words at most.
             sensor: the encoder of the sensor; None for no second memory.
             shift: of so many utterances further on is what the sensor gave; 0 for its own.
+            least: agreement with the sound, below which a stream is not read.
         """
         out: list[list[int]] = []
         for start in range(0, len(self.asked), 100):
@@ -49,7 +50,7 @@ class Measure:
             memory = {"audio": recogniser.hear(heard.energies)}
             if sensor is not None:
                 sensed = heard.sensed if not shift else self.heard(rows, snr, shift).sensed
-                memory["sensor"] = recogniser.sense(feel(sensor, sensed), heard.energies)
+                memory["sensor"] = recogniser.sense(feel(sensor, sensed), heard.energies, least)
             out += recogniser.transcribe(memory, longest)
         return out
 

@@ -109,27 +109,38 @@ class Recogniser(nn.Module):
         return memory
 
     @torch.no_grad()
-    def sense(self, felt: Tensor, energies: Tensor) -> mmattn.Memory:
-        """The memory (b, frames / 2, 2 × width + 3) of what the encoder of a sensor makes of its stream.
+    def sense(self, felt: Tensor, energies: Tensor, least: float = 0.0) -> mmattn.Memory:
+        """The memory (b, frames / 2, 2 × width + 2) of what the encoder of a sensor makes of its stream.
 
-        A slot has the vector of the word that is felt at its place, the place, and how well it goes with the sound: how
-        likely ear and sensor mean the same word there, and on average, and how far both say at the same times that
-        there is one. By the last two, the same in all slots, a stream can be told that belongs to something else.
+        A slot has the vector of the word that is felt at its place, the place, and how likely ear and sensor mean the
+        same word there, and on average. A stream that agrees less than `least` belongs to something else: its slots are
+        masked, and the adapter passes the row through.
 
         Args:
             felt: (b, frames / 2, v) logits of the word at each place.
             energies: (b, bands, frames) of what is heard at the same time.
+            least: agreement, from 0 to 1.
+        """
+        words = felt.softmax(-1)
+        same, agreement = self.agree(felt, energies)
+        vectors = self.model.host.get_input_embeddings().weight
+        places = self.ear.places.expand(len(felt), -1, -1)
+        overall = agreement[:, None, None].expand_as(same)
+        tokens = torch.cat([words @ (vectors / vectors.std()), places, 2 * same, 4 * overall], -1)
+        mask = (agreement >= least)[:, None].expand(tokens.shape[:2])
+        return mmattn.Memory(tokens, mask, check_finite=False)
+
+    @torch.no_grad()
+    def agree(self, felt: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
+        """How likely ear and sensor mean the same word, at each place (b, frames / 2, 1) and where one is felt (b,).
+
+        Args:
+            felt: (b, frames / 2, v) logits of the word at each place.
+            energies: (b, bands, frames).
         """
         words, heard = felt.softmax(-1), self.ear(energies)[1].softmax(-1)
-        vectors = self.model.host.get_input_embeddings().weight
         same = (words * heard)[..., :END].sum(-1, keepdim=True)
-        silent = torch.stack([words[..., START], heard[..., START]])
-        silent = silent - silent.mean(2, keepdim=True)
-        together = F.cosine_similarity(silent[0], silent[1], dim=1)[:, None, None].expand_as(same)
-        overall = (same.mean(1, keepdim=True) / (1 - words[..., START]).mean(1)[:, None, None]).expand_as(same)
-        places = self.ear.places.expand(len(felt), -1, -1)
-        parts = [words @ (vectors / vectors.std()), places, 2 * same, 4 * overall, 4 * together]
-        return mmattn.Memory(torch.cat(parts, -1), check_finite=False)
+        return same, same.sum((1, 2)) / (1 - words[..., START]).sum(1).clamp_min(1e-6)
 
     @torch.no_grad()
     def transcribe(self, memory: dict[str, mmattn.Memory], longest: int) -> list[list[int]]:

@@ -80,7 +80,9 @@ class SensorEncoderSettings(OptimSettings):
 class SensorSettings(Strict):
     bands: int = Field(4, ge=1)  # numbers that it gives at a time: energies of the voice without the noise
     encoder: SensorEncoderSettings = SensorEncoderSettings()
-    wrong: float = Field(0.4, ge=0, lt=1)  # share of the streams in training that are of another utterance
+    wrong: float = Field(0.2, ge=0, lt=1)  # share of the streams in training that are of another utterance
+    passing: float = Field(0.02, gt=0, lt=1)  # share of such streams that agree enough with the sound to be read at all
+    calibration: int = Field(500, ge=2)  # utterances of the training's speakers by which this is set
     held_out: int = Field(600, ge=1)  # utterances that are measured
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings(max_steps=600, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)

@@ -68,10 +68,11 @@ class Listening(Lesson):
         self.train(self.encoder, self.encoder_loss, self.in_noise, sensor.encoder, "encoder of the sensor")
         self.encoder.requires_grad_(False).eval()
         save_file(self.encoder.state_dict(), self.run.path / "sensor.safetensors")
+        self.least = self.calibrate()
         rows = [{**self.row("audio only"), "parameters": size(recogniser), "seconds": seconds}]
         torch.manual_seed(config.seed)
-        # Two vectors of the recogniser's width, and three numbers: see `Recogniser.sense`.
-        adapter = make_adapter(sensor.adapter, 2 * config.recogniser.width + 3)
+        # Two vectors of the recogniser's width, and two numbers: see `Recogniser.sense`.
+        adapter = make_adapter(sensor.adapter, 2 * config.recogniser.width + 2)
         model = mmattn.attach(recogniser.model, adapter, "sensor")
         parameters = size(model.adapter("sensor"))
         seconds = self.train(model, self.sensor_loss, self.in_noise, sensor.optim, "adapter")
@@ -92,7 +93,7 @@ class Listening(Lesson):
         voices = {row["name"]: row.pop("voices") for row in rows}
         draw_voices({name: voices[name] for name in SHOWN if name in voices}, self.run.path / "voices.png")
         self.samples(rows)
-        return {"rows": rows, "voices": voices, "held_out": len(self.measure.asked)}
+        return {"rows": rows, "voices": voices, "held_out": len(self.measure.asked), "least": self.least}
 
     def louder(self, random: Random, done: float) -> Row:
         """What the recogniser learns: at first with hardly any noise, and as loud as the settings say later on."""
@@ -131,7 +132,7 @@ class Listening(Lesson):
         sensed[:wrong] = heard.sensed[:wrong].roll(1, 0)
         memory = {
             "audio": self.recogniser.hear(heard.energies),
-            "sensor": self.recogniser.sense(feel(self.encoder, sensed), heard.energies),
+            "sensor": self.recogniser.sense(feel(self.encoder, sensed), heard.energies, self.least),
         }
         return text_loss(self.recogniser.model(input_ids=read, memory=memory).logits, said), int((said >= 0).sum())
 
@@ -139,6 +140,17 @@ class Listening(Lesson):
         """What is heard and sensed of rows, what the language model reads, and what it is to say."""
         utterances, levels = zip(*rows, strict=True)
         return self.speech.batch(utterances, levels, seeds), *self.speech.texts(utterances)
+
+    def calibrate(self) -> float:
+        """The agreement that all but a few streams of another utterance stay below, for speakers of the training."""
+        sensor, random = self.config.sensor, Random(f"{self.config.seed} calibration")
+        found = []
+        for start in range(0, sensor.calibration, 100):
+            count = max(2, min(100, sensor.calibration - start))
+            rows = [self.in_noise(random, 1.0) for _ in range(count)]
+            heard, _, _ = self.batch(rows, [random.randrange(2**31) for _ in rows])
+            found.append(self.recogniser.agree(feel(self.encoder, heard.sensed.roll(1, 0)), heard.energies)[1])
+        return float(torch.cat(found).quantile(1 - sensor.passing))
 
     def row(self, name: str, sensor: bool = False, shift: int = 0, silent: bool = False) -> dict[str, Any]:
         """The word error rates, of all voices and of each at the noise that is measured.
@@ -150,7 +162,8 @@ class Listening(Lesson):
             silent: the voice is all but gone: what the sensor alone is worth.
         """
         given: dict[str, Any] = {"longest": self.longest, "shift": shift}
-        given["sensor"] = self.encoder if sensor else None
+        if sensor:
+            given |= {"sensor": self.encoder, "least": self.least}
         noisy = self.measure.written(self.recogniser, -60.0 if silent else self.config.noise.snr, **given)
         row = {"name": name, "noisy": self.measure.rate(noisy), "clean": None}
         if not silent:

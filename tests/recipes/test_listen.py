@@ -132,13 +132,16 @@ def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNames
     # An ear and a sensor that know what is said.
     sure = torch.nn.functional.one_hot(heard.spoken, recipe.speech.VOCABULARY) * 9.0
     recogniser.ear.forward = lambda energies: (None, sure)
-    own, others = (recogniser.sense(felt, heard.energies).tokens for felt in (sure, sure.roll(1, 0)))
-    assert own.shape == (9, 63, 2 * 12 + 3) and own.isfinite().all()
-    for number in (-2, -1):
-        assert own[:, 0, number].min() > others[:, 0, number].max()
-        assert torch.equal(own[:, :1, number].expand(9, 63), own[:, :, number])
+    _, own = recogniser.agree(sure, heard.energies)
+    _, others = recogniser.agree(sure.roll(1, 0), heard.energies)
+    assert own.min() > 0.9 and others.min() >= 0 and others.max() < 0.6
+    mixed = torch.cat([sure[:4], sure[4:].roll(1, 0)])
+    memory = recogniser.sense(mixed, heard.energies, least=0.8)
+    assert memory.tokens.shape == (9, 63, 2 * 12 + 2) and memory.tokens.isfinite().all()
+    assert memory.mask is not None and memory.mask.all(1).tolist() == [True] * 4 + [False] * 5
+    assert not memory.mask[4:].any()
     vectors = recogniser.model.host.get_input_embeddings().weight
-    assert torch.allclose(own[:, :, :12], (vectors / vectors.std())[heard.spoken], atol=0.2)
+    assert torch.allclose(memory.tokens[:4, :, :12], (vectors / vectors.std())[heard.spoken[:4]], atol=0.2)
 
 
 def test_the_encoder_of_a_sensor_sees_some_of_the_time_around_a_place(recipe: SimpleNamespace) -> None:
@@ -168,7 +171,13 @@ def spoken_run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
                 "progress": False,
                 "voices": {"speakers": 2, "held_out": 1, "chatter": 2, "cache": str(folder)},
                 "recogniser": {**STEPS, "width": 16, "heads": 2, "bands": 16, "convolutions": 2, "adapter": SMALL},
-                "sensor": {"held_out": 16, "optim": STEPS, "adapter": SMALL, "encoder": {**STEPS, "width": 8}},
+                "sensor": {
+                    "held_out": 16,
+                    "calibration": 5,
+                    "optim": STEPS,
+                    "adapter": SMALL,
+                    "encoder": {**STEPS, "width": 8},
+                },
             }
         )
 
@@ -207,7 +216,7 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
     host = AutoModelForCausalLM.from_pretrained(spoken_run / "recogniser")
     model = mmattn.load(host, spoken_run / "recogniser" / "audio", "audio")
     model = mmattn.load(model, spoken_run / "adapter", "sensor")
-    memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 2 * 16 + 3))}
+    memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 2 * 16 + 2))}
     with torch.no_grad():
         logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
     assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()

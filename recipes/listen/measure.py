@@ -1,0 +1,95 @@
+"""Word error rates of a recogniser on the voices held out, with a sensor and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from mmattn import training
+
+from .recogniser import Recogniser, feel, word_errors
+from .settings import Config
+from .speech import Heard, Speech
+
+#: dB at which a voice counts as clean: as much noise as hardly anybody hears.
+CLEAN = 30.0
+
+
+class Measure:
+    """The utterances held out, each in the same noise whoever is measured.
+
+    Args:
+        speech: the speakers held out.
+        config: of the run.
+    """
+
+    def __init__(self, speech: Speech, config: Config) -> None:
+        self.speech, self.seed = speech, config.seed
+        random, speakers = Random(f"{config.seed} held out"), len(speech.spoken.speakers)
+        self.asked = [speech.draw(random, row % speakers) for row in range(config.sensor.held_out)]
+
+    def written(
+        self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0, least: float = 0.0
+    ) -> list[list[int]]:
+        """What is written of each utterance.
+
+        Args:
+            recogniser: with whatever was put on its language model.
+            snr: in dB.
+            longest: words at most.
+            sensor: the encoder of the sensor; None for no second memory.
+            shift: of so many utterances further on is what the sensor gave; 0 for its own.
+            least: agreement with the sound, below which a stream is not read.
+        """
+        out: list[list[int]] = []
+        for start in range(0, len(self.asked), 100):
+            rows = range(start, min(start + 100, len(self.asked)))
+            heard = self.heard(rows, snr)
+            memory = {"audio": recogniser.hear(heard.energies)}
+            if sensor is not None:
+                sensed = heard.sensed if not shift else self.heard(rows, snr, shift).sensed
+                memory["sensor"] = recogniser.sense(feel(sensor, sensed), heard.energies, least)
+            out += recogniser.transcribe(memory, longest)
+        return out
+
+    def heard(self, rows: Sequence[int], snr: float, shift: int = 0) -> Heard:
+        """Utterances in their noise, or those so many further on."""
+        rows = [(row + shift) % len(self.asked) for row in rows]
+        seeds = [training.derive_seed(self.seed, "noise", row) for row in rows]
+        return self.speech.batch([self.asked[row] for row in rows], [snr] * len(rows), seeds)
+
+    def rate(self, written: Sequence[Sequence[int]], voice: str | None = None) -> float:
+        """The word error rate, of all voices or of one."""
+        speakers = self.speech.spoken.speakers
+        pairs = [
+            (said, one.words)
+            for said, one in zip(written, self.asked, strict=True)
+            if voice in (None, speakers[one.speaker].voice)
+        ]
+        return sum(word_errors(said, right) for said, right in pairs) / max(1, sum(len(right) for _, right in pairs))
+
+    def by_voice(self, written: Sequence[Sequence[int]]) -> dict[str, float]:
+        """The word error rate of each voice."""
+        return {voice: self.rate(written, voice) for voice in {one.voice: 0 for one in self.speech.spoken.speakers}}
+
+
+def draw_voices(rates: dict[str, dict[str, float]], path: Path) -> None:
+    """The word error rate of each voice, by row of the table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4), constrained_layout=True)
+    wide = 0.8 / len(rates)
+    for place, (name, own) in enumerate(rates.items()):
+        axes.bar([x + place * wide for x in range(len(own))], [100 * rate for rate in own.values()], wide, label=name)
+    voices = list(next(iter(rates.values())))
+    axes.set_xticks([x + 0.4 - wide / 2 for x in range(len(voices))], voices, rotation=20, ha="right", fontsize=8)
+    axes.set_ylabel("word error rate in %")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

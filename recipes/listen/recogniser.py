@@ -1,0 +1,208 @@
+"""The speech recogniser: convolutions that hear, a language model that attends to what they heard; and its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mmattn
+from mmattn.errors import ConfigError
+
+from .learning import make_adapter
+from .settings import RecogniserSettings, SensorEncoderSettings
+from .speech import END, START, VOCABULARY
+
+
+class Ear(nn.Module):
+    """Convolutions over log-mel energies, two frames to a state, with a learned vector for each place.
+
+    Args:
+        settings: of the recogniser.
+        frames: of a clip.
+    """
+
+    def __init__(self, settings: RecogniserSettings, frames: int) -> None:
+        super().__init__()
+        width, layers = settings.width, []
+        for place in range(settings.convolutions):
+            given, stride = width if place else settings.bands, 2 if place == 1 else 1
+            layers += [nn.Conv1d(given, width, 5, stride, padding=2), nn.BatchNorm1d(width), nn.ReLU()]
+        self.layers, self.dropout = nn.Sequential(*layers), nn.Dropout(settings.dropout)
+        self.places = nn.Parameter(torch.randn((frames + 1) // 2, width) / 2)
+        self.words = nn.Linear(width, VOCABULARY)
+
+    def forward(self, energies: Tensor) -> tuple[mmattn.Memory, Tensor]:
+        """A memory (b, frames / 2, width), and the logits (b, frames / 2, v) of the word that is spoken at each place.
+
+        Args:
+            energies: (b, bands, frames).
+        """
+        heard = self.dropout(self.layers(energies).transpose(1, 2))
+        return mmattn.Memory(heard + self.places, check_finite=False), self.words(heard)
+
+
+class SensorEncoder(nn.Sequential):
+    """Convolutions from a stream (b, c, t) of a sensor to the logits (b, v, t) of the word that is spoken at each time.
+
+    Args:
+        settings: of its size.
+        bands: c.
+    """
+
+    def __init__(self, settings: SensorEncoderSettings, bands: int) -> None:
+        layers: list[nn.Module] = []
+        for place in range(settings.convolutions):
+            given = settings.width if place else bands
+            layers += [nn.Conv1d(given, settings.width, 5, padding=2), nn.BatchNorm1d(settings.width), nn.ReLU()]
+        super().__init__(*layers, nn.Conv1d(settings.width, VOCABULARY, 1))
+
+
+class Recogniser(nn.Module):
+    """A small Llama that writes down what an adapter "audio" attends to, all of random weights.
+
+    Args:
+        settings: of the recogniser.
+        frames: of a clip.
+    """
+
+    def __init__(self, settings: RecogniserSettings, frames: int) -> None:
+        super().__init__()
+        width = settings.width
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=settings.layers,
+            num_attention_heads=settings.heads, num_key_value_heads=settings.heads, max_position_embeddings=64,
+            tie_word_embeddings=True, bos_token_id=START, eos_token_id=END, pad_token_id=END, initializer_range=0.05,
+        )  # fmt: skip
+        self.ear, self.weight = Ear(settings, frames), settings.places
+        lm = LlamaForCausalLM(config)
+        self.model = mmattn.attach(lm, make_adapter(settings.adapter, width), "audio")
+        # This time the language model has yet to learn, too.
+        lm.requires_grad_(True)
+
+    def forward(self, energies: Tensor, spoken: Tensor, read: Tensor, said: Tensor) -> Tensor:
+        """The sum of the losses of all words, and of the ear's own, which learns sooner and so teaches where to attend.
+
+        Args:
+            energies: (b, bands, frames).
+            spoken: (b, frames / 2) the word at each place.
+            read: (b, l) ids.
+            said: (b, l) ids that follow, -100 after the end.
+        """
+        heard, words = self.ear(energies)
+        places = F.cross_entropy(words.flatten(0, 1), spoken.flatten()) * (said >= 0).sum()
+        return text_loss(self.model(input_ids=read, memory={"audio": heard}).logits, said) + self.weight * places
+
+    @torch.no_grad()
+    def hear(self, energies: Tensor) -> mmattn.Memory:
+        """The memory of utterances.
+
+        Args:
+            energies: (b, bands, frames).
+        """
+        memory: mmattn.Memory = self.ear(energies)[0]
+        return memory
+
+    @torch.no_grad()
+    def sense(self, felt: Tensor, energies: Tensor, least: float = 0.0) -> mmattn.Memory:
+        """The memory (b, frames / 2, 2 × width + 2) of what the encoder of a sensor makes of its stream.
+
+        A slot has the vector of the word that is felt at its place, the place, and how likely ear and sensor mean the
+        same word there, and on average. A stream that agrees less than `least` belongs to something else: its slots are
+        masked, and the adapter passes the row through.
+
+        Args:
+            felt: (b, frames / 2, v) logits of the word at each place.
+            energies: (b, bands, frames) of what is heard at the same time.
+            least: agreement, from 0 to 1.
+        """
+        words = felt.softmax(-1)
+        same, agreement = self.agree(felt, energies)
+        vectors = self.model.host.get_input_embeddings().weight
+        places = self.ear.places.expand(len(felt), -1, -1)
+        overall = agreement[:, None, None].expand_as(same)
+        tokens = torch.cat([words @ (vectors / vectors.std()), places, 2 * same, 4 * overall], -1)
+        mask = (agreement >= least)[:, None].expand(tokens.shape[:2])
+        return mmattn.Memory(tokens, mask, check_finite=False)
+
+    @torch.no_grad()
+    def agree(self, felt: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
+        """How likely ear and sensor mean the same word, at each place (b, frames / 2, 1) and where one is felt (b,).
+
+        Args:
+            felt: (b, frames / 2, v) logits of the word at each place.
+            energies: (b, bands, frames).
+        """
+        words, heard = felt.softmax(-1), self.ear(energies)[1].softmax(-1)
+        same = (words * heard)[..., :END].sum(-1, keepdim=True)
+        return same, same.sum((1, 2)) / (1 - words[..., START]).sum(1).clamp_min(1e-6)
+
+    @torch.no_grad()
+    def transcribe(self, memory: dict[str, mmattn.Memory], longest: int) -> list[list[int]]:
+        """The words of each row, greedily.
+
+        Args:
+            memory: what `hear` gives as "audio", and what further adapters read, by name.
+            longest: words at most.
+        """
+        rows, device = memory["audio"].batch, memory["audio"].device
+        ids = torch.full((rows, 1), START, device=device)
+        made = self.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), memory=memory, max_new_tokens=longest, do_sample=False
+        )
+        return [[*row, END][: [*row, END].index(END)] for row in made[:, 1:].tolist()]
+
+    def save(self, folder: Path) -> None:
+        """Write the language model, its adapter and the ear into a folder."""
+        self.model.host.save_pretrained(str(folder))
+        self.model.save_adapter(folder / "audio", "audio")
+        save_file(self.ear.state_dict(), folder / "ear.safetensors")
+
+    def load(self, folder: Path) -> None:
+        """Take the weights that `save` wrote of a recogniser of the same settings.
+
+        Raises:
+            ConfigError: there are none, or of another size.
+        """
+        try:
+            self.ear.load_state_dict(load_file(folder / "ear.safetensors"))
+            lm = LlamaForCausalLM.from_pretrained(folder)
+            self.model.host.load_state_dict(lm.state_dict())
+            audio = mmattn.load(lm, folder / "audio", "audio").adapter("audio")
+            self.model.adapter("audio").load_state_dict(audio.state_dict())
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"recogniser.saved={str(folder)!r} was asked for, and there is no recogniser of these settings: {error}"
+            ) from error
+
+
+@torch.no_grad()
+def feel(encoder: SensorEncoder, sensed: Tensor) -> Tensor:
+    """The logits (b, t, v) that the frozen encoder of a sensor gives for its stream (b, t, c)."""
+    logits: Tensor = encoder(sensed.transpose(1, 2)).transpose(1, 2)
+    return logits
+
+
+def text_loss(logits: Tensor, said: Tensor) -> Tensor:
+    """The sum of the cross-entropies of what is said (b, l), -100 aside."""
+    return F.cross_entropy(logits.flatten(0, 1), said.flatten(), ignore_index=-100, reduction="sum")
+
+
+def word_errors(said: Sequence[int], right: Sequence[int]) -> int:
+    """Substitutions, insertions and deletions: the Levenshtein distance of two texts.
+
+    >>> word_errors([1, 2, 3, 4], [1, 3, 5])
+    2
+    """
+    costs = [*range(len(right) + 1)]
+    for row, word in enumerate(said, start=1):
+        before, costs[0] = costs[0], row
+        for column, other in enumerate(right, start=1):
+            best = min(before + (word != other), costs[column] + 1, costs[column - 1] + 1)
+            before, costs[column] = costs[column], best
+    return costs[-1]

@@ -1,0 +1,69 @@
+"""Adapters that hear what is expected and describe what a sensor measured: `mmattn train config.yaml`.
+
+`part: speech` is a recogniser of spoken numbers with a list of expected words, `part: series` a language model that
+describes series of 16,000 samples.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmattn import training
+
+from .memory_use import WAYS
+from .series import ATTRIBUTES
+from .settings import Config
+from .train_series import Describing
+from .train_speech import Listening
+
+TRAINED = {
+    "parameters": ("trained parameters", 1, ",.0f", ""),
+    "seconds": ("seconds of training", 1, ".0f", ""),
+}
+COLUMNS = {
+    "speech": {
+        "noisy": ("word error rate at 0 dB", 100, ".1f", " %"),
+        "clean": ("at 30 dB", 100, ".1f", " %"),
+        **TRAINED,
+    },
+    "series": {**{name: (name, 100, ".1f", " %") for name in (*ATTRIBUTES, "all")}, **TRAINED},
+}
+
+
+def main(settings: dict[str, Any]) -> Path:
+    """Leave settings, metrics, the adapter, samples, plots and the table with its controls in the run's folder."""
+    config = Config(**settings)
+    run = training.RunFolder(config.out)
+    if not run.begin(config.model_dump(mode="json")):
+        return run.path
+    accelerator = training.make_accelerator(device=config.device)
+    made = (Listening if config.part == "speech" else Describing)(config, run, accelerator)
+    content = {"part": config.part, "seed": config.seed, **made.table()}
+    run.write_json("table.json", content)
+    text = table([content])
+    run.write_text("table.md", text)
+    print(text)
+    return run.path
+
+
+def table(contents: list[dict[str, Any]]) -> str:
+    """The rows of one or several `table.json`, and of series what a training step takes."""
+    first = contents[0]
+    runs = [[{"parameters": None, "seconds": None, **row} for row in one["rows"]] for one in contents]
+    text = training.spread_table("", COLUMNS[first["part"]], runs)
+    if first["part"] == "speech":
+        voices = len(first["voices"]["audio only"])
+        return f"{text}\n\n{first['held_out']} utterances of {voices} voices that were never trained on."
+    steps = []
+    for way, name in WAYS.items():
+        each = [one["memory"][way] for one in contents]
+        megabytes = training.mean_and_spread([one["megabytes"] for one in each], 1, ".0f", "")
+        seconds = training.mean_and_spread([one["seconds"] for one in each], 1, ".2f", "")
+        steps.append([name, megabytes, seconds])
+    ratios = [
+        one["memory"]["adapter"]["megabytes"] / max(1e-9, one["memory"]["inserted"]["megabytes"]) for one in contents
+    ]
+    ratio = training.mean_and_spread(ratios, 1, ".2f", "")
+    cost = training.markdown_table(["a training step", "peak MB above the loaded model", "seconds"], steps)
+    return f"{text}\n\n{cost}\n\n{first['patches']} patches; the adapter's peak is {ratio} of the other."

@@ -1,0 +1,153 @@
+"""A frozen language model describes series of 16,000 samples that an adapter reads as patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mmattn
+from mmattn import training
+from mmattn.encoders import SeriesEncoder
+
+from .learning import Lesson, make_adapter, plot_losses
+from .memory_use import step_memory
+from .series import ATTRIBUTES, END, START, VOCABULARY, Description, batch, measured, said
+from .settings import Config, LanguageModelSettings
+
+#: Words of a description at most, its end included.
+LONGEST = 16
+
+
+def build(settings: LanguageModelSettings, length: int) -> LlamaForCausalLM:
+    """A Llama of random weights for texts of so many tokens."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=settings.width, intermediate_size=8 * settings.width // 3,
+        num_hidden_layers=settings.layers, num_attention_heads=settings.heads, num_key_value_heads=settings.heads,
+        max_position_embeddings=length, tie_word_embeddings=True, bos_token_id=START, eos_token_id=END,
+        pad_token_id=END,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Describing(Lesson):
+    """One run: the series, the language model, the adapter and its controls."""
+
+    def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
+        super().__init__(config, run, accelerator)
+        series = config.series
+        self.device = accelerator.device
+        self.sense = SeriesEncoder(series.patch, position_features=series.position_features)
+        self.known, self.train_memory = self.read("train", series.train)
+        self.asked, self.memory = self.read("held out", series.held_out)
+
+    def read(self, name: str, count: int) -> tuple[list[Description], mmattn.Memory]:
+        """Descriptions, and the memories of series of which they are true."""
+        random = Random(f"{self.config.seed} {name}")
+        told = [Description.draw(random) for _ in range(count)]
+        seeds = [training.derive_seed(self.config.seed, name, row) for row in range(count)]
+        rows = training.tracked(count, f"reading ({name})", self.config.progress)
+        memories = [self.sense(measured(told[row], self.config.series, seeds[row])) for row in rows]
+        whole = mmattn.Memory.stack(memories)
+        return told, mmattn.Memory(whole.tokens.half(), whole.mask)
+
+    def table(self) -> dict[str, Any]:
+        """Every row of the table, and what a training step takes."""
+        config = self.config
+        torch.manual_seed(config.seed)
+        lm = build(config.lm, self.train_memory.length + LONGEST + 2).to(self.device)
+        self.train(lm, self.loss(lm, None), lambda random, _: Description.draw(random), config.lm, "language model")
+        lm.requires_grad_(False).eval()
+        rows = [self.row("frozen LM, no series", lm, None)]
+        torch.manual_seed(config.seed)
+        model = mmattn.attach(lm, make_adapter(config.describing.adapter, self.sense.dim))
+        parameters, _ = model.trainable_parameters()
+        loss = self.loss(model, self.train_memory)
+        seconds = self.train(model, loss, self.any_series, config.describing.optim, "adapter")
+        model.save_adapter(self.run.path / "adapter", encoder=self.sense.fingerprint)
+        trained = {"parameters": parameters, "seconds": seconds}
+        rows.append({**self.row("adapter, its series", model, self.memory, samples=True), **trained})
+        # Each description with the series of the next.
+        order = [*range(1, self.memory.batch), 0]
+        rows.append(self.row("adapter, another's series", model, self.memory[order]))
+        rows.append(self.row("adapter, no series", model, None))
+        model.unload()
+        if config.controls:
+            torch.manual_seed(config.seed)
+            lora = training.matched_lora(lm, parameters)
+            seconds = self.train(lora, self.loss(lora, None), self.any_series, config.describing.optim, "LoRA")
+            count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
+            rows.append({**self.row("LoRA, no series", lora, None), "parameters": count, "seconds": seconds})
+            lora.unload()
+        plot_losses(self.run)
+        self.draw()
+        return {"rows": rows, "memory": step_memory(config), "patches": self.train_memory.length}
+
+    def any_series(self, random: Random, done: float) -> int:
+        """A row of the training series."""
+        return random.randrange(len(self.known))
+
+    def loss(self, model: Any, memory: mmattn.Memory | None) -> Any:
+        """The loss of descriptions, or of rows of the training series and what `memory` has of them."""
+
+        def loss(rows: Sequence[Any], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+            told = [row if isinstance(row, Description) else self.known[row] for row in rows]
+            given = batch(told, self.device)
+            targets = int((given["labels"][:, 1:] != -100).sum())
+            beside = {} if memory is None else {"memory": memory[list(rows)].to(self.device).to(torch.float32)}
+            return model(**given, **beside).loss * targets, targets
+
+        return loss
+
+    @torch.no_grad()
+    def describe(self, model: Any, memory: mmattn.Memory | None) -> list[list[int]]:
+        """What the model says of each row of a memory, greedily; without a memory as often the same."""
+        out: list[list[int]] = []
+        for start in range(0, len(self.asked), 100):
+            rows = range(start, min(start + 100, len(self.asked)))
+            beside = {}
+            if memory is not None:
+                beside = {"memory": memory[slice(rows.start, rows.stop)].to(self.device).to(torch.float32)}
+            ids = torch.full((len(rows), 1), START, device=self.device)
+            made = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LONGEST, do_sample=False, **beside
+            )
+            out += made[:, 1:].tolist()
+        return out
+
+    def row(self, name: str, model: Any, memory: mmattn.Memory | None, samples: bool = False) -> dict[str, Any]:
+        """The share of held-out series of which each attribute is said rightly, and all of them."""
+        found = [said(ids) for ids in self.describe(model, memory)]
+        pairs = list(zip(found, self.asked, strict=True))
+        right = [
+            {one: value == true.attributes()[one] for one, value in text.attributes().items()} for text, true in pairs
+        ]
+        if samples:
+            self.said = [" ".join(text.words()) if "?" not in vars(text).values() else "?" for text in found]
+            lines = [
+                f"true: {' '.join(true.words())}\nsaid: {text}"
+                for text, true in zip(self.said, self.asked, strict=True)
+            ]
+            self.run.write_text("samples.txt", "\n\n".join(lines[:20]))
+        shares = {one: sum(row[one] for row in right) / len(right) for one in ATTRIBUTES}
+        return {"name": name, **shares, "all": sum(all(row.values()) for row in right) / len(right)}
+
+    def draw(self) -> None:
+        """The first held-out series and what was said of them, as `series.png`."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(4, 1, figsize=(9, 8), constrained_layout=True)
+        for row, axis in enumerate(axes[: len(self.asked)]):
+            seed = training.derive_seed(self.config.seed, "held out", row)
+            axis.plot(measured(self.asked[row], self.config.series, seed), linewidth=0.4)
+            axis.set_title(f"said: {self.said[row]}", fontsize=9, loc="left")
+            axis.margins(x=0)
+        axes[-1].set_xlabel("sample")
+        figure.savefig(self.run.path / "series.png", dpi=110)
+        plt.close(figure)

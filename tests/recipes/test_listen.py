@@ -1,0 +1,371 @@
+"""The listening recipe: noise is as loud as it says, a sensor feels none of it, series are as described; controls."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mmattn
+from mmattn.encoders import LogMelEncoder
+from mmattn.errors import ConfigError
+from mmattn.recipes import check_settings
+
+STEPS = {"max_steps": 2, "batch_size": 5, "warmup_steps": 1}
+SMALL = {"num_heads": 2, "head_dim": 6}
+FILES = (
+    "settings", "voices", "speech", "recogniser", "measure", "series", "memory_use", "train_speech", "train_series",
+    "train",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    """The files of the recipe."""
+    return load_files("listen", *FILES)
+
+
+@contextlib.contextmanager
+def standing_in(recipe: SimpleNamespace) -> Iterator[None]:
+    """Instead of espeak-ng a tone for each text, higher or lower with the speaker."""
+
+    def say(text: str, speaker: Any, sampling_rate: int) -> Any:
+        time = np.arange(round(0.2 * sampling_rate)) / sampling_rate
+        return np.float32(np.sin(2 * math.pi * (200 + 37 * len(text) + speaker.pitch) * time))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe.voices, "say", say)
+        patch.setattr(recipe.voices, "check_voices", lambda voices: None)
+        yield
+
+
+@pytest.fixture
+def toneful(recipe: SimpleNamespace) -> Iterator[None]:
+    """No espeak-ng for this test."""
+    with standing_in(recipe):
+        yield
+
+
+@pytest.fixture
+def speech(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> Any:
+    """Three speakers in noise."""
+    settings = recipe.settings.VoiceSettings(speakers=3, held_out=1, chatter=2, cache=str(tmp_path))
+    spoken = recipe.voices.speak(settings, False)
+    ear = LogMelEncoder(16, frames_per_token=1, sampling_rate=8000, window=0.032, hop=0.02)
+    sensor = LogMelEncoder(3, frames_per_token=1, sampling_rate=8000, window=0.04, hop=0.04)
+    noise = recipe.settings.NoiseSettings()
+    return recipe.speech.Speech(spoken["train"], spoken["chatter"], settings, noise, ear, sensor)
+
+
+def test_no_held_out_voice_is_trained_on(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> None:
+    voices = recipe.voices
+    assert len(set(voices.HELD_OUT)) == 8
+    assert not {voice.split("+")[1] for voice in voices.HELD_OUT} & set(voices.VARIANTS)
+    spoken = voices.speak(recipe.settings.VoiceSettings(speakers=5, chatter=3, cache=str(tmp_path)), False)
+    assert {speaker.voice for speaker in spoken["held_out"].speakers} == set(voices.HELD_OUT)
+    others = [speaker.voice for name in ("train", "chatter") for speaker in spoken[name].speakers]
+    assert len(others) == 8 and not set(others) & set(voices.HELD_OUT)
+
+
+def test_what_was_spoken_is_read_from_the_cache(
+    recipe: SimpleNamespace, toneful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = recipe.settings.VoiceSettings(speakers=2, held_out=1, chatter=1, cache=str(tmp_path))
+    first = recipe.voices.speak(settings, False)["train"]
+    monkeypatch.setattr(recipe.voices, "say", None)
+    again = recipe.voices.speak(settings, False)["train"]
+    assert again.speakers == first.speakers
+    for own, other in zip(first.clips, again.clips, strict=True):
+        assert len(own) == len(recipe.voices.WORDS)
+        assert all(np.array_equal(a, b) for a, b in zip(own, other, strict=True))
+
+
+@pytest.mark.parametrize("snr", [-7.0, 0.0, 5.0])
+def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: float) -> None:
+    one = recipe.speech.Utterance(1, (3, 17, 3))
+    mixed, alone, places = speech.mixed(one, snr, np.random.default_rng(7))
+    assert len(places) == 3 and np.isfinite(mixed).all() and np.abs(mixed).max() <= 0.5
+    # What was mixed is a share of the voice alone, and noise that has nothing in common with it.
+    spoken = np.concatenate([alone[start:stop] for start, stop in places])
+    share = float(mixed @ alone / (alone @ alone))
+    noise = mixed - share * alone
+    found = 10 * math.log10(share**2 * float(np.mean(spoken**2)) / float(np.mean(noise**2)))
+    assert found == pytest.approx(snr, abs=0.5)
+    for (_, stop), (start, _) in zip(places, places[1:], strict=False):
+        assert stop <= start
+
+
+def test_places_say_which_word_is_spoken(recipe: SimpleNamespace, speech: Any) -> None:
+    one = recipe.speech.Utterance(0, (5, 11))
+    heard = speech.batch([one], [30.0], [3])
+    assert heard.energies.shape == (1, 16, 125) and heard.spoken.shape == (1, 63) and heard.sensed.shape == (1, 63, 3)
+    words = [word for word in heard.spoken[0].tolist() if word != recipe.speech.START]
+    assert words == sorted(words) and set(words) == {5, 11} and len(words) == pytest.approx(10, abs=2)
+    # Where a word is spoken it is louder than around it.
+    speaking = heard.spoken[0] != recipe.speech.START
+    assert heard.sensed[0].mean(1)[speaking].mean() > heard.sensed[0].mean(1)[~speaking].mean() + 0.3
+
+
+def test_the_sensor_feels_the_voice_and_not_the_noise(recipe: SimpleNamespace, speech: Any) -> None:
+    one = recipe.speech.Utterance(2, (1, 2, 3))
+    loud, faint = (speech.batch([one], [snr], [5]) for snr in (-20.0, 20.0))
+    assert torch.equal(loud.sensed, faint.sensed) and loud.sensed.isfinite().all()
+    assert not torch.allclose(loud.energies, faint.energies, atol=0.1)
+
+
+def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNamespace, speech: Any) -> None:
+    settings = recipe.settings.RecogniserSettings(width=12, heads=2, bands=16, adapter=SMALL)
+    recogniser = recipe.recogniser.Recogniser(settings, 125).eval()
+    random = Random(3)
+    heard = speech.batch([speech.draw(random) for _ in range(9)], [10.0] * 9, range(9))
+    # An ear and a sensor that know what is said.
+    sure = torch.nn.functional.one_hot(heard.spoken, recipe.speech.VOCABULARY) * 9.0
+    recogniser.ear.forward = lambda energies: (None, sure)
+    _, own = recogniser.agree(sure, heard.energies)
+    _, others = recogniser.agree(sure.roll(1, 0), heard.energies)
+    assert own.min() > 0.9 and others.min() >= 0 and others.max() < 0.6
+    mixed = torch.cat([sure[:4], sure[4:].roll(1, 0)])
+    memory = recogniser.sense(mixed, heard.energies, least=0.8)
+    assert memory.tokens.shape == (9, 63, 2 * 12 + 2) and memory.tokens.isfinite().all()
+    assert memory.mask is not None and memory.mask.all(1).tolist() == [True] * 4 + [False] * 5
+    assert not memory.mask[4:].any()
+    vectors = recogniser.model.host.get_input_embeddings().weight
+    assert torch.allclose(memory.tokens[:4, :, :12], (vectors / vectors.std())[heard.spoken[:4]], atol=0.2)
+
+
+def test_the_encoder_of_a_sensor_sees_some_of_the_time_around_a_place(recipe: SimpleNamespace) -> None:
+    settings = recipe.settings.SensorEncoderSettings(width=12, convolutions=2)
+    encoder = recipe.recogniser.SensorEncoder(settings, 3).eval()
+    stream = torch.randn(1, 31, 3)
+    other = stream.clone()
+    other[:, 15] += 5
+    changed = (recipe.recogniser.feel(encoder, stream) != recipe.recogniser.feel(encoder, other)).any(2)[0]
+    assert changed.nonzero()[:, 0].tolist() == [*range(11, 20)]
+
+
+def test_word_errors(recipe: SimpleNamespace) -> None:
+    errors = recipe.recogniser.word_errors
+    assert [errors(said, [1, 2, 3]) for said in ([1, 2, 3], [], [1, 3], [3, 2, 1], [1, 2, 3, 4])] == [0, 3, 1, 2, 1]
+    assert errors([5, 6], []) == 2
+
+
+@pytest.fixture(scope="module")
+def spoken_run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run over speech that takes seconds."""
+    folder = tmp_path_factory.mktemp("listen")
+    with standing_in(recipe):
+        return recipe.train.main(
+            {
+                "out": str(folder / "run"),
+                "progress": False,
+                "voices": {"speakers": 2, "held_out": 1, "chatter": 2, "cache": str(folder)},
+                "recogniser": {**STEPS, "width": 16, "heads": 2, "bands": 16, "convolutions": 2, "adapter": SMALL},
+                "sensor": {
+                    "held_out": 16,
+                    "calibration": 5,
+                    "optim": STEPS,
+                    "adapter": SMALL,
+                    "encoder": {**STEPS, "width": 8},
+                },
+            }
+        )
+
+
+def test_a_run_over_speech_has_its_controls(spoken_run: Path) -> None:
+    content = json.loads((spoken_run / "table.json").read_text())
+    rows = {row["name"]: row for row in content["rows"]}
+    assert list(rows) == [
+        "audio only",
+        "audio and sensor",
+        "audio and another utterance's sensor",
+        "audio, the adapter without a sensor",
+        "sensor, and noise alone",
+        "audio, LoRA without a sensor",
+    ]
+    assert all(math.isfinite(row["noisy"]) and row["noisy"] >= 0 for row in rows.values())
+    # Without its sensor the adapter does nothing at all.
+    assert rows["audio, the adapter without a sensor"]["noisy"] == rows["audio only"]["noisy"]
+    assert rows["audio, LoRA without a sensor"]["parameters"] == pytest.approx(
+        rows["audio and sensor"]["parameters"], rel=0.05
+    )
+    assert len(content["voices"]["audio only"]) == 8 and content["held_out"] == 16
+    assert "16 utterances of 8 voices" in (spoken_run / "table.md").read_text()
+    assert (spoken_run / "voices.png").stat().st_size > 1000 and (spoken_run / "loss.png").is_file()
+    assert (spoken_run / "samples.txt").read_text().count("said") == 16
+    logged = {json.loads(line)["model"] for line in (spoken_run / "metrics.jsonl").read_text().splitlines()}
+    assert logged == {"recogniser", "encoder of the sensor", "adapter", "LoRA"}
+
+
+def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, spoken_run: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    ear = load_file(spoken_run / "recogniser" / "ear.safetensors")
+    assert ear["places"].shape == (63, 16)
+    host = AutoModelForCausalLM.from_pretrained(spoken_run / "recogniser")
+    model = mmattn.load(host, spoken_run / "recogniser" / "audio", "audio")
+    model = mmattn.load(model, spoken_run / "adapter", "sensor")
+    memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 2 * 16 + 2))}
+    with torch.no_grad():
+        logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
+    assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()
+
+
+def test_a_recogniser_of_an_earlier_run_is_taken(recipe: SimpleNamespace, spoken_run: Path, tmp_path: Path) -> None:
+    import yaml
+
+    settings = yaml.safe_load((spoken_run / "config.resolved.yaml").read_text())
+    settings |= {"out": str(tmp_path), "controls": False}
+    settings["recogniser"]["saved"] = str(spoken_run / "recogniser")
+    recipe.train.main(settings)
+    first, again = (
+        {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
+        for run in (spoken_run, tmp_path)
+    )
+    for name in ("audio only", "audio and sensor", "sensor, and noise alone"):
+        assert again[name]["noisy"] == first[name]["noisy"]
+    settings["recogniser"] |= {"saved": str(tmp_path)}
+    with pytest.raises(ConfigError, match="recogniser.saved="):
+        recipe.train.main(settings | {"out": str(tmp_path / "other")})
+
+
+def test_without_espeak_it_says_what_to_install(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="apt-get install espeak-ng.*config_series.yaml"):
+        recipe.voices.find_espeak()
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
+def test_espeak_speaks_with_its_voices(recipe: SimpleNamespace) -> None:
+    voices = recipe.voices
+    voices.check_voices({*voices.HELD_OUT, *(f"en-us+{variant}" for variant in voices.VARIANTS)})
+    with pytest.raises(ConfigError, match=r"en-us\+nobody"):
+        voices.check_voices({"en-us+nobody", "en-gb+f2"})
+    one, other = (voices.say("seventy", voices.Speaker(voice, 240, 50), 8000) for voice in voices.HELD_OUT[:2])
+    assert 0.2 < len(one) / 8000 < 1 and float(np.abs(one).max()) == pytest.approx(1)
+    assert len(one) != len(other) or not np.allclose(one, other)
+
+
+def test_resampling_keeps_a_tone(recipe: SimpleNamespace) -> None:
+    tone = np.sin(2 * np.pi * 440 * np.arange(22050) / 22050).astype(np.float32)
+    found = recipe.voices.resample(tone, 22050, 8000)
+    assert len(found) == 8000 and np.abs(np.fft.rfft(found)).argmax() == 440
+    assert float(np.abs(found).max()) == pytest.approx(1, abs=0.01)
+
+
+# Series --------------------------------------------------------------------------------------------------------------
+
+
+def test_series_are_as_described(recipe: SimpleNamespace) -> None:
+    series, settings = recipe.series, recipe.settings.SeriesSettings()
+    for seed in range(60):
+        told = series.Description.draw(Random(seed))
+        values = series.measured(told, settings, seed)
+        assert values.shape == (16_000,) and values.dtype == np.float32
+        where = np.isnan(values)
+        assert where.any() == (told.anomaly == "gap")
+        filled = np.where(where, np.nanmean(values), values).astype(np.float64)
+        scale = filled.std()
+        rise = (np.median(filled[-1600:]) - np.median(filled[:1600])) / scale
+        assert ("falling", "steady", "rising")[int(np.sign(round(rise))) + 1] == told.trend, rise
+        line = np.linspace(filled[:1600].mean(), filled[-1600:].mean(), 16_000)
+        power = np.abs(np.fft.rfft((filled - line) * np.hanning(16_000)))[20:]
+        peak = 20 + int(power.argmax())
+        if told.period != "never":
+            assert 16_000 / peak == pytest.approx(int(told.period), rel=0.03)
+        smooth = np.convolve(filled - line, np.ones(41) / 41, "same")
+        if told.anomaly != "nothing" and told.period in ("never", "23"):
+            at = {"gap": where.argmax(), "spike": smooth.argmax(), "dip": smooth.argmin()}[told.anomaly]
+            assert series.TENTHS[at * 10 // 16_000] == told.tenth
+
+
+def test_sentences_are_read_as_they_are_written(recipe: SimpleNamespace) -> None:
+    series = recipe.series
+    for trend, period, anomaly, tenth in product(series.TRENDS, series.PERIODS, series.ANOMALIES, series.TENTHS):
+        told = series.Description(trend, period, anomaly, "-" if anomaly == "nothing" else tenth)
+        ids = series.batch([told], torch.device("cpu"))["input_ids"][0].tolist()
+        assert ids[0] == series.START and ids[-1] == series.END and series.said(ids[1:]) == told
+        assert series.said([*ids[1:], 0, 1]) == told and len(ids) - 2 < recipe.train_series.LONGEST
+    assert series.said([series.IDS["samples"]]) == series.Description("?", "?", "?", "?")
+
+
+@pytest.fixture(scope="module")
+def series_settings() -> dict[str, Any]:
+    """Settings of a run over series that takes seconds."""
+    return {
+        "progress": False,
+        "part": "series",
+        "series": {"samples": 1100, "patch": 50, "train": 7, "held_out": 11},
+        "lm": {**STEPS, "width": 16, "heads": 2, "layers": 2},
+        "describing": {"optim": STEPS, "memory_batch": 3, "adapter": SMALL},
+    }
+
+
+def test_a_run_over_series_has_its_controls(
+    recipe: SimpleNamespace, series_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In this process, whose peak has been higher before.
+    ways = {way: {"megabytes": 8.0, "seconds": 0.5} for way in recipe.memory_use.WAYS}
+    monkeypatch.setattr(recipe.train_series, "step_memory", lambda config: ways)
+    run = recipe.train.main(series_settings | {"out": str(tmp_path / "run")})
+    content = json.loads((run / "table.json").read_text())
+    assert [row["name"] for row in content["rows"]] == [
+        "frozen LM, no series",
+        "adapter, its series",
+        "adapter, another's series",
+        "adapter, no series",
+        "LoRA, no series",
+    ]
+    shares = [row[name] for row in content["rows"] for name in (*recipe.series.ATTRIBUTES, "all")]
+    assert all(0 <= share <= 1 for share in shares) and content["patches"] == 22
+    rows = {row["name"]: row for row in content["rows"]}
+    for name in recipe.series.ATTRIBUTES:
+        assert rows["adapter, no series"][name] == rows["frozen LM, no series"][name]
+    text = (run / "table.md").read_text()
+    assert "patches inserted as tokens" in text and "the adapter's peak is 1.00 of the other" in text
+    assert (run / "series.png").stat().st_size > 1000 and (run / "samples.txt").read_text().count("true:") == 11
+
+
+@pytest.mark.parametrize("way", ["adapter", "inserted"])
+def test_both_ways_of_a_step_train_what_they_should(
+    recipe: SimpleNamespace, series_settings: dict[str, Any], way: str
+) -> None:
+    found = recipe.memory_use.one_way(way, recipe.settings.Config(**series_settings))
+    assert found["megabytes"] >= 0 and found["seconds"] > 0
+
+
+def test_inserted_patches_are_read(recipe: SimpleNamespace) -> None:
+    settings = recipe.settings.LanguageModelSettings(width=16, heads=2, layers=2)
+    model = recipe.memory_use.Inserted(recipe.train_series.build(settings, 64), 12)
+    assert {name for name, own in model.named_parameters() if own.requires_grad} == {
+        "projection.weight",
+        "projection.bias",
+    }
+    given = recipe.series.batch([recipe.series.Description.draw(Random(0))], torch.device("cpu"))
+    losses = [float(model(**given, memory=mmattn.Memory(torch.randn(1, 23, 12))).loss.detach()) for _ in range(2)]
+    assert all(map(math.isfinite, losses)) and losses[0] != losses[1]
+
+
+@pytest.mark.slow
+def test_memory_of_a_step_is_measured_in_processes_of_their_own(
+    recipe: SimpleNamespace, series_settings: dict[str, Any]
+) -> None:
+    given = series_settings | {"series": {"samples": 16_000}, "lm": {}, "describing": {"memory_batch": 32}}
+    found = recipe.memory_use.step_memory(recipe.settings.Config(**given))
+    assert 0 < found["adapter"]["megabytes"] < found["inserted"]["megabytes"] / 2
+
+
+def test_settings_that_are_not_known(recipe: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match="unknown key 'voices.speeker'"):
+        check_settings({"voices": {"speeker": 5}}, recipe.settings.Config)

@@ -31,7 +31,7 @@ class Measure:
         self.asked = [speech.draw(random, row % speakers) for row in range(config.sensor.held_out)]
 
     def written(
-        self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0, least: float = 0.0
+        self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0, least: float = -1.0
     ) -> list[list[int]]:
         """What is written of each utterance.
 

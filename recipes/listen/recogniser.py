@@ -109,30 +109,31 @@ class Recogniser(nn.Module):
         return memory
 
     @torch.no_grad()
-    def sense(self, felt: Tensor, energies: Tensor, least: float = 0.0) -> mmattn.Memory:
+    def sense(self, felt: Tensor, energies: Tensor, least: float = -1.0) -> mmattn.Memory:
         """The memory (b, frames / 2, 2 × width + 2) of what the encoder of a sensor makes of its stream.
 
-        A slot has the vector of the word that is felt at its place, the place, and how likely ear and sensor mean the
-        same word there, and on average. A stream that agrees less than `least` belongs to something else: its slots are
-        masked, and the adapter passes the row through.
+        A slot has the vector of the word that is felt at its place, the place, how likely ear and sensor mean the same
+        word there, and how far they agree in all. A stream that agrees less than `least` belongs to something else: its
+        slots are masked, and the adapter passes the row through.
 
         Args:
             felt: (b, frames / 2, v) logits of the word at each place.
             energies: (b, bands, frames) of what is heard at the same time.
-            least: agreement, from 0 to 1.
+            least: agreement, from -1 to 2.
         """
-        words = felt.softmax(-1)
         same, agreement = self.agree(felt, energies)
         vectors = self.model.host.get_input_embeddings().weight
         places = self.ear.places.expand(len(felt), -1, -1)
         overall = agreement[:, None, None].expand_as(same)
-        tokens = torch.cat([words @ (vectors / vectors.std()), places, 2 * same, 4 * overall], -1)
+        tokens = torch.cat([felt.softmax(-1) @ (vectors / vectors.std()), places, 2 * same, 2 * overall], -1)
         mask = (agreement >= least)[:, None].expand(tokens.shape[:2])
         return mmattn.Memory(tokens, mask, check_finite=False)
 
     @torch.no_grad()
     def agree(self, felt: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
-        """How likely ear and sensor mean the same word, at each place (b, frames / 2, 1) and where one is felt (b,).
+        """How likely ear and sensor mean the same word at each place (b, frames / 2, 1), and how far they agree (b,).
+
+        The latter is the mean of the former where a word is felt, plus the correlation of when both say there is none.
 
         Args:
             felt: (b, frames / 2, v) logits of the word at each place.
@@ -140,7 +141,9 @@ class Recogniser(nn.Module):
         """
         words, heard = felt.softmax(-1), self.ear(energies)[1].softmax(-1)
         same = (words * heard)[..., :END].sum(-1, keepdim=True)
-        return same, same.sum((1, 2)) / (1 - words[..., START]).sum(1).clamp_min(1e-6)
+        silent, quiet = (chances[..., START] - chances[..., START].mean(1, keepdim=True) for chances in (words, heard))
+        mean = same.sum((1, 2)) / (1 - words[..., START]).sum(1).clamp_min(1e-6)
+        return same, mean + F.cosine_similarity(silent, quiet, dim=1)
 
     @torch.no_grad()
     def transcribe(self, memory: dict[str, mmattn.Memory], longest: int) -> list[list[int]]:

@@ -73,19 +73,19 @@ class RecogniserSettings(OptimSettings):
 class SensorEncoderSettings(OptimSettings):
     width: int = Field(96, ge=8)
     convolutions: int = Field(4, ge=1)
-    max_steps: int = Field(400, ge=1)
+    max_steps: int = Field(500, ge=1)
     learning_rate: float = Field(4e-3, gt=0)
 
 
 class SensorSettings(Strict):
     bands: int = Field(4, ge=1)  # numbers that it gives at a time: energies of the voice without the noise
     encoder: SensorEncoderSettings = SensorEncoderSettings()
-    wrong: float = Field(0.2, ge=0, lt=1)  # share of the streams in training that are of another utterance
-    passing: float = Field(0.02, gt=0, lt=1)  # share of such streams that agree enough with the sound to be read at all
+    wrong: float = Field(0.1, ge=0, lt=1)  # share of the streams in training that are of another utterance
+    passing: float = Field(0.01, gt=0, lt=1)  # share of such streams that agree enough with the sound to be read at all
     calibration: int = Field(500, ge=2)  # utterances of the training's speakers by which this is set
     held_out: int = Field(600, ge=1)  # utterances that are measured
     adapter: AdapterSettings = AdapterSettings()
-    optim: OptimSettings = OptimSettings(max_steps=600, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
+    optim: OptimSettings = OptimSettings(max_steps=700, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
 
 
 # Series --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmattn import training
 
-from .recogniser import Recogniser, feel, word_errors
+from .recogniser import Recogniser, feel, read_off, word_errors
 from .settings import Config
 from .speech import Heard, Speech
 
@@ -52,6 +52,13 @@ class Measure:
                 sensed = heard.sensed if not shift else self.heard(rows, snr, shift).sensed
                 memory["sensor"] = recogniser.sense(feel(sensor, sensed), heard.energies, least)
             out += recogniser.transcribe(memory, longest)
+        return out
+
+    def read_off(self, encoder: Any) -> list[list[int]]:
+        """What the encoder of the sensor says of each utterance by itself."""
+        out: list[list[int]] = []
+        for start in range(0, len(self.asked), 100):
+            out += read_off(feel(encoder, self.heard(range(start, min(start + 100, len(self.asked))), CLEAN).sensed))
         return out
 
     def heard(self, rows: Sequence[int], snr: float, shift: int = 0) -> Heard:

@@ -191,6 +191,19 @@ def feel(encoder: SensorEncoder, sensed: Tensor) -> Tensor:
     return logits
 
 
+def read_off(felt: Tensor) -> list[list[int]]:
+    """The words of each row of logits (b, t, v), one for each run of places at which it is the likeliest.
+
+    >>> read_off(torch.nn.functional.one_hot(torch.tensor([[30, 4, 4, 30, 4, 7, 7, 30]]), 31))
+    [[4, 4, 7]]
+    """
+    rows = []
+    for places in felt.argmax(-1).tolist():
+        runs = [word for word, before in zip(places, [START, *places], strict=False) if word != before]
+        rows.append([word for word in runs if word < END])
+    return rows
+
+
 def text_loss(logits: Tensor, said: Tensor) -> Tensor:
     """The sum of the cross-entropies of what is said (b, l), -100 aside."""
     return F.cross_entropy(logits.flatten(0, 1), said.flatten(), ignore_index=-100, reduction="sum")

@@ -80,7 +80,7 @@ class Listening(Lesson):
         rows.append({**self.row("audio and sensor", sensor=True), "parameters": parameters, "seconds": seconds})
         rows.append(self.row("audio and another utterance's sensor", sensor=True, shift=1))
         rows.append(self.row("audio, the adapter without a sensor"))
-        rows.append(self.row("sensor, and noise alone", sensor=True, silent=True))
+        rows.append(self.row("sensor alone, read off its encoder", alone=True))
         model.delete_adapter("sensor")
         if config.controls:
             torch.manual_seed(config.seed)
@@ -152,23 +152,26 @@ class Listening(Lesson):
             found.append(self.recogniser.agree(feel(self.encoder, heard.sensed.roll(1, 0)), heard.energies)[1])
         return float(torch.cat(found).quantile(1 - sensor.passing))
 
-    def row(self, name: str, sensor: bool = False, shift: int = 0, silent: bool = False) -> dict[str, Any]:
+    def row(self, name: str, sensor: bool = False, shift: int = 0, alone: bool = False) -> dict[str, Any]:
         """The word error rates, of all voices and of each at the noise that is measured.
 
         Args:
             name: of the row.
             sensor: whether there is a second memory.
             shift: as in `Measure.written`.
-            silent: the voice is all but gone: what the sensor alone is worth.
+            alone: what the sensor is worth without the recogniser, which noise does not change.
         """
         given: dict[str, Any] = {"longest": self.longest, "shift": shift}
         if sensor:
             given |= {"sensor": self.encoder, "least": self.least}
-        noisy = self.measure.written(self.recogniser, -60.0 if silent else self.config.noise.snr, **given)
-        row = {"name": name, "noisy": self.measure.rate(noisy), "clean": None}
-        if not silent:
-            row["clean"] = self.measure.rate(self.measure.written(self.recogniser, CLEAN, **given))
-        return {**row, "voices": self.measure.by_voice(noisy), "written": noisy[:20]}
+        if alone:
+            noisy = clean = self.measure.read_off(self.encoder)
+        else:
+            noisy, clean = (
+                self.measure.written(self.recogniser, snr, **given) for snr in (self.config.noise.snr, CLEAN)
+            )
+        rates = {"noisy": self.measure.rate(noisy), "clean": self.measure.rate(clean)}
+        return {"name": name, **rates, "voices": self.measure.by_voice(noisy), "written": noisy[:20]}
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """What each wrote of the first utterances, as `samples.txt`."""

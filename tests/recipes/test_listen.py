@@ -190,7 +190,7 @@ def test_a_run_over_speech_has_its_controls(spoken_run: Path) -> None:
         "audio and sensor",
         "audio and another utterance's sensor",
         "audio, the adapter without a sensor",
-        "sensor, and noise alone",
+        "sensor alone, read off its encoder",
         "audio, LoRA without a sensor",
     ]
     assert all(math.isfinite(row["noisy"]) and row["noisy"] >= 0 for row in rows.values())
@@ -233,7 +233,7 @@ def test_a_recogniser_of_an_earlier_run_is_taken(recipe: SimpleNamespace, spoken
         {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
         for run in (spoken_run, tmp_path)
     )
-    for name in ("audio only", "audio and sensor", "sensor, and noise alone"):
+    for name in ("audio only", "audio and sensor", "sensor alone, read off its encoder"):
         assert again[name]["noisy"] == first[name]["noisy"]
     settings["recogniser"] |= {"saved": str(tmp_path)}
     with pytest.raises(ConfigError, match="recogniser.saved="):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmattn.adapters.text_state import TextState
 from mmattn.memory import Memory
 
-POSITIONS = ("before", "after", "inside")
+POSITIONS = ("before", "after", "inside", "joined")
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class HeadSizes:
         num_heads: h.
         num_kv_heads: g.
         head_dim: k.
+        value_dim: v, the width of a value; k by default.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class Site:
     Args:
         layer: number of the host's layer, counted from 0; those of an encoder after those of its decoder.
         position: "before" or "after" the layer, on its hidden states (b, l, d); "inside" an attention layer, on its
-            queries (b, h, l, k).
+            queries (b, h, l, k); "joined" with the keys and values of an attention layer, a `HostAttention`.
         module: dotted name of the layer in the host.
         width: d of the hidden states; "inside", the width of what the host's own keys and values are projected from.
         device: where the hidden states are, so where the adapter's block belongs.
-        heads: "inside", the sizes of the host's attention.
+        heads: "inside" and "joined", the sizes of the host's attention.
         part: "encoder" or "decoder", where a host has both; "stream", where text and picture are in one stream and the
             host has layers, too, in which the picture is apart.
     """
@@ -65,12 +67,13 @@ class Host(Protocol):
 class View(Protocol):
     """What the tokens of one forward see of a memory."""
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Any, block: nn.Module, layer: int, adapter_scale: Any) -> Any:
         """What x becomes at a site.
 
         Args:
             x: hidden states (b, l, d), which come back changed; "inside" an attention layer its queries (b, h, l, k),
-                for which comes back what is added to the result of the host's heads.
+                for which comes back what is added to the result of the host's heads; "joined" a `HostAttention`, which
+                comes back with more keys and values.
             block: the adapter's block at this layer.
             layer: number of the host's layer.
             adapter_scale: multiplies what is added.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmattn.errors import ConditionError
 from mmattn.hosts.calls import FORWARD, ForwardStep
+from mmattn.hosts.joined_attention import hook_attention
 from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
 from mmattn.hosts.residual_streams import change_streams
 
@@ -77,6 +78,8 @@ class BeforeLayer(CrossAttentionHook):
 
 def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Any:
     """Hook adapters to a layer; first among its hooks, since those that record must see what the adapters added."""
+    if position == "joined":
+        return hook_attention(model, module, layer)
     if position == "before":
         return module.register_forward_pre_hook(BeforeLayer(model, layer), prepend=True, with_kwargs=True)
     return module.register_forward_hook(AfterLayer(model, layer), prepend=True)

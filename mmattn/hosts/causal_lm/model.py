@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
-from mmattn.adapters.packed_text import PackedText, packed_text
+from mmattn.adapters.packed_text import packed_text
+from mmattn.adapters.passages import PassageLayers
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
@@ -22,6 +23,7 @@ from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
+from mmattn.hosts.causal_lm.before_text import joined_sites, place_text, probe_before_text
 from mmattn.hosts.causal_lm.generation import (
     asked,
     expansions_of,
@@ -75,6 +77,7 @@ class AdaptedCausalLM(AdaptedModel):
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
     replaced = ("generate",)
+    positions: ClassVar[tuple[str, ...]] = ("after", "before", "joined")
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
         super().__init__(host, require_memory)
@@ -98,8 +101,11 @@ class AdaptedCausalLM(AdaptedModel):
         return HeadlessHost(self)
 
     def sites(self, position: str) -> list[Site]:
-        """Every decoder layer."""
+        """Every decoder layer; "joined", the attention of each."""
         layers, width = self.layers, width_of(self.host)
+        if position == "joined":
+            with self.open_blocks.conditioned(None):
+                return joined_sites(self.host, layers, self.path, width)
         # The part of the host whose weights produce the hidden states at the site.
         sources = [embeddings_of(self.host), *layers] if position == "before" else list(layers)
         return [
@@ -114,6 +120,9 @@ class AdaptedCausalLM(AdaptedModel):
             AttachError: the host cannot be called as a language model is, or hands on states of another shape.
             ConditionError: a layer whose output does not matter.
         """
+        if isinstance(adapter, PassageLayers):
+            adapter.rotations = probe_before_text(self, adapter.sites)
+            return
         self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
@@ -148,23 +157,26 @@ class AdaptedCausalLM(AdaptedModel):
         )
 
     def host_inputs(self, step: ForwardStep, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of packed rows with which the host keeps their documents apart; others as they are.
+        """The arguments of packed rows with which the host keeps their documents apart, and the positions of a text
+        that stands behind something; others as they are.
 
         Raises:
             ConditionError: it cannot.
         """
+        text: TextState = step.details
+        kwargs = place_text(step, text, kwargs)
         # The paged cache of continuous batching keeps requests apart by itself.
-        if not isinstance(step.details, PackedText) or kwargs.get("cache") is not None:
+        if text.packed is None or kwargs.get("cache") is not None:
             return kwargs
         with self.open_blocks.conditioned(None):
-            return keep_apart(self.host, kwargs, step.details)
+            return keep_apart(self.host, kwargs, text.packed)
 
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ForwardStep:
-        """What the adapters do in one forward of the host; in packed rows, where its documents lie."""
+        """What the adapters do in one forward of the host, and what it is given."""
         text = self.text_state(call, args, kwargs)
-        return ForwardStep(self, host, None, self.actions(call, disabled, text), details=text.packed)
+        return ForwardStep(self, host, None, self.actions(call, disabled, text), details=text)
 
     def actions(
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None

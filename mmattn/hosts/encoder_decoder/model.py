@@ -50,6 +50,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
     """
 
     kind: ClassVar[str] = "encoder_decoder"
+    positions: ClassVar[tuple[str, ...]] = ("after", "before")
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         AdaptedModel.__init__(self, host, require_memory)

@@ -1,0 +1,134 @@
+"""The attention of one layer of a host, into whose own softmax the keys and values of a memory can be joined.
+
+With q, K, V of the host and K′, V′ of a memory, a token gets softmax(q [K′; K]ᵀ) [V′; V]: one softmax over both, as
+with a prompt that stands before the text ("rectangular attention", arXiv 2410.10450, equation 4; prefixes, arXiv
+2101.00190).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.errors import ConditionError
+
+
+@dataclass(frozen=True)
+class HostAttention:
+    """What a layer of a host gives to its attention, with what was joined to it.
+
+    Args:
+        function: the host's own, as transformers calls it: module, queries, keys, values, mask, options.
+        module: the attention layer.
+        query: (b, h, l, k).
+        key: (b, g, m, k), those of a memory first.
+        value: (b, g, m, v).
+        mask: (b or 1, 1 or h, l, m), bool with True = may look, or float to be added; None where all may look, or all
+            that is not later.
+        options: other arguments of the function.
+        adapter_scale: multiplies what the joined keys and values change.
+        sees: (b,) bool, rows to which something was joined; None is all.
+        before: the same without what was joined; None where nothing was.
+    """
+
+    function: Callable[..., Any]
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    adapter_scale: float = 1.0
+    sees: Tensor | None = None
+    before: HostAttention | None = None
+
+    @property
+    def window(self) -> int | None:
+        """How far back a token of this layer sees, itself included; None is to the first."""
+        window = self.options.get("sliding_window")
+        return window if isinstance(window, int) else None
+
+    def join(
+        self, key: Tensor, value: Tensor, mask: Tensor | None, sees: Tensor | None = None, adapter_scale: float = 1.0
+    ) -> HostAttention:
+        """The same with keys and values before those that are there.
+
+        Args:
+            key: (b, g, m, k).
+            value: (b, g, m, v).
+            mask: (b, 1, l or 1, m) bool, which of them each token sees; None for all.
+            sees: (b,) bool, rows that see any; the others stay bit for bit what they were. None is all.
+            adapter_scale: multiplies what they change.
+
+        Raises:
+            ConditionError: an attention whose mask cannot be widened.
+        """
+        own = self._own_mask(mask is not None)
+        joined = None
+        if own is not None:
+            b, l = self.query.shape[0], self.query.shape[2]
+            if mask is None:
+                mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=own.device)
+            mask = mask.to(own.device)
+            if own.is_floating_point():
+                mask = torch.zeros_like(mask, dtype=own.dtype).masked_fill(~mask, torch.finfo(own.dtype).min)
+            shape = b if b in (mask.shape[0], own.shape[0]) else 1, own.shape[1], l
+            joined = torch.cat([mask.expand(*shape, -1), own.expand(*shape, -1)], -1)
+        return replace(
+            self,
+            key=torch.cat([key.to(self.key.dtype), self._own_seen(self.key)], 2),
+            value=torch.cat([value.to(self.value.dtype), self._own_seen(self.value)], 2),
+            mask=joined,
+            adapter_scale=adapter_scale,
+            sees=sees if self.sees is None or sees is None else sees | self.sees,
+            before=self if self.before is None else self.before,
+        )
+
+    def result(self) -> tuple[Tensor, Any]:
+        """What the attention gives: (b, l, h, v), and its weights where the host asks for them."""
+        found: tuple[Tensor, Any] = self.function(
+            self.module, self.query, self.key, self.value, self.mask, **self.options
+        )
+        if self.before is None or (self.sees is None and self.adapter_scale == 1.0):
+            return found
+        own, _ = self.before.result()
+        out = found[0]
+        if self.adapter_scale != 1.0:
+            out = own + self.adapter_scale * (out - own)
+        if self.sees is not None:
+            out = torch.where(self.sees.view(-1, 1, 1, 1), out, own)
+        return out, *found[1:]
+
+    @property
+    def _is_causal(self) -> bool:
+        """Whether the function hides later tokens itself, which it does where it is given no mask."""
+        given = self.options.get("is_causal")
+        causal = getattr(self.module, "is_causal", True) if given is None else given
+        return bool(causal) and self.mask is None and self.query.shape[2] > 1
+
+    def _own_seen(self, tensor: Tensor) -> Tensor:
+        """Keys or values without the room of a static cache in which nothing was written yet."""
+        return tensor[:, :, : self.query.shape[2]] if self._is_causal else tensor
+
+    def _own_mask(self, wanted: bool) -> Tensor | None:
+        """The mask as a tensor; None where every token sees every key, unless one is wanted.
+
+        Raises:
+            ConditionError: it is no tensor (b, h, l, m).
+        """
+        l, m = self.query.shape[2], self.key.shape[2]
+        if self._is_causal:
+            return torch.ones(1, 1, l, l, dtype=torch.bool, device=self.query.device).tril()
+        if self.mask is None:
+            return torch.ones(1, 1, l, m, dtype=torch.bool, device=self.query.device) if wanted else None
+        if not isinstance(self.mask, Tensor) or self.mask.dim() != 4:
+            shown = list(self.mask.shape) if isinstance(self.mask, Tensor) else type(self.mask).__name__
+            raise ConditionError(
+                f"keys and values of a memory are joined where the attention of {type(self.module).__name__} has a "
+                f"mask (b, h, l, m), and it has {shown}: host.set_attn_implementation('sdpa') or 'eager'"
+            )
+        return self.mask

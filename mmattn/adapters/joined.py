@@ -1,0 +1,195 @@
+"""A memory as keys and values that are joined with those of a host's own attention, and where its tokens then stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import ConditionError
+from mmattn.memory import Memory
+
+
+@dataclass(frozen=True)
+class JoinedSlots:
+    """Keys and values of a memory for the attention layers of a host.
+
+    Args:
+        keys: by host layer (b, g, m, k), turned to the positions of their slots where the host turns keys.
+        values: by host layer (b, g, m, v).
+        mask: (b, m) bool, which slots are real.
+        positions: (b, m), of the slots in the text of the host.
+        offsets: (b,), at which position the text of each row begins.
+    """
+
+    keys: Mapping[int, Tensor]
+    values: Mapping[int, Tensor]
+    mask: Tensor
+    positions: Tensor
+    offsets: Tensor
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return len(self.mask)
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(one.nbytes for part in (self.keys, self.values) for one in part.values())
+
+    def repeated(self, times: int) -> JoinedSlots:
+        """Each row several times, one after the other, for the beams of a text."""
+        if times == 1:
+            return self
+        parts = ({layer: one.repeat_interleave(times, 0) for layer, one in part.items()} for part in self._by_layer)
+        rows = (one.repeat_interleave(times, 0) for one in (self.mask, self.positions, self.offsets))
+        return JoinedSlots(*parts, *rows)
+
+    @property
+    def _by_layer(self) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
+        return self.keys, self.values
+
+
+class JoinedMemory:
+    """Joined slots bound to the adapter that reads them.
+
+    Args:
+        slots: a row for each row of text.
+        name: of the adapter.
+        visible: (b, l, m) bool, which slots each token of the text sees; None for all.
+    """
+
+    # The text is told where it stands: a part of a host that is called by itself is not.
+    follows_text = True
+
+    def __init__(self, slots: JoinedSlots, name: str, visible: Tensor | None = None) -> None:
+        self.slots, self.name, self.visible = slots, name, visible
+        self.rows: int | None = slots.batch
+        self._repeated: tuple[int, JoinedSlots] = (1, slots)
+
+    def step(self, text: TextState) -> JoinedView:
+        """What this forward sees.
+
+        Raises:
+            ShapeError: the rows of the text are not those of the memory.
+            ConditionError: only a part of the host was called, or slots arrive while the text is read.
+        """
+        text.check_rows(self.rows, self.name)
+        if text.inputs is None:
+            raise ConditionError(
+                f"the memory of adapter {self.name!r} stands before the text, whose positions it moves, and only a "
+                "part of the host was called: call the object that was given to attach"
+            )
+        if text.arrivals is not None:
+            raise ConditionError(
+                f"arrived= hides slots from tokens by their number, and adapter {self.name!r} joins whole passages: "
+                "leave it out"
+            )
+        times = text.rows // max(self.slots.batch, 1)
+        if self._repeated[0] != times:
+            self._repeated = times, self.slots.repeated(times)
+        return JoinedView(self._repeated[1], self.visible)
+
+    def as_memory(self, text: TextState) -> Memory:
+        """There is none: keys and values differ by layer.
+
+        Raises:
+            ConditionError: always.
+        """
+        raise ConditionError(
+            f"adapter {self.name!r} reads keys and values that the host computed layer by layer, which are no Memory: "
+            "compare calls with other passages, or without"
+        )
+
+
+class JoinedView:
+    """Joined slots in one forward.
+
+    Args:
+        slots: a row for each row of text.
+        visible: (b, l, m) bool, which slots each token sees; None for all.
+    """
+
+    def __init__(self, slots: JoinedSlots, visible: Tensor | None = None) -> None:
+        self.slots, self.visible = slots, visible
+        some, every = slots.mask.any(1), slots.mask.all()
+        self.sees = None if bool(some.all()) else some
+        self.mask = None if bool(every) else slots.mask[:, None, None]
+        if visible is not None:
+            self.mask = (slots.mask[:, None] & visible)[:, None]
+        self.positions: Tensor | None = None
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Where the tokens of this forward stand, behind the slots.
+
+        Args:
+            positions: (b or 1, l), or several of them (n, b or 1, l), of the text by itself.
+        """
+        behind = positions + self.slots.offsets.to(positions.device)[:, None]
+        self.positions = behind if behind.dim() == 2 else behind[0]
+        return behind
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
+        """The attention of a layer with the slots joined to it; a token sees back as far as its layer does."""
+        key, value = self.slots.keys[layer], self.slots.values[layer]
+        mask, sees = self.mask, self.sees
+        if x.window is not None:
+            assert self.positions is not None
+            distance = self.positions[:, :, None] - self.slots.positions.to(self.positions.device)[:, None]
+            near = (distance < x.window)[:, None]
+            mask = near if mask is None else mask.to(near.device) & near
+        where = x.key.device
+        return x.join(
+            key.to(where),
+            value.to(where),
+            None if mask is None else mask.to(where),
+            None if sees is None else sees.to(where),
+            adapter_scale,
+        )
+
+
+class Capture:
+    """Records the keys and values of a text at the layers of a host, as the memory of one call.
+
+    Args:
+        joined: what the text sees besides; None is nothing.
+
+    Attributes:
+        keys: by layer (b, g, l, k), as the host's attention was given them.
+        values: by layer (b, g, l, v).
+        windows: by layer, how far back a token sees; None is to the first.
+    """
+
+    rows = None
+    follows_text = True
+
+    def __init__(self, joined: JoinedMemory | None = None) -> None:
+        self.joined, self.view = joined, None if joined is None else JoinedView(joined.slots, joined.visible)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def step(self, text: TextState) -> Capture:
+        """Itself: one forward is recorded."""
+        return self
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Where the tokens stand."""
+        return positions if self.view is None else self.view.place(positions)
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
+        """The attention as it is, of which keys and values are noted, with what is joined to it."""
+        self.keys[layer], self.values[layer], self.windows[layer] = x.key.detach(), x.value.detach(), x.window
+        return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
+
+    def as_memory(self, text: TextState) -> Memory:
+        """There is none.
+
+        Raises:
+            ConditionError: always.
+        """
+        raise ConditionError("what is being read is no memory yet")

@@ -1,0 +1,185 @@
+"""What stands before the text of a call: at which positions the text then begins, and proof that a host reads it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.joined import Capture, JoinedSlots, JoinedView
+from mmattn.adapters.language_models import device_of, embeddings_of, text_config
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import AttachError, ConditionError, MmattnError
+from mmattn.hosts.calls import ForwardStep
+from mmattn.hosts.joined_attention import attention_layers, check_function, seams
+from mmattn.hosts.key_rotation import DISTANCE, KeyRotation, find_rotations
+
+#: Tokens of the passage and of the text with which a host is tried.
+PASSAGE, TEXT = 7, 5
+#: Relative errors of an answer, by bytes of a number.
+WITHIN = {8: 1e-4, 4: 1e-4, 2: 5e-2}
+
+
+def joined_sites(host: nn.Module, layers: nn.ModuleList, path: str, width: int) -> list[Site]:
+    """The attention of every decoder layer.
+
+    Args:
+        host: the language model.
+        layers: its decoder layers.
+        path: dotted name of their list.
+        width: d.
+
+    Raises:
+        AttachError: a layer has none that can be reached.
+    """
+    return [
+        Site(layer, "joined", name, width, device_of(host.get_submodule(name)), sizes)
+        for layer, (name, sizes) in attention_layers(host, layers, path).items()
+    ]
+
+
+def place_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward with the positions of tokens that have something before them.
+
+    Args:
+        step: the forward.
+        text: what the host is given.
+        kwargs: with which it is called.
+
+    Raises:
+        ConditionError: several adapters put something before the text, or it is not known where the text continues.
+    """
+    views = {id(view): view for own in step.actions.values() for view, *_ in own if hasattr(view, "place")}
+    if not views:
+        return kwargs
+    if len(views) > 1:
+        raise ConditionError(
+            f"{len(views)} adapters put their memories before one text, and each takes its first positions: give one "
+            "of them a memory, or select all passages together"
+        )
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        if text.past is None or text.inputs is None:
+            raise ConditionError("the host does not say how much text is in its cache: give position_ids=(b, l)")
+        positions = torch.arange(text.past, text.past + text.length, device=text.inputs.device)[None]
+    (view,) = views.values()
+    return kwargs | {"position_ids": view.place(positions)}
+
+
+@torch.no_grad()
+def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotation | None] | None:
+    """Prove that a passage before a text, read by itself, is what it is in the text; and see how keys are moved.
+
+    Args:
+        model: the adapted model.
+        sites: the attention of every layer.
+
+    Returns:
+        what turns the keys of each layer to other positions, None where a layer's keys have none; None for all where
+        keys cannot be moved, as with learned positions.
+
+    Raises:
+        AttachError: the host does not read a text after a passage as it reads both.
+        ConditionError: its attention takes no mask.
+    """
+    host = model.host
+    _check_kind(host)
+    modules = {site.layer: host.get_submodule(site.module) for site in sites}
+    for module in modules.values():
+        config: Any = module.config
+        check_function(getattr(config, "own", config))
+    ids, positions = _text(host), torch.arange(PASSAGE + TEXT)[None].to(device_of(embeddings_of(host)))
+    most = getattr(text_config(host), "max_position_embeddings", None) or PASSAGE + DISTANCE
+    distance = max(min(DISTANCE, most - PASSAGE), 1)
+    modes = [(module, module.training) for module in host.modules()]
+    name = type(host).__name__
+    try:
+        for module, _ in modes:
+            module.training = False
+        with model.open_blocks.conditioned(None):
+            wanted = _logits(host, ids, positions)[:, PASSAGE:]
+            here, there = Capture(), Capture()
+            passage = ids[:, :PASSAGE], positions[:, :PASSAGE]
+            with seams(_listeners(modules, here)):
+                _logits(host, *passage)
+            with seams(_listeners(modules, there)):
+                _logits(host, passage[0], passage[1] + distance)
+            rotations = find_rotations(host, here.keys, there.keys, distance)
+            view = JoinedView(_slots(here))
+            with seams(_listeners(modules, view)):
+                found = _logits(host, ids[:, PASSAGE:], view.place(positions[:, :TEXT]))
+    except MmattnError:
+        raise
+    except Exception as error:
+        raise AttachError(
+            f"{name} does not take keys and values before its text: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    distance_found = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    if not distance_found <= WITHIN[found.element_size()]:
+        raise AttachError(
+            f"{name} does not read a text after keys and values as it reads both ({distance_found:.0e} apart): states "
+            "of another kind beside its attention, or positions that are no rotation and not in position_ids; take a "
+            "GatedAdapter for this host"
+        )
+    return rotations
+
+
+def _check_kind(host: nn.Module) -> None:
+    """Refuse hosts in which a short text does not show that it cannot be.
+
+    Raises:
+        AttachError: attention in chunks of the text, or positions that the host does not take.
+    """
+    config, name = text_config(host), type(host).__name__
+    kinds = getattr(config, "layer_types", None) or ()
+    if any("chunked" in str(kind) for kind in kinds):
+        raise AttachError(
+            f"layers of {name} attend within chunks of the text (layer_types), whose borders what stands before it "
+            "would move: take a GatedAdapter for this host"
+        )
+    if "position_ids" not in inspect.signature(type(host).forward).parameters:
+        inner: Any = getattr(host, "get_base_model", None)
+        if inner is None or "position_ids" not in inspect.signature(type(inner()).forward).parameters:
+            raise AttachError(
+                f"{name} takes no position_ids, so that its text cannot stand behind something else (ALiBi, or "
+                "positions counted by itself): take a GatedAdapter for this host"
+            )
+
+
+def _text(host: nn.Module) -> Tensor:
+    size = getattr(text_config(host), "vocab_size", None) or 2
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(3, size - 1), size, (1, PASSAGE + TEXT), generator=generator)
+    return ids.to(device_of(embeddings_of(host)))
+
+
+def _logits(host: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    logits: Tensor = host(
+        input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False
+    ).logits
+    return logits
+
+
+def _listeners(modules: Mapping[int, nn.Module], view: Any) -> dict[nn.Module, Any]:
+    def listener(layer: int, module: nn.Module) -> Any:
+        def apply(x: HostAttention) -> HostAttention:
+            joined: HostAttention = view.apply(x, module, layer, 1.0)
+            return joined
+
+        return apply
+
+    return {module: listener(layer, module) for layer, module in modules.items()}
+
+
+def _slots(captured: Capture) -> JoinedSlots:
+    length = next(iter(captured.keys.values())).shape[2]
+    one = torch.ones(1, length, dtype=torch.bool)
+    return JoinedSlots(captured.keys, captured.values, one, torch.arange(length)[None], torch.tensor([length]))

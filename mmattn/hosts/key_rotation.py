@@ -1,0 +1,103 @@
+"""How a host turns the keys of its attention with their positions, found by reading one text at two places.
+
+With rotary positions (arXiv 2104.09864, equation 34) the key of a token at position p is R(p) k: the key of the same
+token at p + n is R(n) times that. Which of its channels are turned, by which frequencies, and which two make a pair,
+differs by family and by layer, and shows in the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: By how many positions the text is moved: far enough that slow frequencies are told apart.
+DISTANCE = 37
+#: Relative errors of keys that were turned, by bytes of a number.
+WITHIN = {8: 1e-4, 4: 1e-4, 2: 3e-2}
+
+
+@dataclass(frozen=True)
+class KeyRotation:
+    """Turns keys by a number of positions.
+
+    Args:
+        frequencies: (k / 2,) angle of each pair for one position, in radians.
+        start: first of the channels that are turned.
+        interleaved: neighbours make a pair; else a channel and the one half of the width further.
+    """
+
+    frequencies: Tensor
+    start: int = 0
+    interleaved: bool = False
+
+    def __call__(self, keys: Tensor, distance: Tensor | int) -> Tensor:
+        """Keys as they are further behind, in their dtype.
+
+        Args:
+            keys: (…, m, k).
+            distance: by how many positions, (…, m) or for all.
+        """
+        width = 2 * len(self.frequencies)
+        turned = keys[..., self.start : self.start + width].float()
+        distance = torch.as_tensor(distance, device=keys.device)
+        angle = distance[..., None].double() * self.frequencies.to(keys.device).double()
+        cos, sin = angle.cos().float(), angle.sin().float()
+        if self.interleaved:
+            first, second = turned[..., ::2], turned[..., 1::2]
+        else:
+            first, second = turned.chunk(2, -1)
+        pairs = first * cos - second * sin, second * cos + first * sin
+        turned = torch.stack(pairs, -1).flatten(-2) if self.interleaved else torch.cat(pairs, -1)
+        out = keys.clone()
+        out[..., self.start : self.start + width] = turned.to(keys.dtype)
+        return out
+
+
+def candidates(host: nn.Module, width: int) -> Iterator[KeyRotation]:
+    """Every rotation that the frequencies of a host allow.
+
+    Args:
+        host: the model.
+        width: k, of a key.
+    """
+    seen: list[Tensor] = []
+    for name, frequencies in host.named_buffers():
+        size = 2 * frequencies.numel()
+        if not name.endswith("inv_freq") or frequencies.dim() != 1 or size > width:
+            continue
+        if any(one.shape == frequencies.shape and torch.equal(one, frequencies) for one in seen):
+            continue
+        seen.append(frequencies)
+        for start in sorted({0, width - size}):
+            for interleaved in (False, True):
+                yield KeyRotation(frequencies.detach().float().cpu(), start, interleaved)
+
+
+def find_rotations(
+    host: nn.Module, here: Mapping[int, Tensor], there: Mapping[int, Tensor], distance: int = DISTANCE
+) -> dict[int, KeyRotation | None] | None:
+    """How each layer turns its keys, None for a layer that does not; None where keys follow positions in no such way.
+
+    Args:
+        host: the model.
+        here: keys (b, g, m, k) of a text by layer.
+        there: those of the same text further behind.
+        distance: by how many positions.
+    """
+    found: dict[int, KeyRotation | None] = {}
+    for layer, keys in here.items():
+        most, wanted = WITHIN[keys.element_size()], there[layer].float()
+
+        def error(turned: Tensor, wanted: Tensor = wanted) -> float:
+            return float((turned.float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+        ways = [(error(keys), None)]
+        ways += [(error(one(keys, distance)), one) for one in candidates(host, keys.shape[-1])]
+        best, rotation = min(ways, key=lambda way: way[0])
+        if not best <= most:
+            return None
+        found[layer] = rotation
+    return found

@@ -1,0 +1,79 @@
+"""A host reads passages: its keys and values of each, as if the passage were all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mmattn.adapters.joined import Capture, JoinedMemory
+from mmattn.adapters.language_models import device_of, embeddings_of
+from mmattn.hosts.calls import Call
+from mmattn.hosts.passages.entries import Entry
+
+
+@torch.no_grad()
+def read(model: Any, name: str, passages: Sequence[tuple[int, ...]]) -> list[Entry]:
+    """Keys and values of some passages, which are read in one batch.
+
+    Args:
+        model: the adapted model.
+        name: of its passage adapter.
+        passages: ids of each.
+    """
+    longest = max(map(len, passages))
+    ids = torch.tensor([[*one, *[one[-1]] * (longest - len(one))] for one in passages])
+    real = torch.arange(longest) < torch.tensor([[len(one)] for one in passages])
+    captured = capture(model, name, ids, real, torch.arange(longest)[None])
+    windows = captured.windows
+    return [
+        Entry(
+            one,
+            {layer: keys[row, :, : len(one)].transpose(0, 1).contiguous() for layer, keys in captured.keys.items()},
+            {
+                layer: values[row, :, : len(one)].transpose(0, 1).contiguous()
+                for layer, values in captured.values.items()
+            },
+            has_windows=any(window is not None for window in windows.values()),
+        )
+        for row, one in enumerate(passages)
+    ]
+
+
+@torch.no_grad()
+def capture(
+    model: Any,
+    name: str,
+    ids: torch.Tensor,
+    real: torch.Tensor,
+    positions: torch.Tensor,
+    joined: JoinedMemory | None = None,
+) -> Capture:
+    """What the attention of every layer is given of a text, in eval mode.
+
+    Args:
+        model: the adapted model.
+        name: of its passage adapter.
+        ids: (b, l).
+        real: (b, l) bool, which of them are tokens; padding is on the right.
+        positions: (b or 1, l), of the tokens.
+        joined: what the text sees besides.
+    """
+    host, captured = model.host, Capture(joined)
+    device = device_of(embeddings_of(host))
+    modes = [(module, module.training) for module in host.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.inference_mode(False), model.open_blocks.conditioned(Call({name: captured})):
+            host(
+                input_ids=ids.to(device),
+                attention_mask=real.long().to(device),
+                position_ids=positions.expand(len(ids), -1).to(device),
+                use_cache=False,
+            )
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return captured

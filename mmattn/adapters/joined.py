@@ -45,13 +45,11 @@ class JoinedSlots:
         """Each row several times, one after the other, for the beams of a text."""
         if times == 1:
             return self
-        parts = ({layer: one.repeat_interleave(times, 0) for layer, one in part.items()} for part in self._by_layer)
+        keys, values = (
+            {layer: one.repeat_interleave(times, 0) for layer, one in part.items()} for part in (self.keys, self.values)
+        )
         rows = (one.repeat_interleave(times, 0) for one in (self.mask, self.positions, self.offsets))
-        return JoinedSlots(*parts, *rows)
-
-    @property
-    def _by_layer(self) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
-        return self.keys, self.values
+        return JoinedSlots(keys, values, *rows)
 
 
 class JoinedMemory:
@@ -164,11 +162,11 @@ class Capture:
         windows: by layer, how far back a token sees; None is to the first.
     """
 
-    rows = None
     follows_text = True
 
     def __init__(self, joined: JoinedMemory | None = None) -> None:
-        self.joined, self.view = joined, None if joined is None else JoinedView(joined.slots, joined.visible)
+        self.rows: int | None = None
+        self.view = joined, None if joined is None else JoinedView(joined.slots, joined.visible)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}

@@ -63,7 +63,8 @@ class Seam:
             seam = SeamConfig(self.before.own, lambda x: listener(inner(x)))
         else:
             seam = SeamConfig(self.before, listener)
-        module.config = self.seam = seam  # type: ignore[assignment]
+        self.seam: Any = seam
+        module.config = seam
 
     def remove(self) -> None:
         """Give the layer the config that it had."""

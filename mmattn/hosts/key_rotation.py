@@ -94,7 +94,7 @@ def find_rotations(
         def error(turned: Tensor, wanted: Tensor = wanted) -> float:
             return float((turned.float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
-        ways = [(error(keys), None)]
+        ways: list[tuple[float, KeyRotation | None]] = [(error(keys), None)]
         ways += [(error(one(keys, distance)), one) for one in candidates(host, keys.shape[-1])]
         best, rotation = min(ways, key=lambda way: way[0])
         if not best <= most:

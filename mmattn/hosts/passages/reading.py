@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmattn.adapters.joined import Capture, JoinedMemory
 from mmattn.adapters.language_models import device_of, embeddings_of
@@ -13,7 +14,6 @@ from mmattn.hosts.calls import Call
 from mmattn.hosts.passages.entries import Entry
 
 
-@torch.no_grad()
 def read(model: Any, name: str, passages: Sequence[tuple[int, ...]]) -> list[Entry]:
     """Keys and values of some passages, which are read in one batch.
 
@@ -23,32 +23,24 @@ def read(model: Any, name: str, passages: Sequence[tuple[int, ...]]) -> list[Ent
         passages: ids of each.
     """
     longest = max(map(len, passages))
-    ids = torch.tensor([[*one, *[one[-1]] * (longest - len(one))] for one in passages])
+    padded = torch.tensor([[*one, *[one[-1]] * (longest - len(one))] for one in passages])
     real = torch.arange(longest) < torch.tensor([[len(one)] for one in passages])
-    captured = capture(model, name, ids, real, torch.arange(longest)[None])
-    windows = captured.windows
+    captured = capture(model, name, padded, real, torch.arange(longest)[None])
+    has_windows = any(window is not None for window in captured.windows.values())
+
+    def of_row(row: int, slots: dict[int, Tensor]) -> dict[int, Tensor]:
+        length = len(passages[row])
+        return {layer: one[row, :, :length].transpose(0, 1).contiguous() for layer, one in slots.items()}
+
     return [
-        Entry(
-            one,
-            {layer: keys[row, :, : len(one)].transpose(0, 1).contiguous() for layer, keys in captured.keys.items()},
-            {
-                layer: values[row, :, : len(one)].transpose(0, 1).contiguous()
-                for layer, values in captured.values.items()
-            },
-            has_windows=any(window is not None for window in windows.values()),
-        )
-        for row, one in enumerate(passages)
+        Entry(ids, of_row(row, captured.keys), of_row(row, captured.values), has_windows)
+        for row, ids in enumerate(passages)
     ]
 
 
 @torch.no_grad()
 def capture(
-    model: Any,
-    name: str,
-    ids: torch.Tensor,
-    real: torch.Tensor,
-    positions: torch.Tensor,
-    joined: JoinedMemory | None = None,
+    model: Any, name: str, ids: Tensor, real: Tensor, positions: Tensor, joined: JoinedMemory | None = None
 ) -> Capture:
     """What the attention of every layer is given of a text, in eval mode.
 
@@ -66,7 +58,7 @@ def capture(
     try:
         for module, _ in modes:
             module.training = False
-        with torch.inference_mode(False), model.open_blocks.conditioned(Call({name: captured})):
+        with torch.inference_mode(False), torch.no_grad(), model.open_blocks.conditioned(Call({name: captured})):
             host(
                 input_ids=ids.to(device),
                 attention_mask=real.long().to(device),

@@ -31,7 +31,7 @@ class HostAttention:
             that is not later.
         options: other arguments of the function.
         adapter_scale: multiplies what the joined keys and values change.
-        sees: (b,) bool, rows to which something was joined; None is all.
+        sees: (b, l or 1) bool, tokens that see what was joined; None is all.
         before: the same without what was joined; None where nothing was.
     """
 
@@ -61,12 +61,17 @@ class HostAttention:
             key: (b, g, m, k).
             value: (b, g, m, v).
             mask: (b, 1, l or 1, m) bool, which of them each token sees; None for all.
-            sees: (b,) bool, rows that see any; the others stay bit for bit what they were. None is all.
+            sees: (b, l or 1) bool, tokens that see any; the others stay bit for bit what they were. None is all.
             adapter_scale: multiplies what they change.
 
         Raises:
-            ConditionError: an attention whose mask cannot be widened.
+            ConditionError: an attention whose mask cannot be widened, or whose cache is not read before it.
         """
+        if self.options.get("cache") is not None:
+            raise ConditionError(
+                "keys and values of a memory are joined with those of a paged cache where the host's attention is "
+                "'sdpa': host.set_attn_implementation('sdpa')"
+            )
         own = self._own_mask(mask is not None)
         joined = None
         if own is not None:
@@ -100,7 +105,7 @@ class HostAttention:
         if self.adapter_scale != 1.0:
             out = own + self.adapter_scale * (out - own)
         if self.sees is not None:
-            out = torch.where(self.sees.view(-1, 1, 1, 1), out, own)
+            out = torch.where(self.sees[..., None, None], out, own)
         return out, *found[1:]
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.host_attention import HostAttention
@@ -66,6 +67,7 @@ class JoinedMemory:
 
     def __init__(self, slots: JoinedSlots, name: str, visible: Tensor | None = None) -> None:
         self.slots, self.name, self.visible = slots, name, visible
+        self.prepared = slots
         self.rows: int | None = slots.batch
         self._repeated: tuple[int, JoinedSlots] = (1, slots)
 
@@ -74,9 +76,14 @@ class JoinedMemory:
 
         Raises:
             ShapeError: the rows of the text are not those of the memory.
-            ConditionError: only a part of the host was called, or slots arrive while the text is read.
+            ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
         """
         text.check_rows(self.rows, self.name)
+        if text.packed is not None:
+            raise ConditionError(
+                f"the memory of adapter {self.name!r} stands before a text, and packed rows hold several texts: give "
+                "each document a row of its own (pad instead of packing)"
+            )
         if text.inputs is None:
             raise ConditionError(
                 f"the memory of adapter {self.name!r} stands before the text, whose positions it moves, and only a "
@@ -115,7 +122,7 @@ class JoinedView:
     def __init__(self, slots: JoinedSlots, visible: Tensor | None = None) -> None:
         self.slots, self.visible = slots, visible
         some, every = slots.mask.any(1), slots.mask.all()
-        self.sees = None if bool(some.all()) else some
+        self.sees = None if bool(some.all()) else some[:, None]
         self.mask = None if bool(every) else slots.mask[:, None, None]
         if visible is not None:
             self.mask = (slots.mask[:, None] & visible)[:, None]
@@ -150,6 +157,79 @@ class JoinedView:
         )
 
 
+class JoinedRequests:
+    """Joined slots of the requests of one step of continuous batching, which share a row of text.
+
+    Args:
+        slots: of each request, of one row; None where it has none.
+        name: of the adapter that reads them.
+    """
+
+    follows_text = True
+
+    def __init__(self, slots: Sequence[JoinedSlots | None], name: str) -> None:
+        self.slots, self.name = slots, name
+        self.rows: int | None = len(slots)
+
+    def step(self, text: TextState) -> JoinedRequestsView:
+        """What this forward sees.
+
+        Raises:
+            ShapeError: the text is not that of the requests.
+        """
+        text.check_rows(self.rows, self.name)
+        assert text.packed is not None, "transformers says where the requests of a step begin"
+        return JoinedRequestsView(self.slots, text.packed.numbers)
+
+    def as_memory(self, text: TextState) -> Memory:
+        """There is no one memory of several requests.
+
+        Raises:
+            ConditionError: always.
+        """
+        raise ConditionError("a step of continuous batching has several memories: examine one request with a call")
+
+
+class JoinedRequestsView:
+    """Joined slots of several requests in one forward.
+
+    Args:
+        slots: of each request, of one row; None where it has none.
+        numbers: (1, l), the request of each token; -1 is none.
+    """
+
+    def __init__(self, slots: Sequence[JoinedSlots | None], numbers: Tensor) -> None:
+        given = [(number, one) for number, one in enumerate(slots) if one is not None]
+        self.given, self.numbers = [one for _, one in given], numbers
+        self.owner = torch.cat([torch.full((one.mask.shape[1],), number) for number, one in given]).to(numbers.device)
+        self.places = torch.cat([one.positions[0] for one in self.given]).to(numbers.device)
+        offsets = torch.tensor([0 if one is None else int(one.offsets) for one in slots], device=numbers.device)
+        self.offsets = offsets[numbers.clamp(min=0)].masked_fill(numbers < 0, 0)
+        self.sees = torch.isin(numbers, self.owner)
+        self.positions = numbers
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Where the tokens of this forward stand, behind the slots of their requests.
+
+        Args:
+            positions: (1, l).
+        """
+        self.positions = positions + self.offsets.to(positions.device)
+        return self.positions
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
+        """The attention of a layer with the slots joined to it; a token sees those of its request."""
+        mask = self.numbers[:, :, None] == self.owner
+        if x.window is not None:
+            mask = mask & (self.positions[:, :, None] - self.places < x.window)
+        key, value = (
+            torch.cat([part[layer] for part in parts], 2)
+            for parts in ([one.keys for one in self.given], [one.values for one in self.given])
+        )
+        where = x.key.device
+        return x.join(key.to(where), value.to(where), mask[:, None].to(where), self.sees.to(where), adapter_scale)
+
+
 class Capture:
     """Records the keys and values of a text at the layers of a host, as the memory of one call.
 
@@ -166,7 +246,7 @@ class Capture:
 
     def __init__(self, joined: JoinedMemory | None = None) -> None:
         self.rows: int | None = None
-        self.view = joined, None if joined is None else JoinedView(joined.slots, joined.visible)
+        self.view = None if joined is None else JoinedView(joined.slots, joined.visible)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}

@@ -60,15 +60,15 @@ class Seam:
         self.before: Any = module.config
         if isinstance(self.before, SeamConfig):
             inner = self.before.listener
-            seam = SeamConfig(self.before.own, lambda x: listener(inner(x)))
+            self.seam = SeamConfig(self.before.own, lambda x: listener(inner(x)))
         else:
-            seam = SeamConfig(self.before, listener)
-        self.seam: Any = seam
-        module.config = seam
+            self.seam = SeamConfig(self.before, listener)
+        config: Any = self.seam
+        module.config = config
 
     def remove(self) -> None:
         """Give the layer the config that it had."""
-        if self.module.config is self.seam:
+        if vars(self.module).get("config") is self.seam:
             self.module.config = self.before
 
 
@@ -111,7 +111,12 @@ def attend(
         ConditionError: a memory is joined, and the host's own function takes no mask.
     """
     seam: Any = module.config
-    plain = HostAttention(own_function(module), module, query, key, value, attention_mask, options)
+    cache, function = options.get("cache"), own_function(module)
+    if cache is not None and str(seam.own._attn_implementation).removeprefix("paged|") == "sdpa":
+        # As that function begins, so that a memory can stand before what is cached.
+        key, value = cache.update(key, value, layer_idx=module.layer_idx, kwargs=options)
+        del options["cache"]
+    plain = HostAttention(function, module, query, key, value, attention_mask, options)
     x = seam.listener(plain)
     if x is not plain:
         check_function(seam.own)

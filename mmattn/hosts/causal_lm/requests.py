@@ -15,13 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
+from mmattn.adapters.joined import JoinedMemory
 from mmattn.adapters.parts import PartedMemory
 from mmattn.adapters.projected import ProjectedMemory
 from mmattn.core.kv import KeyValue
 from mmattn.core.kv_rows import KeyValueRows
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.calls import Call
-from mmattn.hosts.causal_lm.step_memories import StepMemories
+from mmattn.hosts.causal_lm.step_memories import step_memories
 
 #: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
 _PENDING: ContextVar[Iterator[Any] | None] = ContextVar("mmattn_pending", default=None)
@@ -36,7 +37,7 @@ class Shared:
     """A memory bound to the adapters, and how many requests use it."""
 
     memory: Any
-    sources: Mapping[str, ProjectedMemory]
+    sources: Mapping[str, ProjectedMemory | JoinedMemory]
     users: int = 0
 
 
@@ -197,7 +198,9 @@ class RequestMemories:
         with self._lock:
             held = [self._by_request.get(_base(one.state.request_id)) for one in batches.requests_in_batch]
             releases = self._releases
-        given: list[Mapping[str, ProjectedMemory]] = [{} if one is None else one.shared.sources for one in held]
+        given: list[Mapping[str, ProjectedMemory | JoinedMemory]] = [
+            {} if one is None else one.shared.sources for one in held
+        ]
         names = sorted({name for one in given for name in one})
 
         def join(key: tuple[str, int], parts: list[KeyValue]) -> KeyValue | KeyValueRows:
@@ -214,7 +217,7 @@ class RequestMemories:
 
         if not names:
             return None
-        return Call({name: StepMemories(name, [one.get(name) for one in given], join) for name in names})
+        return Call({name: step_memories(name, [one.get(name) for one in given], join) for name in names})
 
 
 def requested_call(model: Any, kwargs: Mapping[str, Any]) -> Call | None:
@@ -239,7 +242,7 @@ def take_memories(model: Any, manager: Any) -> None:
         manager.memories = RequestMemories(model, manager)
 
 
-def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory]:
+def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory | JoinedMemory]:
     """The memory of one request, bound to the adapters.
 
     Args:
@@ -256,7 +259,7 @@ def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory]:
             raise ConditionError(
                 "a request of continuous batching has a memory of one part: join them, Memory.cat([shared, own])"
             )
-        if not isinstance(source, ProjectedMemory) or source.follows_text:
+        if not isinstance(source, JoinedMemory) and (not isinstance(source, ProjectedMemory) or source.follows_text):
             kind = model.adapter(name).config.kind
             raise ConditionError(
                 f"adapter {name!r} (kind {kind!r}) must know the text of each request to tell which part of its "

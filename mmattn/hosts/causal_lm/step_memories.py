@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmattn.adapters.joined import JoinedMemory, JoinedRequests, JoinedRequestsView
 from mmattn.adapters.packed_text import PackedText
 from mmattn.adapters.projected import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import View
@@ -43,7 +44,17 @@ def packed_view(view: View, text: PackedText) -> View:
         view: of the documents as rows.
         text: where they lie.
     """
-    return view if isinstance(view, RequestsView) else PackedView(view, text)
+    return view if isinstance(view, (RequestsView, JoinedRequestsView)) else PackedView(view, text)
+
+
+def step_memories(
+    name: str, sources: Sequence[ProjectedMemory | JoinedMemory | None], join: Join
+) -> StepMemories | JoinedRequests:
+    """The memories of the requests of one step for one adapter; the arguments are those of `StepMemories`."""
+    projected = [one for one in sources if not isinstance(one, JoinedMemory)]
+    if len(projected) == len(sources):
+        return StepMemories(name, projected, join)
+    return JoinedRequests([one.slots if isinstance(one, JoinedMemory) else None for one in sources], name)
 
 
 class StepMemories:

@@ -27,8 +27,6 @@ _HOME = {
     "ChunkedAdapter": "mmattn.adapters.chunked",
     "ComposedAdapter": "mmattn.adapters.composed",
     "DecoupledAdapter": "mmattn.adapters.decoupled",
-    "PassageAdapter": "mmattn.adapters.passages",
-    "PassageCache": "mmattn.hosts.passages.cache",
     "Resampler": "mmattn.adapters.resampler",
     "AugmentingModel": "mmattn.adapters.augmenting",
     "Guidance": "mmattn.hosts.denoising.guidance",
@@ -71,7 +69,6 @@ if TYPE_CHECKING:
     from mmattn.adapters.composed import ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
-    from mmattn.adapters.passages import PassageAdapter
     from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.resampler import Resampler
     from mmattn.core import masks, positions
@@ -84,7 +81,6 @@ if TYPE_CHECKING:
     from mmattn.hosts.attach import attach
     from mmattn.hosts.denoising.guidance import Guidance
     from mmattn.hosts.load import load, load_published
-    from mmattn.hosts.passages.cache import PassageCache
     from mmattn.hosts.registry import register_host
     from mmattn.inspect.diagnosis import doctor
     from mmattn.memory import Memory

@@ -5,5 +5,13 @@ from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
+from mmattn.adapters.passages import PassageAdapter
 
-__all__ = ["ChunkedAdapter", "ComposedAdapter", "DecoupledAdapter", "GatedAdapter", "JointDecoupledAdapter"]
+__all__ = [
+    "ChunkedAdapter",
+    "ComposedAdapter",
+    "DecoupledAdapter",
+    "GatedAdapter",
+    "JointDecoupledAdapter",
+    "PassageAdapter",
+]

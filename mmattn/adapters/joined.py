@@ -78,12 +78,12 @@ class JoinedMemory:
             ShapeError: the rows of the text are not those of the memory.
             ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
         """
-        text.check_rows(self.rows, self.name)
         if text.packed is not None:
             raise ConditionError(
                 f"the memory of adapter {self.name!r} stands before a text, and packed rows hold several texts: give "
                 "each document a row of its own (pad instead of packing)"
             )
+        text.check_rows(self.rows, self.name)
         if text.inputs is None:
             raise ConditionError(
                 f"the memory of adapter {self.name!r} stands before the text, whose positions it moves, and only a "

@@ -43,9 +43,10 @@ class Passages(ABC):
 @register_adapter
 @dataclass(frozen=True)
 class PassageAdapter:
-    """Settings of passages as keys and values of the host; the memory of a call is `mmattn.PassageCache.select(…)`.
+    """Settings of passages as keys and values of the host; `mmattn.hosts.PassageCache` reads and selects them.
 
-    It has no weights: a host can be trained to read passages that do not see each other (see `mmattn.PassageCache`).
+    It has no weights, so that there is nothing to train: what can be trained is the host, to read passages that do not
+    see each other.
 
     >>> PassageAdapter().kind
     'passages'
@@ -75,8 +76,8 @@ class PassageAdapter:
             ConfigError: always.
         """
         raise ConfigError(
-            "passages are read by the host, and none can be made up without it: mmattn.PassageCache(model), add(…), "
-            "and select(…)"
+            "passages are read by the host, and none can be made up without it: make a "
+            "mmattn.hosts.PassageCache(model), add passages, and select some"
         )
 
 
@@ -139,5 +140,5 @@ class PassageLayers(AdapterLayers):
 
 _NO_PASSAGES = (
     "adapter {name!r} (kind 'passages') reads what the host has read before, got {given}: give it "
-    "passages.select([[0, 2], [1]]) of passages = mmattn.PassageCache(model)"
+    "passages.select([[0, 2], [1]]) of passages = mmattn.hosts.PassageCache(model)"
 )

@@ -8,6 +8,7 @@ from mmattn.hosts.diffusion_transformer.model import AdaptedDiffusionTransformer
 from mmattn.hosts.encoder.model import AdaptedEncoder
 from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
 from mmattn.hosts.load import load, load_published
+from mmattn.hosts.passages.cache import PassageCache
 from mmattn.hosts.registry import host_kinds, register_host
 from mmattn.hosts.unet.model import AdaptedUNet
 
@@ -19,6 +20,7 @@ __all__ = [
     "AdaptedModel",
     "AdaptedUNet",
     "AttachReport",
+    "PassageCache",
     "attach",
     "attach_check",
     "host_kinds",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextvars import copy_context
 from typing import Any
 
@@ -55,9 +55,17 @@ def runs_hooks_again(layer: nn.Module) -> bool:
     )
 
 
-def keep_context_of_hooks(layers: Iterable[nn.Module]) -> None:
-    """`keep_context` for the layers whose hooks run a second time in the backward pass."""
-    for layer in layers:
+def keep_context_of_hooks(host: nn.Module, sites: Mapping[tuple[int, str], nn.Module]) -> None:
+    """`keep_context` for what runs a second time in the backward pass: hooks of layers, and attention within them.
+
+    Args:
+        host: the model.
+        sites: by number of the layer and position, where adapters act.
+    """
+    if any(position == "joined" for _, position in sites):
+        keep_context(host)
+        return
+    for layer in sites.values():
         if runs_hooks_again(layer):
             keep_context(layer)
 

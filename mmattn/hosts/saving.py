@@ -113,7 +113,9 @@ def card(config: dict[str, Any], adapter: AdapterLayers) -> str:
     """The README of an adapter's folder."""
     host = config["host"]
     count = sum(parameter.numel() for parameter in adapter.parameters())
-    package = config["package"]
+    width, package = config["adapter"].get("memory_dim"), config["package"]
+    memories = "what the host itself has read" if width is None else f"memories of width {width}"
+    memories += f" from the encoder {config['encoder'][:24]}" if config["encoder"] else ""
     imports = "import mmattn" if package == "mmattn" else f"import mmattn\nimport {package}  # registers the adapter"
     return f"""---
 library_name: mmattn
@@ -123,8 +125,7 @@ tags: [mmattn, cross-attention, adapter]
 # A {config["kind"]} cross-attention adapter for {host["class"]}
 
 {count:,} parameters at layers {config["layers"]} of a host with {host["num_layers"]} such layers, width
-{host["hidden_size"]} (weights {(host["fingerprint"] or "unknown")[:12]}). It reads memories of width
-{config["adapter"]["memory_dim"]}{f" from the encoder {config['encoder'][:24]}" if config["encoder"] else ""}.
+{host["hidden_size"]} (weights {(host["fingerprint"] or "unknown")[:12]}). It reads {memories}.
 
 ```python
 {imports}

@@ -59,7 +59,7 @@ def test_others_are_refused_by_name(family: str) -> None:
     host = tiny.make(family)
     before = traces(host)
     with pytest.raises(mmattn.errors.AttachError, match=type(host).__name__):
-        mmattn.attach(host, mmattn.PassageAdapter())
+        mmattn.attach(host, mmattn.adapters.PassageAdapter())
     no_trace(host, before, "a refused host")
 
 
@@ -67,11 +67,11 @@ def test_alibi_and_chunks_are_refused() -> None:
     """Invariant 105: positions that cannot be moved are refused, whatever a short text would show."""
     host = tiny.make("falcon", alibi=True)
     with pytest.raises(mmattn.errors.AttachError, match="Falcon"):
-        mmattn.attach(host, mmattn.PassageAdapter())
+        mmattn.attach(host, mmattn.adapters.PassageAdapter())
     host = tiny.make("llama")
     host.config.layer_types = ["chunked_attention"] * tiny.LAYERS
     with pytest.raises(mmattn.errors.AttachError, match="within chunks"):
-        mmattn.attach(host, mmattn.PassageAdapter())
+        mmattn.attach(host, mmattn.adapters.PassageAdapter())
 
 
 def test_another_attention_function_is_refused() -> None:
@@ -89,8 +89,8 @@ def test_another_attention_function_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(family: str, dtype: torch.dtype) -> None:
     """The keys of half precision are told apart, turned in single precision, and answer as the host does."""
-    model = mmattn.attach(tiny.make(family).to(dtype), mmattn.PassageAdapter())
-    passages = mmattn.PassageCache(model)
+    model = mmattn.attach(tiny.make(family).to(dtype), mmattn.adapters.PassageAdapter())
+    passages = mmattn.hosts.PassageCache(model)
     passages.add(PASSAGES, progress=False)
     exact = blocks(tiny.make(family), [2, 1, 0])
     host = distance(blocks(tiny.make(family).to(dtype), [2, 1, 0]).float(), exact) if dtype == torch.float16 else 0.1

@@ -163,7 +163,9 @@ class AdaptedCausalLM(AdaptedModel):
         Raises:
             ConditionError: it cannot.
         """
-        text: TextState = step.details
+        text: TextState | None = step.details
+        if text is None:
+            return kwargs
         kwargs = place_text(step, text, kwargs)
         # The paged cache of continuous batching keeps requests apart by itself.
         if text.packed is None or kwargs.get("cache") is not None:

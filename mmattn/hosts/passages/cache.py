@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.adapters.language_models import text_config
 from mmattn.adapters.passages import PassageLayers
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
@@ -37,6 +38,7 @@ class PassageCache:
     Args:
         model: what `attach(host, PassageAdapter())` returned.
         tokenizer: makes ids of passages that are given as texts.
+        adapter: name of the passage adapter, where the model has several.
 
     Raises:
         ConditionError: the model has no passage adapter.
@@ -45,8 +47,8 @@ class PassageCache:
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     ...                                   num_attention_heads=4)).eval()
-    >>> model = mmattn.attach(lm, mmattn.PassageAdapter())
-    >>> passages = mmattn.PassageCache(model)
+    >>> model = mmattn.attach(lm, mmattn.adapters.PassageAdapter())
+    >>> passages = mmattn.hosts.PassageCache(model)
     >>> passages.add([[5, 6, 7], [8, 9], [5, 6, 7]], progress=False)
     [0, 1, 0]
     >>> text = torch.tensor([[10, 11], [10, 11]])
@@ -54,9 +56,9 @@ class PassageCache:
     torch.Size([2, 5])
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, adapter: str | None = None) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.name = passage_adapter(model)
+        self.name = passage_adapter(model, adapter)
         self._entries: list[Entry] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self._version: TensorVersion | None = None
@@ -95,7 +97,7 @@ class PassageCache:
 
         Raises:
             ConfigError: texts, and no tokenizer.
-            ShapeError: a passage without tokens.
+            ShapeError: a passage without tokens, or with ids that the host does not know.
             ConditionError: the host's weights have changed since it read the others.
         """
         given = [self._tokens(one) for one in passages]
@@ -219,20 +221,31 @@ class PassageCache:
         ids = tuple(torch.as_tensor(passage).flatten().tolist())
         if not ids:
             raise ShapeError("a passage has no tokens: leave it out")
+        size = getattr(text_config(self.model.host), "vocab_size", None)
+        if size is not None and not 0 <= min(ids) <= max(ids) < size:
+            raise ShapeError(
+                f"a passage has ids from {min(ids)} to {max(ids)}, and the vocabulary of "
+                f"{type(self.model.host).__name__} has {size}: make them with the host's own tokenizer"
+            )
         return ids
 
 
-def passage_adapter(model: Any) -> str:
+def passage_adapter(model: Any, name: str | None = None) -> str:
     """The name of the passage adapter of a model.
+
+    Args:
+        model: an adapted model.
+        name: that it must have; any where there is one.
 
     Raises:
         ConditionError: it has none, or several.
     """
-    names = [name for name in getattr(model, "adapters", {}) if isinstance(model.adapter(name), PassageLayers)]
+    names = [one for one in getattr(model, "adapters", {}) if isinstance(model.adapter(one), PassageLayers)]
+    names = [one for one in names if name in (None, one)]
     if len(names) != 1:
         raise ConditionError(
             f"a PassageCache is made for a model with one passage adapter, got {type(model).__name__} with "
-            f"{len(names)}: model = mmattn.attach(host, mmattn.PassageAdapter())"
+            f"{len(names)}: model = mmattn.attach(host, mmattn.adapters.PassageAdapter())"
         )
     return names[0]
 

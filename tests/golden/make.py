@@ -74,6 +74,7 @@ _ADAPTERS: dict[str, Any] = {
     "decoupled-after-blocks": mmattn.DecoupledAdapter(
         E, tokens=2, layout=DecoupledLayout(slot_dim=5, bias=True, added_to="block")
     ),
+    "passages": mmattn.adapters.PassageAdapter(),
 }
 
 
@@ -97,7 +98,11 @@ def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
     """What a host answers to stored inputs, with the stored memory or without any."""
     seen = {name: given[name] for name in ("mask", "segments", "scores") if name in given}
     more: dict[str, Any] = {}
-    if memory:
+    if memory and "passages" in given:
+        cache = mmattn.hosts.PassageCache(host)
+        cache.add(list(given["passages"]), progress=False)
+        more["memory"] = cache.select([[0, 1], [1], []])
+    elif memory:
         # What is composed has no stored memory: a second copy of its host reads along.
         stored = "tokens" in given
         more["memory"] = (
@@ -173,7 +178,9 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     slots = 3 * SLOTS if name == "chunked" else SLOTS
     given: dict[str, Tensor] = {}
-    if not name.startswith("composed"):
+    if name == "passages":
+        given["passages"] = torch.randint(2, VOCAB, (2, SLOTS), generator=random)
+    elif not name.startswith("composed"):
         given["tokens"] = torch.randn(ROWS, slots, E, generator=random)
         given["mask"] = torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None]
     if name == "chunked":

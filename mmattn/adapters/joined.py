@@ -148,13 +148,15 @@ class JoinedView:
             near = (distance < x.window)[:, None]
             mask = near if mask is None else mask.to(near.device) & near
         where = x.key.device
-        return x.join(
+        joined: HostAttention = block(
+            x,
             key.to(where),
             value.to(where),
             None if mask is None else mask.to(where),
             None if sees is None else sees.to(where),
             adapter_scale,
         )
+        return joined
 
 
 class JoinedRequests:
@@ -227,7 +229,10 @@ class JoinedRequestsView:
             for parts in ([one.keys for one in self.given], [one.values for one in self.given])
         )
         where = x.key.device
-        return x.join(key.to(where), value.to(where), mask[:, None].to(where), self.sees.to(where), adapter_scale)
+        joined: HostAttention = block(
+            x, key.to(where), value.to(where), mask[:, None].to(where), self.sees.to(where), adapter_scale
+        )
+        return joined
 
 
 class Capture:

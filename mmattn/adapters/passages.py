@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.joined import Capture, JoinedMemory, JoinedSlots
+from mmattn.adapters.joined_block import JoinedBlock
 from mmattn.adapters.protocols import Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.errors import ConfigError, ShapeError
@@ -94,7 +95,7 @@ class PassageLayers(AdapterLayers):
 
     def __init__(self, config: PassageAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
-        self.blocks = nn.ModuleDict({str(site.layer): nn.Identity() for site in self.sites})
+        self.blocks = nn.ModuleDict({str(site.layer): JoinedBlock() for site in self.sites})
         self.register_buffer("place", torch.zeros(0), persistent=False)
         #: What turns keys to other positions, by layer; None where they cannot be moved. Known once it is on a host.
         self.rotations: Mapping[int, Any] | None = None
@@ -105,6 +106,10 @@ class PassageLayers(AdapterLayers):
         place = self.place
         assert isinstance(place, Tensor)
         return place
+
+    def attention(self, layer: int) -> Any:
+        """Where passages are joined at a layer."""
+        return self.block(layer)
 
     def read(self, memory: Memory) -> Memory:
         """Refused: there is nothing here that reads vectors.

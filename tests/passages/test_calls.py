@@ -229,3 +229,21 @@ def test_trained_beside_lora() -> None:
         next(one for one in host.parameters() if one.requires_grad).add_(0.1)
     with pytest.raises(ConditionError, match="were changed since"):
         model(text(), memory=memory)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "glm", "mistral"])
+def test_recorded_weights(family: str) -> None:
+    """What is recorded are the weights of the host's own softmax: those of a prompt, and the answer is as it was."""
+    model, passages = reader(family)
+    memory = passages.select([[0]])
+    plain = answer(model, text(), memory=memory)
+    with mmattn.inspect.record(model) as weights:
+        assert torch.equal(answer(model, text(), memory=memory), plain)
+    host = tiny.make(family)
+    host.set_attn_implementation("eager")
+    begin = len(PASSAGES[0])
+    with torch.no_grad():
+        wanted = host(torch.tensor([[*PASSAGES[0], *TEXT]]), output_attentions=True).attentions
+    for layer in range(tiny.LAYERS):
+        (found,) = weights["default", layer]
+        assert distance(found, wanted[layer][:, :, begin:, :begin]) <= CLOSE

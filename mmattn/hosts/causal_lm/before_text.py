@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.joined import Capture, JoinedSlots, JoinedView
+from mmattn.adapters.joined_block import JoinedBlock
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
@@ -169,14 +170,16 @@ def _logits(host: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def _listeners(modules: Mapping[int, nn.Module], view: Any) -> dict[nn.Module, Any]:
-    def listener(layer: int, module: nn.Module) -> Any:
+    block = JoinedBlock()
+
+    def listener(layer: int) -> Any:
         def apply(x: HostAttention) -> HostAttention:
-            joined: HostAttention = view.apply(x, module, layer, 1.0)
+            joined: HostAttention = view.apply(x, block, layer, 1.0)
             return joined
 
         return apply
 
-    return {module: listener(layer, module) for layer, module in modules.items()}
+    return {module: listener(layer) for layer, module in modules.items()}
 
 
 def _slots(captured: Capture) -> JoinedSlots:

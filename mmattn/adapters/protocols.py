@@ -114,13 +114,15 @@ class AdapterConfig(Protocol):
         kind: the name of the kind in `adapter_config.json`.
         positions: the positions of the sites it acts at.
         example_call: one line of code for the card of a saved adapter.
-        memory_dim: e, width of the memory.
     """
 
     kind: ClassVar[str]
     positions: ClassVar[tuple[str, ...]]
     example_call: ClassVar[str]
-    memory_dim: int
+
+    @property
+    def memory_dim(self) -> int:
+        """e, width of the memory; 0 where it is no vectors."""
 
     def sites(self, host: Host) -> list[Site]:
         """Where the adapter acts on this host.

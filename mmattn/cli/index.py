@@ -25,12 +25,17 @@ def build_index(
     for_: Annotated[
         str | None, typer.Option("--for", help="An adapter's folder, such as assets/rag/adapter: what it answers from.")
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="A language model, a folder or ORG/NAME, that reads the texts to answer from them."),
+    ] = None,
 ) -> None:
     """Embed the lines of files and make an index of them.
 
     An interrupted build goes on where it was: the finished part lies beside the index until that is saved. With --for
     the lines are JSON objects with the fields that the adapter reads, such as {"title": …, "value": …}, and the encoder
-    is the adapter's.
+    is the adapter's. With --host that model reads each text once, and DIR.passages has its keys and values, with which
+    `mmattn ask QUESTION --index DIR --adapter DIR.passages` and `mmattn serve DIR.passages --index DIR` answer.
     """
     import shutil
 
@@ -54,6 +59,8 @@ def build_index(
         given = [name for name, is_given in own.items() if is_given]
         if given:
             raise ConfigError(f"{' and '.join(given)} cannot go with --for {for_}, which decides this: leave it out")
+        if host is not None:
+            raise ConfigError(f"--host {host} cannot go with --for {for_}, whose adapter names its own: leave one out")
         _build_for(files, out, store, for_)
         return
     shards = out.with_name(f"{out.name}.shards")
@@ -81,6 +88,27 @@ def build_index(
     index.save(out)
     shutil.rmtree(shards)
     typer.echo(f"{index} in {out}")
+    if host is not None:
+        _read_by(host, texts, out.with_name(f"{out.name}.passages"), encoder, text_encoder.fingerprint)
+
+
+def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: str | None) -> None:
+    """Have a language model read the texts of an index, and write what a pipeline answers with."""
+    from mmattn.adapters.passages import PassageAdapter
+    from mmattn.hosts.attach import attach
+    from mmattn.hosts.passages.cache import PassageCache
+    from mmattn.pipelines import EncoderReference, ModelReference, default_device, load_host, save_passages
+    from mmattn.recipes import resolve_asset
+    from mmattn.storage.pretrained import without_progress_bars
+
+    with without_progress_bars():
+        lm, tokenizer = load_host(ModelReference(name=resolve_asset(host)), out.parent, default_device(), None)
+    model = attach(lm, PassageAdapter())
+    passages = PassageCache(model, tokenizer)
+    passages.add(texts)
+    reference = EncoderReference.of(resolve_asset(encoder))
+    save_passages(out, model, ModelReference.of(resolve_asset(host), tokenizer), reference, fingerprint, passages)
+    typer.echo(f"{len(passages)} passages of {sum(passages.lengths)} tokens in {out}")
 
 
 def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:

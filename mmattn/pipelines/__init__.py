@@ -12,6 +12,7 @@ from mmattn.pipelines.entries import build_index, load_text_encoder, read_entrie
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.load import pipeline
 from mmattn.pipelines.models import default_device, load_host, quantization_config
+from mmattn.pipelines.passage_answering import PassageAnsweringPipeline, save_passages
 from mmattn.pipelines.passages import read_passages, searchable
 from mmattn.pipelines.pipeline_config import (
     EncoderReference,
@@ -31,6 +32,7 @@ __all__ = [
     "ImageToTextPipeline",
     "MemoryConfig",
     "ModelReference",
+    "PassageAnsweringPipeline",
     "PipelineConfig",
     "PromptEncoder",
     "QuestionAnsweringPipeline",
@@ -49,6 +51,7 @@ __all__ = [
     "quantization_config",
     "read_entries",
     "read_passages",
+    "save_passages",
     "searchable",
     "tokenizer_fingerprint",
 ]

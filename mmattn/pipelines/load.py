@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from mmattn.adapters.folder import CONFIG
+from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.interop.hub import local_folder
 from mmattn.hosts.load import load
 from mmattn.pipelines.diffusion_host import load_diffusion_host
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.models import check_tokenizer, default_device, load_host, resolve
+from mmattn.pipelines.passage_answering import PassageAnsweringPipeline
 from mmattn.pipelines.pipeline_config import PipelineConfig
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
 from mmattn.pipelines.text_generation import TextGenerationPipeline
@@ -45,7 +47,8 @@ def pipeline(
         revision: branch, tag or commit of a repository on the hub.
 
     Returns:
-        An `ImageToTextPipeline`, `QuestionAnsweringPipeline`, `TextGenerationPipeline` or `TextToImagePipeline`.
+        An `ImageToTextPipeline`, `QuestionAnsweringPipeline` (of a passage adapter a `PassageAnsweringPipeline`),
+        `TextGenerationPipeline` or `TextToImagePipeline`.
 
     Raises:
         AdapterFileError: no adapter is there, its folder does not say what it needs, or a model has changed since.
@@ -80,6 +83,10 @@ def pipeline(
         model = load(host, place).eval()
         if config.task == "image-to-text":
             return ImageToTextPipeline(config, model, tokenizer, place, fingerprint)
+        if config.task == "question-answering" and any(
+            isinstance(one, PassageLayers) for one in model.adapters.values()
+        ):
+            return PassageAnsweringPipeline(config, model, tokenizer, place, fingerprint, index)
         if config.task == "question-answering":
             return QuestionAnsweringPipeline(config, model, tokenizer, place, fingerprint, index)
         return TextGenerationPipeline(config, model, tokenizer, place, fingerprint, index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from mmattn.inspect.attribution import attribute
 from mmattn.inspect.recording import record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
+from mmattn.pipelines.entries import build_index
 from mmattn.pipelines.generation import generate_texts, left_padded, prompt_rows, stream_text
 from mmattn.pipelines.pipeline import IndexPipeline
+from mmattn.retrieval.index import Index
 from mmattn.tokenization import check_text
 from mmattn.training.text_batches import bos_and_eos
 
@@ -111,8 +113,19 @@ class QuestionAnsweringPipeline(IndexPipeline):
         words = [self.tokenizer.decode([one]) for one in ids]
         return attribute(self.model, ids, memory, words, start=1 + len(given), title=f"{prompt} {text}")
 
-    def inputs(self, question: str, index: Any = None) -> tuple[str, Memory]:
-        """The prompt of a question, and the memory (1, m, e) of what the index holds for it.
+    def make_index(self, rows: Sequence[Mapping[str, Any]]) -> Index:
+        """An index of some entries, as this pipeline answers from.
+
+        Args:
+            rows: JSON objects with what the adapter reads of an entry.
+
+        Raises:
+            TextError: a row without it.
+        """
+        return build_index(rows, self.config, self.encoder)
+
+    def inputs(self, question: str, index: Any = None) -> tuple[str, Any]:
+        """The prompt of a question, and the memory, of one row, of what the index holds for it.
 
         Args:
             question: one.
@@ -137,17 +150,20 @@ class QuestionAnsweringPipeline(IndexPipeline):
         )
         weights = self._first_weights(prompts, memory)
         return [
-            Answer(text, sources_of(memory, row, weights[row].tolist()), text == self.config.refusal)
+            Answer(text, self._sources(memory, row, weights[row].tolist()), text == self.config.refusal)
             for row, text in enumerate(texts)
         ]
 
     @torch.no_grad()
-    def _first_weights(self, prompts: Sequence[str], memory: Memory) -> Tensor:
+    def _first_weights(self, prompts: Sequence[str], memory: Any) -> Tensor:
         """For each prompt the weights (b, m) of the slots at its last token: the mean over layers and heads."""
-        ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, prompts), memory.device)
+        ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, prompts), self.device)
         with record(self.model) as weights:
             self.model(input_ids=ids, attention_mask=mask, memory=memory)
         return weights.mean()[0][:, -1].cpu()
+
+    def _sources(self, memory: Any, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
+        return sources_of(memory, row, weights)
 
     def _asked(self, questions: str | Sequence[str]) -> list[str]:
         asked = check_text(questions)
@@ -163,7 +179,7 @@ class QuestionAnsweringPipeline(IndexPipeline):
     def _prompts(self, questions: list[str]) -> list[str]:
         return [self.config.prompt.replace("{question}", question.strip()) for question in questions]
 
-    def _memory(self, questions: list[str], index: Any) -> Memory:
+    def _memory(self, questions: list[str], index: Any) -> Any:
         assert self.config.memory is not None
         hits = self._chosen_index(index).search(questions, top_k=self.config.memory.top_k)
         memory: Memory = hits.memory(tokens=self.config.memory.fields is not None)

@@ -11,7 +11,7 @@ import torch
 
 from mmattn.errors import ConfigError, ImageError, ShapeError
 from mmattn.memory import Memory
-from mmattn.pipelines.entries import build_index
+from mmattn.pipelines.passage_answering import PassageAnsweringPipeline
 from mmattn.serving.limits import Limits
 
 
@@ -63,7 +63,7 @@ def make_inputs(
         raise ConfigError(f"{len(documents)} documents are more than the {limits.max_documents} that are taken")
     if not documents:
         raise ConfigError("documents is empty: give some, or leave it out")
-    made: tuple[str, Memory] = pipe.inputs(text, build_index(documents, pipe.config, pipe.encoder))
+    made: tuple[str, Memory] = pipe.inputs(text, pipe.make_index(documents))
     return made
 
 
@@ -75,10 +75,15 @@ def vectors_as_memory(vectors: Sequence[Sequence[float]], pipe: Any) -> Memory:
         pipe: whose adapter reads them.
 
     Raises:
+        ConfigError: an adapter that reads no vectors.
         ShapeError: rows of different widths, or of another one than the adapter's.
         NonFiniteError: NaN or infinity.
     """
     widths = {len(row) for row in vectors}
+    if isinstance(pipe, PassageAnsweringPipeline):
+        raise ConfigError(
+            "this model reads passages that it has read itself, no vectors: give documents, or a question"
+        )
     (wanted,) = {pipe.model.adapter(name).config.memory_dim for name in pipe.model.active}
     if widths != {wanted}:
         raise ShapeError(f"memory must be vectors of width {wanted}, got widths {sorted(widths)[:5]}")

@@ -24,6 +24,7 @@ from recipes.benchmarks import (
     late_interaction,
     mllama,
     packing,
+    passages,
     prompting,
     requests,
     search,
@@ -38,6 +39,7 @@ PARTS = (
     "compiled",
     "beams",
     "prompting",
+    "passages",
     "bank",
     "pages",
     "denoising",
@@ -75,6 +77,7 @@ def main() -> None:
         "compiled": lambda: print_compiled(dtypes, asked.quick),
         "beams": lambda: print_beams(dtypes, asked.quick),
         "prompting": lambda: print_prompting(dtypes, asked.quick),
+        "passages": lambda: print_passages(dtypes, asked.quick),
         "bank": lambda: print_bank(dtypes, asked.quick),
         "pages": lambda: print_pages(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
@@ -182,6 +185,22 @@ def print_prompting(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[st
         print(f"### {what}\n\n{table('passages of 64 tokens', rows)}\n", flush=True)
         results |= {f"{what}: {name}": row for name, row in rows.items()}
     return results
+
+
+def print_passages(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Passages that were read before, for each unit of the same passages in the prompt."""
+    given = {"passages": passages.QUICK_PASSAGES, "seconds": 1.0} if quick else {}
+    rows = {
+        f"{shape}, {str(dtype).removeprefix('torch.')}": passages.measure(shape, dtype, **given)
+        for shape in passages.SHAPES
+        for dtype in dtypes
+    }
+    print(
+        "## Passages read before: time to the first token for each unit of reading them in the prompt\n\n"
+        f"{table('host', rows)}\n",
+        flush=True,
+    )
+    return rows
 
 
 def print_packing(quick: bool) -> dict[str, dict[str, float]]:

@@ -1,0 +1,61 @@
+"""Passages that a host has read before, against the same passages in the prompt: time to the first token.
+
+    python -m recipes.benchmarks passages [--dtype float32 bfloat16] [--quick]
+
+Passages of 64 tokens and a question of 32, on hosts of random weights in the shapes of GPT-2 small and of a Llama of
+twelve layers with 4 of 12 heads for keys and values. "Selected" puts keys and values together for the request, as a
+search would; "the same again" is a later request for the same passages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import mmattn
+from recipes.benchmarks.bank import PASSAGE, PROMPT
+from recipes.benchmarks.decoding import make_host
+from recipes.benchmarks.timing import interleaved, ratio
+
+PASSAGES, QUICK_PASSAGES = 16, 3
+WORDS = 30_000
+
+
+def make_llama(dtype: torch.dtype, positions: int) -> Any:
+    """A random Llama of 12 layers, width 768."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=positions,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+SHAPES: dict[str, Callable[[torch.dtype, int], Any]] = {"GPT-2 small": make_host, "Llama": make_llama}
+
+
+@torch.no_grad()
+def measure(shape: str, dtype: torch.dtype, passages: int = PASSAGES, seconds: float = 20.0) -> dict[str, float]:
+    """Time to the first token for each unit of reading the passages in the prompt; then MB of keys and values."""
+    length = passages * PASSAGE
+    host = SHAPES[shape](dtype, length + PROMPT + 1)
+    model = mmattn.attach(host, mmattn.adapters.PassageAdapter())
+    texts, question = torch.randint(1, WORDS, (passages, PASSAGE)), torch.randint(1, WORDS, (1, PROMPT))
+    cache = mmattn.hosts.PassageCache(model)
+    cache.add(list(texts), progress=False)
+    row, prompt = list(range(passages)), torch.cat([texts.reshape(1, -1), question], 1)
+    prepared = cache.select([row])
+    given = {"use_cache": True, "logits_to_keep": 1}
+    times = interleaved(
+        {
+            "prompt": lambda: host(prompt, **given),
+            "selected": lambda: model(question, memory=cache.select([row]), **given),
+            "the same again": lambda: model(question, memory=prepared, **given),
+            "the question alone": lambda: host(question, **given),
+        },
+        seconds=seconds,
+    )
+    return {name: ratio(times, name, "prompt") for name in times} | {"MB": cache.nbytes() / 1e6}

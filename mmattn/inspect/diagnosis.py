@@ -120,7 +120,8 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
     report.add(True, "files", f"complete, checksums agree, written by mmattn {config['mmattn_version']}")
     report.add(True, "kind", f"{config['kind']}, {count:,} parameters, at layers {config['layers']}")
     report.add(True, "host", f"{wanted['class']} of {wanted['num_layers']} layers, width {wanted['hidden_size']}")
-    report.add(True, "memory", f"width {config['adapter']['memory_dim']}")
+    width = config["adapter"].get("memory_dim")
+    report.add(True, "memory", "what the host itself has read" if width is None else f"width {width}")
     if host is None:
         ok, answer = openings(tensors)
         report.add(ok, "gates", answer)

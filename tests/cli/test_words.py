@@ -17,7 +17,7 @@ from mmattn.encoders.text import TextEncoder
 from mmattn.hosts import attach_check
 from mmattn.inspect.diagnosis import diagnose
 from mmattn.inspect.explorer import write_page
-from mmattn.pipelines import ImageToTextPipeline, TextToImagePipeline, pipeline
+from mmattn.pipelines import ImageToTextPipeline, TextToImagePipeline, pipeline, save_passages
 from mmattn.recipes import copy_recipe, find_recipe, read_settings
 from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.index import Index
@@ -38,7 +38,7 @@ PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "explore": ([write_page], {"runs", "out"}),
     "cp": ([copy_recipe], {"recipe"}),
     "ls": ([], {"runs"}),
-    "index build": ([embed_corpus, Index.build], {"for_"}),
+    "index build": ([embed_corpus, Index.build, save_passages], {"for_"}),
     "index copy": ([Index.copy], {"folder"}),
     "index search": ([Index.search, Index.open], {"folder", "query", "rerank"}),
     "index info": ([], {"folder"}),

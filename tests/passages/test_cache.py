@@ -10,6 +10,7 @@ import torch
 
 import mmattn
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, ShapeError
+from mmattn.inspect.diagnosis import diagnose
 from tests import tiny, tiny_texts
 from tests.passages.reading import CLOSE, PASSAGES, TEXT, blocks, distance, reader, text
 from tests.passages.test_reading import answer
@@ -153,6 +154,9 @@ def test_saved_adapter(tmp_path: Path) -> None:
     others.add(PASSAGES, progress=False)
     wanted = answer(model, text(), memory=passages.select([[1, 0]]))
     assert torch.equal(answer(loaded, text(), memory=others.select([[1, 0]])), wanted)
+    assert "what the host itself has read" in str(diagnose(tmp_path / "adapter"))
+    with pytest.raises(ConditionError, match="no Memory"):
+        mmattn.doctor(loaded, {"input_ids": text(), "memory": others.select([[0]])})
 
 
 # Tokens read again where they stand -----------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.adapters.join_slots import JoinSlots
 from mmattn.adapters.joined import Capture, JoinedMemory, JoinedSlots
-from mmattn.adapters.joined_block import JoinedBlock
 from mmattn.adapters.protocols import Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.errors import ConfigError, ShapeError
@@ -95,7 +95,7 @@ class PassageLayers(AdapterLayers):
 
     def __init__(self, config: PassageAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
-        self.blocks = nn.ModuleDict({str(site.layer): JoinedBlock() for site in self.sites})
+        self.blocks = nn.ModuleDict({str(site.layer): JoinSlots() for site in self.sites})
         self.register_buffer("place", torch.zeros(0), persistent=False)
         #: What turns keys to other positions, by layer; None where they cannot be moved. Known once it is on a host.
         self.rotations: Mapping[int, Any] | None = None

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.join_slots import JoinSlots
 from mmattn.adapters.joined import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.joined_block import JoinedBlock
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
@@ -170,7 +170,7 @@ def _logits(host: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def _listeners(modules: Mapping[int, nn.Module], view: Any) -> dict[nn.Module, Any]:
-    block = JoinedBlock()
+    block = JoinSlots()
 
     def listener(layer: int) -> Any:
         def apply(x: HostAttention) -> HostAttention:

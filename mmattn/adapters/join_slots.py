@@ -11,7 +11,7 @@ from mmattn.core.attention import attend
 from mmattn.errors import ConditionError
 
 
-class JoinedBlock(nn.Module):
+class JoinSlots(nn.Module):
     """Joins keys and values of slots to the attention of one layer; it has no weights."""
 
     def forward(

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import mmattn
+from mmattn.adapters import JoinedAdapter
 from mmattn.adapters.decoupled import DecoupledLayout
 from mmattn.adapters.timed_resampler import TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
@@ -72,6 +73,10 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
     "chunked, bloom": lambda: Case(mmattn.ChunkedAdapter(**SMALL, chunk_size=3), language("bloom")),
     "composed, llama": lambda: Case(mmattn.ComposedAdapter(**CALM), language("llama"), reading_along),
     "composed, gptj": lambda: Case(mmattn.ComposedAdapter(**CALM, own_place=True), language("gptj"), reading_along),
+    "joined, llama": lambda: Case(JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2)), language("llama")),
+    "joined with a length norm, gemma2": lambda: Case(
+        JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2), gate="head", length_norm=5.0), language("gemma2")
+    ),
     "gated, t5": lambda: Case(mmattn.GatedAdapter(**SMALL), family("t5", AutoModelForSeq2SeqLM)),
     "gated, bart, in the encoder": lambda: Case(
         mmattn.GatedAdapter(**SMALL, where="encoder"), family("bart", AutoModelForSeq2SeqLM)
@@ -125,6 +130,7 @@ def case_of(name: str) -> Case:
 # An augmenting model is no memory of slots, and belongs to one call.
 NO_SLOTS = ("composed, llama", "composed, gptj")
 NO_TEXT = ("gated, t5", "gated, bart, in the encoder", "gated, modernbert")
+JOINED = ("joined, llama", "joined with a length norm, gemma2")
 DENOISED = (
     "decoupled, unet",
     "decoupled with a projection, sdxl",
@@ -150,6 +156,7 @@ DOES_NOT_APPLY = {
     # A resampler and a null slot count slots.
     "check_slots_twice": (
         *NO_SLOTS,
+        "joined, llama",
         "gated with scores and a null slot before bloom",
         "gated with a resampler, gemma2",
         "joint decoupled, sd3",
@@ -171,9 +178,10 @@ DOES_NOT_APPLY = {
         "chunked, llama",
         "chunked, bloom",
         *DENOISED,
+        *JOINED,
     ),
     # It hands its memory to no attention that others could listen to.
-    "check_record": ("joint decoupled, sd3",),
+    "check_record": ("joint decoupled, sd3", *JOINED),
     # Decoupled adapters name no layers.
     "check_layers_that_are_not_there": ("unet", "k unet", "wan", "flux"),
 }

@@ -69,6 +69,10 @@ class AdapterLayers(nn.Module, ABC):
         """The attention over the memory at host layer `layer`: a `CrossAttention` or `MemoryHeads`; None is none."""
         return None
 
+    def projection(self, layer: int) -> Any:
+        """What projects keys and values of the memory for host layer `layer`: by default its attention."""
+        return self.attention(layer)
+
     @abstractmethod
     def read(self, memory: Memory) -> Memory:
         """The memory as every block sees it."""
@@ -87,7 +91,7 @@ class AdapterLayers(nn.Module, ABC):
             if name != "blocks":
                 yield from part.modules()
         for layer in self.layers:
-            yield from self.attention(layer).modules()
+            yield from self.projection(layer).modules()
 
     def check_memory(self, memory: Memory) -> None:
         """Refuse a memory that this adapter cannot read.

@@ -38,6 +38,7 @@ from mmattn.hosts.causal_lm.generation import (
     unguard_threads,
 )
 from mmattn.hosts.causal_lm.headless import HeadlessHost
+from mmattn.hosts.causal_lm.joined_probe import probe_joined
 from mmattn.hosts.causal_lm.packing import keep_apart
 from mmattn.hosts.causal_lm.requests import bind_request, pending, requested_call, rows_of
 from mmattn.hosts.causal_lm.step_memories import packed_view
@@ -46,6 +47,7 @@ from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layer_search import find_layers
 from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import text_inputs
+from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.registry import register_host
 from mmattn.memory import Memory
 from mmattn.storage.pretrained import load_model
@@ -123,6 +125,9 @@ class AdaptedCausalLM(AdaptedModel):
         if isinstance(adapter, PassageLayers):
             adapter.rotations = probe_before_text(self, adapter.sites)
             return
+        if adapter.position == "joined":
+            probe_joined(self, adapter.sites)
+            return
         self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
@@ -166,12 +171,23 @@ class AdaptedCausalLM(AdaptedModel):
         text: TextState | None = step.details
         if text is None:
             return kwargs
+        if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
+            refuse_reentrant(self.host)
         kwargs = place_text(step, text, kwargs)
         # The paged cache of continuous batching keeps requests apart by itself.
         if text.packed is None or kwargs.get("cache") is not None:
             return kwargs
         with self.open_blocks.conditioned(None):
             return keep_apart(self.host, kwargs, text.packed)
+
+    @staticmethod
+    def _trains_joined(step: ForwardStep) -> bool:
+        """Whether keys and values of an adapter with weights are joined in a forward."""
+        return any(
+            position == "joined" and any(True for _ in block.parameters())
+            for (_, position), own in step.actions.items()
+            for _, block, _ in own
+        )
 
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

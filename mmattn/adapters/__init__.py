@@ -7,6 +7,7 @@ from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.joined_adapter import JoinedAdapter
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 from mmattn.adapters.passages import PassageAdapter
+from mmattn.adapters.prefix import PrefixAdapter
 
 __all__ = [
     "ChunkedAdapter",
@@ -16,4 +17,5 @@ __all__ = [
     "JoinedAdapter",
     "JointDecoupledAdapter",
     "PassageAdapter",
+    "PrefixAdapter",
 ]

@@ -30,8 +30,8 @@ def prepare(adapter: AdapterLayers, memory: Any) -> Any:
     in_forms = SharedMemory, ShardedMemory, parts.PreparedParts, streams.PreparedStream, MemoryStream, SearchedMemory
     if adapter.position == "joined" and isinstance(memory, in_forms):
         raise ConditionError(
-            f"adapter {adapter.name!r} (kind {adapter.config.kind!r}) puts keys and values of all slots beside the host's "
-            f"own, and a {type(memory).__name__} does not give them all at once: give a Memory"
+            f"adapter {adapter.name!r} (kind {adapter.config.kind!r}) puts keys and values of all slots beside the "
+            f"host's own, and a {type(memory).__name__} does not give them all at once: give a Memory"
         )
     if isinstance(memory, (SharedMemory, ShardedMemory, parts.PreparedParts)):
         return parts.prepare(adapter, memory)

@@ -175,7 +175,7 @@ class JoinedLayers(AdapterLayers):
         """A weight of the memory's norm."""
         return self.memory_norm.weight
 
-    def projection(self, layer: int) -> JoinedBlock:
+    def kv_projection(self, layer: int) -> JoinedBlock:
         """The block at host layer `layer`; it has no attention of its own, so `attention` gives none."""
         block = self.block(layer)
         assert isinstance(block, JoinedBlock)

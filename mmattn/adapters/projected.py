@@ -45,7 +45,7 @@ class Reader(Protocol):
     def projecting_modules(self) -> Iterator[nn.Module]:
         """The parts on which keys and values depend, and those that hold them."""
 
-    def projection(self, layer: int) -> Any:
+    def kv_projection(self, layer: int) -> Any:
         """What projects the memory for a host layer."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -88,7 +88,7 @@ class PreparedMemory:
             memory: what `read` returned.
             queries: how many attend to each row of the memory.
         """
-        projection = adapter.projection(layer)
+        projection = adapter.kv_projection(layer)
         scores = memory.scores if adapter.score_bias else None
 
         def project(absorb: bool = False, queries: int | None = None) -> KeyValue:
@@ -286,7 +286,7 @@ class ProjectedMemory:
     def _sources(self) -> list[Tensor]:
         sources = [*self.prepared.memory.tensors(), *self.adapter.reading_parameters()]
         for layer in self.adapter.layers:
-            sources += self.adapter.projection(layer).projecting_parameters()
+            sources += self.adapter.kv_projection(layer).projecting_parameters()
         return sources
 
     def as_memory(self, text: TextState) -> Memory:

@@ -83,8 +83,8 @@ def refuse_reentrant(host: nn.Module) -> None:
         own = checkpoint.checkpoint if isinstance(checkpoint, InContext) else checkpoint
         if getattr(own, "keywords", {}).get("use_reentrant", True):
             raise ConditionError(
-                f"reentrant gradient checkpointing of {type(host).__name__} loses the gradients of keys and values that "
-                'are joined with its own: call gradient_checkpointing_enable({"use_reentrant": False})'
+                f"reentrant gradient checkpointing of {type(host).__name__} loses the gradients of keys and values "
+                'that are joined with its own: call gradient_checkpointing_enable({"use_reentrant": False})'
             )
 
 

@@ -16,6 +16,7 @@ from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import packed_text
 from mmattn.adapters.passages import PassageLayers
+from mmattn.adapters.prefix import PrefixLayers
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
@@ -122,7 +123,7 @@ class AdaptedCausalLM(AdaptedModel):
             AttachError: the host cannot be called as a language model is, or hands on states of another shape.
             ConditionError: a layer whose output does not matter.
         """
-        if isinstance(adapter, PassageLayers):
+        if isinstance(adapter, (PassageLayers, PrefixLayers)):
             adapter.rotations = probe_before_text(self, adapter.sites)
             return
         if adapter.position == "joined":

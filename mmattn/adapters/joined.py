@@ -66,10 +66,15 @@ class JoinedMemory:
     follows_text = True
 
     def __init__(self, slots: JoinedSlots, name: str, visible: Tensor | None = None) -> None:
-        self.slots, self.name, self.visible = slots, name, visible
-        self.prepared = slots
+        self._slots, self.name, self.visible = slots, name, visible
+        self.prepared: Any = slots
         self.rows: int | None = slots.batch
         self._repeated: tuple[JoinedSlots, int, JoinedSlots] | None = None
+
+    @property
+    def slots(self) -> JoinedSlots:
+        """A row for each row of text."""
+        return self._slots
 
     def step(self, text: TextState) -> JoinedView:
         """What this forward sees.

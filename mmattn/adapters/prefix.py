@@ -164,7 +164,9 @@ class PrefixLayers(AdapterLayers):
         """
         p, longest = self.config.num_virtual_tokens, rows.longest
         counts = torch.tensor([len(row) for row in rows.numbers])
-        numbers = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows.numbers]).reshape(-1, longest)
+        numbers = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows.numbers]).reshape(
+            rows.batch, longest
+        )
         if self.rotations is None and longest > 1:
             raise ConditionError(
                 f"a row has {longest} prefixes, and the keys of this host cannot be turned to stand one behind the "
@@ -216,9 +218,9 @@ class PrefixMemory(JoinedMemory):
     """
 
     def __init__(self, prepared: PrefixRows, adapter: PrefixLayers) -> None:
-        self.prepared: Any = prepared
+        self.prepared = prepared
         self.adapter, self.name, self.visible = adapter, adapter.name, None
-        self.rows: int | None = prepared.batch
+        self.rows = prepared.batch
         self._repeated = None
 
     @property

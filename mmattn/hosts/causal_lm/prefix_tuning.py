@@ -59,7 +59,7 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
         )
     if isinstance(host, AdaptedModel):
         host = host.host
-    settings = PrefixAdapter(lengths[0], len(tensors))
+    settings: Any = PrefixAdapter(lengths[0], len(tensors))
     sites = settings.sites(adapted(host) or adapted_model(host, None))
     layout = _layout(sites)
     for tensor, folder in zip(tensors, given, strict=True):
@@ -92,8 +92,8 @@ def save_prefix_tuning(model: Any, folder: Folder, prefix: int = 0, name: str = 
     adapter = model.adapter(name)
     if not isinstance(adapter, PrefixLayers) or not 0 <= prefix < adapter.config.num_prefixes:
         raise AttachError(
-            f"prefix {prefix} of adapter {name!r} (kind {adapter.config.kind!r}) was asked for, and a PrefixAdapter has "
-            "prefixes 0 to num_prefixes - 1: name one of them"
+            f"prefix {prefix} of adapter {name!r} (kind {adapter.config.kind!r}) was asked for, and a PrefixAdapter "
+            "has prefixes 0 to num_prefixes - 1: name one of them"
         )
     layout = _layout(adapter.sites)
     parts = []

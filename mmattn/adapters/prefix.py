@@ -52,6 +52,7 @@ class PrefixAdapter:
     kind: ClassVar[str] = "prefix"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
     example_call: ClassVar[str] = "model.generate(input_ids, memory=[0])  # the prefix of each row"
+    reads: ClassVar[str] = "the numbers of its prefixes, and no vectors"
     memory_dim: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
@@ -164,9 +165,8 @@ class PrefixLayers(AdapterLayers):
         """
         p, longest = self.config.num_virtual_tokens, rows.longest
         counts = torch.tensor([len(row) for row in rows.numbers])
-        numbers = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows.numbers]).reshape(
-            rows.batch, longest
-        )
+        padded = [[*row, *[0] * (longest - len(row))] for row in rows.numbers]
+        numbers = torch.tensor(padded, dtype=torch.long).reshape(rows.batch, longest)
         if self.rotations is None and longest > 1:
             raise ConditionError(
                 f"a row has {longest} prefixes, and the keys of this host cannot be turned to stand one behind the "

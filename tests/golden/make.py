@@ -74,6 +74,9 @@ _ADAPTERS: dict[str, Any] = {
     "decoupled-after-blocks": mmattn.DecoupledAdapter(
         E, tokens=2, layout=DecoupledLayout(slot_dim=5, bias=True, added_to="block")
     ),
+    "joined": mmattn.adapters.JoinedAdapter(E, layers=(0, 3)),
+    "joined-by-head": mmattn.adapters.JoinedAdapter(E, every=2, gate="head", length_norm=3.0),
+    "prefix": mmattn.adapters.PrefixAdapter(num_virtual_tokens=4, num_prefixes=2),
 }
 
 
@@ -97,7 +100,9 @@ def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
     """What a host answers to stored inputs, with the stored memory or without any."""
     seen = {name: given[name] for name in ("mask", "segments", "scores") if name in given}
     more: dict[str, Any] = {}
-    if memory:
+    if memory and "prefixes" in given:
+        more["memory"] = given["prefixes"]
+    elif memory:
         # What is composed has no stored memory: a second copy of its host reads along.
         stored = "tokens" in given
         more["memory"] = (
@@ -173,7 +178,9 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     slots = 3 * SLOTS if name == "chunked" else SLOTS
     given: dict[str, Tensor] = {}
-    if not name.startswith("composed"):
+    if name == "prefix":
+        given["prefixes"] = torch.tensor([1, 0, -1])
+    elif not name.startswith("composed"):
         given["tokens"] = torch.randn(ROWS, slots, E, generator=random)
         given["mask"] = torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None]
     if name == "chunked":

@@ -95,8 +95,8 @@ def test_slots_that_arrive() -> None:
     assert distance(found, whole) > 100 * CLOSE
 
 
-def test_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of a memory are projected once for all tokens that are written and all calls that are prepared."""
+def test_projected_once() -> None:
+    """Keys and values of a memory are projected once for all tokens that are written and all prepared calls."""
     model, counts = adapted("llama"), [0]
     prepared = model.prepare(tiny.memory(1))
     for layer in (0, 2):

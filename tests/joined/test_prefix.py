@@ -16,8 +16,7 @@ from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.joined.slow import CLOSE, REACHED, REFUSED, answer, distance
-from tests.passages.reading import LEARNED, PASSAGES
-from tests.passages.reading import text as passage_text
+from tests.passages.reading import LEARNED, PASSAGES, text as passage_text
 
 P, NEW = 4, 6
 

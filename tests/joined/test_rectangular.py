@@ -32,7 +32,7 @@ def test_every_family_is_reached_or_refused() -> None:
 
 @pytest.mark.parametrize("family", REACHED)
 def test_hosts(family: str) -> None:
-    """A fresh adapter is nothing, bit for bit; a trained one is heard, but not by a row without slots; no trace is left."""
+    """A fresh adapter is nothing, bit for bit; a trained one is heard, not by a row without slots; no trace is left."""
     host = tiny.make(family)
     before, ids, memory = traces(host), tiny.text(3), tiny.memory(3, lengths=LENGTHS)
     own = answer(host, ids)

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import mmattn
+from mmattn.adapters import JoinedAdapter, PrefixAdapter
 from mmattn.adapters.decoupled import DecoupledLayout
 from mmattn.adapters.timed_resampler import TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
@@ -53,6 +54,11 @@ def reading_along(generator: torch.Generator, rows: int) -> mmattn.AugmentingMod
     return composing.along(seed=int(torch.randint(1000, (), generator=generator)))
 
 
+def a_prefix_for_each(generator: torch.Generator, rows: int) -> torch.Tensor:
+    """Every row has a prefix, all of them are used, and another seed gives each row another one."""
+    return (torch.arange(rows) + generator.initial_seed()) % 3
+
+
 # Adapters, hosts, and what is not usual about their memories.
 ADAPTERS: dict[str, Callable[[], Case]] = {
     "gated, llama": lambda: Case(mmattn.GatedAdapter(**SMALL), language("llama")),
@@ -72,6 +78,12 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
     "chunked, bloom": lambda: Case(mmattn.ChunkedAdapter(**SMALL, chunk_size=3), language("bloom")),
     "composed, llama": lambda: Case(mmattn.ComposedAdapter(**CALM), language("llama"), reading_along),
     "composed, gptj": lambda: Case(mmattn.ComposedAdapter(**CALM, own_place=True), language("gptj"), reading_along),
+    "prefix, llama": lambda: Case(PrefixAdapter(5, num_prefixes=3), language("llama"), a_prefix_for_each),
+    "prefix, gpt2": lambda: Case(PrefixAdapter(4, num_prefixes=3), language("gpt2"), a_prefix_for_each),
+    "joined, llama": lambda: Case(JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2)), language("llama")),
+    "joined with a length norm, gemma2": lambda: Case(
+        JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2), gate="head", length_norm=5.0), language("gemma2")
+    ),
     "gated, t5": lambda: Case(mmattn.GatedAdapter(**SMALL), family("t5", AutoModelForSeq2SeqLM)),
     "gated, bart, in the encoder": lambda: Case(
         mmattn.GatedAdapter(**SMALL, where="encoder"), family("bart", AutoModelForSeq2SeqLM)
@@ -123,8 +135,10 @@ def case_of(name: str) -> Case:
 
 
 # An augmenting model is no memory of slots, and belongs to one call.
-NO_SLOTS = ("composed, llama", "composed, gptj")
+PREFIXES = ("prefix, llama", "prefix, gpt2")
+NO_SLOTS = ("composed, llama", "composed, gptj", *PREFIXES)
 NO_TEXT = ("gated, t5", "gated, bart, in the encoder", "gated, modernbert")
+JOINED = ("joined, llama", "joined with a length norm, gemma2")
 DENOISED = (
     "decoupled, unet",
     "decoupled with a projection, sdxl",
@@ -150,13 +164,17 @@ DOES_NOT_APPLY = {
     # A resampler and a null slot count slots.
     "check_slots_twice": (
         *NO_SLOTS,
+        "joined, llama",
         "gated with scores and a null slot before bloom",
         "gated with a resampler, gemma2",
         "joint decoupled, sd3",
     ),
     "check_batch_sizes_match": NO_SLOTS,
     "check_bad_memories_are_refused": NO_SLOTS,
-    "check_prepared_is_the_same": NO_SLOTS,
+    "check_prepared_is_the_same": ("composed, llama", "composed, gptj"),
+    # A prefix is there to be seen.
+    "check_starts_as_nothing": PREFIXES,
+    "check_adapters_stack": PREFIXES,
     "check_edits_of_memory": NO_SLOTS,
     "check_gradients_reach_the_memory": NO_SLOTS,
     "check_doctor": NO_SLOTS,
@@ -171,9 +189,10 @@ DOES_NOT_APPLY = {
         "chunked, llama",
         "chunked, bloom",
         *DENOISED,
+        *JOINED,
     ),
     # It hands its memory to no attention that others could listen to.
-    "check_record": ("joint decoupled, sd3",),
+    "check_record": ("joint decoupled, sd3", *JOINED, *PREFIXES),
     # Decoupled adapters name no layers.
     "check_layers_that_are_not_there": ("unet", "k unet", "wan", "flux"),
 }

@@ -4,14 +4,18 @@ from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.joined_adapter import JoinedAdapter
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 from mmattn.adapters.passages import PassageAdapter
+from mmattn.adapters.prefix import PrefixAdapter
 
 __all__ = [
     "ChunkedAdapter",
     "ComposedAdapter",
     "DecoupledAdapter",
     "GatedAdapter",
+    "JoinedAdapter",
     "JointDecoupledAdapter",
     "PassageAdapter",
+    "PrefixAdapter",
 ]

@@ -34,6 +34,8 @@ class AdapterLayers(nn.Module, ABC):
     # Whether the order of the slots, and whether each is there once or twice, means something to it.
     orders_slots = False
     counts_slots = False
+    # Whether a fresh one leaves the host's answer bit for bit what it was.
+    starts_as_nothing = True
     # Whether, "inside" attention, it adds to what the block around it hands on.
     adds_to_block = False
 
@@ -69,6 +71,10 @@ class AdapterLayers(nn.Module, ABC):
         """The attention over the memory at host layer `layer`: a `CrossAttention` or `MemoryHeads`; None is none."""
         return None
 
+    def kv_projection(self, layer: int) -> Any:
+        """What projects keys and values of the memory for host layer `layer`: by default its attention."""
+        return self.attention(layer)
+
     @abstractmethod
     def read(self, memory: Memory) -> Memory:
         """The memory as every block sees it."""
@@ -87,7 +93,7 @@ class AdapterLayers(nn.Module, ABC):
             if name != "blocks":
                 yield from part.modules()
         for layer in self.layers:
-            yield from self.attention(layer).modules()
+            yield from self.kv_projection(layer).modules()
 
     def check_memory(self, memory: Memory) -> None:
         """Refuse a memory that this adapter cannot read.

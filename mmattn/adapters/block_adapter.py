@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.gated_block import GATES, BlockLayout, GatedBlock, check_bool
+from mmattn.adapters.layer_choice import check_layers, chosen_sites
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.resampler import Resampler
 from mmattn.core.layers import CrossAttention, check_score_settings
-from mmattn.errors import AttachError, ConfigError, ShapeError, check_choice, check_float, check_int
+from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 from mmattn.memory import Memory
 
 POSITIONS = ("after", "before")
@@ -61,17 +62,7 @@ class BlockAdapter:
 
     def __post_init__(self) -> None:
         check_int("memory_dim", self.memory_dim, at_most=65536)
-        if self.every is not None and self.layers is not None:
-            raise ConfigError(f"give every or layers, not both; got every={self.every} and layers={self.layers}")
-        if self.every is not None:
-            check_int("every", self.every, at_most=1024)
-        if self.layers is not None:
-            if not isinstance(self.layers, Sequence) or isinstance(self.layers, str) or not self.layers:
-                raise ConfigError(f"layers must be a list of host layers counted from 0, got {self.layers!r}")
-            selected = tuple(check_int("layers", layer, at_least=0, at_most=4095) for layer in self.layers)
-            if len(set(selected)) != len(selected):
-                raise ConfigError(f"layers must differ from each other, got {list(selected)}")
-            object.__setattr__(self, "layers", tuple(sorted(selected)))
+        object.__setattr__(self, "layers", check_layers(self.every, self.layers))
         heads = check_int("num_heads", self.num_heads, at_most=1024)
         check_int("head_dim", self.head_dim, at_most=1024)
         if self.num_kv_heads is not None and heads % check_int("num_kv_heads", self.num_kv_heads, at_most=1024):
@@ -92,18 +83,7 @@ class BlockAdapter:
         Raises:
             AttachError: the host is not that deep.
         """
-        offered = self.offered(host)
-        depth = len(offered)
-        if self.layers is not None:
-            if self.layers[-1] >= depth:
-                raise AttachError(f"layers {list(self.layers)} were asked for and the host has layers 0 to {depth - 1}")
-            return [offered[layer] for layer in self.layers]
-        every = 4 if self.every is None else self.every
-        if every > depth:
-            raise AttachError(
-                f"every={every} was asked for and the host has only {depth} layers: choose at most {depth}"
-            )
-        return offered[every - 1 :: every]
+        return chosen_sites(self.offered(host), self.every, self.layers)
 
     def offered(self, host: Host) -> list[Site]:
         """The sites among which `layers` and `every` choose; of a host with an encoder and a decoder the decoder's."""

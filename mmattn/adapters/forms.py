@@ -9,6 +9,7 @@ from torch import nn
 from mmattn.adapters import parts, searched, streams
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.protocols import MemorySource
+from mmattn.errors import ConditionError
 from mmattn.memory_parts import ShardedMemory, SharedMemory
 from mmattn.memory_stream import MemoryStream
 from mmattn.searched_memory import SearchedMemory
@@ -26,6 +27,12 @@ def prepare(adapter: AdapterLayers, memory: Any) -> Any:
         NonFiniteError: NaN or infinity in a slot that may be attended to.
         ConditionError: parts, a stream or an index for an adapter that must read all slots together.
     """
+    in_forms = SharedMemory, ShardedMemory, parts.PreparedParts, streams.PreparedStream, MemoryStream, SearchedMemory
+    if adapter.position == "joined" and isinstance(memory, in_forms):
+        raise ConditionError(
+            f"adapter {adapter.name!r} (kind {adapter.config.kind!r}) puts keys and values of all slots beside the "
+            f"host's own, and a {type(memory).__name__} does not give them all at once: give a Memory"
+        )
     if isinstance(memory, (SharedMemory, ShardedMemory, parts.PreparedParts)):
         return parts.prepare(adapter, memory)
     if isinstance(memory, streams.PreparedStream):

@@ -18,6 +18,27 @@ from mmattn.errors import ConditionError
 
 
 @dataclass(frozen=True)
+class GatedSlots:
+    """Keys and values that are joined with a gate.
+
+    Args:
+        key: (b or 1, g, m, k).
+        value: (b or 1, g, m, v).
+        mask: as in `HostAttention.join`.
+        sees: (b, l or 1) bool, tokens that see any; None is all.
+        gate: of each head (h,) or of all, how much of what they change is added.
+        adapter_scale: multiplies it.
+    """
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    sees: Tensor | None
+    gate: Tensor
+    adapter_scale: float
+
+
+@dataclass(frozen=True)
 class HostAttention:
     """What a layer of a host gives to its attention, with what was joined to it.
 
@@ -33,6 +54,7 @@ class HostAttention:
         adapter_scale: multiplies what the joined keys and values change.
         sees: (b, l or 1) bool, tokens that see what was joined; None is all.
         before: the same without what was joined; None where nothing was.
+        gated: what was joined with a gate; each is beside all that was joined without.
     """
 
     function: Callable[..., Any]
@@ -45,6 +67,7 @@ class HostAttention:
     adapter_scale: float = 1.0
     sees: Tensor | None = None
     before: HostAttention | None = None
+    gated: tuple[GatedSlots, ...] = ()
 
     @property
     def window(self) -> int | None:
@@ -53,16 +76,25 @@ class HostAttention:
         return window if isinstance(window, int) else None
 
     def join(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, sees: Tensor | None = None, adapter_scale: float = 1.0
+        self,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sees: Tensor | None = None,
+        adapter_scale: float = 1.0,
+        gate: Tensor | None = None,
     ) -> HostAttention:
         """The same with keys and values before those that are there.
 
         Args:
-            key: (b, g, m, k).
-            value: (b, g, m, v).
-            mask: (b, 1, l or 1, m) bool, which of them each token sees; None for all.
+            key: (b or 1, g, m, k).
+            value: (b or 1, g, m, v).
+            mask: (b or 1, 1, l or 1, m), bool with True = a token sees it, or float to be added to the scores; None for
+                all.
             sees: (b, l or 1) bool, tokens that see any; the others stay bit for bit what they were. None is all.
             adapter_scale: multiplies what they change.
+            gate: of each head (h,) or of all, how much of what they change is added; at 0 nothing changes, bit for bit.
+                None is all of it.
 
         Raises:
             ConditionError: an attention whose mask cannot be widened, or whose cache is not read before it.
@@ -72,41 +104,71 @@ class HostAttention:
                 "keys and values of a memory are joined with those of a paged cache where the host's attention is "
                 "'sdpa': host.set_attn_implementation('sdpa')"
             )
+        if gate is not None:
+            slots = GatedSlots(key, value, mask, sees, gate, adapter_scale)
+            return replace(self, gated=(*self.gated, slots))
+        if self.before is not None:
+            sees = None if sees is None or self.sees is None else sees | self.sees
+        return replace(
+            self._widened(key, value, mask),
+            adapter_scale=adapter_scale,
+            sees=sees,
+            before=replace(self, gated=()) if self.before is None else self.before,
+        )
+
+    def result(self) -> tuple[Tensor, Any]:
+        """What the attention gives: (b, l, h, v), and its weights where the host asks for them."""
+        found = self._attend(self.options)
+        if self.before is None and not self.gated:
+            return found
+        out = full = found[0]
+        if self.before is not None and not (self.sees is None and self.adapter_scale == 1.0):
+            own, _ = self.before.result()
+            if self.adapter_scale != 1.0:
+                out = own + self.adapter_scale * (out - own)
+            if self.sees is not None:
+                out = torch.where(self.sees[..., None, None], out, own)
+        for slots in self.gated:
+            out = self._added(slots, full, out)
+        return out, *found[1:]
+
+    def _attend(self, options: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        found: tuple[Tensor, Any] = self.function(self.module, self.query, self.key, self.value, self.mask, **options)
+        return found
+
+    def _added(self, slots: GatedSlots, full: Tensor, out: Tensor) -> Tensor:
+        """`out` with what gated slots change of `full`, the attention without them."""
+        options = dict(self.options)
+        if "dropout" in options:
+            options["dropout"] = 0.0  # drawn again, it would take the random numbers of later layers
+        joined, _ = self._widened(slots.key, slots.value, slots.mask)._attend(options)
+        wide = torch.promote_types(slots.gate.dtype, out.dtype)
+        share = slots.adapter_scale * slots.gate.to(out.device, wide)
+        changed = out.to(wide) + share[..., None] * (joined.to(wide) - full.to(wide))
+        changed = changed.to(out.dtype)
+        return changed if slots.sees is None else torch.where(slots.sees[..., None, None], changed, out)
+
+    def _widened(self, key: Tensor, value: Tensor, mask: Tensor | None) -> HostAttention:
+        """The same with keys and values in front, and nothing else changed."""
+        b, l = self.query.shape[0], self.query.shape[2]
         own = self._own_mask(mask is not None)
         joined = None
         if own is not None:
-            b, l = self.query.shape[0], self.query.shape[2]
             if mask is None:
                 mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=own.device)
+            dtype = own.dtype if own.is_floating_point() else self.query.dtype
             mask = mask.to(own.device)
-            if own.is_floating_point():
-                mask = torch.zeros_like(mask, dtype=own.dtype).masked_fill(~mask, torch.finfo(own.dtype).min)
+            if own.is_floating_point() or mask.is_floating_point():
+                own, mask = _added_to_scores(own, dtype), _added_to_scores(mask, dtype)
             shape = b if b in (mask.shape[0], own.shape[0]) else 1, own.shape[1], l
             joined = torch.cat([mask.expand(*shape, -1), own.expand(*shape, -1)], -1)
+        key, value = (one.expand(b, -1, -1, -1) for one in (key, value))
         return replace(
             self,
             key=torch.cat([key.to(self.key.dtype), self._own_seen(self.key)], 2),
             value=torch.cat([value.to(self.value.dtype), self._own_seen(self.value)], 2),
             mask=joined,
-            adapter_scale=adapter_scale,
-            sees=sees if self.sees is None or sees is None else sees | self.sees,
-            before=self if self.before is None else self.before,
         )
-
-    def result(self) -> tuple[Tensor, Any]:
-        """What the attention gives: (b, l, h, v), and its weights where the host asks for them."""
-        found: tuple[Tensor, Any] = self.function(
-            self.module, self.query, self.key, self.value, self.mask, **self.options
-        )
-        if self.before is None or (self.sees is None and self.adapter_scale == 1.0):
-            return found
-        own, _ = self.before.result()
-        out = found[0]
-        if self.adapter_scale != 1.0:
-            out = own + self.adapter_scale * (out - own)
-        if self.sees is not None:
-            out = torch.where(self.sees[..., None, None], out, own)
-        return out, *found[1:]
 
     @property
     def _is_causal(self) -> bool:
@@ -137,3 +199,10 @@ class HostAttention:
                 f"mask (b, h, l, m), and it has {shown}: host.set_attn_implementation('sdpa') or 'eager'"
             )
         return self.mask
+
+
+def _added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores: 0 where a token may look, else the least that the dtype has."""
+    if mask.is_floating_point():
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

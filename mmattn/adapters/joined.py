@@ -66,10 +66,15 @@ class JoinedMemory:
     follows_text = True
 
     def __init__(self, slots: JoinedSlots, name: str, visible: Tensor | None = None) -> None:
-        self.slots, self.name, self.visible = slots, name, visible
-        self.prepared = slots
+        self._slots, self.name, self.visible = slots, name, visible
+        self.prepared: Any = slots
         self.rows: int | None = slots.batch
-        self._repeated: tuple[int, JoinedSlots] = (1, slots)
+        self._repeated: tuple[JoinedSlots, int, JoinedSlots] | None = None
+
+    @property
+    def slots(self) -> JoinedSlots:
+        """A row for each row of text."""
+        return self._slots
 
     def step(self, text: TextState) -> JoinedView:
         """What this forward sees.
@@ -94,10 +99,12 @@ class JoinedMemory:
                 f"arrived= hides slots from tokens by their number, and adapter {self.name!r} joins whole passages: "
                 "leave it out"
             )
-        times = text.rows // max(self.slots.batch, 1)
-        if self._repeated[0] != times:
-            self._repeated = times, self.slots.repeated(times)
-        return JoinedView(self._repeated[1], self.visible)
+        slots, times = self.slots, text.rows // max(self.rows or 1, 1)
+        if times == 1:
+            return JoinedView(slots, self.visible)
+        if self._repeated is None or self._repeated[0] is not slots or self._repeated[1] != times:
+            self._repeated = slots, times, slots.repeated(times)
+        return JoinedView(self._repeated[2], self.visible)
 
     def as_memory(self, text: TextState) -> Memory:
         """There is none: keys and values differ by layer.
@@ -106,8 +113,8 @@ class JoinedMemory:
             ConditionError: always.
         """
         raise ConditionError(
-            f"adapter {self.name!r} reads keys and values that the host computed layer by layer, which are no Memory: "
-            "compare calls with other passages, or without"
+            f"adapter {self.name!r} puts keys and values that differ by layer before the text, which are no Memory: "
+            "compare calls with other passages or prefixes, or without"
         )
 
 

@@ -56,6 +56,7 @@ class PassageAdapter:
     kind: ClassVar[str] = "passages"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
     example_call: ClassVar[str] = "model.generate(input_ids, memory=passages.select([[0]]))"
+    reads: ClassVar[str] = "what the host itself has read"
     memory_dim: ClassVar[int] = 0
 
     def sites(self, host: Host) -> list[Site]:

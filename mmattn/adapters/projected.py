@@ -45,7 +45,7 @@ class Reader(Protocol):
     def projecting_modules(self) -> Iterator[nn.Module]:
         """The parts on which keys and values depend, and those that hold them."""
 
-    def attention(self, layer: int) -> Any:
+    def kv_projection(self, layer: int) -> Any:
         """What projects the memory for a host layer."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -88,25 +88,25 @@ class PreparedMemory:
             memory: what `read` returned.
             queries: how many attend to each row of the memory.
         """
-        attention = adapter.attention(layer)
+        projection = adapter.kv_projection(layer)
         scores = memory.scores if adapter.score_bias else None
 
         def project(absorb: bool = False, queries: int | None = None) -> KeyValue:
-            tokens = memory.tokens.to(attention.projecting_parameters()[0].device)
-            projected: KeyValue = attention.project(
+            tokens = memory.tokens.to(projection.projecting_parameters()[0].device)
+            projected: KeyValue = projection.project(
                 tokens, mask=memory.mask, scores=scores, absorb=absorb, queries=queries
             )
             return projected
 
         if self.is_uncached(adapter):
             return project(queries=queries)
-        size = 2 * memory.batch * memory.length * attention.num_kv_heads * attention.head_dim * len(adapter.layers)
-        absorb = attention.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
+        size = 2 * memory.batch * memory.length * projection.num_kv_heads * projection.head_dim * len(adapter.layers)
+        absorb = projection.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
         if absorb and queries > ABSORB_BELOW:
             return project(queries=queries)
         # Absorbed, every layer reads the same tensor: computed once.
         shared = absorb and scores is None
-        sources = [memory.tokens, *(() if shared else attention.projecting_parameters())]
+        sources = [memory.tokens, *(() if shared else projection.projecting_parameters())]
         cached: KeyValue = self.cache_of(adapter).get(-1 if shared else layer, sources, lambda: project(absorb))
         return cached
 
@@ -286,7 +286,7 @@ class ProjectedMemory:
     def _sources(self) -> list[Tensor]:
         sources = [*self.prepared.memory.tensors(), *self.adapter.reading_parameters()]
         for layer in self.adapter.layers:
-            sources += self.adapter.attention(layer).projecting_parameters()
+            sources += self.adapter.kv_projection(layer).projecting_parameters()
         return sources
 
     def as_memory(self, text: TextState) -> Memory:

@@ -4,6 +4,7 @@ from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.attach import attach
 from mmattn.hosts.attach_check import AttachReport, attach_check
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.causal_lm.prefix_tuning import load_prefix_tuning, save_prefix_tuning
 from mmattn.hosts.diffusion_transformer.model import AdaptedDiffusionTransformer
 from mmattn.hosts.encoder.model import AdaptedEncoder
 from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
@@ -25,6 +26,8 @@ __all__ = [
     "attach_check",
     "host_kinds",
     "load",
+    "load_prefix_tuning",
     "load_published",
     "register_host",
+    "save_prefix_tuning",
 ]

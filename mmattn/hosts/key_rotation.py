@@ -41,10 +41,11 @@ class KeyRotation:
             distance: by how many positions, (…, m) or for all.
         """
         width = 2 * len(self.frequencies)
-        turned = keys[..., self.start : self.start + width].float()
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        turned = keys[..., self.start : self.start + width].to(wide)
         distance = torch.as_tensor(distance, device=keys.device)
         angle = distance[..., None].double() * self.frequencies.to(keys.device).double()
-        cos, sin = angle.cos().float(), angle.sin().float()
+        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
         if self.interleaved:
             first, second = turned[..., ::2], turned[..., 1::2]
         else:

@@ -141,7 +141,7 @@ def probe(
                 hooks.append(layer.register_forward_hook(disturb.after))
         for module, _ in modes:
             module.training = False
-        answer = _answer(host, inputs(rows), rows, answers)
+        answer = answer_to(host, inputs(rows), rows, answers)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -168,7 +168,7 @@ def probe(
     return first
 
 
-def _answer(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers: Sequence[str]) -> Tensor:
+def answer_to(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers: Sequence[str]) -> Tensor:
     """What the host answers to each row (b, any), called in the first of these ways that it takes."""
     name, tried, cause = type(host).__name__, "", None
     for given in ways:

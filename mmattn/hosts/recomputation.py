@@ -70,6 +70,24 @@ def keep_context_of_hooks(host: nn.Module, sites: Mapping[tuple[int, str], nn.Mo
             keep_context(layer)
 
 
+def refuse_reentrant(host: nn.Module) -> None:
+    """Refuse recomputed layers in which the gradients of what was joined with their attention would be lost.
+
+    Raises:
+        ConditionError: gradient checkpointing of the host is reentrant.
+    """
+    for module in host.modules():
+        checkpoint: Any = module.__dict__.get(_ATTRIBUTE)
+        if checkpoint is None or not getattr(module, "gradient_checkpointing", False):
+            continue
+        own = checkpoint.checkpoint if isinstance(checkpoint, InContext) else checkpoint
+        if getattr(own, "keywords", {}).get("use_reentrant", True):
+            raise ConditionError(
+                f"reentrant gradient checkpointing of {type(host).__name__} loses the gradients of keys and values "
+                'that are joined with its own: call gradient_checkpointing_enable({"use_reentrant": False})'
+            )
+
+
 def refuse_other_context(layer: nn.Module) -> None:
     """Refuse a layer whose hooks would run a second time where another memory is in force, or lose its gradients.
 

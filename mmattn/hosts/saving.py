@@ -114,7 +114,7 @@ def card(config: dict[str, Any], adapter: AdapterLayers) -> str:
     host = config["host"]
     count = sum(parameter.numel() for parameter in adapter.parameters())
     width, package = config["adapter"].get("memory_dim"), config["package"]
-    memories = "what the host itself has read" if width is None else f"memories of width {width}"
+    memories = getattr(adapter.config, "reads", f"memories of width {width}")
     memories += f" from the encoder {config['encoder'][:24]}" if config["encoder"] else ""
     imports = "import mmattn" if package == "mmattn" else f"import mmattn\nimport {package}  # registers the adapter"
     return f"""---

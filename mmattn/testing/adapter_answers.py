@@ -18,6 +18,8 @@ from mmattn.testing.running import Check
 def check_starts_as_nothing(case: Case) -> None:
     """A fresh adapter with a memory leaves the host's answer bit for bit what it was."""
     model = case.fresh()
+    if not model.adapter(case.name).starts_as_nothing:
+        raise SkipTest("it says that a fresh one is seen")
     same(case.ask(model, case.memory()), case.host, "fresh, with a memory")
     same(case.ask(model), case.host, "fresh, without a memory")
 
@@ -73,7 +75,7 @@ def check_rows_keep_to_themselves(case: Case) -> None:
     answer = case.ask(model, memory)
     for row in range(case.rows):
         own = slice(row, row + 1)
-        alone = memory[own] if isinstance(memory, Memory) else memory
+        alone = memory[own] if isinstance(memory, (Memory, Tensor)) else memory
         close(case.ask(model, alone, rows_of(case.batch, own, case.rows)), answer[own], f"row {row} alone")
     if isinstance(memory, Memory):
         moved = torch.cat([memory.tokens[:1], -memory.tokens[1:]])

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from unittest import SkipTest
 
 import torch
 
@@ -36,12 +37,15 @@ def check_unload_leaves_no_trace(case: Case) -> None:
     no_trace(host, before, "after unload()")
     same(case.ask(host), case.host, "the host after unload()")
     again = attach(host, case.adapter, case.name, **case.options)
-    same(case.ask(again, case.memory()), case.host, "attached again")
+    if again.adapter(case.name).starts_as_nothing:
+        same(case.ask(again, case.memory()), case.host, "attached again")
 
 
 def check_adapters_stack(case: Case) -> None:
     """Several adapters act together, each on its own memory, and are switched by set_adapter and disable_adapter."""
     model, memory = case.trained(), case.memory()
+    if not model.adapter(case.name).starts_as_nothing:
+        raise SkipTest("a fresh one is seen, so that another is not as it was beside it")
     alone = case.ask(model, memory)
     model.add_adapter("second", case.adapter)
     same(case.ask(model, {case.name: memory, "second": case.memory(1)}), alone, "beside a fresh one")
@@ -141,7 +145,12 @@ def _truncate(folder: str) -> None:
 
 
 def _edit(folder: str) -> None:
-    _rewrite(folder, lambda config: config["adapter"].update(memory_dim=config["adapter"]["memory_dim"] + 1))
+    def enlarge(config: dict) -> None:
+        settings = config["adapter"]
+        sizes = [name for name, value in settings.items() if type(value) is int]
+        settings["memory_dim" if "memory_dim" in settings else sizes[0]] += 1
+
+    _rewrite(folder, enlarge)
 
 
 def _rename(folder: str) -> None:

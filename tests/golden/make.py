@@ -75,6 +75,9 @@ _ADAPTERS: dict[str, Any] = {
         E, tokens=2, layout=DecoupledLayout(slot_dim=5, bias=True, added_to="block")
     ),
     "passages": mmattn.adapters.PassageAdapter(),
+    "joined": mmattn.adapters.JoinedAdapter(E, layers=(0, 3)),
+    "joined-by-head": mmattn.adapters.JoinedAdapter(E, every=2, gate="head", length_norm=3.0),
+    "prefix": mmattn.adapters.PrefixAdapter(num_virtual_tokens=4, num_prefixes=2),
 }
 
 
@@ -102,6 +105,8 @@ def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
         cache = mmattn.hosts.PassageCache(host)
         cache.add(list(given["passages"]), progress=False)
         more["memory"] = cache.select([[0, 1], [1], []])
+    elif memory and "prefixes" in given:
+        more["memory"] = given["prefixes"]
     elif memory:
         # What is composed has no stored memory: a second copy of its host reads along.
         stored = "tokens" in given
@@ -180,6 +185,8 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
     given: dict[str, Tensor] = {}
     if name == "passages":
         given["passages"] = torch.randint(2, VOCAB, (2, SLOTS), generator=random)
+    elif name == "prefix":
+        given["prefixes"] = torch.tensor([1, 0, -1])
     elif not name.startswith("composed"):
         given["tokens"] = torch.randn(ROWS, slots, E, generator=random)
         given["mask"] = torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None]

@@ -29,7 +29,7 @@ def weight_versions(model: Any, names: Sequence[str], width: int) -> dict[str, T
         width: e of the entries.
 
     Raises:
-        ConditionError: no adapter.
+        ConditionError: no adapter, or one whose keys and values the host's own attention reads.
         ShapeError: one that reads entries of another width.
     """
     if not names:
@@ -37,6 +37,11 @@ def weight_versions(model: Any, names: Sequence[str], width: int) -> dict[str, T
             "a bank caches keys and values of the active adapters, and none is active: set_adapter(name) first"
         )
     for name in names:
+        if model.adapter(name).position == "joined":
+            raise ConditionError(
+                f"adapter {name!r} (kind {model.adapter(name).config.kind!r}) joins slots with the host's own keys and "
+                "values, which a bank has no pages of: make it inactive with set_adapter, or give the memory itself"
+            )
         wanted = model.adapter(name).config.memory_dim
         if wanted != width:
             raise ShapeError(

@@ -16,6 +16,7 @@ from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import packed_text
 from mmattn.adapters.passages import PassageLayers
+from mmattn.adapters.prefix import PrefixLayers
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
@@ -38,6 +39,7 @@ from mmattn.hosts.causal_lm.generation import (
     unguard_threads,
 )
 from mmattn.hosts.causal_lm.headless import HeadlessHost
+from mmattn.hosts.causal_lm.joined_probe import probe_joined
 from mmattn.hosts.causal_lm.packing import keep_apart
 from mmattn.hosts.causal_lm.requests import bind_request, pending, requested_call, rows_of
 from mmattn.hosts.causal_lm.step_memories import packed_view
@@ -46,6 +48,7 @@ from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layer_search import find_layers
 from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import text_inputs
+from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.registry import register_host
 from mmattn.memory import Memory
 from mmattn.storage.pretrained import load_model
@@ -120,8 +123,11 @@ class AdaptedCausalLM(AdaptedModel):
             AttachError: the host cannot be called as a language model is, or hands on states of another shape.
             ConditionError: a layer whose output does not matter.
         """
-        if isinstance(adapter, PassageLayers):
+        if isinstance(adapter, (PassageLayers, PrefixLayers)):
             adapter.rotations = probe_before_text(self, adapter.sites)
+            return
+        if adapter.position == "joined":
+            probe_joined(self, adapter.sites)
             return
         self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
 
@@ -166,12 +172,23 @@ class AdaptedCausalLM(AdaptedModel):
         text: TextState | None = step.details
         if text is None:
             return kwargs
+        if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
+            refuse_reentrant(self.host)
         kwargs = place_text(step, text, kwargs)
         # The paged cache of continuous batching keeps requests apart by itself.
         if text.packed is None or kwargs.get("cache") is not None:
             return kwargs
         with self.open_blocks.conditioned(None):
             return keep_apart(self.host, kwargs, text.packed)
+
+    @staticmethod
+    def _trains_joined(step: ForwardStep) -> bool:
+        """Whether keys and values of an adapter with weights are joined in a forward."""
+        return any(
+            position == "joined" and any(True for _ in block.parameters())
+            for (_, position), own in step.actions.items()
+            for _, block, _ in own
+        )
 
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmattn.adapters.joined import JoinedMemory, JoinedRequests, JoinedRequestsView
+from mmattn.adapters.joined_rows import JoinedProjectedMemory, JoinedRowsView, JoinedSteps
 from mmattn.adapters.packed_text import PackedText
 from mmattn.adapters.projected import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import View
@@ -44,14 +45,19 @@ def packed_view(view: View, text: PackedText) -> View:
         view: of the documents as rows.
         text: where they lie.
     """
+    if isinstance(view, JoinedRowsView):
+        return view if view.is_packed else view.pack(text)
     return view if isinstance(view, (RequestsView, JoinedRequestsView)) else PackedView(view, text)
 
 
 def step_memories(
     name: str, sources: Sequence[ProjectedMemory | JoinedMemory | None], join: Join
-) -> StepMemories | JoinedRequests:
+) -> StepMemories | JoinedRequests | JoinedSteps:
     """The memories of the requests of one step for one adapter; the arguments are those of `StepMemories`."""
     projected = [one for one in sources if not isinstance(one, JoinedMemory)]
+    joined = [one for one in sources if isinstance(one, JoinedProjectedMemory)]
+    if joined:
+        return JoinedSteps([one if isinstance(one, JoinedProjectedMemory) else None for one in sources], name)
     if len(projected) == len(sources):
         return StepMemories(name, projected, join)
     return JoinedRequests([one.slots if isinstance(one, JoinedMemory) else None for one in sources], name)

@@ -1,0 +1,57 @@
+"""At which layers of a host an adapter acts: every n-th, or those of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmattn.adapters.protocols import Site
+from mmattn.errors import AttachError, ConfigError, check_int
+
+#: An adapter acts at every n-th layer where nothing else is asked for.
+EVERY = 4
+
+
+def check_layers(every: int | None, layers: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The list of layers, sorted; None where there is none.
+
+    Args:
+        every: as in the settings of an adapter.
+        layers: likewise.
+
+    Raises:
+        ConfigError: both are given, or one is not what it must be.
+    """
+    if every is not None and layers is not None:
+        raise ConfigError(f"give every or layers, not both; got every={every} and layers={layers}")
+    if every is not None:
+        check_int("every", every, at_most=1024)
+    if layers is None:
+        return None
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+        raise ConfigError(f"layers must be a list of host layers counted from 0, got {layers!r}")
+    selected = tuple(check_int("layers", layer, at_least=0, at_most=4095) for layer in layers)
+    if len(set(selected)) != len(selected):
+        raise ConfigError(f"layers must differ from each other, got {list(selected)}")
+    return tuple(sorted(selected))
+
+
+def chosen_sites(offered: Sequence[Site], every: int | None, layers: Sequence[int] | None) -> list[Site]:
+    """The sites that `layers` or `every` names.
+
+    Args:
+        offered: a site for each layer of the host.
+        every: a site at every n-th layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
+        layers: or the list of layers, sorted.
+
+    Raises:
+        AttachError: the host is not that deep.
+    """
+    depth = len(offered)
+    if layers is not None:
+        if layers[-1] >= depth:
+            raise AttachError(f"layers {list(layers)} were asked for and the host has layers 0 to {depth - 1}")
+        return [offered[layer] for layer in layers]
+    every = EVERY if every is None else every
+    if every > depth:
+        raise AttachError(f"every={every} was asked for and the host has only {depth} layers: choose at most {depth}")
+    return list(offered[every - 1 :: every])

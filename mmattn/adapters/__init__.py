@@ -4,6 +4,7 @@ from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.inserted import InsertedAdapter
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 from mmattn.adapters.passages import PassageAdapter
 
@@ -12,6 +13,7 @@ __all__ = [
     "ComposedAdapter",
     "DecoupledAdapter",
     "GatedAdapter",
+    "InsertedAdapter",
     "JointDecoupledAdapter",
     "PassageAdapter",
 ]

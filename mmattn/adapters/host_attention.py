@@ -42,7 +42,7 @@ class HostAttention:
     value: Tensor
     mask: Tensor | None
     options: Mapping[str, Any] = field(default_factory=dict)
-    adapter_scale: float = 1.0
+    adapter_scale: float | Tensor = 1.0
     sees: Tensor | None = None
     before: HostAttention | None = None
 
@@ -53,7 +53,12 @@ class HostAttention:
         return window if isinstance(window, int) else None
 
     def join(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, sees: Tensor | None = None, adapter_scale: float = 1.0
+        self,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sees: Tensor | None = None,
+        adapter_scale: float | Tensor = 1.0,
     ) -> HostAttention:
         """The same with keys and values before those that are there.
 
@@ -98,11 +103,12 @@ class HostAttention:
         found: tuple[Tensor, Any] = self.function(
             self.module, self.query, self.key, self.value, self.mask, **self.options
         )
-        if self.before is None or (self.sees is None and self.adapter_scale == 1.0):
+        scaled = isinstance(self.adapter_scale, Tensor) or self.adapter_scale != 1.0
+        if self.before is None or (self.sees is None and not scaled):
             return found
         own, _ = self.before.result()
         out = found[0]
-        if self.adapter_scale != 1.0:
+        if scaled:
             out = own + self.adapter_scale * (out - own)
         if self.sees is not None:
             out = torch.where(self.sees[..., None, None], out, own)

@@ -53,6 +53,36 @@ class JoinedSlots:
         return JoinedSlots(keys, values, *rows)
 
 
+def check_text(text: TextState, rows: int | None, name: str) -> None:
+    """Refuse a forward before whose text nothing can stand.
+
+    Args:
+        text: what the host is given.
+        rows: of the memory.
+        name: of the adapter that reads it.
+
+    Raises:
+        ShapeError: the rows of the text are not those of the memory.
+        ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
+    """
+    if text.packed is not None:
+        raise ConditionError(
+            f"the memory of adapter {name!r} stands before a text, and packed rows hold several texts: give each "
+            "document a row of its own (pad instead of packing)"
+        )
+    text.check_rows(rows, name)
+    if text.inputs is None:
+        raise ConditionError(
+            f"the memory of adapter {name!r} stands before the text, whose positions it moves, and only a part of the "
+            "host was called: call the object that was given to attach"
+        )
+    if text.arrivals is not None:
+        raise ConditionError(
+            f"arrived= hides slots from tokens by their number, and adapter {name!r} puts all of them before the text: "
+            "leave it out"
+        )
+
+
 class JoinedMemory:
     """Joined slots bound to the adapter that reads them.
 
@@ -78,22 +108,7 @@ class JoinedMemory:
             ShapeError: the rows of the text are not those of the memory.
             ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
         """
-        if text.packed is not None:
-            raise ConditionError(
-                f"the memory of adapter {self.name!r} stands before a text, and packed rows hold several texts: give "
-                "each document a row of its own (pad instead of packing)"
-            )
-        text.check_rows(self.rows, self.name)
-        if text.inputs is None:
-            raise ConditionError(
-                f"the memory of adapter {self.name!r} stands before the text, whose positions it moves, and only a "
-                "part of the host was called: call the object that was given to attach"
-            )
-        if text.arrivals is not None:
-            raise ConditionError(
-                f"arrived= hides slots from tokens by their number, and adapter {self.name!r} joins whole passages: "
-                "leave it out"
-            )
+        check_text(text, self.rows, self.name)
         times = text.rows // max(self.slots.batch, 1)
         if self._repeated[0] != times:
             self._repeated = times, self.slots.repeated(times)
@@ -153,8 +168,20 @@ class JoinedView:
             value.to(where),
             None if mask is None else mask.to(where),
             None if sees is None else sees.to(where),
-            adapter_scale,
+            block(adapter_scale),
         )
+
+
+class NothingBefore:
+    """A forward whose memory has no slot."""
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Where the tokens stand."""
+        return positions
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
+        """The attention as it is."""
+        return x
 
 
 class JoinedRequests:
@@ -227,7 +254,8 @@ class JoinedRequestsView:
             for parts in ([one.keys for one in self.given], [one.values for one in self.given])
         )
         where = x.key.device
-        return x.join(key.to(where), value.to(where), mask[:, None].to(where), self.sees.to(where), adapter_scale)
+        weight = block(adapter_scale)
+        return x.join(key.to(where), value.to(where), mask[:, None].to(where), self.sees.to(where), weight)
 
 
 class Capture:
@@ -261,7 +289,7 @@ class Capture:
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
         """The attention as it is, of which keys and values are noted, with what is joined to it."""
-        self.keys[layer], self.values[layer], self.windows[layer] = x.key.detach(), x.value.detach(), x.window
+        self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
         return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
 
     def as_memory(self, text: TextState) -> Memory:

@@ -70,6 +70,28 @@ def keep_context_of_hooks(host: nn.Module, sites: Mapping[tuple[int, str], nn.Mo
             keep_context(layer)
 
 
+def refuse_reentrant(host: nn.Module, name: str) -> None:
+    """Refuse a host whose reentrant checkpointing would lose the gradients of what it reads before a text.
+
+    Args:
+        host: the model, in training mode.
+        name: of the adapter that has it read.
+
+    Raises:
+        ConditionError: it would.
+    """
+    for module in host.modules():
+        kept = module.__dict__.get(_ATTRIBUTE)
+        if kept is None or not getattr(module, "gradient_checkpointing", False):
+            continue
+        own = kept.checkpoint if isinstance(kept, InContext) else kept
+        if getattr(own, "keywords", {}).get("use_reentrant", True):
+            raise ConditionError(
+                f"the host reads the memory of adapter {name!r} itself, and reentrant gradient checkpointing loses the "
+                'gradients of what it reads: call gradient_checkpointing_enable({"use_reentrant": False})'
+            )
+
+
 def refuse_other_context(layer: nn.Module) -> None:
     """Refuse a layer whose hooks would run a second time where another memory is in force, or lose its gradients.
 

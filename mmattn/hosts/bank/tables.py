@@ -37,6 +37,12 @@ def weight_versions(model: Any, names: Sequence[str], width: int) -> dict[str, T
             "a bank caches keys and values of the active adapters, and none is active: set_adapter(name) first"
         )
     for name in names:
+        reads_together = model.adapter(name).mixes_slots if model.adapter(name).resampler is None else None
+        if reads_together is not None:
+            raise ConditionError(
+                f"a bank caches keys and values entry by entry, and of adapter {name!r} {reads_together}: give it a "
+                "Memory, or make it inactive with set_adapter"
+            )
         wanted = model.adapter(name).config.memory_dim
         if wanted != width:
             raise ShapeError(

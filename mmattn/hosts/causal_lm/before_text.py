@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,15 +94,12 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
     for module in modules.values():
         config: Any = module.config
         check_function(getattr(config, "own", config))
-    ids, positions = _text(host), torch.arange(PASSAGE + TEXT)[None].to(device_of(embeddings_of(host)))
+    ids, positions = short_text(host), torch.arange(PASSAGE + TEXT)[None].to(device_of(embeddings_of(host)))
     most = getattr(text_config(host), "max_position_embeddings", None) or PASSAGE + DISTANCE
     distance = max(min(DISTANCE, most - PASSAGE), 1)
-    modes = [(module, module.training) for module in host.modules()]
     name = type(host).__name__
     try:
-        for module, _ in modes:
-            module.training = False
-        with model.open_blocks.conditioned(None):
+        with model.open_blocks.conditioned(None), in_eval_mode(host):
             wanted = _logits(host, ids, positions)[:, PASSAGE:]
             here, there = Capture(), Capture()
             passage = ids[:, :PASSAGE], positions[:, :PASSAGE]
@@ -119,9 +117,6 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
         raise AttachError(
             f"{name} does not take keys and values before its text: {type(error).__name__}: {error}"
         ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
     distance_found = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
     if not distance_found <= WITHIN[found.element_size()]:
         raise AttachError(
@@ -130,6 +125,19 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
             "GatedAdapter for this host"
         )
     return rotations
+
+
+@contextlib.contextmanager
+def in_eval_mode(host: nn.Module) -> Iterator[None]:
+    """Inside the block every part of a host is in evaluation mode."""
+    modes = [(module, module.training) for module in host.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _check_kind(host: nn.Module) -> None:
@@ -154,7 +162,8 @@ def _check_kind(host: nn.Module) -> None:
             )
 
 
-def _text(host: nn.Module) -> Tensor:
+def short_text(host: nn.Module) -> Tensor:
+    """Random ids (1, l) that the host knows."""
     size = getattr(text_config(host), "vocab_size", None) or 2
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, size - 1), size, (1, PASSAGE + TEXT), generator=generator)
@@ -171,7 +180,7 @@ def _logits(host: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
 def _listeners(modules: Mapping[int, nn.Module], view: Any) -> dict[nn.Module, Any]:
     def listener(layer: int, module: nn.Module) -> Any:
         def apply(x: HostAttention) -> HostAttention:
-            joined: HostAttention = view.apply(x, module, layer, 1.0)
+            joined: HostAttention = view.apply(x, nn.Identity(), layer, 1.0)
             return joined
 
         return apply

@@ -75,7 +75,7 @@ def attribute(
     adapter = model.adapter(name)
     if all(adapter.attention(layer) is None for layer in adapter.layers):
         raise ConditionError(
-            f"adapter {name!r} (kind {adapter.config.kind!r}) has no attention of its own whose weights could be drawn: "
+            f"adapter {name!r} (kind {adapter.config.kind!r}) has no attention of its own that could be drawn: "
             "its slots are attended to among the tokens of the host; compare calls with some of them masked"
         )
     device = adapter.weight.device

@@ -33,6 +33,7 @@ class HostAttention:
         adapter_scale: multiplies what the joined keys and values change.
         sees: (b, l or 1) bool, tokens that see what was joined; None is all.
         before: the same without what was joined; None where nothing was.
+        beside: the same with what others joined, to whose result the change by this one is added; None where none did.
     """
 
     function: Callable[..., Any]
@@ -45,6 +46,7 @@ class HostAttention:
     adapter_scale: float | Tensor = 1.0
     sees: Tensor | None = None
     before: HostAttention | None = None
+    beside: HostAttention | None = None
 
     @property
     def window(self) -> int | None:
@@ -60,7 +62,7 @@ class HostAttention:
         sees: Tensor | None = None,
         adapter_scale: float | Tensor = 1.0,
     ) -> HostAttention:
-        """The same with keys and values before those that are there.
+        """The same with keys and values before its own; what others have joined changes its result besides.
 
         Args:
             key: (b, g, m, k).
@@ -72,6 +74,8 @@ class HostAttention:
         Raises:
             ConditionError: an attention whose mask cannot be widened, or whose cache is not read before it.
         """
+        if self.before is not None:
+            return replace(self.before.join(key, value, mask, sees, adapter_scale), beside=self)
         if self.options.get("cache") is not None:
             raise ConditionError(
                 "keys and values of a memory are joined with those of a paged cache where the host's attention is "
@@ -94,8 +98,8 @@ class HostAttention:
             value=torch.cat([value.to(self.value.dtype), self._own_seen(self.value)], 2),
             mask=joined,
             adapter_scale=adapter_scale,
-            sees=sees if self.sees is None or sees is None else sees | self.sees,
-            before=self if self.before is None else self.before,
+            sees=sees,
+            before=self,
         )
 
     def result(self) -> tuple[Tensor, Any]:
@@ -104,7 +108,7 @@ class HostAttention:
             self.module, self.query, self.key, self.value, self.mask, **self.options
         )
         scaled = isinstance(self.adapter_scale, Tensor) or self.adapter_scale != 1.0
-        if self.before is None or (self.sees is None and not scaled):
+        if self.before is None or (self.sees is None and not scaled and self.beside is None):
             return found
         own, _ = self.before.result()
         out = found[0]
@@ -112,6 +116,8 @@ class HostAttention:
             out = own + self.adapter_scale * (out - own)
         if self.sees is not None:
             out = torch.where(self.sees[..., None, None], out, own)
+        if self.beside is not None:
+            out = self.beside.result()[0] + (out - own)
         return out, *found[1:]
 
     @property

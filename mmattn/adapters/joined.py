@@ -142,6 +142,7 @@ class JoinedView:
         if visible is not None:
             self.mask = (slots.mask[:, None] & visible)[:, None]
         self.positions: Tensor | None = None
+        self.moves_text = bool(slots.offsets.any())
 
     def place(self, positions: Tensor) -> Tensor:
         """Where the tokens of this forward stand, behind the slots.
@@ -174,6 +175,8 @@ class JoinedView:
 
 class NothingBefore:
     """A forward whose memory has no slot."""
+
+    moves_text = False
 
     def place(self, positions: Tensor) -> Tensor:
         """Where the tokens stand."""
@@ -232,6 +235,7 @@ class JoinedRequestsView:
         self.places = torch.cat([one.positions[0] for one in self.given]).to(numbers.device)
         offsets = torch.tensor([0 if one is None else int(one.offsets) for one in slots], device=numbers.device)
         self.offsets = offsets[numbers.clamp(min=0)].masked_fill(numbers < 0, 0)
+        self.moves_text = bool(offsets.any())
         self.sees = torch.isin(numbers, self.owner)
         self.positions = numbers
 
@@ -271,6 +275,7 @@ class Capture:
     """
 
     follows_text = True
+    moves_text = True
 
     def __init__(self, joined: JoinedMemory | None = None) -> None:
         self.rows: int | None = None

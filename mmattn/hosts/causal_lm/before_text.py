@@ -55,12 +55,15 @@ def place_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> di
     Raises:
         ConditionError: several adapters put something before the text, or it is not known where the text continues.
     """
-    views = {id(view): view for own in step.actions.values() for view, *_ in own if hasattr(view, "place")}
+    known = {id(view): view for own in step.actions.values() for view, *_ in own if hasattr(view, "place")}
+    # First what moves the text, then what only looks where it stands.
+    views: list[Any] = sorted(known.values(), key=lambda view: not view.moves_text)
     if not views:
         return kwargs
-    if len(views) > 1:
+    moving = [view for view in views if view.moves_text]
+    if len(moving) > 1:
         raise ConditionError(
-            f"{len(views)} adapters put their memories before one text, and each takes its first positions: give one "
+            f"{len(moving)} adapters put their memories before one text, and each takes its first positions: give one "
             "of them a memory, or select all passages together"
         )
     positions = kwargs.get("position_ids")
@@ -68,8 +71,9 @@ def place_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> di
         if text.past is None or text.inputs is None:
             raise ConditionError("the host does not say how much text is in its cache: give position_ids=(b, l)")
         positions = torch.arange(text.past, text.past + text.length, device=text.inputs.device)[None]
-    (view,) = views.values()
-    return kwargs | {"position_ids": view.place(positions)}
+    for view in views:
+        positions = view.place(positions)
+    return kwargs | {"position_ids": positions}
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -39,7 +40,9 @@ class HostEmbeddingReader:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostEmbeddingReader:
         # In a copy of the model it reads with the copy's host; a copy of an adapter alone stays with its host.
-        return HostEmbeddingReader(memo.get(id(self.model), self.model), self.turns_keys)
+        twin = copy.copy(self)
+        twin.model = memo.get(id(self.model), self.model)
+        return twin
 
     @property
     def is_training(self) -> bool:
@@ -88,7 +91,7 @@ class HostEmbeddingReader:
         device, like = device_of(embeddings_of(host)), self._embed(torch.zeros(1, 1, dtype=torch.long))
         # A row without a slot has one that nobody looks at, so that its numbers are finite.
         seen = (real | (torch.arange(real.shape[1], device=real.device) == 0)).long()
-        with self.model.open_blocks.conditioned(Call({name: captured})):
+        with self.model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
             host(
                 inputs_embeds=embeddings.to(device, like.dtype),
                 attention_mask=seen.to(device),

@@ -74,6 +74,8 @@ _ADAPTERS: dict[str, Any] = {
     "decoupled-after-blocks": mmattn.DecoupledAdapter(
         E, tokens=2, layout=DecoupledLayout(slot_dim=5, bias=True, added_to="block")
     ),
+    "inserted": mmattn.adapters.InsertedAdapter(E),
+    "inserted-without-gates": mmattn.adapters.InsertedAdapter(E, projection="linear", gate=False, resampler=_LATENTS),
 }
 
 

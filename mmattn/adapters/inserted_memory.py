@@ -24,7 +24,7 @@ class EmbeddingReader(Protocol):
 
     @property
     def is_training(self) -> bool:
-        """Whether the host is in training mode, in which it reads nothing twice alike."""
+        """Whether a part of the host is in training mode, in which it reads nothing twice alike."""
 
     def embedding_size(self) -> float:
         """Root of the mean square of the embeddings of the host's tokens."""

@@ -102,6 +102,19 @@ def test_text_goes_on_in_a_cache_of_the_caller(gate: bool) -> None:
         assert distance(second.logits, wanted[:, 5:]) <= CLOSE
 
 
+def test_a_memory_edited_inside_a_text_is_read_anew() -> None:
+    """A text that goes on in a cache sees its memory as it is now, not as it was at the beginning."""
+    model, ids, memory = attach(tiny.make("llama")), tiny.text(1, 13), tiny.memory(1)
+    with torch.no_grad(), model.condition(memory):
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        caches = [copy.deepcopy(cache) for _ in range(2)]
+        before = model(ids[:, 5:], past_key_values=cache).logits
+        memory.tokens.add_(torch.randn(memory.tokens.shape, generator=torch.Generator().manual_seed(0)))
+        found = model(ids[:, 5:], past_key_values=caches[0]).logits
+        wanted = model(ids[:, 5:], memory=memory.tokens.clone(), past_key_values=caches[1]).logits
+    assert torch.equal(found, wanted) and distance(found, before) > 100 * CLOSE
+
+
 def test_the_host_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One memory is read once for many calls and steps of `generate`, and again after an edit of what it depends on."""
     model, ids = attach(tiny.make("llama")), tiny.text(1, 7)
@@ -142,7 +155,7 @@ def test_another_lora_reads_anew() -> None:
     from peft import LoraConfig, get_peft_model
 
     host = get_peft_model(tiny.make("llama"), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
-    model, ids = attach(host), tiny.text(1, 7)
+    model, ids = attach(host.eval()), tiny.text(1, 7)
     prepared = model.prepare(tiny.memory(1))
     with_lora = answer(model, ids, memory=prepared)
     with host.disable_adapter():

@@ -72,7 +72,7 @@ def test_beside_a_lora(recompute: bool) -> None:
         for name, parameter in host.named_parameters():
             if "lora" in name:
                 parameter.normal_(0.0, 0.1)
-    model = attach(host, gate=False)
+    model = attach(host.eval(), gate=False)
     ids, memory = tiny.text(2, 9), tiny.memory(2)
     wanted = {name: one.clone() for name, one in plain_gradients(model, ids, memory).items()}
     assert sum("lora" in name for name in wanted) == 4 * tiny.LAYERS
@@ -100,6 +100,11 @@ def test_dropout_acts_on_what_is_read() -> None:
         given = torch.ones(1, 3, 32), torch.ones(1, 3).bool(), torch.arange(3)[None]
         first, second = (reader.read("default", *given)[1][2] for _ in range(2))
         model.eval()
+        prepared = model.prepare(memory)
+        model.train()(ids, memory=prepared)
+        assert not prepared.nbytes(), "what is read with dropout is read once"
+        model.eval()(ids, memory=prepared)
+        assert prepared.nbytes()
     assert not torch.equal(first, second)
     assert torch.equal(*calm) and torch.equal(model(ids, memory=memory).logits.detach(), calm[0])
 

@@ -46,8 +46,8 @@ class HostEmbeddingReader:
 
     @property
     def is_training(self) -> bool:
-        """Whether the host is in training mode."""
-        return bool(self.model.host.training)
+        """Whether a part of the host is in training mode."""
+        return any(module.training for module in self.model.host.modules())
 
     @torch.no_grad()
     def embedding_size(self) -> float:

@@ -91,6 +91,15 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
     "gated, modernbert": lambda: Case(
         mmattn.GatedAdapter(**SMALL), family("modernbert", AutoModelForSequenceClassification)
     ),
+    "inserted, llama": lambda: Case(mmattn.adapters.InsertedAdapter(tiny.MEMORY_DIM), language("llama")),
+    "inserted with a resampler, gpt2": lambda: Case(
+        mmattn.adapters.InsertedAdapter(
+            tiny.MEMORY_DIM,
+            projection="linear",
+            resampler=mmattn.Resampler(num_latents=3, depth=1, num_heads=1, head_dim=4),
+        ),
+        language("gpt2"),
+    ),
     "decoupled, unet": lambda: Case(mmattn.DecoupledAdapter(tiny.MEMORY_DIM), unet("stable")),
     "decoupled with a projection, sdxl": lambda: Case(
         mmattn.DecoupledAdapter(tiny.MEMORY_DIM, tokens=2, blocks=("up",)), unet("sdxl")
@@ -137,6 +146,8 @@ def case_of(name: str) -> Case:
 # An augmenting model is no memory of slots, and belongs to one call.
 PREFIXES = ("prefix, llama", "prefix, gpt2")
 NO_SLOTS = ("composed, llama", "composed, gptj", *PREFIXES)
+# Their slots are attended to among the tokens of the host, in their order.
+INSERTED = ("inserted, llama", "inserted with a resampler, gpt2")
 NO_TEXT = ("gated, t5", "gated, bart, in the encoder", "gated, modernbert")
 JOINED = ("joined, llama", "joined with a length norm, gemma2")
 DENOISED = (
@@ -160,11 +171,12 @@ DOES_NOT_APPLY = {
     "check_rows_that_see_nothing": NO_SLOTS,
     "check_rows_that_see_nothing_in_training": NO_SLOTS,
     "check_masked_slots_are_nothing": NO_SLOTS,
-    "check_order_of_slots": NO_SLOTS,
+    "check_order_of_slots": (*NO_SLOTS, *INSERTED),
     # A resampler and a null slot count slots.
     "check_slots_twice": (
         *NO_SLOTS,
         "joined, llama",
+        *INSERTED,
         "gated with scores and a null slot before bloom",
         "gated with a resampler, gemma2",
         "joint decoupled, sd3",
@@ -188,11 +200,12 @@ DOES_NOT_APPLY = {
         "gated with a resampler, gemma2",
         "chunked, llama",
         "chunked, bloom",
+        *INSERTED,
         *DENOISED,
         *JOINED,
     ),
-    # It hands its memory to no attention that others could listen to.
-    "check_record": ("joint decoupled, sd3", *JOINED, *PREFIXES),
+    # They hand their memory to no attention that others could listen to.
+    "check_record": ("joint decoupled, sd3", *JOINED, *INSERTED),
     # Decoupled adapters name no layers.
     "check_layers_that_are_not_there": ("unet", "k unet", "wan", "flux"),
 }

@@ -4,6 +4,7 @@ from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.inserted import InsertedAdapter
 from mmattn.adapters.joined_adapter import JoinedAdapter
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 from mmattn.adapters.passages import PassageAdapter
@@ -15,6 +16,7 @@ __all__ = [
     "DecoupledAdapter",
     "GatedAdapter",
     "JoinedAdapter",
+    "InsertedAdapter",
     "JointDecoupledAdapter",
     "PassageAdapter",
     "PrefixAdapter",

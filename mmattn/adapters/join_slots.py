@@ -6,13 +6,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.core.attention import attend
 from mmattn.errors import ConditionError
 
 
 class JoinSlots(nn.Module):
-    """Joins keys and values of slots to the attention of one layer; it has no weights."""
+    """Joins keys and values of slots to the attention of one layer.
+
+    Args:
+        gated: what they change is weighed by tanh of a number that starts at 0; else it has no weights.
+    """
+
+    def __init__(self, gated: bool = False) -> None:
+        super().__init__()
+        self.gate = Gate() if gated else None
 
     def forward(
         self,
@@ -38,7 +47,7 @@ class JoinSlots(nn.Module):
         Raises:
             ConditionError: weights are wanted of an attention that does more than a softmax of scaled scores.
         """
-        joined = x.join(key, value, mask, sees, adapter_scale)
+        joined = x.join(key, value, mask, sees, adapter_scale, None if self.gate is None else self.gate())
         if not return_weights:
             return joined
         return joined, _weights(joined)[..., : key.shape[2]]

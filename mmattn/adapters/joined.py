@@ -53,6 +53,36 @@ class JoinedSlots:
         return JoinedSlots(keys, values, *rows)
 
 
+def check_text(text: TextState, rows: int | None, name: str) -> None:
+    """Refuse a forward before whose text nothing can stand.
+
+    Args:
+        text: what the host is given.
+        rows: of the memory.
+        name: of the adapter that reads it.
+
+    Raises:
+        ShapeError: the rows of the text are not those of the memory.
+        ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
+    """
+    if text.packed is not None:
+        raise ConditionError(
+            f"the memory of adapter {name!r} stands before a text, and packed rows hold several texts: give each "
+            "document a row of its own (pad instead of packing)"
+        )
+    text.check_rows(rows, name)
+    if text.inputs is None:
+        raise ConditionError(
+            f"the memory of adapter {name!r} stands before the text, whose positions it moves, and only a part of the "
+            "host was called: call the object that was given to attach"
+        )
+    if text.arrivals is not None:
+        raise ConditionError(
+            f"arrived= hides slots from tokens by their number, and adapter {name!r} puts all of them before the text: "
+            "leave it out"
+        )
+
+
 class JoinedMemory:
     """Joined slots bound to the adapter that reads them.
 
@@ -83,22 +113,7 @@ class JoinedMemory:
             ShapeError: the rows of the text are not those of the memory.
             ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
         """
-        if text.packed is not None:
-            raise ConditionError(
-                f"the memory of adapter {self.name!r} stands before a text, and packed rows hold several texts: give "
-                "each document a row of its own (pad instead of packing)"
-            )
-        text.check_rows(self.rows, self.name)
-        if text.inputs is None:
-            raise ConditionError(
-                f"the memory of adapter {self.name!r} stands before the text, whose positions it moves, and only a "
-                "part of the host was called: call the object that was given to attach"
-            )
-        if text.arrivals is not None:
-            raise ConditionError(
-                f"arrived= hides slots from tokens by their number, and adapter {self.name!r} joins whole passages: "
-                "leave it out"
-            )
+        check_text(text, self.rows, self.name)
         slots, times = self.slots, text.rows // max(self.rows or 1, 1)
         if times == 1:
             return JoinedView(slots, self.visible)
@@ -134,6 +149,7 @@ class JoinedView:
         if visible is not None:
             self.mask = (slots.mask[:, None] & visible)[:, None]
         self.positions: Tensor | None = None
+        self.moves_text = bool(slots.offsets.any())
 
     def place(self, positions: Tensor) -> Tensor:
         """Where the tokens of this forward stand, behind the slots.
@@ -164,6 +180,20 @@ class JoinedView:
             adapter_scale,
         )
         return joined
+
+
+class NothingBefore:
+    """A forward whose memory has no slot."""
+
+    moves_text = False
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Where the tokens stand."""
+        return positions
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
+        """The attention as it is."""
+        return x
 
 
 class JoinedRequests:
@@ -214,6 +244,7 @@ class JoinedRequestsView:
         self.places = torch.cat([one.positions[0] for one in self.given]).to(numbers.device)
         offsets = torch.tensor([0 if one is None else int(one.offsets) for one in slots], device=numbers.device)
         self.offsets = offsets[numbers.clamp(min=0)].masked_fill(numbers < 0, 0)
+        self.moves_text = bool(offsets.any())
         self.sees = torch.isin(numbers, self.owner)
         self.positions = numbers
 
@@ -255,6 +286,7 @@ class Capture:
     """
 
     follows_text = True
+    moves_text = True
 
     def __init__(self, joined: JoinedMemory | None = None) -> None:
         self.rows: int | None = None
@@ -273,7 +305,7 @@ class Capture:
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
         """The attention as it is, of which keys and values are noted, with what is joined to it."""
-        self.keys[layer], self.values[layer], self.windows[layer] = x.key.detach(), x.value.detach(), x.window
+        self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
         return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
 
     def as_memory(self, text: TextState) -> Memory:

@@ -29,6 +29,7 @@ class Call:
         generation: what `generate` last prepared for the host.
         early_exit: inside a `generate` whose drafts leave out the last layers.
         encoded: an encoder has run with these memories.
+        reads_memory: it is no call of the caller's: a memory is read by the host itself.
     """
 
     sources: Mapping[str, MemorySource]
@@ -40,6 +41,7 @@ class Call:
     generation: GenerationInput | None = None
     early_exit: bool = False
     encoded: bool = False
+    reads_memory: bool = False
 
     def prepare_graphs(self) -> None:
         """Compute what a compiled host is to be given, outside of its graph."""
@@ -102,3 +104,9 @@ class ForwardStep:
 
 
 FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=None)
+
+
+def is_reading_memory() -> bool:
+    """Whether the forward under way is one in which a host reads a memory, not one of a text."""
+    step = FORWARD.get()
+    return step is not None and step.call is not None and step.call.reads_memory

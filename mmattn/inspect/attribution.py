@@ -73,6 +73,11 @@ def attribute(
     if not model.predicts_tokens:
         raise ConditionError(f"attribute explains tokens of a language model, got {type(model).__name__}: use record()")
     adapter = model.adapter(name)
+    if all(adapter.attention(layer) is None for layer in adapter.layers):
+        raise ConditionError(
+            f"adapter {name!r} (kind {adapter.config.kind!r}) has no attention of its own that could be drawn: "
+            "its slots are attended to among the tokens of the host; compare calls with some of them masked"
+        )
     device = adapter.weight.device
     row = torch.as_tensor(ids, device=device).reshape(1, -1) if not isinstance(ids, Tensor) else ids.to(device)
     row = row[None] if row.dim() == 1 else row

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.calls import is_reading_memory
 from mmattn.inspect.attention_figures import AttentionFigures, figures_by_layer
 from mmattn.inspect.memory_variants import padded, shuffled
 from mmattn.memory import Memory
@@ -189,10 +190,14 @@ def _tapped(
     """Inside the block, the input and the output of a layer are stored, and its input is replaced by what is given."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_reading_memory():
+            return None
         inputs[index] = _states(args, kwargs) if given is None else given[index]
         return _with_states(inputs[index], args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if is_reading_memory():
+            return
         outputs[index] = output if isinstance(output, Tensor) else output[part]
 
     # Prepended: an adapter that acts before its layer must see what is given here.

@@ -78,6 +78,8 @@ _ADAPTERS: dict[str, Any] = {
     "joined": mmattn.adapters.JoinedAdapter(E, layers=(0, 3)),
     "joined-by-head": mmattn.adapters.JoinedAdapter(E, every=2, gate="head", length_norm=3.0),
     "prefix": mmattn.adapters.PrefixAdapter(num_virtual_tokens=4, num_prefixes=2),
+    "inserted": mmattn.adapters.InsertedAdapter(E),
+    "inserted-without-gates": mmattn.adapters.InsertedAdapter(E, projection="linear", gate=False, resampler=_LATENTS),
 }
 
 

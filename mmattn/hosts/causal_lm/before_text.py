@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,12 +56,15 @@ def place_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> di
     Raises:
         ConditionError: several adapters put something before the text, or it is not known where the text continues.
     """
-    views = {id(view): view for own in step.actions.values() for view, *_ in own if hasattr(view, "place")}
+    known = {id(view): view for own in step.actions.values() for view, *_ in own if hasattr(view, "place")}
+    # First what moves the text, then what only looks where it stands.
+    views: list[Any] = sorted(known.values(), key=lambda view: not view.moves_text)
     if not views:
         return kwargs
-    if len(views) > 1:
+    moving = [view for view in views if view.moves_text]
+    if len(moving) > 1:
         raise ConditionError(
-            f"{len(views)} adapters put their memories before one text, and each takes its first positions: give one "
+            f"{len(moving)} adapters put their memories before one text, and each takes its first positions: give one "
             "of them a memory, or select all passages together"
         )
     positions = kwargs.get("position_ids")
@@ -68,8 +72,9 @@ def place_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> di
         if text.past is None or text.inputs is None:
             raise ConditionError("the host does not say how much text is in its cache: give position_ids=(b, l)")
         positions = torch.arange(text.past, text.past + text.length, device=text.inputs.device)[None]
-    (view,) = views.values()
-    return kwargs | {"position_ids": view.place(positions)}
+    for view in views:
+        positions = view.place(positions)
+    return kwargs | {"position_ids": positions}
 
 
 @torch.no_grad()
@@ -94,15 +99,12 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
     for module in modules.values():
         config: Any = module.config
         check_function(getattr(config, "own", config))
-    ids, positions = _text(host), torch.arange(PASSAGE + TEXT)[None].to(device_of(embeddings_of(host)))
+    ids, positions = short_text(host), torch.arange(PASSAGE + TEXT)[None].to(device_of(embeddings_of(host)))
     most = getattr(text_config(host), "max_position_embeddings", None) or PASSAGE + DISTANCE
     distance = max(min(DISTANCE, most - PASSAGE), 1)
-    modes = [(module, module.training) for module in host.modules()]
     name = type(host).__name__
     try:
-        for module, _ in modes:
-            module.training = False
-        with model.open_blocks.conditioned(None):
+        with model.open_blocks.conditioned(None), in_eval_mode(host):
             wanted = _logits(host, ids, positions)[:, PASSAGE:]
             here, there = Capture(), Capture()
             passage = ids[:, :PASSAGE], positions[:, :PASSAGE]
@@ -120,9 +122,6 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
         raise AttachError(
             f"{name} does not take keys and values before its text: {type(error).__name__}: {error}"
         ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
     distance_found = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
     if not distance_found <= WITHIN[found.element_size()]:
         raise AttachError(
@@ -131,6 +130,19 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
             "GatedAdapter for this host"
         )
     return rotations
+
+
+@contextlib.contextmanager
+def in_eval_mode(host: nn.Module) -> Iterator[None]:
+    """Inside the block every part of a host is in evaluation mode."""
+    modes = [(module, module.training) for module in host.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _check_kind(host: nn.Module) -> None:
@@ -155,7 +167,8 @@ def _check_kind(host: nn.Module) -> None:
             )
 
 
-def _text(host: nn.Module) -> Tensor:
+def short_text(host: nn.Module) -> Tensor:
+    """Random ids (1, l) that the host knows."""
     size = getattr(text_config(host), "vocab_size", None) or 2
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, size - 1), size, (1, PASSAGE + TEXT), generator=generator)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.adapters.inserted import InsertedLayers
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import packed_text
 from mmattn.adapters.passages import PassageLayers
@@ -25,6 +26,7 @@ from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
 from mmattn.hosts.causal_lm.before_text import joined_sites, place_text, probe_before_text
+from mmattn.hosts.causal_lm.embedding_reader import embedding_reader
 from mmattn.hosts.causal_lm.generation import (
     asked,
     expansions_of,
@@ -41,7 +43,7 @@ from mmattn.hosts.causal_lm.generation import (
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.joined_probe import probe_joined
 from mmattn.hosts.causal_lm.packing import keep_apart
-from mmattn.hosts.causal_lm.requests import bind_request, pending, requested_call, rows_of
+from mmattn.hosts.causal_lm.requests import pending, read_before, requested_call, rows_of
 from mmattn.hosts.causal_lm.step_memories import packed_view
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.keywords import check_keywords
@@ -125,6 +127,9 @@ class AdaptedCausalLM(AdaptedModel):
         """
         if isinstance(adapter, (PassageLayers, PrefixLayers)):
             adapter.rotations = probe_before_text(self, adapter.sites)
+            return
+        if isinstance(adapter, InsertedLayers):
+            adapter.reader = embedding_reader(self, adapter.sites)
             return
         if adapter.position == "joined":
             probe_joined(self, adapter.sites)
@@ -397,13 +402,8 @@ class AdaptedCausalLM(AdaptedModel):
             ShapeError: another number of memories than of prompts, or one that does not fit the adapters.
             ConditionError: adapters for which a token sees a part of its memory only, or a compiled forward.
         """
-        memories = rows_of(memory, len(inputs))
         # transformers logs what is raised while it queues, and answers without it: so all is checked before.
-        for one in {id(one): one for one in memories}.values():
-            if one is None:
-                self.check_not_required()
-            else:
-                bind_request(self, one)
+        memories = read_before(self, rows_of(memory, len(inputs)))
         with pending(memories):
             host: Any = self.host
             return host.generate_batch(inputs, **kwargs)

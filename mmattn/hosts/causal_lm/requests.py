@@ -13,8 +13,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mmattn.adapters.inserted import InsertedLayers
+from mmattn.adapters.inserted_memory import InsertedMemory
 from mmattn.adapters.joined import JoinedMemory
 from mmattn.adapters.parts import PartedMemory
 from mmattn.adapters.projected import ProjectedMemory
@@ -253,8 +256,16 @@ def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory | Join
         ShapeError: a memory of several rows, or one that does not fit the adapters.
         ConditionError: adapters for which a token sees a part of its memory only.
     """
-    sources: Mapping[str, Any] = model.bind(memory)
-    for name, source in sources.items():
+    sources: dict[str, Any] = dict(model.bind(memory))
+    for name, source in list(sources.items()):
+        if isinstance(source, InsertedMemory) and source.rows == 1:
+            # Read here: in a step of transformers' manager the host's attention is another.
+            with torch.no_grad():
+                read = source.joined()
+            if read is None:
+                del sources[name]
+                continue
+            sources[name] = source = read
         if isinstance(source, PartedMemory):
             raise ConditionError(
                 "a request of continuous batching has a memory of one part: join them, Memory.cat([shared, own])"
@@ -270,6 +281,29 @@ def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory | Join
                 f"a request has one row of memory, and {source.rows} were given: add a request for each row"
             )
     return sources
+
+
+def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
+    """Memories of requests, all of them checked, and prepared where the host reads them itself.
+
+    Args:
+        model: the adapted model.
+        memories: of each request; None is none.
+
+    Raises:
+        ShapeError: a memory of several rows, or one that does not fit the adapters.
+        ConditionError: adapters for which a token sees a part of its memory only.
+    """
+    found: dict[int, Any] = {}
+    for one in {id(one): one for one in memories}.values():
+        if one is None:
+            model.check_not_required()
+            continue
+        prepared = model.prepare_by_name(one)
+        bind_request(model, prepared)
+        host_reads = any(isinstance(model.adapter(name), InsertedLayers) for name in prepared)
+        found[id(one)] = prepared if host_reads else one
+    return [found.get(id(one)) for one in memories]
 
 
 def _base(request_id: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from types import FrameType
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +17,15 @@ def has_peft(host: nn.Module) -> bool:
         # Prompts leave no mark on the host: only the model around it knows of them.
         isinstance(one, dict) and one.get("base_model") is host and "prompt_encoder" in one
         for one in gc.get_referrers(host)
+    )
+
+
+def active_lora(host: nn.Module) -> tuple[Any, ...]:
+    """Which LoRA adapters of peft change what a host computes."""
+    return tuple(
+        (name, tuple(getattr(part, "active_adapters", ())), bool(getattr(part, "disable_adapters", False)))
+        for name, part in host.named_modules()
+        if hasattr(part, "active_adapters") and hasattr(part, "base_layer")
     )
 
 

@@ -13,6 +13,7 @@ from mmattn.adapters.language_models import text_config
 from mmattn.adapters.passages import PassageLayers
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
+from mmattn.hosts.interop.peft import active_lora
 from mmattn.hosts.passages.entries import Entry, read_entries, write_entries
 from mmattn.hosts.passages.reading import read
 from mmattn.hosts.passages.selection import PassageSelection
@@ -183,7 +184,7 @@ class PassageCache:
         """
         if self._version is None:
             return
-        if not self._version.holds(self.model.host.parameters()) or self._active != _active(self.model.host):
+        if not self._version.holds(self.model.host.parameters()) or self._active != active_lora(self.model.host):
             raise ConditionError(
                 f"the weights of {type(self.model.host).__name__} were changed since it read these {len(self)} "
                 "passages, or other LoRA adapters are active: make a new PassageCache(model) and add them again"
@@ -203,7 +204,7 @@ class PassageCache:
 
     def _remember(self) -> None:
         self._version = TensorVersion(self.model.host.parameters())
-        self._active = _active(self.model.host)
+        self._active = active_lora(self.model.host)
 
     def _fingerprint(self) -> str:
         return fingerprint(self.model.host.state_dict())
@@ -248,12 +249,3 @@ def passage_adapter(model: Any, name: str | None = None) -> str:
             f"{len(names)}: model = mmattn.attach(host, mmattn.adapters.PassageAdapter())"
         )
     return names[0]
-
-
-def _active(host: Any) -> Any:
-    """Which LoRA adapters of peft change what the host computes."""
-    return [
-        (name, tuple(getattr(part, "active_adapters", ())), bool(getattr(part, "disable_adapters", False)))
-        for name, part in host.named_modules()
-        if hasattr(part, "active_adapters") and hasattr(part, "base_layer")
-    ]

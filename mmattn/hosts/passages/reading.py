@@ -58,7 +58,11 @@ def capture(
     try:
         for module, _ in modes:
             module.training = False
-        with torch.inference_mode(False), torch.no_grad(), model.open_blocks.conditioned(Call({name: captured})):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)),
+        ):
             host(
                 input_ids=ids.to(device),
                 attention_mask=real.long().to(device),

@@ -1,0 +1,103 @@
+"""What inserted tokens must amount to: one call of the host alone with embeddings before those of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mmattn
+from mmattn.adapters import InsertedAdapter
+from tests import tiny
+
+#: Families whose positions turn keys, families with learned ones, and those whose attention is not reached.
+ROTARY = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox",
+    "stablelm", "starcoder2", "olmo2", "granite", "cohere", "glm", "smollm3",
+)  # fmt: skip
+LEARNED = ("gpt2", "opt")
+REFUSED = ("gptj", "gpt_neo", "bloom", "falcon", "mpt", "mamba")
+CLOSE = 1e-5
+#: Real slots of each row.
+LENGTHS = [5, 2, 0, 3]
+
+
+def attach(host: Any, opened: bool = True, name: str = "default", **settings: Any) -> Any:
+    """A host with an adapter that inserts tokens; its gates, where it has any, wide open: tanh(20) is 1."""
+    model = mmattn.attach(host, InsertedAdapter(tiny.MEMORY_DIM, **settings), name)
+    if opened:
+        with torch.no_grad():
+            for key, parameter in model.adapter(name).named_parameters():
+                if "gate" in key:
+                    parameter.fill_(20.0)
+    return model
+
+
+def answer(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The logits of a call without gradients."""
+    with torch.no_grad():
+        logits: Tensor = model(*args, **kwargs).logits
+    return logits
+
+
+def slots(model: Any, memory: mmattn.Memory, row: int = 0, name: str = "default") -> Tensor:
+    """The real slots of a row as embeddings (1, m, d)."""
+    with torch.no_grad():
+        found = model.adapter(name).read(memory)
+    kept: Tensor = found.tokens[row : row + 1, found.real_slots()[row]]
+    return kept
+
+
+def embedded(host: Any, before: Tensor, ids: Tensor) -> Tensor:
+    """The embeddings of a text with others in front."""
+    return torch.cat([before, host.get_input_embeddings()(ids)], 1)
+
+
+def inserted(host: Any, before: Tensor, ids: Tensor) -> Tensor:
+    """The answer of a host without adapters to a text after embeddings (1, m, d)."""
+    with torch.no_grad():
+        logits: Tensor = host(inputs_embeds=embedded(host, before, ids), use_cache=False).logits
+    return logits[:, before.shape[1] :]
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Relative distance; everything must be finite."""
+    assert found.shape == wanted.shape
+    assert torch.isfinite(found).all() and torch.isfinite(wanted).all()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def weighed(host: Any, before: Tensor, ids: Tensor, gates: Sequence[float], learned: bool = False) -> Tensor:
+    """The answer to a text after embeddings of which each layer hears a part, in one call of the host.
+
+    Args:
+        host: without adapters, whose layers attend to all that came before.
+        before: (1, m, d).
+        ids: (1, l).
+        gates: how much of what they change each layer adds.
+        learned: positions are learned, so that tokens stand beside the text's first ones.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    m, l = before.shape[1], ids.shape[1]
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    least = torch.finfo(torch.float32).min
+    whole = torch.zeros(1, 1, m + l, m + l).masked_fill(~torch.ones(m + l, m + l).tril().bool(), least)
+    alone = whole.clone()
+    alone[..., m:, :m] = least
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        joined = own(module, q, k, v, whole, **options)[0]
+        text = own(module, q, k, v, alone, **options)[0]
+        gate = torch.where(torch.arange(m + l) < m, 1.0, gates[module.layer_idx])[None, :, None, None]
+        return text + gate * (joined - text), None
+
+    ALL_ATTENTION_FUNCTIONS.register("weighed", attention)
+    host.config._attn_implementation = "weighed"
+    positions = torch.cat([torch.arange(m) if learned else torch.arange(-m, 0), torch.arange(l)])[None]
+    with torch.no_grad():
+        given = {"inputs_embeds": embedded(host, before, ids), "position_ids": positions, "attention_mask": whole}
+        logits: Tensor = host(**given, use_cache=False).logits
+    return logits[:, m:]

@@ -128,6 +128,12 @@ def test_beside_others() -> None:
     for order in (["fresh", "read", "joined"], ["joined", "fresh", "read"]):
         model.set_adapter(order)
         assert distance(answer(model, ids, memory=given | {"fresh": tiny.memory(2, seed=5)}), both) <= 1e-6
+    tiny.open_gates(model)
+    found = []
+    for order in (["fresh", "joined"], ["joined", "fresh"]):
+        model.set_adapter(order)
+        found.append(answer(model, ids, memory={"joined": memory, "fresh": tiny.memory(2, seed=5)}))
+    assert distance(*found) <= CLOSE
 
 
 def test_what_is_refused(tmp_path: Any) -> None:

@@ -130,9 +130,9 @@ def test_beside_others() -> None:
         assert distance(answer(model, ids, memory=given | {"fresh": tiny.memory(2, seed=5)}), both) <= 1e-6
     tiny.open_gates(model)
     found = []
+    given = {"joined": memory, "fresh": tiny.memory(2, seed=5)}
     for order in (["fresh", "joined"], ["joined", "fresh"]):
-        model.set_adapter(order)
-        found.append(answer(model, ids, memory={"joined": memory, "fresh": tiny.memory(2, seed=5)}))
+        found.append(answer(model, ids, memory={name: given[name] for name in order}))
     assert distance(*found) <= CLOSE
 
 

@@ -128,6 +128,12 @@ def test_beside_others() -> None:
     for order in (["fresh", "read", "joined"], ["joined", "fresh", "read"]):
         model.set_adapter(order)
         assert distance(answer(model, ids, memory=given | {"fresh": tiny.memory(2, seed=5)}), both) <= 1e-6
+    tiny.open_gates(model)
+    found = []
+    given = {"joined": memory, "fresh": tiny.memory(2, seed=5)}
+    for order in (["fresh", "joined"], ["joined", "fresh"]):
+        found.append(answer(model, ids, memory={name: given[name] for name in order}))
+    assert distance(*found) <= CLOSE
 
 
 def test_what_is_refused(tmp_path: Any) -> None:
@@ -140,7 +146,7 @@ def test_what_is_refused(tmp_path: Any) -> None:
             model(ids, memory=memory)
     with pytest.raises(ConditionError, match="no pages"):
         model.bank(tiny.memory(4))
-    with pytest.raises(ConditionError, match="does not attend to its memory"):
+    with pytest.raises(ConditionError, match="no attention of its own"):
         mmattn.inspect.attribute(model, ids[:1], tiny.memory(1))
     with pytest.raises(ConfigError, match="every or layers"):
         JoinedAdapter(tiny.MEMORY_DIM, every=2, layers=(1,))

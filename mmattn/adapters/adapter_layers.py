@@ -54,11 +54,6 @@ class AdapterLayers(nn.Module, ABC):
             self.counts_slots = True
 
     @property
-    def mixes_slots(self) -> str | None:
-        """Why it must be given all slots of a row together; None where each is read by itself."""
-        return None if self.resampler is None else "its resampler mixes all slots"
-
-    @property
     def position(self) -> str:
         """The position of its sites."""
         return self.sites[0].position

@@ -115,11 +115,6 @@ class InsertedLayers(AdapterLayers):
         """The weight of the memory's norm."""
         return self.memory_norm.weight
 
-    @property
-    def mixes_slots(self) -> str | None:
-        """Why it must be given all slots of a row together."""
-        return "the host reads all slots of a row together"
-
     @torch.no_grad()
     def initialise(self, host: Any) -> None:
         """Give projected slots the size of the host's embeddings: at another it ignores them, or hears nothing else."""

@@ -52,8 +52,8 @@ def prepare(adapter: AdapterLayers, memory: SharedMemory | ShardedMemory | Prepa
         ConditionError: a memory in parts for an adapter that must read all slots together.
     """
     parts = [adapter.prepare(part) for part in memory.parts]
-    if adapter.mixes_slots is not None or not all(isinstance(part, PreparedMemory) for part in parts):
-        why = adapter.mixes_slots or f"kind {adapter.config.kind!r}"
+    if adapter.resampler is not None or not all(isinstance(part, PreparedMemory) for part in parts):
+        why = "its resampler mixes all slots" if adapter.resampler is not None else f"kind {adapter.config.kind!r}"
         raise ConditionError(
             f"adapter {adapter.name!r} reads no memory in parts ({why}): give one Memory, such as "
             "Memory.cat([shared.expand(b), own])"

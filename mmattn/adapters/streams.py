@@ -183,8 +183,8 @@ def prepare(adapter: AdapterLayers, stream: MemoryStream) -> PreparedStream:
         ShapeError: another width than that of the adapter, or scores are missing.
         ConditionError: an adapter that must read all slots together.
     """
-    if adapter.mixes_slots is not None or not isinstance(adapter.prepare(stream.memory()), PreparedMemory):
-        why = adapter.mixes_slots or f"kind {adapter.config.kind!r}"
+    if adapter.resampler is not None or not isinstance(adapter.prepare(stream.memory()), PreparedMemory):
+        why = "its resampler mixes all slots" if adapter.resampler is not None else f"kind {adapter.config.kind!r}"
         raise ConditionError(
             f"adapter {adapter.name!r} reads no stream ({why}): give a Memory, such as stream.memory()"
         )

@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any
 
 from mmattn.adapters.folder import load_folder
+from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.adapted import AdaptedModel
@@ -120,8 +121,8 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
     report.add(True, "files", f"complete, checksums agree, written by mmattn {config['mmattn_version']}")
     report.add(True, "kind", f"{config['kind']}, {count:,} parameters, at layers {config['layers']}")
     report.add(True, "host", f"{wanted['class']} of {wanted['num_layers']} layers, width {wanted['hidden_size']}")
-    width = config["adapter"].get("memory_dim")
-    report.add(True, "memory", "what the host itself has read" if width is None else f"width {width}")
+    reads = getattr(adapter_kinds().get(config["kind"]), "reads", None)
+    report.add(True, "memory", reads or f"width {config['adapter']['memory_dim']}")
     if host is None:
         ok, answer = openings(tensors)
         report.add(ok, "gates", answer)

@@ -153,11 +153,11 @@ def test_what_is_refused() -> None:
         model(ids, arrived=torch.zeros(1, 7, dtype=torch.long), memory=memory)
     with pytest.raises(ConditionError, match="part of the host"), model.condition(memory):
         model.host.model(ids)
-    with pytest.raises(ConditionError, match="in parts|all at once"):
+    with pytest.raises(ConditionError, match="all at once"):
         model(ids, memory=mmattn.SharedMemory(memory, memory))
-    with pytest.raises(ConditionError, match="no stream|all at once"):
+    with pytest.raises(ConditionError, match="all at once"):
         model(ids, memory=mmattn.MemoryStream(tiny.MEMORY_DIM))
-    with pytest.raises(ConditionError, match="entry by entry"):
+    with pytest.raises(ConditionError, match="no pages of"):
         model.bank(memory)
     with pytest.raises(ConditionError, match="no attention of its own"):
         mmattn.inspect.attribute(model, ids, memory)

@@ -120,11 +120,12 @@ ENCODER = (
     mmattn.GatedAdapter(**SMALL, where="encoder", position="before"),
 )
 BOTH = (mmattn.GatedAdapter(**SMALL), mmattn.GatedAdapter(**SMALL, position="before"))
+ALL = (*BOTH, mmattn.adapters.JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2)))
 HOSTS: dict[str, Callable[[], HostCase]] = {
-    "llama": lambda: HostCase(language("llama"), BOTH),
+    "llama": lambda: HostCase(language("llama"), ALL),
     "bloom": lambda: HostCase(language("bloom"), BOTH),
-    "mixtral": lambda: HostCase(language("mixtral"), BOTH),
-    "opt": lambda: HostCase(language("opt"), BOTH),
+    "mixtral": lambda: HostCase(language("mixtral"), ALL),
+    "opt": lambda: HostCase(language("opt"), ALL),
     "t5": lambda: HostCase(family("t5", AutoModelForSeq2SeqLM), BOTH),
     "t5, in the encoder": lambda: HostCase(family("t5", AutoModelForSeq2SeqLM), ENCODER),
     "whisper": lambda: HostCase(family("whisper", AutoModelForSpeechSeq2Seq), BOTH),

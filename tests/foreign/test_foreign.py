@@ -28,6 +28,7 @@ from tests.foreign.pooled import PooledAdapter
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILM = FilmAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2))
+JOINED = mmattn.adapters.JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2))
 GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=6)
 
 
@@ -50,7 +51,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 HOSTS: dict[str, Callable[[], HostCase]] = {
     "the decoder": lambda: HostCase(decoder, [GATED, FILM]),
-    "llama": lambda: HostCase(functools.partial(tiny.make, "llama"), [GATED, FILM]),
+    "llama": lambda: HostCase(functools.partial(tiny.make, "llama"), [GATED, FILM, JOINED]),
 }
 
 

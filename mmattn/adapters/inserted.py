@@ -13,7 +13,7 @@ the tokens change in the attention of each layer is weighed by a number that sta
 with `own` the attention of the text over itself and `joined` that over both, as zero-initialised attention does it
 for prompts (arXiv 2303.16199, section 3.2); the text keeps its positions, and the tokens stand at those before 0. So a
 fresh adapter is the host bit for bit, and one whose gates are open is what LLaVA has. Without the gate it is that from
-the start: the text stands behind the tokens, and a fresh adapter is not the host.
+the start: the text stands after the tokens, and a fresh adapter is not the host.
 """
 
 from __future__ import annotations

@@ -151,15 +151,15 @@ class JoinedView:
         self.positions: Tensor | None = None
         self.moves_text = bool(slots.offsets.any())
 
-    def place(self, positions: Tensor) -> Tensor:
-        """Where the tokens of this forward stand, behind the slots.
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Positions of the tokens of this forward, after the slots.
 
         Args:
             positions: (b or 1, l), or several of them (n, b or 1, l), of the text by itself.
         """
-        behind = positions + self.slots.offsets.to(positions.device)[:, None]
-        self.positions = behind if behind.dim() == 2 else behind[0]
-        return behind
+        shifted = positions + self.slots.offsets.to(positions.device)[:, None]
+        self.positions = shifted if shifted.dim() == 2 else shifted[0]
+        return shifted
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
         """The attention of a layer with the slots joined to it; a token sees back as far as its layer does."""
@@ -187,8 +187,8 @@ class NothingBefore:
 
     moves_text = False
 
-    def place(self, positions: Tensor) -> Tensor:
-        """Where the tokens stand."""
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Positions of the tokens of this forward."""
         return positions
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
@@ -248,8 +248,8 @@ class JoinedRequestsView:
         self.sees = torch.isin(numbers, self.owner)
         self.positions = numbers
 
-    def place(self, positions: Tensor) -> Tensor:
-        """Where the tokens of this forward stand, behind the slots of their requests.
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Positions of the tokens of this forward, after the slots of their requests.
 
         Args:
             positions: (1, l).
@@ -299,12 +299,12 @@ class Capture:
         """Itself: one forward is recorded."""
         return self
 
-    def place(self, positions: Tensor) -> Tensor:
-        """Where the tokens stand."""
-        return positions if self.view is None else self.view.place(positions)
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Positions of the tokens of this forward."""
+        return positions if self.view is None else self.view.shift_positions(positions)
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
-        """The attention as it is, of which keys and values are noted, with what is joined to it."""
+        """The attention as it is, of which keys and values are captured, with what is joined to it."""
         self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
         return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
 

@@ -1,7 +1,7 @@
 """Passages that the host itself has read, one by one, before the text of a call (arXiv 2409.15355, section 2).
 
 Keys and values of every layer, as the host computed them of each passage alone, stand before those of the text, and
-share its softmax. Keys are turned to the positions where the passages now stand; the text begins behind the last one
+share its softmax. Keys are turned to the positions where the passages now stand; the text begins after the last one
 and sees all of them. One leading passage is what it would be in the prompt. Nothing is trained.
 """
 

@@ -2,9 +2,9 @@
 the text, in the attention of every layer.
 
 With q, K, V of a layer of the host, and P_k, P_v (g, p, k) trained for it, a token gets softmax(q [P_k; K]ᵀ) [P_v; V].
-The p virtual tokens stand at positions 0 to p − 1 and the text behind them, as if the host had read a text of p tokens
+The p virtual tokens stand at positions 0 to p − 1 and the text after them, as if the host had read a text of p tokens
 before it. P_k are keys as the host's attention sees them, turned to their positions; where a row has several prefixes,
-the later ones are turned to stand behind the first.
+the later ones are turned to the positions after the first.
 
 A prefix is there to be seen: a fresh one changes the answer. A row without one, `adapter_scale=0`, a disabled and an
 unloaded adapter give the host's own answer bit for bit.
@@ -174,7 +174,7 @@ class PrefixLayers(AdapterLayers):
         numbers = torch.tensor(padded, dtype=torch.long).reshape(rows.batch, longest)
         if self.rotations is None and longest > 1:
             raise ConditionError(
-                f"a row has {longest} prefixes, and the keys of this host cannot be turned to stand one behind the "
+                f"a row has {longest} prefixes, and the keys of this host cannot be turned to stand one after the "
                 "other (learned positions): give each row one"
             )
         keys, values = {}, {}

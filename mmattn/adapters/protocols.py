@@ -1,4 +1,4 @@
-"""What an adapter, its memory and its host must offer each other: the seams at which a new kind is one file."""
+"""What an adapter, its memory and its host must offer each other: so that a new kind is one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention layers of a language model, and a seam in them at which a memory is joined to keys and values.
+"""The attention layers of a language model, and hooks in them that join a memory to keys and values.
 
 A layer of transformers asks its config which function computes its attention. While adapters are joined, the config of
 a layer is one that names a function of ours: that gives the host's own function what the adapters joined. The host and
@@ -27,7 +27,7 @@ NAME = "mmattn"
 WITH_MASKS = ("sdpa", "eager")
 
 
-class SeamConfig:
+class HookedConfig:
     """The config of one attention layer, with a function of ours in place of the host's own.
 
     Args:
@@ -46,29 +46,29 @@ class SeamConfig:
         return getattr(self.own, name)
 
 
-class Seam:
-    """A seam in one attention layer, until it is removed.
+class AttentionHook:
+    """A hook in the attention of one layer, until it is removed.
 
     Args:
         module: the attention layer.
-        listener: as for `SeamConfig`.
+        listener: as for `HookedConfig`.
     """
 
     def __init__(self, module: nn.Module, listener: Callable[[HostAttention], HostAttention]) -> None:
         _register()
         self.module = module
         self.before: Any = module.config
-        if isinstance(self.before, SeamConfig):
+        if isinstance(self.before, HookedConfig):
             inner = self.before.listener
-            self.seam = SeamConfig(self.before.own, lambda x: listener(inner(x)))
+            self.hooked = HookedConfig(self.before.own, lambda x: listener(inner(x)))
         else:
-            self.seam = SeamConfig(self.before, listener)
-        config: Any = self.seam
+            self.hooked = HookedConfig(self.before, listener)
+        config: Any = self.hooked
         module.config = config
 
     def remove(self) -> None:
         """Give the layer the config that it had."""
-        if vars(self.module).get("config") is self.seam:
+        if vars(self.module).get("config") is self.hooked:
             self.module.config = self.before
 
 
@@ -97,42 +97,42 @@ class JoinMemory:
         return x
 
 
-def hook_attention(model: Any, module: nn.Module, layer: int) -> Seam:
+def hook_attention(model: Any, module: nn.Module, layer: int) -> AttentionHook:
     """Hook the adapters of a model to the attention of one layer."""
-    return Seam(module, JoinMemory(model, layer))
+    return AttentionHook(module, JoinMemory(model, layer))
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, Any]:
-    """The attention of a layer with a seam, as transformers calls it: (b, l, h, v), and its weights or None.
+    """The attention of a hooked layer, as transformers calls it: (b, l, h, v), and its weights or None.
 
     Raises:
         ConditionError: a memory is joined, and the host's own function takes no mask.
     """
-    seam: Any = module.config
+    config: Any = module.config
     cache, function = options.get("cache"), own_function(module)
-    if cache is not None and str(seam.own._attn_implementation).removeprefix("paged|") == "sdpa":
+    if cache is not None and str(config.own._attn_implementation).removeprefix("paged|") == "sdpa":
         # As that function begins, so that a memory can stand before what is cached.
         key, value = cache.update(key, value, layer_idx=module.layer_idx, kwargs=options)
         del options["cache"]
     plain = HostAttention(function, module, query, key, value, attention_mask, options)
-    x = seam.listener(plain)
+    x = config.listener(plain)
     if x is not plain:
-        check_function(seam.own)
+        check_function(config.own)
     return x.result()
 
 
 def own_function(module: nn.Module) -> Callable[..., Any]:
-    """The function that a layer with a seam would call without it."""
+    """The function that a hooked layer would call without the hook."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    seam: Any = module.config
+    config: Any = module.config
     for kind in type(module).__mro__:  # a plain softmax is a function beside the layer's class
         plain = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
         if plain is not None:
             break
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(seam.own._attn_implementation, plain)
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.own._attn_implementation, plain)
     return function
 
 
@@ -178,7 +178,7 @@ def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[
         for name, module in part.named_modules()
         if hasattr(vars(module).get("config"), "_attn_implementation")
     }
-    with seams(listeners):
+    with attention_hooks(listeners):
         _forward(host)
     reached = {layer: own[0] for layer, own in found.items() if len(own) == 1}
     missing = [layer for layer in range(len(layers)) if layer not in reached]
@@ -193,18 +193,18 @@ def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[
 
 
 @contextlib.contextmanager
-def seams(listeners: Mapping[nn.Module, Callable[[HostAttention], HostAttention]]) -> Iterator[None]:
-    """Inside the block these attention layers have seams.
+def attention_hooks(listeners: Mapping[nn.Module, Callable[[HostAttention], HostAttention]]) -> Iterator[None]:
+    """Inside the block these attention layers are hooked.
 
     Args:
         listeners: by layer.
     """
-    placed = [Seam(module, listener) for module, listener in listeners.items()]
+    hooks = [AttentionHook(module, listener) for module, listener in listeners.items()]
     try:
         yield
     finally:
-        for seam in reversed(placed):
-            seam.remove()
+        for hook in reversed(hooks):
+            hook.remove()
 
 
 @torch.no_grad()

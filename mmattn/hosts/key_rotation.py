@@ -34,7 +34,7 @@ class KeyRotation:
     interleaved: bool = False
 
     def __call__(self, keys: Tensor, distance: Tensor | int) -> Tensor:
-        """Keys as they are further behind, in their dtype.
+        """Keys as they are at later positions, in their dtype.
 
         Args:
             keys: (…, m, k).
@@ -85,7 +85,7 @@ def find_rotations(
     Args:
         host: the model.
         here: keys (b, g, m, k) of a text by layer.
-        there: those of the same text further behind.
+        there: those of the same text at later positions.
         distance: by how many positions.
     """
     found: dict[int, KeyRotation | None] = {}

@@ -79,7 +79,7 @@ def test_against_the_slow_definition(family: str, settings: dict[str, Any]) -> N
 
 
 def test_slots_have_no_order_and_no_place() -> None:
-    """Slots in another order are the same memory; a text further behind sees the same of it where nothing is turned."""
+    """Slots in another order are the same memory, also for a text at later positions where nothing is turned."""
     model, ids, memory = adapted("gpt2"), tiny.text(2), tiny.memory(2)
     found = answer(model, ids, memory=memory)
     backwards = mmattn.Memory(memory.tokens.flip(1))
@@ -91,7 +91,7 @@ def test_slots_have_no_order_and_no_place() -> None:
 
 
 def test_windows_do_not_hide_slots() -> None:
-    """Far behind its beginning a text still sees a memory, in layers that see back over a few tokens only."""
+    """Far after its beginning a text still sees a memory, in layers that see back over a few tokens only."""
     model, ids = adapted("mistral", host={"sliding_window": 3}), tiny.text(1, 20)
     one, other = (answer(model, ids, memory=tiny.memory(1, seed=seed))[:, -1] for seed in (0, 1))
     assert distance(one, other) > 100 * CLOSE

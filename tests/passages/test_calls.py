@@ -192,7 +192,7 @@ def test_unloaded_without_a_trace() -> None:
         assert torch.equal(answer(twin, text(), memory=others.select([[0, 1]])), wanted)
 
 
-def test_layers_that_lost_their_seam_are_noticed() -> None:
+def test_layers_that_lost_their_hook_are_noticed() -> None:
     """A layer whose config was replaced raises instead of answering without its passages."""
     model, passages = reader("llama")
     model.host.model.layers[1].self_attn.config = model.host.config

@@ -18,7 +18,7 @@ from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.calls import ForwardStep
-from mmattn.hosts.joined_attention import attention_layers, check_function, seams
+from mmattn.hosts.joined_attention import attention_hooks, attention_layers, check_function
 from mmattn.hosts.key_rotation import DISTANCE, KeyRotation, find_rotations
 
 #: Tokens of the passage and of the text with which a host is tried.
@@ -45,7 +45,7 @@ def joined_sites(host: nn.Module, layers: nn.ModuleList, path: str, width: int) 
     ]
 
 
-def place_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> dict[str, Any]:
+def shift_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a forward with the positions of tokens that have something before them.
 
     Args:
@@ -56,7 +56,7 @@ def place_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> di
     Raises:
         ConditionError: several adapters put something before the text, or it is not known where the text continues.
     """
-    known = {id(view): view for own in step.actions.values() for view, *_ in own if hasattr(view, "place")}
+    known = {id(view): view for own in step.actions.values() for view, *_ in own if hasattr(view, "shift_positions")}
     # First what moves the text, then what only looks where it stands.
     views: list[Any] = sorted(known.values(), key=lambda view: not view.moves_text)
     if not views:
@@ -73,7 +73,7 @@ def place_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> di
             raise ConditionError("the host does not say how much text is in its cache: give position_ids=(b, l)")
         positions = torch.arange(text.past, text.past + text.length, device=text.inputs.device)[None]
     for view in views:
-        positions = view.place(positions)
+        positions = view.shift_positions(positions)
     return kwargs | {"position_ids": positions}
 
 
@@ -108,14 +108,14 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
             wanted = _logits(host, ids, positions)[:, PASSAGE:]
             here, there = Capture(), Capture()
             passage = ids[:, :PASSAGE], positions[:, :PASSAGE]
-            with seams(_listeners(modules, here)):
+            with attention_hooks(_listeners(modules, here)):
                 _logits(host, *passage)
-            with seams(_listeners(modules, there)):
+            with attention_hooks(_listeners(modules, there)):
                 _logits(host, passage[0], passage[1] + distance)
             rotations = find_rotations(host, here.keys, there.keys, distance)
             view = JoinedView(_slots(here))
-            with seams(_listeners(modules, view)):
-                found = _logits(host, ids[:, PASSAGE:], view.place(positions[:, :TEXT]))
+            with attention_hooks(_listeners(modules, view)):
+                found = _logits(host, ids[:, PASSAGE:], view.shift_positions(positions[:, :TEXT]))
     except MmattnError:
         raise
     except Exception as error:
@@ -162,7 +162,7 @@ def _check_kind(host: nn.Module) -> None:
         inner: Any = getattr(host, "get_base_model", None)
         if inner is None or "position_ids" not in inspect.signature(type(inner()).forward).parameters:
             raise AttachError(
-                f"{name} takes no position_ids, so that its text cannot stand behind something else (ALiBi, or "
+                f"{name} takes no position_ids, so that its text cannot stand after something else (ALiBi, or "
                 "positions counted by itself): take a GatedAdapter for this host"
             )
 

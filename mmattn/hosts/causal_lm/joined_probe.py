@@ -10,7 +10,7 @@ import torch
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError
-from mmattn.hosts.joined_attention import check_function, seams
+from mmattn.hosts.joined_attention import attention_hooks, check_function
 from mmattn.hosts.probe import answer_to
 from mmattn.hosts.probe_inputs import text_inputs
 
@@ -39,7 +39,7 @@ def probe_joined(model: Any, sites: Sequence[Site]) -> None:
         for module, _ in modes:
             module.training = False
         listeners = {module: _slot_for(row) for row, module in enumerate(modules, 1)}
-        with model.open_blocks.conditioned(None), seams(listeners):
+        with model.open_blocks.conditioned(None), attention_hooks(listeners):
             answer = answer_to(host, text_inputs(host, rows), rows, ("logits",))
     finally:
         for module, mode in modes:

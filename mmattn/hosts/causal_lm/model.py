@@ -25,7 +25,7 @@ from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
-from mmattn.hosts.causal_lm.before_text import joined_sites, place_text, probe_before_text
+from mmattn.hosts.causal_lm.before_text import joined_sites, probe_before_text, shift_text
 from mmattn.hosts.causal_lm.embedding_reader import embedding_reader
 from mmattn.hosts.causal_lm.generation import (
     asked,
@@ -169,7 +169,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     def host_inputs(self, step: ForwardStep, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of packed rows with which the host keeps their documents apart, and the positions of a text
-        that stands behind something; others as they are.
+        that comes after something; others as they are.
 
         Raises:
             ConditionError: it cannot.
@@ -179,7 +179,7 @@ class AdaptedCausalLM(AdaptedModel):
             return kwargs
         if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
             refuse_reentrant(self.host)
-        kwargs = place_text(step, text, kwargs)
+        kwargs = shift_text(step, text, kwargs)
         # The paged cache of continuous batching keeps requests apart by itself.
         if text.packed is None or kwargs.get("cache") is not None:
             return kwargs

@@ -34,7 +34,7 @@ class PassageCache:
     `select(…, recomputed_tokens=k)` repairs some of it without training.
 
     Where a model has learned positions (GPT-2, OPT), keys cannot be moved: all passages stand side by side at the first
-    positions, and the text behind the longest of them (parallel context windows, arXiv 2212.10947).
+    positions, and the text after the longest of them (parallel context windows, arXiv 2212.10947).
 
     Args:
         model: what `attach(host, PassageAdapter())` returned.

@@ -21,6 +21,17 @@ LAYERS = 3
 MEMORY_DIM = 13
 # Before transformers 5.4 drafts from the prompt need an id that ends the text: one that is never written.
 PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 2, "eos_token_id": -1}
+#: Ways to generate greedily, as arguments of `generate`.
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "without a cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "drafts from the prompt": PROMPT_LOOKUP,
+    "a prompt in chunks": {"prefill_chunk_size": 3},
+}
+#: Families whose attention nothing can be joined with: a softmax of their own, or none.
+NOTHING_JOINED = ("gptj", "gpt_neo", "bloom", "falcon", "mpt", "mamba")
 
 _LLAMA = {
     "hidden_size": 32,

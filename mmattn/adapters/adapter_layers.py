@@ -38,6 +38,10 @@ class AdapterLayers(nn.Module, ABC):
     starts_as_nothing = True
     # Whether, "inside" attention, it adds to what the block around it hands on.
     adds_to_block = False
+    # Whether keys and values of its own stand "joined" before the text; it is then given `rotations`.
+    stands_before_text = False
+    # Whether the host reads its slots as embeddings; it is then given a `reader`.
+    read_by_host = False
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()

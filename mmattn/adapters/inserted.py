@@ -98,6 +98,7 @@ class InsertedLayers(AdapterLayers):
 
     orders_slots = True
     counts_slots = True
+    read_by_host = True
 
     def __init__(self, config: InsertedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)

@@ -89,14 +89,13 @@ class JoinedMemory:
     Args:
         slots: a row for each row of text.
         name: of the adapter.
-        visible: (b, l, m) bool, which slots each token of the text sees; None for all.
     """
 
     # The text is told where it stands: a part of a host that is called by itself is not.
     follows_text = True
 
-    def __init__(self, slots: JoinedSlots, name: str, visible: Tensor | None = None) -> None:
-        self._slots, self.name, self.visible = slots, name, visible
+    def __init__(self, slots: JoinedSlots, name: str) -> None:
+        self._slots, self.name = slots, name
         self.prepared: Any = slots
         self.rows: int | None = slots.batch
         self._repeated: tuple[JoinedSlots, int, JoinedSlots] | None = None
@@ -116,10 +115,10 @@ class JoinedMemory:
         check_text(text, self.rows, self.name)
         slots, times = self.slots, text.rows // max(self.rows or 1, 1)
         if times == 1:
-            return JoinedView(slots, self.visible)
+            return JoinedView(slots)
         if self._repeated is None or self._repeated[0] is not slots or self._repeated[1] != times:
             self._repeated = slots, times, slots.repeated(times)
-        return JoinedView(self._repeated[2], self.visible)
+        return JoinedView(self._repeated[2])
 
     def as_memory(self, text: TextState) -> Memory:
         """There is none: keys and values differ by layer.
@@ -288,9 +287,9 @@ class Capture:
     follows_text = True
     moves_text = True
 
-    def __init__(self, joined: JoinedMemory | None = None) -> None:
+    def __init__(self, joined: JoinedView | None = None) -> None:
         self.rows: int | None = None
-        self.view = None if joined is None else JoinedView(joined.slots, joined.visible)
+        self.view = joined
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}

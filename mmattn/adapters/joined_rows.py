@@ -67,14 +67,13 @@ class JoinedProjectedMemory(ProjectedMemory):
     def see(self, text: TextState) -> Any:
         """What this forward sees, computed now; rows of the memory are repeated for the beams of a text."""
         view: ProjectedView = super().see(text)
-        rows, batch = text.rows, self.prepared.batch
-        times = rows // max(batch, 1)
-        slots, mask = {}, None
-        for layer, one in view.projected.items():
-            slots[layer] = one.keys.repeat_interleave(times, 0), one.values.repeat_interleave(times, 0)
-            mask = real_slots(one)
-        assert mask is not None
-        mask = mask.repeat_interleave(times, 0)[:, None, None]
+        times = text.rows // max(self.prepared.batch, 1)
+
+        def repeated(one: Tensor) -> Tensor:
+            return one if times == 1 else one.repeat_interleave(times, 0)
+
+        slots = {layer: (repeated(one.keys), repeated(one.values)) for layer, one in view.projected.items()}
+        mask = repeated(real_slots(next(iter(view.projected.values()))))[:, None, None]
         if view.attention_mask is not None:
             mask = mask & view.attention_mask.to(mask.device)
         return JoinedRowsView(slots, mask)

@@ -93,6 +93,7 @@ class PassageLayers(AdapterLayers):
 
     orders_slots = True
     counts_slots = True
+    stands_before_text = True
 
     def __init__(self, config: PassageAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)

@@ -103,6 +103,7 @@ class PrefixLayers(AdapterLayers):
 
     orders_slots = True
     counts_slots = True
+    stands_before_text = True
     starts_as_nothing = False
 
     def __init__(self, config: PrefixAdapter, sites: Sequence[Site]) -> None:
@@ -224,7 +225,7 @@ class PrefixMemory(JoinedMemory):
 
     def __init__(self, prepared: PrefixRows, adapter: PrefixLayers) -> None:
         self.prepared = prepared
-        self.adapter, self.name, self.visible = adapter, adapter.name, None
+        self.adapter, self.name = adapter, adapter.name
         self.rows = prepared.batch
         self._repeated = None
 

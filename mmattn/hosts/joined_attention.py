@@ -19,6 +19,7 @@ from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.calls import FORWARD
+from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.probe_inputs import text_inputs
 
 #: The name under which transformers knows our function.
@@ -209,19 +210,14 @@ def attention_hooks(listeners: Mapping[nn.Module, Callable[[HostAttention], Host
 
 @torch.no_grad()
 def _forward(host: nn.Module) -> None:
-    modes = [(module, module.training) for module in host.modules()]
     try:
-        for module, _ in modes:
-            module.training = False
-        for given in text_inputs(host, 1):
-            host(**given, use_cache=False)
+        with in_eval_mode(host):
+            for given in text_inputs(host, 1):
+                host(**given, use_cache=False)
     except Exception as error:
         raise AttachError(
             f"{type(host).__name__} cannot be called with a text of two tokens: {type(error).__name__}: {error}"
         ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _register() -> None:

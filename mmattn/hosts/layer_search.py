@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import depth_of
 from mmattn.errors import AttachError
+from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.probe_inputs import host_inputs
 
 _ROWS = 3
@@ -71,23 +72,19 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
 
         return hook
 
-    modes = [(module, module.training) for module in host.modules()]
     hooks = [
         layer.register_forward_hook(listen(name, number))
         for name, module in lists.items()
         for number, layer in enumerate(module)
     ]
     try:
-        for module, _ in modes:
-            module.training = False
-        for given in host_inputs(host, _ROWS):
-            order.clear()
-            with contextlib.suppress(Exception):  # what it is about, the probe of the layers says
-                host(**given)
-                break
+        with in_eval_mode(host):
+            for given in host_inputs(host, _ROWS):
+                order.clear()
+                with contextlib.suppress(Exception):  # what it is about, the probe of the layers says
+                    host(**given)
+                    break
     finally:
-        for module, mode in modes:
-            module.training = mode
         for handle in hooks:
             handle.remove()
     own = {name: [number for other, number in order if other == name] for name in lists}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
+from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.residual_streams import change_streams, stream_axis
 
 #: Tokens of a text that a host is tried with.
@@ -128,7 +129,6 @@ def probe(
             f"the layers of {type(host).__name__} are reversible: the backward pass runs them again without what "
             "adapters added, and gradients would be wrong; no adapter can be put on it"
         )
-    modes = [(module, module.training) for module in host.modules()]
     hooks = []
     axes: dict[int, int | None] = {}
     rows = len(layers) + 2  # more than tokens, so that a shape tells which is which
@@ -139,12 +139,9 @@ def probe(
                 hooks.append(layer.register_forward_pre_hook(disturb.before, with_kwargs=True))
             else:
                 hooks.append(layer.register_forward_hook(disturb.after))
-        for module, _ in modes:
-            module.training = False
-        answer = answer_to(host, inputs(rows), rows, answers)
+        with in_eval_mode(host):
+            answer = answer_to(host, inputs(rows), rows, answers)
     finally:
-        for module, mode in modes:
-            module.training = mode
         for hook in hooks:
             hook.remove()
     # A host without values is asked for shapes alone.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import is_reading_memory
+from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.inspect.attention_figures import AttentionFigures, figures_by_layer
 from mmattn.inspect.memory_variants import padded, shuffled
 from mmattn.memory import Memory
@@ -162,15 +163,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     Args:
         model: whose modules need not all be in the same mode.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with in_eval_mode(model), torch.no_grad():
+        yield
 
 
 def cuda_devices(model: nn.Module) -> list[int]:

@@ -18,7 +18,6 @@ ROTARY = (
     "stablelm", "starcoder2", "olmo2", "granite", "cohere", "glm", "smollm3",
 )  # fmt: skip
 LEARNED = ("gpt2", "opt")
-REFUSED = ("gptj", "gpt_neo", "bloom", "falcon", "mpt", "mamba")
 CLOSE = 1e-5
 #: Real slots of each row.
 LENGTHS = [5, 2, 0, 3]

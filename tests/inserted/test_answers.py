@@ -14,7 +14,6 @@ from tests.inserted.plain import (
     CLOSE,
     LEARNED,
     LENGTHS,
-    REFUSED,
     ROTARY,
     answer,
     attach,
@@ -82,7 +81,7 @@ def test_gates_weigh_what_the_slots_change(family: str) -> None:
     assert distance(answer(model, ids, memory=memory, adapter_scale=0.5), halved) <= CLOSE
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
 def test_others_are_refused_by_name(family: str) -> None:
     """A host whose attention is not reached is refused by name, and nothing of it has changed."""
     host = tiny.make(family)

@@ -19,15 +19,7 @@ from tests import tiny
 from tests.inserted.plain import CLOSE, answer, attach, distance, embedded, slots
 
 NEW = 6
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "without a cache": {"use_cache": False},
-    "static cache": {"cache_implementation": "static"},
-    "beams": {"num_beams": 3},
-    "several beams": {"num_beams": 4, "num_return_sequences": 2},
-    "drafts from the prompt": tiny.PROMPT_LOOKUP,
-    "a prompt in chunks": {"prefill_chunk_size": 4},
-}
+WAYS = tiny.WAYS | {"several beams": {"num_beams": 4, "num_return_sequences": 2}}
 GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 
 

@@ -18,7 +18,6 @@ REACHED = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2",
     "gpt_neox", "opt", "stablelm", "starcoder2", "olmo2", "granite", "cohere", "glm", "smollm3",
 )  # fmt: skip
-REFUSED = ("gptj", "gpt_neo", "bloom", "falcon", "mpt", "mamba")
 CLOSE = 1e-5
 
 

@@ -15,7 +15,7 @@ from mmattn.adapters import PassageAdapter, PrefixAdapter
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
-from tests.joined.slow import CLOSE, REACHED, REFUSED, answer, distance
+from tests.joined.slow import CLOSE, REACHED, answer, distance
 from tests.passages.reading import LEARNED, PASSAGES, text as passage_text
 
 P, NEW = 4, 6
@@ -67,7 +67,7 @@ def test_hosts(family: str) -> None:
     assert torch.equal(answer(host, ids), own)
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
 def test_others_are_refused_by_name(family: str) -> None:
     """A host whose attention is not reached is refused by name, and nothing of it has changed."""
     host = tiny.make(family)
@@ -107,26 +107,17 @@ def test_begun_from_passages(family: str) -> None:
             adapter.copy_passages(passages.select(select), model.adapter("read"), numbers)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "no cache": {"use_cache": False},
-    "static cache": {"cache_implementation": "static"},
-    "beams": {"num_beams": 3},
-    "drafts from the prompt": tiny.PROMPT_LOOKUP,
-    "a prompt in chunks": {"prefill_chunk_size": 3},
-}
-
-
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", list(tiny.WAYS))
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_generate(family: str, way: str) -> None:
     """`generate` writes what each row alone writes, one token after the other in the whole text."""
-    model, ids = adapted(family), tiny.text(3 if "lookup" not in str(WAYS[way]) else 1)
+    model, ids = adapted(family), tiny.text(3 if "lookup" not in str(tiny.WAYS[way]) else 1)
     memory = torch.tensor([1, -1, 2])[: len(ids)]
     given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    found = model.generate(ids, memory=memory, **given, **WAYS[way])
+    found = model.generate(ids, memory=memory, **given, **tiny.WAYS[way])
     if way == "beams":
-        wanted = torch.cat([model.generate(ids[[row]], memory=memory[[row]], **given, **WAYS[way]) for row in range(3)])
+        given |= tiny.WAYS[way]
+        wanted = torch.cat([model.generate(ids[[row]], memory=memory[[row]], **given) for row in range(3)])
     else:
         wanted = ids
         for _ in range(NEW):

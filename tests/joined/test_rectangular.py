@@ -12,7 +12,7 @@ from mmattn.adapters import JoinedAdapter, PassageAdapter
 from mmattn.errors import AttachError, ConditionError, ConfigError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
-from tests.joined.slow import CLOSE, REACHED, REFUSED, answer, distance, rectangular
+from tests.joined.slow import CLOSE, REACHED, answer, distance, rectangular
 
 LENGTHS = [5, 0, 2]
 
@@ -27,7 +27,7 @@ def adapted(family: str, opened: bool = True, name: str = "default", **settings:
 
 def test_every_family_is_reached_or_refused() -> None:
     """No family is forgotten."""
-    assert sorted((*REACHED, *REFUSED)) == sorted(tiny.FAMILIES)
+    assert sorted((*REACHED, *tiny.NOTHING_JOINED)) == sorted(tiny.FAMILIES)
 
 
 @pytest.mark.parametrize("family", REACHED)
@@ -48,7 +48,7 @@ def test_hosts(family: str) -> None:
     assert torch.equal(answer(host, ids), own)
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
 def test_others_are_refused_by_name(family: str) -> None:
     """A host whose attention is not reached is refused by name, and nothing of it has changed."""
     host = tiny.make(family)

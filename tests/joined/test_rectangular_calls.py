@@ -16,12 +16,8 @@ from tests.joined.slow import CLOSE, answer, distance
 from tests.joined.test_rectangular import LENGTHS, adapted
 
 NEW = 6
-WAYS: dict[str, dict[str, Any]] = {
-    "no cache": {"use_cache": False},
-    "static cache": {"cache_implementation": "static"},
-    "drafts from the prompt": tiny.PROMPT_LOOKUP,
-    "a prompt in chunks": {"prefill_chunk_size": 3},
-}
+#: Beams have a test of their own.
+WAYS = {name: given for name, given in tiny.WAYS.items() if name not in ("greedy", "beams")}
 
 
 @pytest.mark.parametrize("way", list(WAYS))

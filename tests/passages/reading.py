@@ -17,7 +17,6 @@ ROTARY = (
     "stablelm", "starcoder2", "olmo2", "granite", "cohere", "glm", "smollm3",
 )  # fmt: skip
 LEARNED = ("gpt2", "opt")
-REFUSED = ("gptj", "gpt_neo", "bloom", "falcon", "mpt", "mamba")
 #: Relative distance of two answers in float32.
 CLOSE = 1e-5
 

@@ -71,7 +71,7 @@ def test_the_pipeline(pipe: Any, built: tuple[Path, Path]) -> None:
         weights = [source.weight for source in found.sources]
         assert len(weights) == 3 and weights == sorted(weights, reverse=True) and 0 < sum(weights) < 1
         assert {source.text for source in found.sources} == set(TEXTS)
-    assert several[0] == pipe(QUESTION, max_new_tokens=7) or several[0].text == pipe(QUESTION, max_new_tokens=7).text
+    assert several[0].text == pipe(QUESTION, max_new_tokens=7).text != ""
     assert "".join(pipe.stream(QUESTION, max_new_tokens=7)).strip() == several[0].text
 
 

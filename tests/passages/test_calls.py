@@ -53,15 +53,7 @@ def test_adapter_scale(family: str) -> None:
     assert distance(half, host) < distance(whole, host)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "without a cache": {"use_cache": False},
-    "static cache": {"cache_implementation": "static"},
-    "beams": {"num_beams": 3},
-    "several beams": {"num_beams": 4, "num_return_sequences": 2},
-    "drafts from the prompt": tiny.PROMPT_LOOKUP,
-    "a prompt in chunks": {"prefill_chunk_size": 4},
-}
+WAYS = tiny.WAYS | {"several beams": {"num_beams": 4, "num_return_sequences": 2}}
 
 
 @pytest.mark.parametrize("way", list(WAYS))

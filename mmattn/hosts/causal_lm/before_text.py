@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.calls import ForwardStep
+from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.joined_attention import attention_hooks, attention_layers, check_function
 from mmattn.hosts.key_rotation import DISTANCE, KeyRotation, find_rotations
 
@@ -130,19 +130,6 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
             "GatedAdapter for this host"
         )
     return rotations
-
-
-@contextlib.contextmanager
-def in_eval_mode(host: nn.Module) -> Iterator[None]:
-    """Inside the block every part of a host is in evaluation mode."""
-    modes = [(module, module.training) for module in host.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _check_kind(host: nn.Module) -> None:

@@ -15,8 +15,9 @@ from mmattn.adapters.language_models import device_of, embeddings_of, text_confi
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.calls import Call
-from mmattn.hosts.causal_lm.before_text import WITHIN, in_eval_mode, probe_before_text, short_text
+from mmattn.hosts.causal_lm.before_text import WITHIN, probe_before_text, short_text
 from mmattn.hosts.causal_lm.generation import inner_host
+from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.interop.peft import active_lora
 from mmattn.hosts.recomputation import refuse_reentrant
 

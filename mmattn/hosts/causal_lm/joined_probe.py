@@ -10,6 +10,7 @@ import torch
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError
+from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.joined_attention import attention_hooks, check_function
 from mmattn.hosts.probe import answer_to
 from mmattn.hosts.probe_inputs import text_inputs
@@ -34,16 +35,9 @@ def probe_joined(model: Any, sites: Sequence[Site]) -> None:
     for module in modules:
         config: Any = module.config
         check_function(getattr(config, "own", config))
-    modes = [(module, module.training) for module in host.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        listeners = {module: _slot_for(row) for row, module in enumerate(modules, 1)}
-        with model.open_blocks.conditioned(None), attention_hooks(listeners):
-            answer = answer_to(host, text_inputs(host, rows), rows, ("logits",))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    listeners = {module: _slot_for(row) for row, module in enumerate(modules, 1)}
+    with model.open_blocks.conditioned(None), in_eval_mode(host), attention_hooks(listeners):
+        answer = answer_to(host, text_inputs(host, rows), rows, ("logits",))
     blind = [site.layer for row, site in enumerate(sites, 1) if torch.equal(answer[row], answer[0])]
     if blind:
         raise ConditionError(

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
-from mmattn.adapters.inserted import InsertedLayers
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import packed_text
-from mmattn.adapters.passages import PassageLayers
-from mmattn.adapters.prefix import PrefixLayers
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
@@ -125,16 +122,15 @@ class AdaptedCausalLM(AdaptedModel):
             AttachError: the host cannot be called as a language model is, or hands on states of another shape.
             ConditionError: a layer whose output does not matter.
         """
-        if isinstance(adapter, (PassageLayers, PrefixLayers)):
-            adapter.rotations = probe_before_text(self, adapter.sites)
-            return
-        if isinstance(adapter, InsertedLayers):
-            adapter.reader = embedding_reader(self, adapter.sites)
-            return
-        if adapter.position == "joined":
+        kind: Any = adapter
+        if adapter.stands_before_text:
+            kind.rotations = probe_before_text(self, adapter.sites)
+        elif adapter.read_by_host:
+            kind.reader = embedding_reader(self, adapter.sites)
+        elif adapter.position == "joined":
             probe_joined(self, adapter.sites)
-            return
-        self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
+        else:
+            self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""

@@ -14,6 +14,7 @@ from mmattn.adapters.packed_text import BOUNDARIES, PackedText
 from mmattn.adapters.protocols import View
 from mmattn.errors import ConditionError
 from mmattn.hosts.calls import FORWARD
+from mmattn.hosts.eval_mode import in_eval_mode
 
 #: What is known of hosts: by their attention and what a call says of its documents, how these are kept apart.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple[str | None, ...], str | None]] = WeakKeyDictionary()
@@ -106,16 +107,13 @@ def _is_apart(host: nn.Module, said: tuple[str, ...], way: str) -> bool:
     given = {name: offered[name] for name in names}
     if way == "mask":
         given |= _mask(PackedText.of(number), host)
-    modes, step = [(module, module.training) for module in host.modules()], FORWARD.set(None)
+    step = FORWARD.set(None)
     try:
-        for module, _ in modes:
-            module.training = False
-        packed = host(input_ids=ids, use_cache=False, **given).logits[0, lengths[0] :]
-        alone = host(input_ids=ids[:, lengths[0] :], use_cache=False).logits[0]
+        with in_eval_mode(host):
+            packed = host(input_ids=ids, use_cache=False, **given).logits[0, lengths[0] :]
+            alone = host(input_ids=ids[:, lengths[0] :], use_cache=False).logits[0]
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False  # it cannot be called so
     finally:
         FORWARD.reset(step)
-        for module, mode in modes:
-            module.training = mode
     return bool((packed - alone).abs().max() <= 0.02 * alone.abs().max())

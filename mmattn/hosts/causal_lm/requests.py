@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.inserted import InsertedLayers
-from mmattn.adapters.inserted_memory import InsertedMemory
 from mmattn.adapters.joined import JoinedMemory
 from mmattn.adapters.parts import PartedMemory
 from mmattn.adapters.projected import ProjectedMemory
@@ -258,7 +256,7 @@ def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory | Join
     """
     sources: dict[str, Any] = dict(model.bind(memory))
     for name, source in list(sources.items()):
-        if isinstance(source, InsertedMemory) and source.rows == 1:
+        if model.adapter(name).read_by_host and source.rows == 1:
             # Read here: in a step of transformers' manager the host's attention is another.
             with torch.no_grad():
                 read = source.joined()
@@ -301,7 +299,7 @@ def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
             continue
         prepared = model.prepare_by_name(one)
         bind_request(model, prepared)
-        host_reads = any(isinstance(model.adapter(name), InsertedLayers) for name in prepared)
+        host_reads = any(model.adapter(name).read_by_host for name in prepared)
         found[id(one)] = prepared if host_reads else one
     return [found.get(id(one)) for one in memories]
 

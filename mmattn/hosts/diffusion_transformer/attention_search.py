@@ -19,6 +19,7 @@ from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.denoising.adapter_scale import Grid
 from mmattn.hosts.denoising.heads import SHARED, attention_names, is_attention
 from mmattn.hosts.diffusion_transformer.example_inputs import TEXT, Layout, example_inputs, layouts
+from mmattn.hosts.eval_mode import in_eval_mode
 
 #: What an attention layer does with text: reads it, has one softmax with it, or knows none but what its stream holds.
 CROSS, JOINT, SELF = "cross", "joint", "self"
@@ -91,7 +92,7 @@ def find_attention(host: nn.Module) -> Found:
         for grid in layout.example_grids():
             ways = example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))
             for way, given in enumerate(ways):
-                with _noted(layers | around) as notes, evaluating(host):
+                with _noted(layers | around) as notes, in_eval_mode(host):
                     try:
                         fits = _is_whole(answer_of(host, given), given["hidden_states"], layout)
                     except MmattnError:
@@ -106,19 +107,6 @@ def find_attention(host: nn.Module) -> Found:
         f"it is not known what {name} is called with, so that nothing tells which of its {len(layers)} attention "
         f"layers are the picture's ({tried or 'it gives no answer of the size of its picture'})"
     )
-
-
-@contextlib.contextmanager
-def evaluating(host: nn.Module) -> Iterator[None]:
-    """A block inside of which a host is in evaluation mode."""
-    modes = [(module, module.training) for module in host.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def answer_of(host: nn.Module, given: Mapping[str, Any]) -> Tensor:
@@ -240,7 +228,7 @@ def check_reaches(host: nn.Module, found: Found, layers: Sequence[tuple[str, int
     try:
         for row, (name, part) in enumerate(layers, 1):
             hooks.append(host.get_submodule(name).register_forward_hook(disturb(row, part)))
-        with evaluating(host):
+        with in_eval_mode(host):
             answer = answer_of(host, given)
     finally:
         for hook in hooks:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.joined import Capture, JoinedMemory
+from mmattn.adapters.joined import Capture, JoinedView
 from mmattn.adapters.language_models import device_of, embeddings_of
 from mmattn.hosts.calls import Call
+from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.passages.entries import Entry
 
 
@@ -40,7 +41,7 @@ def read(model: Any, name: str, passages: Sequence[tuple[int, ...]]) -> list[Ent
 
 @torch.no_grad()
 def capture(
-    model: Any, name: str, ids: Tensor, real: Tensor, positions: Tensor, joined: JoinedMemory | None = None
+    model: Any, name: str, ids: Tensor, real: Tensor, positions: Tensor, joined: JoinedView | None = None
 ) -> Capture:
     """What the attention of every layer is given of a text, in eval mode.
 
@@ -54,22 +55,16 @@ def capture(
     """
     host, captured = model.host, Capture(joined)
     device = device_of(embeddings_of(host))
-    modes = [(module, module.training) for module in host.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)),
-        ):
-            host(
-                input_ids=ids.to(device),
-                attention_mask=real.long().to(device),
-                position_ids=positions.expand(len(ids), -1).to(device),
-                use_cache=False,
-            )
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with (
+        in_eval_mode(host),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)),
+    ):
+        host(
+            input_ids=ids.to(device),
+            attention_mask=real.long().to(device),
+            position_ids=positions.expand(len(ids), -1).to(device),
+            use_cache=False,
+        )
     return captured

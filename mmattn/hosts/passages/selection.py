@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.adapters.joined import JoinedMemory, JoinedSlots
+from mmattn.adapters.joined import JoinedSlots, JoinedView
 from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError
@@ -127,8 +127,7 @@ class PassageSelection(Passages):
             kept[number, row] = False
         before = slots.positions[:, None] < positions[..., None]
         own = JoinedSlots(slots.keys, slots.values, kept, slots.positions, torch.zeros_like(slots.offsets))
-        joined = JoinedMemory(own, self.cache.name, before)
-        found = capture(self.cache.model, self.cache.name, tokens, real, positions, joined)
+        found = capture(self.cache.model, self.cache.name, tokens, real, positions, JoinedView(own, before))
         for layer in adapter.layers:
             for number, row in enumerate(again):
                 slots.keys[layer][number, :, row] = found.keys[layer][number, :, : len(row)]

@@ -19,6 +19,6 @@ def test_a_recipe_can_be_copied(recipe: Recipe) -> None:
 
 
 def test_there_are_some() -> None:
-    assert {"compose", "diffusion", "finetune", "listen", "rag", "translate", "vision"} == {
+    assert {"compose", "diffusion", "finetune", "listen", "rag", "translate", "vision", "ways"} == {
         recipe.name for recipe in TRAINED
     }

@@ -1,0 +1,180 @@
+"""Documents in a twentieth of the slots: a prefix for each, trained on what the host says of it (Cartridges).
+
+A cartridge (arXiv 2506.06266, section 3) is a trained prefix that stands for a document. The host is asked about
+everything in the document, with the document in its prompt; the prefix is trained so that the host says the same
+without it: self-study, by the divergence of the two distributions at every token of the questions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mmattn
+from mmattn import training
+
+from .reader import load_reader
+from .settings import Config
+from .world import NAMES, Reading, draw, questions
+
+COLUMNS = {
+    "slots": ("slots", 1, ".0f", ""),
+    "accuracy": ("right", 100, ".1f", " %"),
+    "share": ("of the whole document's", 100, ".1f", " %"),
+    "seconds": ("seconds for all", 1, ".0f", ""),
+}
+Loss = Callable[[Sequence[int], int], tuple[Tensor, int]]
+
+
+class Documents:
+    """Some documents, and prefixes for them.
+
+    Args:
+        config: of the run.
+        run: its folder.
+        accelerator: of the training.
+    """
+
+    def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
+        self.config, self.run, self.accelerator = config, run, accelerator
+        self.lm = load_reader(config, run, accelerator)
+        self.teacher = copy.deepcopy(self.lm)
+        one, random = config.documents, Random(f"{config.seed} documents")
+        # Each says each thing once; two of them say nothing about the same name.
+        self.documents: list[Reading] = []
+        for number in range(one.documents):
+            known = NAMES[number % 2 :: 2]
+            self.documents.append(draw(random, known, 1, one.statements, one.statements, again=0.0))
+        self.ids = torch.tensor([document.ids[0] for document in self.documents], device=self.lm.device)
+        self.virtual_tokens = max(1, self.ids.shape[1] // one.times_fewer)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every way to have a document, and how many questions about it are answered rightly."""
+        every, whole = [[number] for number in range(len(self.documents))], self.ids.shape[1]
+        pairs = [[number, number + 1] for number in range(0, len(self.documents) - 1, 2)]
+        rows = [
+            self.row("no document", 0, lambda rows: self.in_prompt(rows, 0), every),
+            self.row("the whole document in the prompt", whole, lambda rows: self.in_prompt(rows, whole), every),
+            self.row("its beginning in the prompt", self.virtual_tokens, self.beginning, every),
+            self.row("two whole documents in the prompt", 2 * whole, lambda rows: self.in_prompt(rows, whole), pairs),
+        ]
+        for name, loss in (("not trained", None), ("next token", self.next_token), ("self-study", self.self_study)):
+            model = mmattn.attach(self.lm, self.adapter())
+            self.begin(model)
+            seconds = None if loss is None else self.learn(model, name, loss)
+            rows.append(self.row(f"prefix, {name}", self.virtual_tokens, self.with_prefix(model), every))
+            rows[-1]["seconds"] = seconds
+            if loss is not None:
+                of_another = self.with_prefix(model, shift=1)
+                rows.append(self.row(f"prefix, {name}, of another document", self.virtual_tokens, of_another, every))
+                both = self.with_prefix(model)
+                rows.append(self.row(f"prefixes, {name}, of two documents", 2 * self.virtual_tokens, both, pairs))
+            if loss == self.self_study:
+                model.save_adapter(self.run.path / "adapter")
+            model.unload()
+        alone, two = rows[1]["accuracy"], rows[3]["accuracy"]
+        for row in rows:
+            row["share"] = row["accuracy"] / (two if "two" in row["name"] else alone)
+        return rows
+
+    def adapter(self) -> Any:
+        """A prefix for each document."""
+        return mmattn.adapters.PrefixAdapter(self.virtual_tokens, num_prefixes=len(self.documents))
+
+    def begin(self, model: Any) -> None:
+        """Let each prefix begin as what the host computes of the first tokens of its document."""
+        reading = mmattn.attach(self.teacher, mmattn.adapters.PassageAdapter())
+        cache = mmattn.hosts.PassageCache(reading)
+        cache.add([one[: self.virtual_tokens] for one in self.ids], progress=False)
+        selected = cache.select([[number] for number in range(len(self.documents))])
+        model.adapter("default").copy_passages(selected, reading.adapter("default"))
+        reading.unload()
+
+    def learn(self, model: Any, name: str, loss: Callable[[Any, Sequence[int], int], tuple[Tensor, int]]) -> float:
+        """Train the prefixes; seconds."""
+        optim, random = self.config.optim, Random(f"{self.config.seed} {name}")
+
+        def batches() -> Iterator[list[tuple[int, int]]]:
+            for step in range(optim.max_steps):
+                yield [(random.randrange(len(self.documents)), step) for _ in range(optim.batch_size)]
+
+        config = training.TrainingConfig(
+            max_steps=optim.max_steps, learning_rate=optim.learning_rate, warmup_steps=optim.warmup_steps,
+            max_grad_norm=optim.max_grad_norm, seed=self.config.seed,
+        )  # fmt: skip
+        done = training.train(
+            model,
+            lambda rows, seeds: loss(model, [number for number, _ in rows], rows[0][1]),
+            batches(),
+            config,
+            self.accelerator,
+            log=lambda **figures: self.run.log(model=name, **figures),
+            label=f"prefix, {name}",
+            progress=self.config.progress,
+        )
+        if done.interrupted:
+            raise KeyboardInterrupt
+        return done.seconds
+
+    def next_token(self, model: Any, numbers: Sequence[int], step: int) -> tuple[Tensor, int]:
+        """-log p of the document itself after its prefix."""
+        ids = self.ids[list(numbers)]
+        logits = model(ids, memory=list(numbers)).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), ids[:, 1:].numel()
+
+    def self_study(self, model: Any, numbers: Sequence[int], step: int) -> tuple[Tensor, int]:
+        """Divergence of what is said with the prefix from what the host says with the document in its prompt."""
+        random = Random(f"{self.config.seed} {step}")
+        asked = [self.asked(number, random) for number in numbers]
+        ids = torch.tensor([ids for ids, _ in asked], device=self.ids.device)
+        before = self.ids[list(numbers)]
+        with torch.no_grad():
+            wanted = self.teacher(torch.cat([before, ids], 1)).logits[:, before.shape[1] :].log_softmax(-1)
+        found = model(ids, memory=list(numbers)).logits.log_softmax(-1)
+        return F.kl_div(found, wanted, reduction="sum", log_target=True), ids.numel()
+
+    def asked(self, number: int, random: Random) -> tuple[list[int], list[int]]:
+        """Some questions about a document with the answers that the host itself gives."""
+        document = self.documents[number]
+        chosen = random.sample(document.asked, min(self.config.texts.ask, len(document.asked)))
+        return questions(replace(document, asked=chosen))
+
+    # How a document is had, of rows of one or several documents ------------------------------------------------------
+
+    def in_prompt(self, rows: Sequence[Sequence[int]], tokens: int) -> Callable[[Tensor], Tensor]:
+        """With the first tokens of each document in the prompt."""
+        before = self.ids[torch.tensor(rows)][:, :, :tokens].flatten(1)
+        return lambda ids: self.teacher(torch.cat([before, ids], 1)).logits[:, before.shape[1] :]
+
+    def beginning(self, rows: Sequence[Sequence[int]]) -> Callable[[Tensor], Tensor]:
+        """With as many tokens of each document as a prefix has slots."""
+        return self.in_prompt(rows, self.virtual_tokens)
+
+    def with_prefix(self, model: Any, shift: int = 0) -> Callable[[Any], Callable[[Tensor], Tensor]]:
+        """With a prefix for each document, or that of another one."""
+
+        def having(rows: Sequence[Sequence[int]]) -> Callable[[Tensor], Tensor]:
+            memory = [[(number + shift) % len(self.documents) for number in row] for row in rows]
+            return lambda ids: model(ids, memory=memory).logits
+
+        return having
+
+    @torch.no_grad()
+    def row(self, name: str, slots: int, having: Any, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """How many of all questions about the documents of each row are answered rightly."""
+        right: list[bool] = []
+        every = [[one for number in row for one in self.documents[number].asked] for row in rows]
+        for start in range(0, max(map(len, every)), self.config.texts.ask):
+            asked = [questions(Reading([], some[start : start + self.config.texts.ask])) for some in every]
+            ids, labels = (torch.tensor(part, device=self.ids.device) for part in zip(*asked, strict=True))
+            said = having(rows)(ids)[:, :-1].argmax(-1)
+            wanted = labels[:, 1:]
+            right += (said == wanted)[wanted != -100].tolist()
+        return {"name": name, "slots": slots, "accuracy": sum(right) / len(right), "seconds": None}

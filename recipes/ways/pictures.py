@@ -1,0 +1,109 @@
+"""The tasks about pictures: a language model names the flower on a picture. Data and measures of the vision recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mmattn import recipes, training
+
+from .learning import Batch, nats
+from .memories import Memories
+from .settings import Config
+from .ways import Way
+
+
+def vision(file: str) -> Any:
+    """A file of the vision recipe of this installation."""
+    return recipes.load_recipe(recipes.find_recipe("vision").folder, file)
+
+
+class Pictures:
+    """Pictures to train on and others to measure on, with texts that are true of them.
+
+    Args:
+        config: of the run; `vision` holds settings of the vision recipe.
+        device: of the models.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        seeing = vision("seeing")
+        given = {**config.vision, "seed": config.seed, "progress": config.progress}
+        self.settings = vision("settings").Config.model_validate(given)
+        self.config, self.device = config, device
+        self.data = vision("data").load_data(self.settings.data, config.seed)
+        eye = seeing.load_encoder(self.settings.encoder, device)
+        self.seen, held_out = seeing.see(eye, self.data, self.settings)
+        self.lm, tokenizer = seeing.load_lm(self.settings.lm, device)
+        self.ids = training.encode_texts(tokenizer, self.data.texts, self.lm.config.max_position_embeddings)
+        self.tokenizer = tokenizer
+        measure = vision("measure")
+        self.measure = measure.Measure(self.data, tokenizer, self.ids)
+        self.held_out = Memories(held_out.to(device))
+        self.shuffled = self.held_out[measure.strangers(self.data.held_out, config.seed)]
+        self.memory_dim = held_out.dim
+        self.slots = held_out.length
+
+    def batches(self) -> Iterator[list[tuple[int, int, int]]]:
+        """Steps, pictures (or their mirror images) and texts that are true of them."""
+        optim = self.config.optim
+        texts = [picture.texts for picture in self.data.train] * (2 if self.settings.data.flip else 1)
+        order = training.PairSampler(texts, optim.batch_size, self.config.seed)
+        for step in range(optim.max_steps):
+            yield [(step, *pair) for pair in order.pairs(step)]
+
+    def batch(self, rows: Sequence[tuple[int, int, int]]) -> Batch:
+        """A batch to train on: nine of ten slots of each picture."""
+        (step, *_), items, texts = zip(*rows, strict=True)
+        seed = self.config.seed * 1_000_003 + step
+        seen = training.augment_memory(self.seen[torch.tensor(items)], keep_fraction=0.9, seed=seed)
+        return self._batch(texts, Memories(seen.to(self.device)))
+
+    def score(self, way: Way, memories: Memories | None) -> dict[str, Any]:
+        """How many captions name the right flower, and what each description costs."""
+        pairs, spent = self.measure.pairs, []
+        for start in range(0, len(pairs), 64):
+            rows, texts = zip(*pairs[start : start + 64], strict=True)
+            given = None if memories is None else memories[rows]
+            with torch.no_grad():
+                spent += nats(way, self._batch(texts, given), given).sum(1).tolist()
+        right, _ = self.measure.check(self.captions(way, memories))
+        return {"accuracy": right, "nats": spent}
+
+    @torch.no_grad()
+    def captions(self, way: Way, memories: Memories | None) -> list[str]:
+        """A caption for each held-out picture, from nothing but the begin token."""
+        begin, end = training.bos_and_eos(self.tokenizer)
+        written: list[str] = []
+        for start in range(0, len(self.held_out), 64):
+            rows = list(range(start, min(start + 64, len(self.held_out))))
+            ids = torch.full((len(rows), 1), begin, device=self.device)
+            memory = None if memories is None else way.memory(memories[rows])
+            made = way.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=64,
+                do_sample=False,
+                eos_token_id=end,
+                pad_token_id=end,
+                **({} if memory is None else {"memory": memory}),
+            )
+            written += [one.strip() for one in self.tokenizer.batch_decode(made[:, 1:], skip_special_tokens=True)]
+        return written
+
+    def request(self) -> tuple[torch.Tensor, Memories]:
+        """The begin token, and one picture."""
+        begin, _ = training.bos_and_eos(self.tokenizer)
+        return torch.full((1, 1), begin, device=self.device), self.held_out[[0]]
+
+    def bound(self) -> float:
+        """Bits that the name of a flower has."""
+        return math.log2(len(self.data.species))
+
+    def _batch(self, texts: Sequence[int], memories: Memories | None) -> Batch:
+        one = training.collate([self.ids[text] for text in texts]).to(self.device)
+        assert one.attention_mask is not None
+        return Batch(one.input_ids, one.attention_mask, one.labels, memories)

@@ -1,0 +1,111 @@
+"""A small language model that reads: it finds in a text what was said of a name last. Trained from nothing.
+
+Its first texts are random and go round and round, which is what teaches a model of two layers and more to look for what
+followed (induction, arXiv 2209.11895); with questions from the start that takes many times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mmattn import training
+
+from .settings import Config, ReaderSettings
+from .world import IDS, NAMES, PAD, STOP, WORDS, draw, questions
+
+#: Tokens of a text that goes round.
+ROUND = 64
+Text = tuple[list[int], list[int]]
+
+
+def load_reader(config: Config, run: training.RunFolder, accelerator: Any) -> Any:
+    """The language model of the settings, or one that is trained now and left in the run's folder; frozen."""
+    if config.texts.reader is not None:
+        model = LlamaForCausalLM.from_pretrained(config.texts.reader)
+    else:
+        model = train_reader(config, run, accelerator)
+        model.save_pretrained(run.path / "reader")
+    return model.to(accelerator.device).eval().requires_grad_(False)
+
+
+def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> LlamaForCausalLM:
+    """A language model that has learned to read from nothing."""
+    settings = config.reader
+    model = make_reader(settings, config.seed).to(accelerator.device)
+
+    def loss(rows: Sequence[Text], seeds: Sequence[int]) -> tuple[Tensor, int]:
+        length = min(len(ids) for ids, _ in rows)
+        ids, labels = (torch.tensor([one[:length] for one in part]) for part in zip(*rows, strict=True))
+        ids, labels = ids.to(model.device), labels[:, 1:].to(model.device)
+        logits = model(ids).logits[:, :-1]
+        nats = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        return nats, int((labels != -100).sum())
+
+    done = training.train(
+        model,
+        loss,
+        _batches(config),
+        training.TrainingConfig(
+            max_steps=settings.max_steps, learning_rate=settings.learning_rate, weight_decay=0.01, warmup_steps=100,
+            max_grad_norm=1.0, seed=config.seed,
+        ),
+        accelerator,
+        log=lambda **figures: run.log(model="reader", **figures),
+        label="reader",
+        progress=config.progress,
+    )  # fmt: skip
+    if done.interrupted:
+        raise KeyboardInterrupt
+    return model
+
+
+def make_reader(settings: ReaderSettings, seed: int) -> LlamaForCausalLM:
+    """A Llama of random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=settings.width, intermediate_size=2 * settings.width,
+        num_hidden_layers=settings.depth, num_attention_heads=settings.heads, num_key_value_heads=settings.heads // 2,
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=IDS[STOP], eos_token_id=IDS[STOP],
+        pad_token_id=IDS[PAD],
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def _batches(config: Config) -> Iterator[list[Text]]:
+    """Texts of each step: round ones first, then passages, of longer and longer texts."""
+    settings, random = config.reader, Random(f"{config.seed} reader")
+    for step in range(settings.max_steps):
+        share = step / settings.max_steps
+        if share < 0.1 or step % 8 == 1:
+            yield [_round(random) for _ in range(max(2, settings.tokens // ROUND))]
+            continue
+        most = 1 if share < 0.3 else min(4, config.texts.passages) if share < 0.5 else config.texts.passages
+        yield _readings(random, random.randint(1, most), config, random.choice([1, 2, 8]) if share < 0.3 else 8)
+
+
+def _round(random: Random) -> Text:
+    """Random tokens over and over; what is asked is all but the first round."""
+    once = [random.randrange(3, len(WORDS)) for _ in range(random.randint(5, ROUND // 2))]
+    ids = (once * (ROUND // len(once) + 1))[:ROUND]
+    return ids, [-100] * (len(once) + 1) + ids[len(once) + 1 :]
+
+
+def _readings(random: Random, passages: int, config: Config, properties: int) -> list[Text]:
+    """Passages with questions after them."""
+    statements = config.texts.statements
+    ask = max(4, passages * statements // 3)
+    count = max(2, config.reader.tokens // (4 * passages * statements + 5 * ask))
+    made = []
+    for _ in range(count):
+        one = draw(random, NAMES, passages, statements, ask, properties=properties)
+        before = [token for passage in one.ids for token in passage]
+        ids, labels = questions(one)
+        made.append(([*before, *ids], [*[-100] * len(before), *labels]))
+    return made

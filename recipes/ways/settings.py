@@ -1,0 +1,65 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextSettings(Strict):
+    passages: int = Field(8, ge=1)  # of a request
+    statements: int = Field(15, ge=1)  # of a passage
+    entries: int = Field(64, ge=2)  # task facts: statements of a request, each an entry by itself
+    ask: int = Field(12, ge=1)  # questions to a request
+    requests: int = Field(100, ge=1)  # when measured
+    reader: str | None = None  # a folder with the language model that reads; null: it is trained first
+
+
+class DocumentSettings(Strict):
+    documents: int = Field(8, ge=2)
+    statements: int = Field(60, ge=2)  # of each
+    times_fewer: int = Field(20, ge=1)  # slots of a prefix than tokens of its document
+
+
+class ReaderSettings(Strict):
+    width: int = Field(128, ge=8)
+    depth: int = Field(3, ge=2)
+    heads: int = Field(4, ge=2)
+    max_steps: int = Field(4000, ge=1)
+    tokens: int = Field(2560, ge=256)  # of a batch
+    learning_rate: float = Field(2e-3, gt=0)
+
+
+class OptimSettings(Strict):
+    max_steps: int = Field(800, ge=1)
+    batch_size: int = Field(32, ge=1)
+    learning_rate: float = Field(3e-3, gt=0)
+    lora_learning_rate: float = Field(2e-3, gt=0)  # where nothing else is trained
+    gate_learning_rate: float = Field(3e-2, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    warmup_steps: int = Field(30, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class Config(Strict):
+    out: str = "runs/ways"
+    task: Literal["pictures", "facts", "passages", "documents"] = "passages"
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu"] = "auto"
+    progress: bool = True
+    ways: tuple[Literal["gated", "inserted", "joined", "prefix", "passages"], ...] = (
+        "gated", "inserted", "joined", "prefix", "passages",
+    )  # fmt: skip
+    parameters: int = Field(160_000, ge=1000)  # trained of each way: its adapter and, for the rest, a LoRA beside it
+    gated: dict[str, Any] = {"every": 1, "num_heads": 4, "head_dim": 16, "feed_forward": 0.0}  # the adapter
+    joined: dict[str, Any] = {"every": 1, "gate": "head"}  # likewise
+    vision: dict[str, Any] = {}  # task pictures: settings of the vision recipe, whose data and measures they are
+    texts: TextSettings = TextSettings()
+    documents: DocumentSettings = DocumentSettings()
+    reader: ReaderSettings = ReaderSettings()
+    optim: OptimSettings = OptimSettings()

@@ -1,0 +1,214 @@
+"""Ways to give a memory to a language model, each trained with as many parameters as the others.
+
+A way is an adapter of mmattn, and where that has fewer parameters than the others a LoRA beside it, as LLaVA and xRAG
+train their language models, too. Passages have no parameters of their own: there the LoRA learns to read passages
+that do not see each other (Block-Attention, arXiv 2409.15355).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mmattn
+from mmattn import training
+from mmattn.errors import ConfigError
+
+from .memories import Memories
+
+#: A LoRA beside an adapter is left out below this share of all parameters.
+LEAST = 0.05
+
+
+class Way:
+    """A language model with a way to be given a memory.
+
+    Args:
+        lm: the language model.
+        settings: of the adapter, for a number of virtual tokens where it is a prefix; None is none.
+        parameters: trained in all, within 5 %; 0 trains nothing.
+    """
+
+    def __init__(self, lm: Any, settings: Any, parameters: int) -> None:
+        self.lm, self.lora = lm, None
+        own = 0 if settings is None else _parameters_of(lm, settings)
+        if own > 1.05 * parameters and parameters:
+            raise ConfigError(f"{settings} has {own:,} parameters, more than parameters={parameters:,}: give more")
+        if parameters - own > LEAST * parameters:
+            self.lora = training.matched_lora(lm, parameters - own)
+        self.host = self.lora or lm
+        self.model = self.host if settings is None else mmattn.attach(self.host, settings)
+        self.parameters = sum(one.numel() for one in self.model.parameters() if one.requires_grad)
+
+    def close(self) -> None:
+        """Give the language model back as it was."""
+        if self.model is not self.host:
+            self.model.unload()
+        if self.lora is not None:
+            self.lora.unload()
+        self.lm.requires_grad_(False)
+
+    @property
+    def called(self) -> Any:
+        """The model that is called with a prepared memory."""
+        return self.model
+
+    def memory(self, memories: Memories) -> Any:
+        """What a call is given as `memory=`; None is none."""
+        return memories.slots
+
+    def prepared(self, memories: Memories) -> Any:
+        """The same, with what can be computed of it beforehand."""
+        return self.model.prepare(self.memory(memories))
+
+    def nbytes(self, prepared: Any, memories: Memories) -> int:
+        """Bytes that are kept of a prepared memory, once a call has read it."""
+        kept: int = prepared.nbytes()
+        return kept
+
+    def text(self, ids: Tensor, memories: Memories) -> Tensor:
+        """What the language model is given as text, of a question (1, l)."""
+        return ids
+
+    def logits(self, ids: Tensor, mask: Tensor, memories: Memories | None) -> Tensor:
+        """The logits of texts (b, l)."""
+        memory = None if memories is None else self.memory(memories)
+        given = {} if memory is None else {"memory": memory}
+        return self.model(input_ids=ids, attention_mask=mask, **given).logits
+
+
+class Alone(Way):
+    """No memory."""
+
+    def memory(self, memories: Memories) -> None:
+        """None."""
+
+    def prepared(self, memories: Memories) -> None:
+        """None."""
+
+    def nbytes(self, prepared: None, memories: Memories) -> int:
+        """None."""
+        return 0
+
+
+class Prefix(Way):
+    """One prefix for all requests: it is trained, and knows nothing of any."""
+
+    def memory(self, memories: Memories) -> list[int]:
+        """The first prefix for each row."""
+        return [0] * len(memories)
+
+
+class Prompt(Alone):
+    """Passages in the prompt."""
+
+    def logits(self, ids: Tensor, mask: Tensor, memories: Memories | None) -> Tensor:
+        """The logits of texts (b, l) after their passages."""
+        if memories is None:
+            return super().logits(ids, mask, None)
+        before = _joined(memories).to(ids.device)
+        whole, seen = torch.cat([before, ids], 1), torch.cat([torch.ones_like(before), mask], 1)
+        return self.model(input_ids=whole, attention_mask=seen).logits[:, before.shape[1] :]
+
+    def text(self, ids: Tensor, memories: Memories) -> Tensor:
+        """The passages, and the question."""
+        return torch.cat([_joined(memories).to(ids.device), ids], 1)
+
+    def nbytes(self, prepared: None, memories: Memories) -> int:
+        """Those of keys and values of the passages."""
+        config = self.lm.config
+        width = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+        return width * self.lm.dtype.itemsize * _joined(memories).numel()
+
+
+class Passages(Way):
+    """Passages that the host has read one by one; while it is trained, under a mask that keeps them apart.
+
+    Args:
+        lm: the language model.
+        parameters: of a LoRA; 0 is none.
+        turned: whether keys are turned to the positions where passages now stand.
+    """
+
+    def __init__(self, lm: Any, parameters: int = 0, turned: bool = True) -> None:
+        super().__init__(lm, None, parameters)
+        self.host = self.model
+        self.turned = turned
+        self.reader: Any = None
+
+    @property
+    def called(self) -> Any:
+        """The language model, which passages can be put before."""
+        return self._begin_reading().model
+
+    def close(self) -> None:
+        """Give the language model back as it was."""
+        self._end_reading()
+        super().close()
+
+    def logits(self, ids: Tensor, mask: Tensor, memories: Memories | None) -> Tensor:
+        """The logits of texts (b, l) that see their passages, which do not see each other."""
+        if memories is None or not torch.is_grad_enabled():
+            given = {} if memories is None else {"memory": self.prepared(memories)}
+            return self.called(input_ids=ids, attention_mask=mask, **given).logits
+        self._end_reading()
+        before = _joined(memories).to(ids.device)
+        whole = torch.cat([before, ids], 1)
+        owners = torch.cat([_owners(memories).to(ids.device), torch.full_like(ids, -1)], 1)
+        real = torch.cat([torch.ones_like(before), mask], 1).bool()
+        text = owners == -1
+        apart = mmattn.masks.block(owners, owners) | text[..., None]
+        seen = mmattn.masks.causal(whole.shape[1]).to(ids.device) & apart & real[:, None]
+        return self.host(input_ids=whole, attention_mask=seen.tensor).logits[:, before.shape[1] :]
+
+    def prepared(self, memories: Memories) -> Any:
+        """The passages of each request, selected from what the host has read."""
+        cache = self._begin_reading()
+        assert memories.passages is not None
+        return cache.select([cache.add(row, progress=False) for row in memories.passages])
+
+    def _begin_reading(self) -> Any:
+        if self.reader is None:
+            model = mmattn.attach(self.host, mmattn.adapters.PassageAdapter())
+            if not self.turned:  # as caches do that put keys one after the other as they are
+                adapter = model.adapter("default")
+                adapter.rotations = dict.fromkeys(adapter.layers)
+            self.reader = mmattn.hosts.PassageCache(model)
+        return self.reader
+
+    def _end_reading(self) -> None:
+        if self.reader is not None:
+            self.reader.model.unload()
+            self.reader = None
+            if self.lora is not None:
+                for name, one in self.lora.named_parameters():
+                    one.requires_grad_("lora_" in name)
+
+
+def prefix(lm: Any, parameters: int) -> Any:
+    """As many virtual tokens as there are parameters for."""
+    make: Callable[[int], Any] = mmattn.adapters.PrefixAdapter
+    return make(max(1, parameters // _parameters_of(lm, make(1))))
+
+
+def _parameters_of(lm: Any, settings: Any) -> int:
+    with torch.random.fork_rng():
+        model = mmattn.attach(lm, settings)
+    count = model.trainable_parameters()[0]
+    model.unload()
+    return count
+
+
+def _joined(memories: Memories) -> Tensor:
+    """The passages of each request one after the other, (b, m); each request has as many tokens."""
+    assert memories.passages is not None, "a memory without words cannot stand in the prompt"
+    return torch.tensor([[token for passage in row for token in passage] for row in memories.passages])
+
+
+def _owners(memories: Memories) -> Tensor:
+    """The passage of each of these tokens."""
+    assert memories.passages is not None
+    return torch.tensor([[place for place, passage in enumerate(row) for _ in passage] for row in memories.passages])

@@ -1,0 +1,214 @@
+"""The comparison of ways: nothing that is asked can be guessed, every way trains as many parameters, with controls."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import mmattn
+
+SMALL: dict[str, Any] = {
+    "progress": False,
+    "parameters": 30_000,
+    "gated": {"every": 1, "num_heads": 2, "head_dim": 8, "feed_forward": 0.0},
+    "reader": {"width": 32, "depth": 2, "heads": 4, "max_steps": 2, "tokens": 256},
+    "texts": {"passages": 3, "statements": 5, "entries": 10, "ask": 4, "requests": 3},
+    "documents": {"documents": 4, "statements": 12, "times_fewer": 8},
+    "optim": {"max_steps": 2, "batch_size": 3},
+}
+ROWS = [
+    "no memory",
+    "LoRA, no memory",
+    "in the prompt",
+    "passages read before",
+    "passages read before, keys not turned",
+    "in the prompt, tuned as long",
+    "gated cross-attention",
+    "inserted tokens",
+    "joined in the model's own attention",
+    "a trained prefix",
+    "passages read before, block-tuned",
+]
+
+
+@pytest.fixture(scope="module")
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    """The files of the recipe."""
+    return load_files("ways", "settings", "world", "reader", "memories", "texts", "ways", "learning", "train")
+
+
+@pytest.fixture
+def lm(recipe: SimpleNamespace) -> Any:
+    """A reader that has not learned to read."""
+    settings = recipe.settings.ReaderSettings(width=32, depth=2, heads=4)
+    return recipe.reader.make_reader(settings, 0).requires_grad_(False)
+
+
+@pytest.fixture
+def texts(recipe: SimpleNamespace, lm: Any) -> Any:
+    """Requests about passages."""
+    return recipe.texts.Texts(recipe.settings.Config(**SMALL, task="passages"), lm)
+
+
+def test_the_last_statement_holds(recipe: SimpleNamespace) -> None:
+    """A question is the beginning of a statement, and its answer what the last statement with it says."""
+    world, random = recipe.world, Random(0)
+    anew = 0
+    for _ in range(50):
+        reading = world.draw(random, world.names(False), 3, 7, 6)
+        said = [one for passage in reading.passages for one in passage]
+        assert [len(passage) for passage in reading.passages] == [7, 7, 7] and len(reading.asked) == 6
+        for one in reading.asked:
+            same = [other for other in said if (other.property, other.name) == (one.property, one.name)]
+            assert same[-1] == one
+            anew += len({other.value for other in same}) > 1
+        ids, labels = world.questions(reading)
+        assert [world.WORDS[label] for label in labels if label != -100] == [one.value for one in reading.asked]
+        assert world.decode(ids).startswith(f"? {reading.asked[0].property} {reading.asked[0].name} ")
+        assert [ids[place] for place, label in enumerate(labels) if label != -100] == [x for x in labels if x != -100]
+    assert anew > 20, "what was said before and holds no more is asked for, too"
+
+
+def test_no_held_out_name_is_trained_on(recipe: SimpleNamespace, texts: Any) -> None:
+    """Rows to train on are about other names than those that are measured."""
+    world = recipe.world
+    trained, held_out = set(world.names(False)), set(world.names(True))
+    assert not trained & held_out and trained | held_out == set(world.NAMES)
+    seen = {one.name for rows in texts.batches() for row in rows for passage in row.passages for one in passage}
+    asked = {world.WORDS[row[2]] for row in texts.asked.ids.tolist()}
+    assert seen <= trained and asked <= held_out and seen and asked
+
+
+def test_a_slot_is_the_state_before_a_token_and_its_embedding(texts: Any, lm: Any) -> None:
+    """Each passage is read by itself: another passage in the request changes no slot of this one."""
+    passages = texts.held_out.passages
+    assert passages is not None
+    slots = texts.held_out.slots.tokens.view(3, 3, 20, -1)
+    ids = torch.tensor(passages[1][2])[None]
+    with torch.no_grad():
+        states = lm(ids, output_hidden_states=True).hidden_states[1]
+    wanted = torch.cat([states[:, 3], lm.get_input_embeddings()(ids)[:, 4]], -1)
+    assert torch.allclose(slots[1, 2, 4, :64], wanted[0], atol=1e-6)
+    places = slots[0, :, 0, 64:]
+    assert torch.equal(places, slots[1, :, 0, 64:]) and len(places.unique(dim=0)) == 3
+
+
+@pytest.mark.parametrize("task", ["passages", "facts"])
+def test_every_way_trains_as_many_parameters(recipe: SimpleNamespace, task: str, tmp_path: Path) -> None:
+    """Adapter and LoRA together are within 5 %; afterwards the language model is what it was, bit for bit."""
+    config = recipe.settings.Config(**SMALL, task=task, out=str(tmp_path / "run"))
+    study = recipe.train.Study(config, mmattn.training.RunFolder(config.out), mmattn.training.make_accelerator())
+    before = copy.deepcopy(study.task.lm.state_dict())
+    for name, make in study.makers().items():
+        way = make(study.task.lm, config.parameters)
+        assert abs(way.parameters - 30_000) <= 1500, name
+        batch = study.task.batch(next(iter(study.task.batches())))
+        nats = recipe.learning.nats(way, batch, batch.memories)
+        assert torch.isfinite(nats).all() and int((nats > 0).sum()) == int((batch.labels != -100).sum())
+        nats.sum().backward()
+        found = [one for one in way.model.parameters() if one.requires_grad]
+        assert any(one.grad is not None and bool(one.grad.any()) for one in found), name
+        way.close()
+        after = study.task.lm.state_dict()
+        assert set(after) == set(before) and all(torch.equal(after[key], before[key]) for key in before), name
+        assert not any(one.requires_grad for one in study.task.lm.parameters())
+
+
+def test_what_is_trained_apart_is_what_is_read_apart(recipe: SimpleNamespace, texts: Any) -> None:
+    """The mask of training and keys and values that were read before give the same logits."""
+    way = recipe.ways.Passages(texts.lm, 30_000)
+    ids, mask = texts.asked.ids[:2], torch.ones_like(texts.asked.ids[:2])
+    memories = texts.held_out[[0, 1]]
+    trained = way.logits(ids, mask, memories)
+    with torch.no_grad():
+        read = way.logits(ids, mask, memories)
+        together = recipe.ways.Prompt(texts.lm, None, 0).logits(ids, mask, memories)
+    assert torch.isfinite(read).all() and torch.allclose(trained, read, atol=1e-5)
+    assert not torch.allclose(together, read, atol=1e-4)
+    way.close()
+    turned, unturned = (recipe.ways.Passages(texts.lm, turned=turned) for turned in (True, False))
+    with torch.no_grad():
+        first = turned.logits(ids, mask, memories)
+        turned.close()
+        second = unturned.logits(ids, mask, memories)
+        unturned.close()
+    assert not torch.allclose(first, second, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that takes seconds."""
+    return recipe.train.main({**SMALL, "task": "passages", "out": str(tmp_path_factory.mktemp("ways") / "run")})
+
+
+def test_a_run_has_its_controls(run: Path, recipe: SimpleNamespace) -> None:
+    """No memory, another's memory, a LoRA of equal size, passages as they are and tuned; and what each costs."""
+    content = json.loads((run / "table.json").read_text())
+    rows = {row["name"]: row for row in content["rows"]}
+    assert list(rows) == ROWS
+    for name, row in rows.items():
+        assert 0 <= row["accuracy"] <= 1 and math.isfinite(row["bits"])
+        assert (row["shuffled"] is None) == ("no memory" in name)
+        assert row["parameters"] is None or abs(row["parameters"] - 30_000) <= 1500
+    assert rows["LoRA, no memory"]["bits"] == 0
+    # 60 tokens in 2 layers, 2 heads of width 8 for keys and for values, in float32
+    size = 60 * 2 * 2 * 2 * 8 * 4 / 1e3
+    for name in ("in the prompt", "inserted tokens", "joined in the model's own attention", ROWS[-1]):
+        assert rows[name]["kilobytes"] == size and rows[name]["first_ms"] > 0 and rows[name]["token_ms"] > 0
+    assert "| passages read before, block-tuned" in (run / "table.md").read_text()
+    assert (run / "reader" / "model.safetensors").is_file() and (run / "metrics.jsonl").is_file()
+    assert recipe.train.table([content, content]).count("±") > 20
+
+
+def test_documents(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    """Prefixes of documents stand beside the whole document, its beginning, and those of others."""
+    run = recipe.train.main({**SMALL, "task": "documents", "out": str(tmp_path / "run")})
+    content = json.loads((run / "table.json").read_text())
+    rows = {row["name"]: row for row in content["rows"]}
+    assert content["tokens"] == 48 and len(rows) == 11
+    assert rows["prefix, self-study"]["slots"] == 6 and rows["the whole document in the prompt"]["slots"] == 48
+    assert rows["prefixes, self-study, of two documents"]["slots"] == 12
+    assert all(0 <= row["accuracy"] <= 1 for row in rows.values())
+    assert (run / "adapter" / "adapter_config.json").is_file()
+
+
+def test_pictures(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    """Ways that take vectors are compared on a folder of pictures; passages are for texts."""
+    described, folder = {}, tmp_path / "pictures"
+    for place, name in enumerate(("aster", "broom", "clover")):
+        described[name] = [f"The {name} is a flower.", f"This is a {name}."]
+        (folder / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (17, 19), (10 * place, 3 * number, 50)).save(folder / name / f"{number}.png")
+    (tmp_path / "said.json").write_text(json.dumps(described))
+    vision = {
+        "encoder": "assets/clip",
+        "data": {
+            "kind": "folder", "path": str(folder), "descriptions": str(tmp_path / "said.json"), "held_out": 0.3,
+            "cache": str(tmp_path / "cache"),
+        },
+    }  # fmt: skip
+    run = recipe.train.main(
+        {
+            **SMALL,
+            "task": "pictures",
+            "parameters": 300_000,
+            "joined": {"layers": [1, 3]},
+            "vision": vision,
+            "optim": {"max_steps": 1, "batch_size": 2},
+            "out": str(tmp_path / "run"),
+        }
+    )
+    rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
+    assert list(rows) == ["no memory", "LoRA, no memory", *ROWS[6:10]]
+    assert all(abs(row["parameters"] - 300_000) <= 15_000 for row in rows.values() if row["parameters"])

@@ -36,11 +36,11 @@ def costs(
         for name, way in ways.items():
             given = {} if prepared[name] is None else {"memory": prepared[name]}
             text = way.text(ids, memories)
-            out, spent = _timed(lambda way=way, given=given, text=text: way.called(text, use_cache=True, **given))
+            out, spent = _timed(lambda way=way, given=given, text=text: way.model(text, use_cache=True, **given))
             first[name].append(spent)
             token = out.logits[:, -1:].argmax(-1)
             _, spent = _timed(
-                lambda way=way, given=given, token=token, cache=out.past_key_values: way.called(
+                lambda way=way, given=given, token=token, cache=out.past_key_values: way.model(
                     token, past_key_values=cache, use_cache=True, **given
                 )
             )

@@ -44,7 +44,7 @@ class Documents:
 
     def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
         self.config, self.run, self.accelerator = config, run, accelerator
-        self.lm = load_reader(config, run, accelerator)
+        self.lm = load_reader(config, accelerator.device)
         self.teacher = copy.deepcopy(self.lm)
         one, random = config.documents, Random(f"{config.seed} documents")
         # Each says each thing once; two of them say nothing about the same name.

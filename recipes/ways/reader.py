@@ -7,6 +7,7 @@ followed (induction, arXiv 2209.11895); with questions from the start that takes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,27 +17,36 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmattn import training
+from mmattn.errors import ConfigError
 
 from .settings import Config, ReaderSettings
-from .world import IDS, NAMES, PAD, STOP, WORDS, draw, questions
+from .world import IDS, NAMES, PAD, STOP, WORDS, draw, names, questions
 
 #: Tokens of a text that goes round.
 ROUND = 64
 Text = tuple[list[int], list[int]]
 
 
-def load_reader(config: Config, run: training.RunFolder, accelerator: Any) -> Any:
-    """The language model of the settings, or one that is trained now and left in the run's folder; frozen."""
-    if config.texts.reader is not None:
-        model = LlamaForCausalLM.from_pretrained(config.texts.reader)
-    else:
-        model = train_reader(config, run, accelerator)
-        model.save_pretrained(run.path / "reader")
-    return model.to(accelerator.device).eval().requires_grad_(False)
+#: What `mmattn train` leaves in the folder of a run.
+FOLDER = "reader"
 
 
-def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> LlamaForCausalLM:
-    """A language model that has learned to read from nothing."""
+def load_reader(config: Config, device: torch.device) -> Any:
+    """The language model of the settings, frozen.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(config.texts.reader)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"texts.reader={str(folder)!r} is no folder: first mmattn train recipes/ways/config_reader.yaml"
+        )
+    return LlamaForCausalLM.from_pretrained(folder).to(device).eval().requires_grad_(False)
+
+
+def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
+    """Leave a language model that has learned to read in the run's folder; how well it does, and how long it took."""
     settings = config.reader
     model = make_reader(settings, config.seed).to(accelerator.device)
 
@@ -63,7 +73,13 @@ def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> L
     )  # fmt: skip
     if done.interrupted:
         raise KeyboardInterrupt
-    return model
+    model.save_pretrained(run.path / FOLDER)
+    rows = [
+        {"name": f"{count * config.texts.statements} statements", "accuracy": right}
+        for count in range(1, config.texts.passages + 1)
+        for right in [_right(model.eval(), config, count)]
+    ]
+    return {"rows": rows, "seconds": done.seconds, "parameters": sum(one.numel() for one in model.parameters())}
 
 
 def make_reader(settings: ReaderSettings, seed: int) -> LlamaForCausalLM:
@@ -76,6 +92,20 @@ def make_reader(settings: ReaderSettings, seed: int) -> LlamaForCausalLM:
         pad_token_id=IDS[PAD],
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def _right(model: Any, config: Config, passages: int) -> float:
+    """How many questions about held-out names are answered rightly, with passages in the prompt."""
+    random, right = Random(f"{config.seed} measured"), []
+    for _ in range(config.texts.requests):
+        one = draw(random, names(True), passages, config.texts.statements, config.texts.ask)
+        before = [token for passage in one.ids for token in passage]
+        ids, labels = (torch.tensor([part], device=model.device) for part in questions(one))
+        logits = model(torch.cat([torch.tensor([before], device=model.device), ids], 1)).logits[:, len(before) : -1]
+        asked = labels[:, 1:] != -100
+        right += (logits.argmax(-1) == labels[:, 1:])[asked].tolist()
+    return sum(right) / len(right)
 
 
 def _batches(config: Config) -> Iterator[list[Text]]:

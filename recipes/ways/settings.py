@@ -15,9 +15,9 @@ class TextSettings(Strict):
     passages: int = Field(8, ge=1)  # of a request
     statements: int = Field(15, ge=1)  # of a passage
     entries: int = Field(64, ge=2)  # task facts: statements of a request, each an entry by itself
-    ask: int = Field(12, ge=1)  # questions to a request
-    requests: int = Field(100, ge=1)  # when measured
-    reader: str | None = None  # a folder with the language model that reads; null: it is trained first
+    ask: int = Field(24, ge=1)  # questions to a request
+    requests: int = Field(60, ge=1)  # when measured
+    reader: str = "runs/ways-reader/reader"  # the folder with the language model that reads
 
 
 class DocumentSettings(Strict):
@@ -48,14 +48,14 @@ class OptimSettings(Strict):
 
 class Config(Strict):
     out: str = "runs/ways"
-    task: Literal["pictures", "facts", "passages", "documents"] = "passages"
+    task: Literal["pictures", "facts", "passages", "documents", "reader"] = "passages"
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu"] = "auto"
     progress: bool = True
     ways: tuple[Literal["gated", "inserted", "joined", "prefix", "passages"], ...] = (
         "gated", "inserted", "joined", "prefix", "passages",
     )  # fmt: skip
-    parameters: int = Field(160_000, ge=1000)  # trained of each way: its adapter and, for the rest, a LoRA beside it
+    parameters: int = Field(200_000, ge=1000)  # trained of each way: its adapter and, for the rest, a LoRA beside it
     gated: dict[str, Any] = {"every": 1, "num_heads": 4, "head_dim": 16, "feed_forward": 0.0}  # the adapter
     joined: dict[str, Any] = {"every": 1, "gate": "head"}  # likewise
     vision: dict[str, Any] = {}  # task pictures: settings of the vision recipe, whose data and measures they are

@@ -16,7 +16,7 @@ from .cost import costs
 from .documents import COLUMNS as DOCUMENT_COLUMNS, Documents
 from .learning import learn
 from .pictures import Pictures
-from .reader import load_reader
+from .reader import load_reader, train_reader
 from .settings import Config
 from .texts import Texts
 from .ways import Alone, Passages, Prefix, Prompt, Way, prefix
@@ -51,6 +51,8 @@ def main(settings: dict[str, Any]) -> Path:
     if config.task == "documents":
         documents = Documents(config, run, accelerator)
         content = {"rows": documents.rows(), "tokens": documents.ids.shape[1]}
+    elif config.task == "reader":
+        content = train_reader(config, run, accelerator)
     else:
         content = Study(config, run, accelerator).table()
     content |= {"seed": config.seed, "task": config.task}
@@ -77,12 +79,14 @@ class Study:
         if config.task == "pictures":
             self.task = Pictures(config, device)
         else:
-            self.task = Texts(config, load_reader(config, run, self.accelerator))
+            self.task = Texts(config, load_reader(config, device))
         torch.manual_seed(config.seed)
 
     def table(self) -> dict[str, Any]:
         """Every row, and what is said under the table."""
         makers, count = self.makers(), self.config.parameters
+        for make in makers.values():  # what cannot be is said before anything is trained
+            make(self.task.lm, count).close()
         spent = costs(
             {name: lambda lm, make=make: make(lm, 0) for name, make in makers.items()},
             self.task.lm,
@@ -156,6 +160,9 @@ def table(contents: list[dict[str, Any]]) -> str:
     if first["task"] == "documents":
         made = training.spread_table("", DOCUMENT_COLUMNS, [one["rows"] for one in contents])
         return f"{made}\n\nDocuments of {first['tokens']} tokens; every question about each is asked."
+    if first["task"] == "reader":
+        made = training.spread_table("", {"accuracy": COLUMNS["accuracy"]}, [one["rows"] for one in contents])
+        return f"{made}\n\n{first['parameters']:,} parameters, {first['seconds']:.0f} s."
     made = training.spread_table("", COLUMNS, [one["rows"] for one in contents])
     asked = "descriptions" if first["task"] == "pictures" else "answers"
     return (

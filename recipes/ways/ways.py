@@ -51,11 +51,6 @@ class Way:
             self.lora.unload()
         self.lm.requires_grad_(False)
 
-    @property
-    def called(self) -> Any:
-        """The model that is called with a prepared memory."""
-        return self.model
-
     def memory(self, memories: Memories) -> Any:
         """What a call is given as `memory=`; None is none."""
         return memories.slots
@@ -134,27 +129,25 @@ class Passages(Way):
     """
 
     def __init__(self, lm: Any, parameters: int = 0, turned: bool = True) -> None:
-        super().__init__(lm, None, parameters)
-        self.host = self.model
-        self.turned = turned
-        self.reader: Any = None
+        super().__init__(lm, mmattn.adapters.PassageAdapter(), parameters)
+        if not turned:  # as caches do that put keys one after the other as they are
+            adapter = self.model.adapter("default")
+            adapter.rotations = dict.fromkeys(adapter.layers)
 
-    @property
-    def called(self) -> Any:
-        """The language model, which passages can be put before."""
-        return self._begin_reading().model
+    def memory(self, memories: Memories) -> Any:
+        """The passages of each request, selected from what the host has read."""
+        assert memories.passages is not None
+        cache = mmattn.hosts.PassageCache(self.model)
+        return cache.select([cache.add(row, progress=False) for row in memories.passages])
 
-    def close(self) -> None:
-        """Give the language model back as it was."""
-        self._end_reading()
-        super().close()
+    def prepared(self, memories: Memories) -> Any:
+        """The same."""
+        return self.memory(memories)
 
     def logits(self, ids: Tensor, mask: Tensor, memories: Memories | None) -> Tensor:
         """The logits of texts (b, l) that see their passages, which do not see each other."""
         if memories is None or not torch.is_grad_enabled():
-            given = {} if memories is None else {"memory": self.prepared(memories)}
-            return self.called(input_ids=ids, attention_mask=mask, **given).logits
-        self._end_reading()
+            return super().logits(ids, mask, memories)
         before = _joined(memories).to(ids.device)
         whole = torch.cat([before, ids], 1)
         owners = torch.cat([_owners(memories).to(ids.device), torch.full_like(ids, -1)], 1)
@@ -163,29 +156,6 @@ class Passages(Way):
         apart = mmattn.masks.block(owners, owners) | text[..., None]
         seen = mmattn.masks.causal(whole.shape[1]).to(ids.device) & apart & real[:, None]
         return self.host(input_ids=whole, attention_mask=seen.tensor).logits[:, before.shape[1] :]
-
-    def prepared(self, memories: Memories) -> Any:
-        """The passages of each request, selected from what the host has read."""
-        cache = self._begin_reading()
-        assert memories.passages is not None
-        return cache.select([cache.add(row, progress=False) for row in memories.passages])
-
-    def _begin_reading(self) -> Any:
-        if self.reader is None:
-            model = mmattn.attach(self.host, mmattn.adapters.PassageAdapter())
-            if not self.turned:  # as caches do that put keys one after the other as they are
-                adapter = model.adapter("default")
-                adapter.rotations = dict.fromkeys(adapter.layers)
-            self.reader = mmattn.hosts.PassageCache(model)
-        return self.reader
-
-    def _end_reading(self) -> None:
-        if self.reader is not None:
-            self.reader.model.unload()
-            self.reader = None
-            if self.lora is not None:
-                for name, one in self.lora.named_parameters():
-                    one.requires_grad_("lora_" in name)
 
 
 def prefix(lm: Any, parameters: int) -> Any:

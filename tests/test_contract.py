@@ -17,7 +17,8 @@ from transformers import (
 )
 
 import mmattn
-from mmattn.adapters import JoinedAdapter, PrefixAdapter
+from mmattn.adapters import FusedCacheAdapter, JoinedAdapter, PrefixAdapter
+from mmattn.adapters.augmented_prompt import AugmentedPrompt
 from mmattn.adapters.decoupled import DecoupledLayout
 from mmattn.adapters.timed_resampler import TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
@@ -26,6 +27,7 @@ from tests import composing, contracts, tiny, tiny_transformers, tiny_unets
 from tests.families.building import tiny_model
 
 SMALL: dict[str, Any] = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 6}
+FUSED: dict[str, Any] = {"memory_dim": 24, "layers": (0, 2), "augmenting_layers": (3, 1), "hidden_dim": 11}
 CALM = SMALL | {"memory_dim": composing.DIM, "augmenting_layers": composing.AUGMENTING_LAYERS}
 
 
@@ -52,6 +54,12 @@ def transformer(name: str) -> Callable[[], Any]:
 def reading_along(generator: torch.Generator, rows: int) -> mmattn.AugmentingModel:
     """Another language model for the same text."""
     return composing.along(seed=int(torch.randint(1000, (), generator=generator)))
+
+
+def what_another_read(generator: torch.Generator, rows: int) -> AugmentedPrompt:
+    """What another language model has cached of the first four tokens of each row, of any text."""
+    states = tuple(torch.randn(rows, 4, 24, generator=generator) for _ in range(4))
+    return AugmentedPrompt(states, torch.ones(rows, 4, dtype=torch.bool))
 
 
 def a_prefix_for_each(generator: torch.Generator, rows: int) -> torch.Tensor:
@@ -83,6 +91,10 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
     "joined, llama": lambda: Case(JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2)), language("llama")),
     "joined with a length norm, gemma2": lambda: Case(
         JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2), gate="head", length_norm=5.0), language("gemma2")
+    ),
+    "fused cache, llama": lambda: Case(FusedCacheAdapter(**FUSED), language("llama"), what_another_read),
+    "fused cache by head, gpt2": lambda: Case(
+        FusedCacheAdapter(**FUSED, gate="head"), language("gpt2"), what_another_read
     ),
     "gated, t5": lambda: Case(mmattn.GatedAdapter(**SMALL), family("t5", AutoModelForSeq2SeqLM)),
     "gated, bart, in the encoder": lambda: Case(
@@ -146,7 +158,8 @@ def case_of(name: str) -> Case:
 
 # An augmenting model is no memory of slots, and belongs to one call.
 PREFIXES = ("prefix, llama", "prefix, gpt2")
-NO_SLOTS = ("composed, llama", "composed, gptj", *PREFIXES)
+FUSED_CACHES = ("fused cache, llama", "fused cache by head, gpt2")
+NO_SLOTS = ("composed, llama", "composed, gptj", *PREFIXES, *FUSED_CACHES)
 # Their slots are attended to among the tokens of the host, in their order.
 INSERTED = ("inserted, llama", "inserted with a resampler, gpt2")
 NO_TEXT = ("gated, t5", "gated, bart, in the encoder", "gated, modernbert")
@@ -206,7 +219,7 @@ DOES_NOT_APPLY = {
         *JOINED,
     ),
     # They hand their memory to no attention that others could listen to.
-    "check_record": ("joint decoupled, sd3", *JOINED, *INSERTED),
+    "check_record": ("joint decoupled, sd3", *JOINED, *INSERTED, *FUSED_CACHES),
     # Decoupled adapters name no layers.
     "check_layers_that_are_not_there": ("unet", "k unet", "wan", "flux"),
 }

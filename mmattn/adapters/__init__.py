@@ -3,6 +3,7 @@
 from mmattn.adapters.chunked import ChunkedAdapter
 from mmattn.adapters.composed import ComposedAdapter
 from mmattn.adapters.decoupled import DecoupledAdapter
+from mmattn.adapters.fused_cache import FusedCacheAdapter
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.inserted import InsertedAdapter
 from mmattn.adapters.joined_adapter import JoinedAdapter
@@ -14,6 +15,7 @@ __all__ = [
     "ChunkedAdapter",
     "ComposedAdapter",
     "DecoupledAdapter",
+    "FusedCacheAdapter",
     "GatedAdapter",
     "JoinedAdapter",
     "InsertedAdapter",

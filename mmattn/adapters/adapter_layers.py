@@ -42,6 +42,8 @@ class AdapterLayers(nn.Module, ABC):
     stands_before_text = False
     # Whether the host reads its slots as embeddings; it is then given a `reader`.
     read_by_host = False
+    # Whether it reads keys of the host as they are at position 0; it is then given `rotations`.
+    reads_host_keys = False
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()

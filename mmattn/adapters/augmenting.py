@@ -1,25 +1,21 @@
-"""A frozen language model that reads the text of a host beside it: its states of that text as a memory.
-
-It has a key/value cache of its own, which follows the host's: begun anew where the host begins anew, put in the order
-of the beams, cut where a draft was rejected. Which rows and tokens stay cached is told by the text itself.
-"""
+"""A frozen language model that reads the text of a host: along with it, or its prompt before it."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.augmented_prompt import AugmentedPrompt
+from mmattn.adapters.augmented_text import AugmentedText, token_places
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.text_state import TextState
-from mmattn.core.attention import combine_masks, visible_rows
-from mmattn.core.kv import KeyValue
-from mmattn.core.masks import causal
-from mmattn.core.tracing import may_read
-from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
+from mmattn.core.key_rotation import DISTANCE, KeyRotation, find_rotations
+from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.memory import Memory
 
 
@@ -62,6 +58,77 @@ class AugmentingModel:
                 f"the augmenting {type(self.lm).__name__} is in training mode, where dropout gives a token other "
                 "states each time: call .eval() on it"
             )
+
+    @cached_property
+    def cache_dim(self) -> int:
+        """Width e of what it caches of a token in a layer: keys and values of all heads."""
+        text = torch.ones(1, 1, dtype=torch.long)
+        return self.prefill(text).states[0].shape[2]
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> AugmentedPrompt:
+        """Read prompts once: keys and values of every layer, as the memory of a `FusedCacheAdapter`.
+
+        Args:
+            input_ids: (b, p), of the prompts with which the texts of calls will begin.
+            attention_mask: (b, p), 1 = a real token; all by default.
+
+        Raises:
+            ShapeError: no ids (b, p), or a mask of another shape.
+            ConditionError: the model is in training mode, or has no keys and values of a token.
+            NonFiniteError: keys or values that are not finite.
+        """
+        if input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise ShapeError(f"input_ids must be ids (b, p), got {input_ids.dtype} {tuple(input_ids.shape)}")
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if real.shape != input_ids.shape:
+            raise ShapeError(
+                f"attention_mask must be {tuple(input_ids.shape)}, as input_ids are, got {tuple(real.shape)}"
+            )
+        self._check_eval()
+        device = device_of(embeddings_of(self.lm))
+        ids, real = input_ids.to(device), real.to(device).bool()
+        places, layers = token_places(real), []
+        for number, (keys, values) in enumerate(self._cached(ids, real, places)):
+            rotation = None if self._rotations is None else self._rotations[number]
+            # As they are at position 0: what is learned of a key does not depend on where its token stands.
+            turned = keys if rotation is None else rotation(keys, -places[:, None])
+            layers.append(torch.cat([one.transpose(1, 2).flatten(2) for one in (turned, values)], 2))
+            Memory(layers[-1], real, check_finite=False).check_finite()
+        return AugmentedPrompt(tuple(layers), real, ids)
+
+    @cached_property
+    def _rotations(self) -> dict[int, KeyRotation | None] | None:
+        """How its layers turn keys with their positions; None where they follow them otherwise."""
+        if not self._positions:
+            return None
+        most = getattr(text_config(self.lm), "max_position_embeddings", None) or DISTANCE + 7
+        distance = max(min(DISTANCE, most - 7), 1)
+        here, there = (dict(enumerate(self._read_at(start))) for start in (0, distance))
+        return find_rotations(self.lm, here, there, distance)
+
+    def _read_at(self, start: int) -> list[Tensor]:
+        """The keys of a short text that begins at a position."""
+        device = device_of(embeddings_of(self.lm))
+        size = getattr(text_config(self.lm), "vocab_size", None) or 2
+        ids = torch.randint(size, (1, 7), generator=torch.Generator().manual_seed(0)).to(device)
+        real = torch.ones_like(ids, dtype=torch.bool)
+        return [keys for keys, _ in self._cached(ids, real, token_places(real) + start)]
+
+    def _cached(self, ids: Tensor, real: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values (b, g, p, k) that it caches of a text in each layer."""
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": real.long()}
+        if self._positions:
+            given["position_ids"] = positions
+        with torch.inference_mode(False), torch.no_grad():
+            out = self._body(**given, past_key_values=new_cache(), use_cache=True)
+        cache = getattr(out, "past_key_values", None)
+        layers = [(one.keys, one.values) for one in getattr(cache, "layers", ()) if hasattr(one, "keys")]
+        if len(layers) != self.depth or any(keys is None or keys.shape[2] != ids.shape[1] for keys, _ in layers):
+            raise ConditionError(
+                f"{type(self.lm).__name__} does not cache keys and values of each token in every layer, as a "
+                "FusedCacheAdapter reads them: take a ComposedAdapter, which reads states"
+            )
+        return layers
 
     def _probe(self) -> None:
         """Prove with two texts of two tokens that the first token's state does not depend on the second token."""
@@ -154,177 +221,6 @@ class AugmentingModel:
     def caches(self) -> bool:
         """Whether its cache can be cut and reordered."""
         return not getattr(self.lm, "_is_stateful", False)
-
-
-@dataclass(frozen=True)
-class AugmentedText:
-    """What an augmenting model has read in one call, t tokens with padding.
-
-    Args:
-        real: (b, t) bool, which tokens are no padding.
-        ids: (b, t) token ids.
-        states: (b, t, e) by layer of the model.
-        cache: the model's own, None where nothing is cached.
-        projected: keys and values of the first tokens, by layer of the host.
-    """
-
-    real: Tensor
-    ids: Tensor
-    states: dict[int, Tensor]
-    cache: Any
-    projected: dict[int, KeyValue]
-
-    @property
-    def length(self) -> int:
-        """Number of tokens t, padding included."""
-        return self.real.shape[1]
-
-    def shared_with(self, real: Tensor, ids: Tensor) -> AugmentedText | None:
-        """The part of this with which all rows of a text begin, in their order; None where there is none.
-
-        The cache is changed in place: what is not shared is gone.
-        """
-        rows, length = common_beginning((self.real, self.ids), (real, ids))
-        if not length:
-            return None
-        if rows.tolist() != list(range(self.real.shape[0])):
-            self.cache.reorder_cache(rows)
-        if length < self.length:
-            self.cache.crop(length - self.length)
-        return AugmentedText(
-            real[:, :length],
-            ids[:, :length],
-            {layer: states[rows.to(states.device), :length] for layer, states in self.states.items()},
-            self.cache,
-            {layer: one.pick(rows.to(one.keys.device), length) for layer, one in self.projected.items()},
-        )
-
-
-class AugmentedSource:
-    """An augmenting model bound to the adapter that reads it, for one call.
-
-    Args:
-        model: the augmenting model.
-        adapter: the trainable part of a composed adapter.
-    """
-
-    rows: int | None = None
-    follows_text = True
-
-    def __init__(self, model: AugmentingModel, adapter: Any) -> None:
-        self.model, self.adapter = model, adapter
-        self._read: dict[None, AugmentedText] = {}
-
-    def step(self, text: TextState) -> AugmentedStates:
-        """What this forward sees: the model reads as far as the text has come.
-
-        Raises:
-            ConditionError: the ids of the whole text are not known.
-            NonFiniteError: states that are not finite.
-        """
-        keep = not torch.is_grad_enabled() and self.model.caches
-        # Taken out: no two threads ever fill one cache.
-        before = self._read.pop(None, None)
-        if text.past == 0 or not keep:
-            before = None
-        layers = sorted(set(self.adapter.augmenting_layers.values()))
-        read = self.model.read(text, layers, before, self.adapter.name, keep)
-        if keep:
-            self._read[None] = read
-        return AugmentedStates(read, self.adapter)
-
-    def as_memory(self, text: TextState) -> Memory:
-        """There is none: the states change with the text.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"adapter {self.adapter.name!r} reads the states of another model, which no other memory can stand for: "
-            "give a batch with a memory for the other adapters"
-        )
-
-
-@dataclass(frozen=True)
-class AugmentedStates:
-    """What the tokens of one forward see of an augmenting model: the states of the text up to each token's own.
-
-    Args:
-        text: what the model has read.
-        adapter: the trainable part of a composed adapter.
-    """
-
-    text: AugmentedText
-    adapter: Any
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """What a block gives for the hidden states x (b, l, d) of the last l tokens; padding stays bit for bit."""
-        rows, length = x.shape[:2]
-        total, real = self.text.length, self.text.real.to(x.device)
-        mask = None if may_read(real) and bool(real.all()) else real
-        rule = causal(length, total, total - length, device=x.device).tensor if length > 1 else None
-        allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
-        out: Tensor = block(
-            x,
-            self._memory(layer, mask, x.device),
-            attention_mask=rule,
-            query_positions=token_places(real)[:, total - length :],
-            seen=visible_rows(allowed, rows, total, device=x.device),
-            adapter_scale=adapter_scale,
-        )
-        return out
-
-    def _memory(self, layer: int, mask: Tensor | None, device: torch.device) -> KeyValue:
-        """Keys and values of the states that a host layer attends to; cached where nothing is trained."""
-        text, adapter = self.text, self.adapter
-        states = text.states[adapter.augmenting_layers[layer]]
-        cached = text.projected.get(layer)
-        past = 0 if cached is None else cached.slots
-        positions = token_places(text.real.to(device))[:, past:]
-
-        def project() -> KeyValue:
-            new = Memory(states[:, past:], text.real[:, past:], check_finite=False)
-            tokens = adapter.read(new).tokens.to(device)
-            projected: KeyValue = adapter.attention(layer).project(tokens, memory_positions=positions)
-            return projected
-
-        if text.cache is None:
-            return replace(project(), mask=mask, seen=None)
-        if past < text.length:
-            with torch.inference_mode(False), torch.no_grad():
-                more = project()
-                cached = text.projected[layer] = more if cached is None else cached.append(more)
-        assert cached is not None
-        return replace(cached, mask=mask, seen=None)
-
-
-def common_beginning(before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """For each row of a text the row of an earlier one that begins most like it, and how many tokens ALL rows share so.
-
-    Args:
-        before: which tokens of the earlier text are real (n, t) bool, and their ids (n, t).
-        now: the same of the text, (b, t').
-
-    >>> before, now = torch.tensor([[5, 6, 7], [5, 8, 9]]), torch.tensor([[5, 8, 9, 1], [5, 8, 3, 1]])
-    >>> common_beginning(*((torch.ones_like(ids, dtype=torch.bool), ids) for ids in (before, now)))
-    (tensor([1, 1]), 2)
-    """
-    rows, length = now[1].shape[0], min(before[1].shape[1], now[1].shape[1])
-    if not (before[1].shape[0] and rows):
-        return torch.zeros(rows, dtype=torch.long, device=now[1].device), 0
-    same = now[1][:, None, :length] == before[1][:, :length]
-    same &= now[0][:, None, :length] == before[0][:, :length]
-    most, index = same.long().cumprod(2).sum(2).max(1)
-    return index, int(most.min())
-
-
-def token_places(real: Tensor) -> Tensor:
-    """The index of each token (b, t) among the real ones of its row.
-
-    >>> token_places(torch.tensor([[False, True, True]]))
-    tensor([[0, 0, 1]])
-    """
-    return (real.cumsum(1) - 1).clamp(min=0)
 
 
 def new_cache() -> Any:

@@ -24,14 +24,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from mmattn.adapters.augmenting import AugmentedSource, AugmentingModel
+from mmattn.adapters.augmented_source import AugmentedSource
+from mmattn.adapters.augmenting import AugmentingModel
 from mmattn.adapters.block_adapter import BlockAdapter, BlockLayers
 from mmattn.adapters.gated_block import check_bool
+from mmattn.adapters.layer_choice import check_other_layers
 from mmattn.adapters.protocols import MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.core.layers import CrossAttention
 from mmattn.core.positions import Rotary
-from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError, check_int
+from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
 
 
 @register_adapter
@@ -66,26 +68,15 @@ class ComposedAdapter(BlockAdapter):
     example_call: ClassVar[str] = "model.generate(input_ids, memory=mmattn.AugmentingModel(lm))"
 
     def __post_init__(self) -> None:
-        given, others = self.layers, self.augmenting_layers
+        given = self.layers
         super().__post_init__()
+        object.__setattr__(self, "augmenting_layers", check_other_layers(self.augmenting_layers, given))
         check_bool("rotary", self.rotary)
         check_bool("own_place", self.own_place)
         if self.own_place and not self.rotary:
             raise ConfigError("own_place needs rotary, by which a token tells its own place: leave rotary=False out")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of channels: head_dim must be even, got {self.head_dim}")
-        if others is None:
-            return
-        if not isinstance(others, Sequence) or isinstance(others, str) or not others:
-            raise ConfigError(f"augmenting_layers must be a list of layers counted from 0, got {others!r}")
-        selected = tuple(check_int("augmenting_layers", layer, at_least=0, at_most=4095) for layer in others)
-        if given is not None:
-            if len(given) != len(selected):
-                raise ConfigError(
-                    f"augmenting_layers must name one layer for each of layers, got {list(selected)} for {list(given)}"
-                )
-            selected = tuple(other for _, other in sorted(zip(given, selected, strict=True)))
-        object.__setattr__(self, "augmenting_layers", selected)
 
     def attention_settings(self) -> dict[str, Any]:
         """Rotary positions, and biases on queries, keys and values."""

@@ -55,6 +55,7 @@ class HostAttention:
         sees: (b, l or 1) bool, tokens that see what was joined; None is all.
         before: the same without what was joined; None where nothing was.
         gated: what was joined with a gate; each is beside all that was joined without.
+        computed: keys and values of the text as the host computed them, where they were changed; else None.
     """
 
     function: Callable[..., Any]
@@ -68,6 +69,16 @@ class HostAttention:
     sees: Tensor | None = None
     before: HostAttention | None = None
     gated: tuple[GatedSlots, ...] = ()
+    computed: tuple[Tensor, Tensor] | None = None
+
+    def with_text(self, key: Tensor, value: Tensor) -> HostAttention:
+        """The same with other keys and values of the text.
+
+        Args:
+            key: (b, g, m, k).
+            value: (b, g, m, v).
+        """
+        return replace(self, key=key, value=value, computed=self.computed or (self.key, self.value))
 
     @property
     def window(self) -> int | None:

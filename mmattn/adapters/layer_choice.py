@@ -35,6 +35,30 @@ def check_layers(every: int | None, layers: Sequence[int] | None) -> tuple[int, 
     return tuple(sorted(selected))
 
 
+def check_other_layers(others: Sequence[int] | None, layers: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The layers of an augmenting model that go with those of a host, in the order of the host's; None is none.
+
+    Args:
+        others: as given, one for each of `layers`.
+        layers: as in the settings of an adapter.
+
+    Raises:
+        ConfigError: no such list, or of another length.
+    """
+    if others is None:
+        return None
+    if not isinstance(others, Sequence) or isinstance(others, str) or not others:
+        raise ConfigError(f"augmenting_layers must be a list of layers counted from 0, got {others!r}")
+    selected = tuple(check_int("augmenting_layers", layer, at_least=0, at_most=4095) for layer in others)
+    if layers is None:
+        return selected
+    if len(layers) != len(selected):
+        raise ConfigError(
+            f"augmenting_layers must name one layer for each of layers, got {list(selected)} for {list(layers)}"
+        )
+    return tuple(other for _, other in sorted(zip(layers, selected, strict=True)))
+
+
 def chosen_sites(offered: Sequence[Site], every: int | None, layers: Sequence[int] | None) -> list[Site]:
     """The sites that `layers` or `every` names.
 

@@ -50,6 +50,7 @@ class TextState:
         inputs: ids (b, l) or embeddings (b, l, d) that the host was called with; None where only a part of the host was
             called.
         past: tokens in the host's cache; None where the host does not say.
+        cache: the host's cache itself; None where it was given none.
         attention_mask: what the host was called with under this name.
         images: (b, l) int, images begun at or before each token, where the caller says so.
         arrivals: how many slots of the memory had arrived at each token, where the caller says so.
@@ -65,6 +66,7 @@ class TextState:
     length: int
     inputs: Tensor | None = None
     past: int | None = None
+    cache: Any = None
     attention_mask: Any = None
     images: Tensor | None = None
     arrivals: Arrivals | None = None

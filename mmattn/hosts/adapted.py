@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from mmattn.adapters import forms
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AdapterFileError, ConditionError, check_float
+from mmattn.errors import AdapterFileError, ConditionError
 from mmattn.hosts.attached import adapted, forget_compiled
 from mmattn.hosts.blocks import OpenBlocks
-from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
+from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs, scale_by_adapter
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.named_adapters import NamedAdapters
 
@@ -128,33 +128,40 @@ class AdaptedModel(NamedAdapters):
         prepared = self.prepare_by_name(memory)
         return {name: forms.bind(self.adapter(name), one, self.host) for name, one in prepared.items()}
 
-    def make_call(self, memory: Any, adapter_scale: float = 1.0, images: Tensor | None = None) -> Call | None:
+    def make_call(
+        self, memory: Any, adapter_scale: float | Mapping[str, float] = 1.0, images: Tensor | None = None
+    ) -> Call | None:
         """What a call with this memory sees; None is no memory."""
         self.check_attached()
-        adapter_scale = check_float("adapter_scale", adapter_scale)
         if memory is None:
+            scale_by_adapter(adapter_scale, ())
             self.check_not_required()
             return None
-        call = Call(self.bind(memory), adapter_scale, images)
-        return None if adapter_scale == 0 else call
+        sources = self.bind(memory)
+        scales = scale_by_adapter(adapter_scale, sources)
+        seen = {name: source for name, source in sources.items() if scales[name]}
+        return Call(seen, scales, images) if seen or not sources else None
 
     @contextlib.contextmanager
-    def condition(self, memory: Any, *, adapter_scale: float = 1.0) -> Iterator[Any]:
+    def condition(self, memory: Any, *, adapter_scale: float | Mapping[str, float] = 1.0) -> Iterator[Any]:
         """Every call of the host inside the block sees this memory; None is no memory.
 
         Args:
             memory: (b, m, e), one for all active adapters, or one by adapter name.
-            adapter_scale: multiplies what the adapters add; 0 is exactly nothing.
+            adapter_scale: multiplies what the adapters add, one for all or one by adapter name; 0 is exactly nothing.
 
         Raises:
             ShapeError: a memory that does not fit.
+            ConfigError: an adapter_scale of an adapter that is given no memory.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
         call = self.make_call(memory, adapter_scale)
         with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self
 
-    def forward(self, *args: Any, memory: Any = None, adapter_scale: float = 1.0, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, memory: Any = None, adapter_scale: float | Mapping[str, float] = 1.0, **kwargs: Any
+    ) -> Any:
         """Call the host with a memory; returns what the host returns.
 
         Args:
@@ -255,7 +262,7 @@ class AdaptedModel(NamedAdapters):
             else:
                 view = source.step(text)
             for own in sites if site is None else [site]:
-                actions.setdefault(own, []).append((view, adapter.block(own[0]), call.adapter_scale))
+                actions.setdefault(own, []).append((view, adapter.block(own[0]), call.scales.get(name, 1.0)))
         return actions
 
     def is_apart(self, layer: int) -> bool:

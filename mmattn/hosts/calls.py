@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmattn.adapters.projected import ProjectedMemory
 from mmattn.adapters.protocols import MemorySource, View
 from mmattn.adapters.text_state import Arrivals, GenerationInput
+from mmattn.errors import ConfigError, check_float
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Call:
 
     Args:
         sources: for each adapter that is given a memory, its source.
-        adapter_scale: multiplies what the adapters add.
+        scales: for each of these adapters, what multiplies its result; 1 where there is none.
         images: (b, l) images begun at or before each token, where the caller says so.
         arrivals: how many slots of the memory had arrived at each token, where the caller says so.
         prompt: ids (b, l) or embeddings (b, l, d) that `generate` was called with.
@@ -33,7 +34,7 @@ class Call:
     """
 
     sources: Mapping[str, MemorySource]
-    adapter_scale: Any = 1.0
+    scales: Mapping[str, Any] = field(default_factory=dict)
     images: Tensor | None = None
     arrivals: Arrivals | None = None
     prompt: Tensor | None = None
@@ -72,6 +73,26 @@ def prepared_for_graphs(call: Call | None) -> Iterator[None]:
     yield
     if call is not None:
         call.check_graphs()
+
+
+def scale_by_adapter(adapter_scale: float | Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+    """What multiplies the result of each adapter of a call.
+
+    Args:
+        adapter_scale: one for all, or one by adapter name.
+        names: of the adapters that are given a memory.
+
+    Raises:
+        ConfigError: no finite number, or names that are not exactly these.
+    """
+    if not isinstance(adapter_scale, Mapping):
+        return dict.fromkeys(names, check_float("adapter_scale", adapter_scale))
+    if set(adapter_scale) != set(names):
+        raise ConfigError(
+            f"adapter_scale by name must name the adapters that are given a memory, {sorted(names)}, and names "
+            f"{list(adapter_scale)}"
+        )
+    return {name: check_float(f"adapter_scale[{name!r}]", one) for name, one in adapter_scale.items()}
 
 
 # What a hook does at a site: a view, the block that it applies, and what multiplies the result.

@@ -75,7 +75,7 @@ def check_rows_keep_to_themselves(case: Case) -> None:
     answer = case.ask(model, memory)
     for row in range(case.rows):
         own = slice(row, row + 1)
-        alone = memory[own] if isinstance(memory, (Memory, Tensor)) else memory
+        alone = memory[own] if hasattr(memory, "__getitem__") else memory
         close(case.ask(model, alone, rows_of(case.batch, own, case.rows)), answer[own], f"row {row} alone")
     if isinstance(memory, Memory):
         moved = torch.cat([memory.tokens[:1], -memory.tokens[1:]])

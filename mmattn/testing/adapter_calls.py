@@ -209,7 +209,7 @@ def check_generation(case: Case) -> None:
             assert torch.equal(model.host.generate(ids, num_beams=3, **given), beams), "beams of the host, in a block"
         for row in range(case.rows):
             own = slice(row, row + 1)
-            alone = memory[own] if isinstance(memory, (Memory, Tensor)) else memory
+            alone = memory[own] if hasattr(memory, "__getitem__") else memory
             one = rows_of({**given, **beside, "ids": ids}, own, case.rows)
             found = model.generate(one.pop("ids"), memory=alone, num_beams=3, **one)
             assert torch.equal(found, beams[own]), f"beams of row {row} alone: {found} is not {beams[own]}"

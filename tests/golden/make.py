@@ -78,6 +78,7 @@ _ADAPTERS: dict[str, Any] = {
     "joined": mmattn.adapters.JoinedAdapter(E, layers=(0, 3)),
     "joined-by-head": mmattn.adapters.JoinedAdapter(E, every=2, gate="head", length_norm=3.0),
     "prefix": mmattn.adapters.PrefixAdapter(num_virtual_tokens=4, num_prefixes=2),
+    "fused_cache": mmattn.adapters.FusedCacheAdapter(12, layers=(1, 3), augmenting_layers=(3, 0), hidden_dim=5),
     "inserted": mmattn.adapters.InsertedAdapter(E),
     "inserted-without-gates": mmattn.adapters.InsertedAdapter(E, projection="linear", gate=False, resampler=_LATENTS),
 }
@@ -111,10 +112,11 @@ def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
         more["memory"] = given["prefixes"]
     elif memory:
         # What is composed has no stored memory: a second copy of its host reads along.
-        stored = "tokens" in given
-        more["memory"] = (
-            mmattn.Memory(given["tokens"], **seen) if stored else mmattn.AugmentingModel(load_host("llama"))
-        )
+        reading = mmattn.AugmentingModel(load_host("llama"))
+        if "tokens" in given:
+            more["memory"] = mmattn.Memory(given["tokens"], **seen)
+        else:
+            more["memory"] = reading.prefill(given["input_ids"], given["read"]) if "read" in given else reading
     with torch.no_grad():
         if "input_ids" in given:
             out: Tensor = host(given["input_ids"], **more).logits
@@ -189,6 +191,8 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
         given["passages"] = torch.randint(2, VOCAB, (2, SLOTS), generator=random)
     elif name == "prefix":
         given["prefixes"] = torch.tensor([1, 0, -1])
+    elif name == "fused_cache":
+        given["read"] = (torch.arange(LENGTH) < torch.tensor([LENGTH, 4, 0])[:, None]).long()
     elif not name.startswith("composed"):
         given["tokens"] = torch.randn(ROWS, slots, E, generator=random)
         given["mask"] = torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.hosts import key_rotation
+from mmattn.core import key_rotation
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.passages.reading import CLOSE, LEARNED, PASSAGES, ROTARY, TEXT, blocks, distance, reader, text

@@ -15,11 +15,11 @@ from mmattn.adapters.joined import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
+from mmattn.core.key_rotation import DISTANCE, KeyRotation, find_rotations
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.calls import ForwardStep
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.joined_attention import attention_hooks, attention_layers, check_function
-from mmattn.hosts.key_rotation import DISTANCE, KeyRotation, find_rotations
 
 #: Tokens of the passage and of the text with which a host is tried.
 PASSAGE, TEXT = 7, 5
@@ -94,25 +94,13 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
         ConditionError: its attention takes no mask.
     """
     host = model.host
-    _check_kind(host)
-    modules = {site.layer: host.get_submodule(site.module) for site in sites}
-    for module in modules.values():
-        config: Any = module.config
-        check_function(getattr(config, "own", config))
-    ids, positions = short_text(host), torch.arange(PASSAGE + TEXT)[None].to(device_of(embeddings_of(host)))
-    most = getattr(text_config(host), "max_position_embeddings", None) or PASSAGE + DISTANCE
-    distance = max(min(DISTANCE, most - PASSAGE), 1)
+    modules = _reached(model, sites)
     name = type(host).__name__
     try:
         with model.open_blocks.conditioned(None), in_eval_mode(host):
+            ids, positions = _short_text_at(host, 0)
             wanted = _logits(host, ids, positions)[:, PASSAGE:]
-            here, there = Capture(), Capture()
-            passage = ids[:, :PASSAGE], positions[:, :PASSAGE]
-            with attention_hooks(_listeners(modules, here)):
-                _logits(host, *passage)
-            with attention_hooks(_listeners(modules, there)):
-                _logits(host, passage[0], passage[1] + distance)
-            rotations = find_rotations(host, here.keys, there.keys, distance)
+            here, rotations = _read_at_two_places(host, modules)
             view = JoinedView(_slots(here))
             with attention_hooks(_listeners(modules, view)):
                 found = _logits(host, ids[:, PASSAGE:], view.shift_positions(positions[:, :TEXT]))
@@ -130,6 +118,61 @@ def probe_before_text(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotatio
             "GatedAdapter for this host"
         )
     return rotations
+
+
+@torch.no_grad()
+def probe_rotations(model: Any, sites: Iterable[Site]) -> dict[int, KeyRotation | None] | None:
+    """What turns the keys of each layer to their positions, as `probe_before_text` finds it.
+
+    Args:
+        model: the adapted model.
+        sites: the attention of every layer.
+
+    Raises:
+        AttachError: the host takes no positions.
+        ConditionError: its attention takes no mask.
+    """
+    modules = _reached(model, sites)
+    with model.open_blocks.conditioned(None), in_eval_mode(model.host):
+        return _read_at_two_places(model.host, modules)[1]
+
+
+def _reached(model: Any, sites: Iterable[Site]) -> dict[int, nn.Module]:
+    """The attention of each layer, of a host that takes positions and a mask.
+
+    Raises:
+        AttachError: it takes no positions.
+        ConditionError: its attention takes no mask.
+    """
+    _check_kind(model.host)
+    modules: dict[int, nn.Module] = {site.layer: model.host.get_submodule(site.module) for site in sites}
+    for module in modules.values():
+        config: Any = module.config
+        check_function(getattr(config, "own", config))
+    return modules
+
+
+def _short_text_at(host: nn.Module, start: int) -> tuple[Tensor, Tensor]:
+    """Ids of a passage and a text (1, l), and their positions from a number on."""
+    ids = short_text(host)
+    return ids, torch.arange(start, start + PASSAGE + TEXT, device=ids.device)[None]
+
+
+def _read_at_two_places(
+    host: nn.Module, modules: Mapping[int, nn.Module]
+) -> tuple[Capture, dict[int, KeyRotation | None] | None]:
+    """What the host computes of a short passage, and how its keys are turned with their positions."""
+    most = getattr(text_config(host), "max_position_embeddings", None) or PASSAGE + DISTANCE
+    distance = max(min(DISTANCE, most - PASSAGE), 1)
+    found = []
+    for start in (0, distance):
+        captured = Capture()
+        ids, positions = _short_text_at(host, start)
+        with attention_hooks(_listeners(modules, captured)):
+            _logits(host, ids[:, :PASSAGE], positions[:, :PASSAGE])
+        found.append(captured)
+    here, there = found
+    return here, find_rotations(host, here.keys, there.keys, distance)
 
 
 def _check_kind(host: nn.Module) -> None:

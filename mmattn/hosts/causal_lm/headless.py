@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class HeadlessHost:
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,
-        adapter_scale: float = 1.0,
+        adapter_scale: float | Mapping[str, float] = 1.0,
         **kwargs: Any,
     ) -> Any:
         """Call the host's base model with a memory; returns what it returns.

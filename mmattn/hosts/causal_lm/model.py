@@ -22,7 +22,7 @@ from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
-from mmattn.hosts.causal_lm.before_text import joined_sites, probe_before_text, shift_text
+from mmattn.hosts.causal_lm.before_text import joined_sites, probe_before_text, probe_rotations, shift_text
 from mmattn.hosts.causal_lm.embedding_reader import embedding_reader
 from mmattn.hosts.causal_lm.generation import (
     asked,
@@ -129,6 +129,8 @@ class AdaptedCausalLM(AdaptedModel):
             kind.reader = embedding_reader(self, adapter.sites)
         elif adapter.position == "joined":
             probe_joined(self, adapter.sites)
+            if adapter.reads_host_keys:
+                kind.rotations = probe_rotations(self, self.sites("joined"))
         else:
             self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
 
@@ -138,7 +140,8 @@ class AdaptedCausalLM(AdaptedModel):
         generation, call.generation = call.generation, None
         if inputs is None:
             return TextState(0, 0)  # the host says itself what it misses
-        packed = packed_text(kwargs, inputs.shape[0], inputs.shape[1])
+        # `generate` writes a text in each row; under a static cache its mask does not show which positions are padding.
+        packed = packed_text(kwargs, *inputs.shape[:2]) if call.prompt is None else None
         if packed is not None:
             return TextState(
                 rows=packed.documents,
@@ -155,6 +158,7 @@ class AdaptedCausalLM(AdaptedModel):
             length=inputs.shape[1],
             inputs=inputs,
             past=past_length(kwargs),
+            cache=kwargs.get("past_key_values"),
             attention_mask=kwargs.get("attention_mask"),
             images=call.images,
             arrivals=call.arrivals,
@@ -289,7 +293,7 @@ class AdaptedCausalLM(AdaptedModel):
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,
-        adapter_scale: float = 1.0,
+        adapter_scale: float | Mapping[str, float] = 1.0,
         **kwargs: Any,
     ) -> Any:
         """Call the host with a memory; returns what the host returns.
@@ -327,7 +331,7 @@ class AdaptedCausalLM(AdaptedModel):
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,
-        adapter_scale: float = 1.0,
+        adapter_scale: float | Mapping[str, float] = 1.0,
     ) -> Iterator[AdaptedCausalLM]:
         """Every call of the host inside the block sees this memory; None is no memory.
 
@@ -337,10 +341,11 @@ class AdaptedCausalLM(AdaptedModel):
             arrived: (b, l) how many slots of the memory had arrived at each token, which sees no later ones; tokens
                 after those are like the last. A `MemoryStream` is the same while it grows.
             window: with `arrived`, how many of the latest slots each token sees; None for all.
-            adapter_scale: multiplies what the adapters add; 0 is exactly nothing.
+            adapter_scale: multiplies what the adapters add, one for all or one by adapter name; 0 is exactly nothing.
 
         Raises:
             ShapeError: a memory that does not fit.
+            ConfigError: an adapter_scale of an adapter that is given no memory.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
         call = self.make_call(memory, adapter_scale, images, arrived, window)
@@ -355,7 +360,7 @@ class AdaptedCausalLM(AdaptedModel):
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,
-        adapter_scale: float = 1.0,
+        adapter_scale: float | Mapping[str, float] = 1.0,
         **kwargs: Any,
     ) -> Any:
         """The host's `generate` with a memory, one row for each row of the prompt; beams share their row's.
@@ -407,7 +412,7 @@ class AdaptedCausalLM(AdaptedModel):
     def make_call(
         self,
         memory: Any,
-        adapter_scale: float = 1.0,
+        adapter_scale: float | Mapping[str, float] = 1.0,
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ShapeError
 from mmattn.hosts.calls import FORWARD, Call
-from mmattn.hosts.denoising.adapter_scale import AdapterScale, Grid, over_queries
+from mmattn.hosts.denoising.adapter_scale import Grid, over_queries
 from mmattn.hosts.denoising.heads import into_output, projections, query_heads
 
 #: Texts that a block remembers: guidance that calls a host for each half alone gives it two in turn.
@@ -25,7 +24,7 @@ class DenoisingCall(Call):
     """What the forwards of one block share: memories with a scale each, and the text's keys and values.
 
     Args:
-        scales: by adapter, what multiplies its result.
+        scales: as in `mmattn.hosts.denoising.adapter_scale`.
         guided: the host may be given twice the rows of the memory; the first half then sees none.
         text_mask: (rows, m) bool, the padding of the host's own text.
         padding: the bias by which the host last told of padding in its text, and the mask that it means.
@@ -33,7 +32,6 @@ class DenoisingCall(Call):
         texts: the host's own texts as its layers were given them, those of the last calls.
     """
 
-    scales: Mapping[str, AdapterScale] = field(default_factory=dict)
     guided: bool = False
     text_mask: Tensor | None = None
     padding: tuple[Tensor, Tensor] | None = None

@@ -91,7 +91,9 @@ class AdaptedEncoder(AdaptedModel):
         sites = [(layer, self.adapter(name).position) for name in names for layer in self.adapter(name).layers]
         return ForwardStep(self, host, None, {site: [] for site in sites})
 
-    def forward(self, *args: Any, memory: Any = None, adapter_scale: float = 1.0, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, memory: Any = None, adapter_scale: float | Mapping[str, float] = 1.0, **kwargs: Any
+    ) -> Any:
         """Call the host with a memory; returns what the host returns.
 
         Args:

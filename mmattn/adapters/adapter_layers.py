@@ -77,6 +77,10 @@ class AdapterLayers(nn.Module, ABC):
         """The attention over the memory at host layer `layer`: a `CrossAttention` or `MemoryHeads`; None is none."""
         return None
 
+    def recorded_attention(self, layer: int) -> Any:
+        """What gives the weights over the memory at host layer `layer` when they are recorded; None is nothing."""
+        return self.attention(layer)
+
     def kv_projection(self, layer: int) -> Any:
         """What projects keys and values of the memory for host layer `layer`: by default its attention."""
         return self.attention(layer)

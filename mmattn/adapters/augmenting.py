@@ -94,7 +94,7 @@ class AugmentingModel:
             turned = keys if rotation is None else rotation(keys, -places[:, None])
             layers.append(torch.cat([one.transpose(1, 2).flatten(2) for one in (turned, values)], 2))
             Memory(layers[-1], real, check_finite=False).check_finite()
-        return AugmentedPrompt(tuple(layers), real, ids)
+        return AugmentedPrompt(tuple(layers), real, ids.clone())
 
     @cached_property
     def _rotations(self) -> dict[int, KeyRotation | None] | None:

@@ -121,7 +121,7 @@ class HostAttention:
         if self.before is not None:
             sees = None if sees is None or self.sees is None else sees | self.sees
         return replace(
-            self._widened(key, value, mask),
+            self.widened(key, value, mask),
             adapter_scale=adapter_scale,
             sees=sees,
             before=replace(self, gated=()) if self.before is None else self.before,
@@ -152,14 +152,14 @@ class HostAttention:
         options = dict(self.options)
         if "dropout" in options:
             options["dropout"] = 0.0  # drawn again, it would take the random numbers of later layers
-        joined, _ = self._widened(slots.key, slots.value, slots.mask)._attend(options)
+        joined, _ = self.widened(slots.key, slots.value, slots.mask)._attend(options)
         wide = torch.promote_types(slots.gate.dtype, out.dtype)
         share = slots.adapter_scale * slots.gate.to(out.device, wide)
         changed = out.to(wide) + share[..., None] * (joined.to(wide) - full.to(wide))
         changed = changed.to(out.dtype)
         return changed if slots.sees is None else torch.where(slots.sees[..., None, None], changed, out)
 
-    def _widened(self, key: Tensor, value: Tensor, mask: Tensor | None) -> HostAttention:
+    def widened(self, key: Tensor, value: Tensor, mask: Tensor | None) -> HostAttention:
         """The same with keys and values in front, and nothing else changed."""
         b, l = self.query.shape[0], self.query.shape[2]
         own = self._own_mask(mask is not None)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.block_adapter import as_settings
+from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.inserted_memory import EmbeddingReader, InsertedMemory
 from mmattn.adapters.join_slots import JoinSlots
 from mmattn.adapters.joined import JoinedSlots
@@ -107,7 +108,7 @@ class InsertedLayers(AdapterLayers):
         self._add_resampler(config.resampler)
         layers = [nn.Linear(e, d)] if config.projection == "linear" else [nn.Linear(e, d), nn.GELU(), nn.Linear(d, d)]
         self.projector = nn.Sequential(*layers)
-        self.blocks = nn.ModuleDict({str(layer): JoinSlots(config.gate) for layer in self.layers})
+        self.blocks = nn.ModuleDict({str(layer): JoinSlots(Gate() if config.gate else None) for layer in self.layers})
         #: Has the host read embeddings; known once the adapter is on a host.
         self.reader: EmbeddingReader | None = None
 
@@ -115,6 +116,10 @@ class InsertedLayers(AdapterLayers):
     def weight(self) -> Tensor:
         """The weight of the memory's norm."""
         return self.memory_norm.weight
+
+    def recorded_attention(self, layer: int) -> Any:
+        """Where the tokens are joined at a layer."""
+        return self.block(layer)
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:

@@ -16,19 +16,19 @@ class JoinSlots(nn.Module):
     """Joins keys and values of slots to the attention of one layer.
 
     Args:
-        gated: what they change is weighed by tanh of a number that starts at 0; else it has no weights.
+        gate: weighs what they change; None adds all of it.
     """
 
-    def __init__(self, gated: bool = False) -> None:
+    def __init__(self, gate: Gate | None = None) -> None:
         super().__init__()
-        self.gate = Gate() if gated else None
+        self.gate = gate
 
     def forward(
         self,
         x: HostAttention,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        attention_mask: Tensor | None = None,
         sees: Tensor | None = None,
         adapter_scale: float = 1.0,
         return_weights: bool = False,
@@ -37,9 +37,9 @@ class JoinSlots(nn.Module):
 
         Args:
             x: the attention of a layer.
-            key: (b, g, m, k).
-            value: (b, g, m, v).
-            mask: (b, 1, l or 1, m) bool, which slots each token sees; None for all.
+            key: (b or 1, g, m, k).
+            value: (b or 1, g, m, v).
+            attention_mask: (b or 1, 1, l or 1, m) bool, which slots each token sees; None for all.
             sees: (b, l or 1) bool, tokens that see any; None for all.
             adapter_scale: multiplies what the slots change.
             return_weights: also give the weights; those of the text's own tokens make up the rest of 1.
@@ -47,10 +47,21 @@ class JoinSlots(nn.Module):
         Raises:
             ConditionError: weights are wanted of an attention that does more than a softmax of scaled scores.
         """
+        mask = self.score_mask(attention_mask, key.shape[2])
         joined = x.join(key, value, mask, sees, adapter_scale, None if self.gate is None else self.gate())
         if not return_weights:
             return joined
-        return joined, _weights(joined)[..., : key.shape[2]]
+        both = joined if self.gate is None else x.widened(key, value, mask)
+        return joined, _weights(both)[..., : key.shape[2]]
+
+    def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
+        """What hides slots and what is added to their scores: the mask as it is.
+
+        Args:
+            attention_mask: as in `forward`.
+            slots: m.
+        """
+        return attention_mask
 
 
 def _weights(x: HostAttention) -> Tensor:
@@ -62,15 +73,17 @@ def _weights(x: HostAttention) -> Tensor:
             "and its weights are not recorded"
         )
     b, h, l, m = x.query.shape[0], x.query.shape[1], x.query.shape[2], x.key.shape[2]
-    allowed = None
+    allowed = bias = None
     if x.mask is not None:
-        allowed = (x.mask if not x.mask.is_floating_point() else x.mask > -1e4).expand(b, -1, l, m)
-        allowed = allowed.expand(b, h, l, m)
+        allowed = x.mask if not x.mask.is_floating_point() else x.mask > -1e4
+        bias = None if not x.mask.is_floating_point() else x.mask.masked_fill(~allowed, 0)
+        allowed = allowed.expand(b, -1, l, m).expand(b, h, l, m)
     _, weights = attend(
         x.query,
         x.key,
         x.value,
         attention_mask=allowed,
+        bias=bias,
         scale=x.options.get("scaling"),
         return_weights=True,
     )

@@ -174,9 +174,9 @@ class JoinedView:
             x,
             key.to(where),
             value.to(where),
-            None if mask is None else mask.to(where),
-            None if sees is None else sees.to(where),
-            adapter_scale,
+            attention_mask=None if mask is None else mask.to(where),
+            sees=None if sees is None else sees.to(where),
+            adapter_scale=adapter_scale,
         )
         return joined
 
@@ -267,7 +267,12 @@ class JoinedRequestsView:
         )
         where = x.key.device
         joined: HostAttention = block(
-            x, key.to(where), value.to(where), mask[:, None].to(where), self.sees.to(where), adapter_scale
+            x,
+            key.to(where),
+            value.to(where),
+            attention_mask=mask[:, None].to(where),
+            sees=self.sees.to(where),
+            adapter_scale=adapter_scale,
         )
         return joined
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.gated_block import Gate
+from mmattn.adapters.join_slots import JoinSlots
 from mmattn.adapters.joined_rows import JoinedProjectedMemory
 from mmattn.adapters.layer_choice import check_layers, chosen_sites
 from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
@@ -89,7 +90,7 @@ class JoinedAdapter:
         return random_memory(generator, rows, self.memory_dim)
 
 
-class JoinedBlock(nn.Module):
+class JoinedBlock(JoinSlots):
     """Keys and values of a memory for the attention of one host layer, and the gate of what they change.
 
     Args:
@@ -101,12 +102,11 @@ class JoinedBlock(nn.Module):
     absorbable = False
 
     def __init__(self, config: JoinedAdapter, size: HeadSizes) -> None:
-        super().__init__()
+        super().__init__(Gate(*((size.num_heads,) if config.gate == "head" else (1,))))
         self.num_kv_heads, self.head_dim = size.num_kv_heads, size.head_dim
         self.length_norm = config.length_norm
         self.k_proj = nn.Linear(config.memory_dim, size.num_kv_heads * size.head_dim, bias=False)
         self.v_proj = nn.Linear(config.memory_dim, size.num_kv_heads * (size.value_dim or size.head_dim), bias=False)
-        self.gate = Gate(*((size.num_heads,) if config.gate == "head" else (1,)))
 
     def project(
         self,
@@ -139,16 +139,20 @@ class JoinedBlock(nn.Module):
         """The weights that `project` uses."""
         return [self.k_proj.weight, self.v_proj.weight]
 
-    def score_bias(self, mask: Tensor) -> Tensor:
-        """`length_norm` as what is added to the scores of slots, the least that a dtype has where they are hidden.
+    def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
+        """With `length_norm` what is added to the scores of slots, the least that a dtype has where they are hidden.
 
         Args:
-            mask: (b, 1, l, m) bool, which slots a token sees.
+            attention_mask: (b, 1, l, m) bool, which slots a token sees; None for all.
+            slots: m.
         """
-        assert self.length_norm is not None
-        count = mask.sum(-1, keepdim=True).clamp(min=1)
-        bias = (math.log(self.length_norm) - count.float().log()).expand(mask.shape)
-        return bias.masked_fill(~mask, torch.finfo(torch.float32).min)
+        if self.length_norm is None:
+            return attention_mask
+        if attention_mask is None:
+            attention_mask = torch.ones(1, 1, 1, slots, dtype=torch.bool, device=self.k_proj.weight.device)
+        count = attention_mask.sum(-1, keepdim=True).clamp(min=1)
+        bias = (math.log(self.length_norm) - count.float().log()).expand(attention_mask.shape)
+        return bias.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
 
 
 class JoinedLayers(AdapterLayers):
@@ -174,6 +178,10 @@ class JoinedLayers(AdapterLayers):
     def weight(self) -> Tensor:
         """A weight of the memory's norm."""
         return self.memory_norm.weight
+
+    def recorded_attention(self, layer: int) -> Any:
+        """Where the slots are joined at a layer."""
+        return self.block(layer)
 
     def kv_projection(self, layer: int) -> JoinedBlock:
         """The block at host layer `layer`; it has no attention of its own, so `attention` gives none."""

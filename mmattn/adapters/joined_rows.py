@@ -53,12 +53,11 @@ class JoinedRowsView:
     def apply(self, x: HostAttention, block: Any, layer: int, adapter_scale: Any) -> HostAttention:
         """The attention of a layer with the slots joined to it."""
         where = x.query.device
-        mask: Tensor | None = self.mask.to(where) if self.hides else None
-        if block.length_norm is not None:
-            mask = block.score_bias(self.mask.to(where))
         key, value = (one.to(where) for one in self.slots[layer])
+        mask = self.mask.to(where) if self.hides else None
         sees = None if self.sees is None else self.sees.to(where)
-        return x.join(key, value, mask, sees, adapter_scale, gate=block.gate())
+        joined: HostAttention = block(x, key, value, attention_mask=mask, sees=sees, adapter_scale=adapter_scale)
+        return joined
 
 
 class JoinedProjectedMemory(ProjectedMemory):

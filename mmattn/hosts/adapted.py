@@ -333,7 +333,9 @@ class AdaptedModel(NamedAdapters):
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
         """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
         named = ((name, self.adapter(name)) for name in self.adapters)
-        found = {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+        found = {
+            (name, layer): adapter.recorded_attention(layer) for name, adapter in named for layer in adapter.layers
+        }
         return {site: attention for site, attention in found.items() if attention is not None}
 
     def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:

@@ -73,10 +73,10 @@ def attribute(
     if not model.predicts_tokens:
         raise ConditionError(f"attribute explains tokens of a language model, got {type(model).__name__}: use record()")
     adapter = model.adapter(name)
-    if all(adapter.attention(layer) is None for layer in adapter.layers):
+    if all(adapter.recorded_attention(layer) is None for layer in adapter.layers):
         raise ConditionError(
-            f"adapter {name!r} (kind {adapter.config.kind!r}) has no attention of its own that could be drawn: "
-            "its slots are attended to among the tokens of the host; compare calls with some of them masked"
+            f"adapter {name!r} (kind {adapter.config.kind!r}) has no weights over a memory to be drawn: compare calls "
+            "with other memories"
         )
     device = adapter.weight.device
     row = torch.as_tensor(ids, device=device).reshape(1, -1) if not isinstance(ids, Tensor) else ids.to(device)
@@ -102,7 +102,9 @@ def attribute(
             without = _probability(model, row, None, name, start)[0]
         parts = torch.arange(len(names)).split(batch)
         dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
-        own = own_weights(model, input_ids=row, memory={name: memory})
+        # Slots that are joined have their share of the text's own softmax, which rollout does not add up.
+        joined = adapter.position == "joined"
+        own = None if joined else own_weights(model, input_ids=row, memory={name: memory})
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
     by_layer = {layer: one[0].float() @ belongs for layer, one in sorted(weights.items())}

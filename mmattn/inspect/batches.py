@@ -11,14 +11,15 @@ from torch import Tensor
 from mmattn.errors import ConditionError, ConfigError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Call
+from mmattn.inspect.memory_variants import has_rows
 from mmattn.memory import Memory
 
 # Rows of a random batch.
 ROWS = 3
 
 
-def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Memory]:
-    """The memory of each active adapter in a batch, by name.
+def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The memory of each active adapter in a batch, by name: a `Memory`, or what else has rows.
 
     Args:
         model: the adapted model.
@@ -36,15 +37,17 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Memo
         )
     if batch.get("past_key_values") is not None:
         raise ConditionError("doctor calls the model many times, which would fill past_key_values: give the whole text")
-    sources = {name: source for name, source in model.bind(batch["memory"]).items() if name in model.active}
-    if not sources:
+    prepared = {name: one for name, one in model.prepare_by_name(batch["memory"]).items() if name in model.active}
+    memories = {name: one for name, one in prepared.items() if has_rows(one)}
+    sources = model.bind({name: one for name, one in prepared.items() if name not in memories})
+    if not prepared:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
     others = {name: value for name, value in batch.items() if name != "memory"}
     text = model.text_state(Call({}), (), others) if any(source.follows_text for source in sources.values()) else None
     with model.disable_adapter():
-        memories = {name: source.as_memory(text) for name, source in sources.items()}
+        memories |= {name: source.as_memory(text) for name, source in sources.items()}
     for name, memory in memories.items():
-        if not bool(memory.real_slots().any()):
+        if isinstance(memory, Memory) and not bool(memory.real_slots().any()):
             raise ConfigError(
                 f"every slot of the memory for adapter {name!r} is masked: give doctor a memory with real slots"
             )

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError
-from mmattn.inspect.memory_variants import cut, emptied, padded, shuffled
+from mmattn.inspect.memory_variants import cut, emptied, has_rows, padded, shuffled
 from mmattn.inspect.trial import Trial, apart
 
 Verdict = tuple[bool | None, str]
+#: Where the memory of a row is replaced by that of the next one, and nothing changes.
+ALIKE = "not checked: that of the next row changes none; give two rows or more with different memories"
 
 # Is the memory attended to -------------------------------------------------------------------------------------------
 
@@ -36,6 +38,8 @@ def depends(trial: Trial) -> Verdict:
     if not adding:
         return None, "not checked: no layer adds anything"
     constant = [index for index in adding if not apart(outputs[index][1], outputs[index][0]).max() > trial.negligible]
+    if has_rows(trial.memory) and constant == adding:
+        return None, ALIKE
     if constant:
         return False, f"layers {constant} add the same for another memory: a gate at 0, or dead keys and values"
     return True, "another memory changes what is added, for the same hidden states"
@@ -44,6 +48,11 @@ def depends(trial: Trial) -> Verdict:
 def another_memory(trial: Trial) -> Verdict:
     """Whether another memory changes the output of every row that has one."""
     changes = apart(trial.other_output, trial.output)
+    if has_rows(trial.memory):
+        changed, b = changes > trial.negligible, trial.memory.batch
+        if not bool(changed.any()):
+            return None, ALIKE
+        return True, f"that of the next row changes {int(changed.sum())} of {b} rows, by up to {changes.max():.1%}"
     attending = trial.memory.real_slots().any(1).to(changes.device)
     constant = (attending & ~(changes > trial.negligible)).nonzero()[:, 0].tolist()
     if constant:
@@ -165,7 +174,7 @@ def openings(tensors: Mapping[str, Tensor]) -> Verdict:
 def padding_share(trial: Trial) -> Verdict:
     """The largest share of a query's attention on slots that are masked for it: exactly 0."""
     if not trial.figures:
-        return None, "not checked: this kind does not attend to its memory"
+        return None, "not checked: there are no weights over the memory, or the host does not give them"
     bad = {f"layer {index}": one.padding for index, one in trial.figures.items() if one.padding != 0}
     if bad:
         return False, f"{sizes_of(bad)}: the mask is lost before the softmax"
@@ -224,6 +233,17 @@ CHECKS: dict[str, Callable[[Trial], Verdict]] = {
     "null slot": null,
     "memory cost": cost,
 }
+
+#: Those that need no slots of vectors, for what else has rows.
+OF_ROWS = (
+    "the same call again",
+    "gates",
+    "each layer adds something",
+    "each layer depends on the memory",
+    "another memory",
+    "rows",
+    "disabled",
+)
 
 
 # Answers ------------------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.inspect.batches import memories_of, random_batch
-from mmattn.inspect.checks import CHECKS, openings
+from mmattn.inspect.checks import CHECKS, OF_ROWS, openings
 from mmattn.inspect.environment import version
+from mmattn.inspect.memory_variants import has_rows
 from mmattn.inspect.trial import Trial, evaluating
 
 _WORDS = {True: "ok", False: "FAIL", None: "note"}
@@ -69,7 +70,8 @@ class Report:
 def doctor(model: AdaptedModel, batch: Mapping[str, Any]) -> Report:
     """Check each active adapter of a model on a batch: whether memory arrives, and only where it may.
 
-    The model is called some twenty times without gradients; hooks, modes and random states are restored.
+    The model is called some twenty times without gradients; hooks, modes and random states are restored. Of what has
+    rows and no slots (prefixes, passages, what another model has read) those checks are left out that are about slots.
 
     Args:
         model: the adapted model.
@@ -87,6 +89,8 @@ def doctor(model: AdaptedModel, batch: Mapping[str, Any]) -> Report:
             trial.output  # noqa: B018 - a batch that the model itself refuses is no matter of health
             title = f"{name}: " if len(memories) > 1 else ""
             for check, run in CHECKS.items():
+                if has_rows(memory) and check not in OF_ROWS:
+                    continue
                 try:
                     verdict, answer = run(trial)
                 except Exception as error:

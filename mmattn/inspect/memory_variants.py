@@ -1,24 +1,43 @@
-"""Memories that differ from a given one in one respect: other contents, no slots, other padding."""
+"""Memories that differ from a given one in one respect: other contents, no slots, other padding.
+
+What some kinds read has rows and no slots of vectors: prefixes, passages, what another model has read. There another
+memory of a row is that of the row after it.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmattn.adapters.augmented_prompt import AugmentedPrompt
 from mmattn.memory import Memory
 
 # Masked slots that `padded` appends.
 EXTRA = 3
 
 
-def shuffled(memory: Memory, where: Tensor | None = None) -> Memory:
-    """Another memory of the same statistics: the channels of every vector in another order.
+def has_rows(memory: Any) -> bool:
+    """Whether this is what a kind reads that has rows and no slots."""
+    return not isinstance(memory, Memory) and hasattr(memory, "__getitem__") and hasattr(memory, "batch")
+
+
+def shuffled(memory: Any, where: Tensor | None = None) -> Any:
+    """Another memory of the same statistics: the channels of every vector in another order, or the rows.
 
     Args:
-        memory: (b, m, e).
+        memory: (b, m, e), or one of b rows.
         where: (b,) or (b, m) bool, which rows or slots change; None for all.
     """
+    if not isinstance(memory, Memory):
+        row = torch.arange(memory.batch)
+        other = row.roll(-1) if where is None else torch.where(where.cpu(), row.roll(-1), row)
+        moved = memory[other]
+        # The text of the row begins otherwise than what was read.
+        return replace(moved, ids=None) if isinstance(moved, AugmentedPrompt) else moved
     order = torch.randperm(memory.dim, generator=torch.Generator().manual_seed(0)).to(memory.device)
     tokens = memory.tokens[..., order]
     if where is not None:

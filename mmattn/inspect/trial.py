@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import is_reading_memory
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.inspect.attention_figures import AttentionFigures, figures_by_layer
 from mmattn.inspect.memory_variants import padded, shuffled
-from mmattn.memory import Memory
 
 # By dtype, the least and the most that two ways to compute the same may differ by; between them, a hundredth of the
 # effect of a memory.
@@ -37,10 +37,10 @@ class Trial:
         model: the adapted model.
         name: of the adapter.
         batch: what the model is called with, by name.
-        memory: the one that is varied.
+        memory: the one that is varied, a `Memory`, or what else has rows.
     """
 
-    def __init__(self, model: AdaptedModel, name: str, batch: Mapping[str, Any], memory: Memory) -> None:
+    def __init__(self, model: AdaptedModel, name: str, batch: Mapping[str, Any], memory: Any) -> None:
         self.model, self.name, self.memory = model, name, memory
         self.adapter = model.adapter(name)
         self.batch = {key: value for key, value in batch.items() if key not in _LEFT_OUT}
@@ -104,7 +104,7 @@ class Trial:
     # At the layers -------------------------------------------------------------------------------------------------
 
     def states_at_layers(
-        self, memory: Memory | None, given: Mapping[int, Tensor] | None = None
+        self, memory: Any, given: Mapping[int, Tensor] | None = None
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """The inputs and the outputs of the host's layers that the adapter acts at, by their number.
 
@@ -130,9 +130,15 @@ class Trial:
 
     @cached_property
     def figures(self) -> dict[int, AttentionFigures]:
-        """Statistics of the adapter's weights over the memory with some padding appended, by layer."""
-        with figures_by_layer(self.model, self.name) as figures:
-            self.run(padded(self.memory, 0.0))
+        """Statistics of the adapter's weights over the memory with some padding appended, by layer.
+
+        None where there are no weights, or the host's attention does not give them.
+        """
+        try:
+            with figures_by_layer(self.model, self.name) as figures:
+                self.run(padded(self.memory, 0.0))
+        except ConditionError:
+            return {}
         return figures
 
     def first_tokens(self) -> Tensor | None:

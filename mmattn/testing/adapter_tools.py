@@ -20,11 +20,15 @@ from mmattn.testing.running import Check
 
 def check_doctor(case: Case) -> None:
     """The doctor finds a trained adapter well, a fresh one silent, and leaves the model as it was."""
-    model, memory = case.trained(), case.slots()
+    model, memory = case.trained(), case.memory()
+    if not hasattr(memory, "__getitem__"):
+        raise SkipTest(f"its memory is a {type(memory).__name__}, which no other can stand for")
     answer = case.ask(model, memory)
     report = doctor(model, {**case.batch, "memory": memory})
     assert report.ok, f"a trained adapter is found ill:\n{report}"
     same(case.ask(model, memory), answer, "after the doctor")
+    if not model.adapter(case.name).starts_as_nothing:
+        return
     failed = doctor(case.fresh(), {**case.batch, "memory": memory}).failed
     assert "each layer adds something" in failed, f"a fresh adapter is found to add something: {failed}"
 
@@ -33,8 +37,11 @@ def check_record(case: Case) -> None:
     """`record` gives the weights of every block that attends, sums of at most 1, 0 on masked slots; answers stay."""
     model, memory = case.trained(), case.memory()
     answer = case.ask(model, memory)
-    with record(model) as weights:
-        same(case.ask(model, memory), answer, "while weights are recorded")
+    try:
+        with record(model) as weights:
+            same(case.ask(model, memory), answer, "while weights are recorded")
+    except ConditionError as error:  # the host's own attention does more than a softmax of scaled scores
+        raise SkipTest(str(error)) from error
     if not any(name == case.name for name, _ in model.attentions()):
         raise SkipTest("it does not attend to its memory")
     places = {(case.name, layer) for layer in model.adapter(case.name).layers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor
 
 import mmattn
 from mmattn.adapters import gated
+from mmattn.adapters.joined import JoinedView
 from mmattn.core import projection
 from mmattn.hosts.hooks import CrossAttentionHook
+from mmattn.testing.case import stir
 from tests import chunks, tiny, tiny_unets
 
 ROWS, LENGTH, SLOTS = 3, 7, 5
@@ -337,3 +340,53 @@ def test_what_cannot_be_asked() -> None:
         mmattn.doctor(model, batch())
     one = mmattn.doctor(tiny.attach(tiny.make("llama")), {"input_ids": tiny.text(1), "memory": tiny.memory(1)})
     assert one.ok and answer(one, "rows").startswith("not checked")
+
+
+def with_rows() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
+    """Models whose memories have rows and no slots, each with a batch of three."""
+    ids = tiny.text(3, 7)
+
+    def read_before() -> tuple[Any, dict[str, Any]]:
+        model = mmattn.attach(tiny.make("llama"), mmattn.adapters.PassageAdapter())
+        passages = mmattn.hosts.PassageCache(model)
+        passages.add([[5, 6, 7], [9, 11], [13]], progress=False)
+        return model, {"input_ids": ids, "memory": passages.select([[0, 1], [2], [1, 2]])}
+
+    def prefixes() -> tuple[Any, dict[str, Any]]:
+        model = mmattn.attach(tiny.make("llama"), mmattn.adapters.PrefixAdapter(4, num_prefixes=3))
+        stir(model.adapter("default"))
+        return model, {"input_ids": ids, "memory": [0, [1, 2], 2]}
+
+    def fused() -> tuple[Any, dict[str, Any]]:
+        other = mmattn.AugmentingModel(tiny.make("mistral"))
+        model = mmattn.attach(tiny.make("llama"), mmattn.adapters.FusedCacheAdapter(other.cache_dim, hidden_dim=11))
+        stir(model.adapter("default"))
+        return model, {"input_ids": ids, "memory": other.prefill(ids)}
+
+    return {"passages": read_before, "prefixes": prefixes, "fused cache": fused}
+
+
+@pytest.mark.parametrize("name", with_rows())
+def test_memories_with_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another memory of a row is that of the next; what mixes rows is found, and what gives each the same is said."""
+    model, given = with_rows()[name]()
+    report = mmattn.doctor(model, given)
+    asked = {question: ok for ok, question, _ in report.lines}
+    assert report.ok and asked.pop("gates") in (True, None), report
+    wanted = ("the same call again", "each layer adds something", "each layer depends on the memory", "another memory")
+    assert {question for question, ok in asked.items() if ok} == {*wanted, "rows", "disabled"}
+    alike = dict(given, memory=model.prepare(given["memory"])[[1, 1, 1]])
+    if name == "fused cache":
+        alike["memory"] = replace(alike["memory"], ids=None)
+    said = {question: (ok, text) for ok, question, text in mmattn.doctor(model, alike).lines}
+    assert said["another memory"][0] is None and "different memories" in said["another memory"][1]
+    if name != "fused cache":
+
+        def mixed(self: Any, x: Any, block: Any, layer: int, adapter_scale: Any) -> Any:
+            values = {number: one + one.mean(0) for number, one in self.slots.values.items()}
+            self.slots = replace(self.slots, values=values)
+            return own(self, x, block, layer, adapter_scale)
+
+        own = JoinedView.apply
+        monkeypatch.setattr(JoinedView, "apply", mixed)
+        assert "rows" in mmattn.doctor(model, given).failed

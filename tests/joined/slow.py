@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,13 +36,16 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 @contextmanager
-def rectangular(host: Any, adapter: Any, memory: mmattn.Memory) -> Iterator[None]:
+def rectangular(
+    host: Any, adapter: Any, memory: mmattn.Memory, weights: MutableMapping[int, Tensor] | None = None
+) -> Iterator[None]:
     """Inside the block a host without adapters attends as equation 4 says, with loops over rows, heads and tokens.
 
     Args:
         host: with eager attention.
         adapter: the trainable part whose weights are used.
-        memory: (b, m, e).
+        memory: (b, m, e), masked slots last.
+        weights: is given those of the slots (b, h, l, m), by layer.
     """
     module = next(
         sys.modules[kind.__module__]
@@ -58,6 +61,7 @@ def rectangular(host: Any, adapter: Any, memory: mmattn.Memory) -> Iterator[None
         block = adapter.block(layer.layer_idx)
         scaling = options.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        shares = torch.zeros(*query.shape[:3], memory.length)
         out = torch.zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         for row in range(query.shape[0]):
             tokens = memory.tokens[row][memory.real_slots()[row]]
@@ -80,8 +84,12 @@ def rectangular(host: Any, adapter: Any, memory: mmattn.Memory) -> Iterator[None
                     scores = capped(keys @ q * scaling, options)
                     if block.length_norm is not None:
                         scores = scores + math.log(block.length_norm) - math.log(len(slots))
-                    both = torch.cat([scores, text]).softmax(0) @ torch.cat([values, value[row, group]])
+                    share = torch.cat([scores, text]).softmax(0)
+                    shares[row, head, token, : len(slots)] = share[: len(slots)]
+                    both = share @ torch.cat([values, value[row, group]])
                     out[row, token, head] = plain + gate * (both - plain)
+        if weights is not None:
+            weights[layer.layer_idx] = shares
         return out, None
 
     module.eager_attention_forward = attend  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ from recipes.benchmarks import (
     shared,
     streaming,
     training_memory,
+    ways,
 )
 
 PARTS = (
@@ -51,6 +52,7 @@ PARTS = (
     "shared",
     "streaming",
     "training",
+    "ways",
 )
 
 
@@ -78,6 +80,7 @@ def main() -> None:
         "beams": lambda: print_beams(dtypes, asked.quick),
         "prompting": lambda: print_prompting(dtypes, asked.quick),
         "passages": lambda: print_passages(dtypes, asked.quick),
+        "ways": lambda: print_ways(dtypes, asked.quick),
         "bank": lambda: print_bank(dtypes, asked.quick),
         "pages": lambda: print_pages(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
@@ -198,6 +201,21 @@ def print_passages(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str
     print(
         "## Passages read before: time to the first token for each unit of reading them in the prompt\n\n"
         f"{table('host', rows)}\n",
+        flush=True,
+    )
+    return rows
+
+
+def print_ways(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
+    """Ways to give a memory, for each unit of the host alone."""
+    rows: dict[str, dict[str, float]] = {}
+    for dtype in dtypes:
+        for slots in ways.QUICK_SLOTS if quick else ways.SLOTS:
+            for name, found in ways.measure(slots, dtype, **({"seconds": 1.0} if quick else {})).items():
+                rows.setdefault(f"{name}, {str(dtype).removeprefix('torch.')}", {}).update(found)
+    print(
+        "## Ways to give a memory: a token for each unit of the host alone, and MB of keys and values\n\n"
+        f"{table('way', rows)}\n",
         flush=True,
     )
     return rows

@@ -6,6 +6,8 @@ digits together). A key is three letters, and to be asked for a value it stands 
     <kqz>+<abt>:    substitution    7+12
     <7>+<12>=       arithmetic      19
     <kqz>+<abt>=    KV-arithmetic   19
+
+Where two models know keys, each its own, those of the second stand in other brackets: <kqz>+[abt]=
 """
 
 from __future__ import annotations
@@ -22,17 +24,22 @@ from torch.nn.utils.rnn import pad_sequence
 PAD, END = "[pad]", "[end]"
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 TASKS = ("substitution", "arithmetic", "KV-arithmetic")
+BRACKETS = ("<>", "[]")
 Pair = tuple[list[str], list[str]]
 
 
 @dataclass(frozen=True)
 class Expression:
-    """Two keys, their values and an operator; with `working` an answer begins with the numbers."""
+    """Two keys, their values and an operator; with `working` an answer begins with the numbers.
+
+    `brackets` are the numbers of those around each key.
+    """
 
     keys: tuple[str, str]
     values: tuple[int, int]
     operator: str
     working: bool = True
+    brackets: tuple[int, int] = (0, 0)
 
     @property
     def result(self) -> int:
@@ -45,7 +52,8 @@ class Expression:
             inner = [list(key) for key in self.keys]
         else:
             inner = [[*name, str(value)] for name, value in zip(names, self.values, strict=True)]
-        return ["<", *inner[0], ">", self.operator, "<", *inner[1], ">"]
+        (a, b), (c, d) = (BRACKETS[number] for number in self.brackets)
+        return [a, *inner[0], b, self.operator, c, *inner[1], d]
 
     def pair(self, task: str, names: Sequence[str] = ("", "")) -> Pair:
         """What is asked and what is right, for one of `TASKS`."""
@@ -62,39 +70,48 @@ class World:
 
     Args:
         count: of the keys. values: numbers from 0 to one less. share: of the keys that compositions are trained on.
-        working: answers begin with the numbers. device: of batches.
+        working: answers begin with the numbers. device: of batches. knowers: models among which the keys are dealt out.
     """
 
     def __init__(
-        self, count: int, values: int, share: float, working: bool, seed: int, device: torch.device | str = "cpu"
-    ) -> None:
+        self, count: int, values: int, share: float, working: bool, seed: int, device: torch.device | str = "cpu",
+        knowers: int = 1,
+    ) -> None:  # fmt: skip
         self.device = torch.device(device)
         random = Random(seed)
         names = [a + b + c for a in ascii_lowercase for b in ascii_lowercase for c in ascii_lowercase]
         self.values = {key: random.randrange(values) for key in random.sample(names, count)}
         self.numbers, self.working = values, working
         keys = list(self.values)
-        self.keys, self.held = keys[: round(share * count)], keys[round(share * count) :]
+        first = round(share * count)
+        self.known = [keys[place::knowers] for place in range(knowers)]
+        # Of each model, those to train on and the others.
+        self.keys, self.held = (
+            [part[place::knowers] for place in range(knowers)] for part in (keys[:first], keys[first:])
+        )
         numbers = map(str, range(max(values * values, 2 * values)))
-        self.tokens = [PAD, END, "<", ">", ":", "=", *OPERATORS, *ascii_lowercase, *numbers]
+        more = [bracket for pair in BRACKETS[1:knowers] for bracket in pair]
+        self.tokens = [PAD, END, *BRACKETS[0], ":", "=", *OPERATORS, *ascii_lowercase, *numbers, *more]
         self.ids = {token: id for id, token in enumerate(self.tokens)}
 
-    def draw(self, keys: Sequence[str], random: Random) -> Expression:
-        """An expression of two of these keys."""
-        first, second = random.choice(keys), random.choice(keys)
+    def draw(self, keys: Sequence[Sequence[str]], random: Random) -> Expression:
+        """An expression of a key that the first model knows and one that the last knows, of the keys of each."""
+        first, second = random.choice(keys[0]), random.choice(keys[-1])
         values = (self.values[first], self.values[second])
-        return Expression((first, second), values, random.choice([*OPERATORS]), self.working)
+        return Expression((first, second), values, random.choice([*OPERATORS]), self.working, (0, len(keys) - 1))
 
-    def knowing(self, random: Random, done: float = 1.0, known: bool = True) -> Pair:
+    def knowing(self, random: Random, done: float = 1.0, known: bool = True, knower: int = 0) -> Pair:
         """What m_A learns: the value of a key that it has just read, or both values of an expression, after : and =.
 
         Args:
             done: share of the training. A tenth of the keys come first and all after a third of it: with all from the
                 start it may take thousands of steps to begin to tell keys apart.
             known: False gives a text of the same form in which the values are drawn anew each time: nothing to know.
+            knower: number of the model, which has keys and brackets of its own.
         """
-        keys = [*self.values]
-        made = self.draw(keys[: round((0.1 + 2.7 * done) * len(keys))], random)
+        keys = self.known[knower]
+        made = self.draw([keys[: round((0.1 + 2.7 * done) * len(keys))]], random)
+        made = replace(made, brackets=(knower, knower))
         if not known:
             values = (random.randrange(self.numbers), random.randrange(self.numbers))
             made = replace(made, values=values)
@@ -110,7 +127,8 @@ class World:
         """
         values = (random.randrange(self.numbers), random.randrange(self.numbers))
         names = ["".join(random.choices(ascii_lowercase, k=random.randint(0, 4))) for _ in values]
-        made = Expression(("", ""), values, random.choice([*OPERATORS]), self.working)
+        brackets = (0, len(self.known) - 1)
+        made = Expression(("", ""), values, random.choice([*OPERATORS]), self.working, brackets)
         asked, right = made.pair("arithmetic", names)
         if self.working and random.random() < 0.4:
             asked, right = [token for token in asked if not token.isdigit()] + right[:4], right[4:]

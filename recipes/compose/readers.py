@@ -1,20 +1,22 @@
-"""How one model reads with another: what memory it is given while it learns, and how it writes.
+"""How one model reads with others: what memory it is given while it learns, and how it writes.
 
-`Alone` has no memory. `Along` is the composition. `PromptOnly` and `Leaky` are what a reader without a causal rule can
-be: an encoder of the prompt, or one that is shown in training the other model's states of what it must say.
+`Alone` has no memory. `Along` is the composition, `Fused` has the caches that the other models have of the prompt.
+`PromptOnly` and `Leaky` are what a reader without a causal rule can be: an encoder of the prompt, or one that is shown
+in training the other model's states of what it must say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import mmattn
 
-from .expressions import World
-from .settings import AdapterSettings
+from .settings import AdapterSettings, FusedSettings
 
 
 class Alone:
@@ -47,24 +49,85 @@ class Alone:
         return out[:, prompts["input_ids"].shape[1] :]
 
 
-class Along(Alone):
-    """A model with a composed adapter, and the model that reads along."""
+class Several(Alone):
+    """A model with an adapter for each of several others.
 
-    def __init__(self, anchor: Any, lm: Any, settings: AdapterSettings) -> None:
-        given = settings.model_dump()
-        adapter = mmattn.ComposedAdapter(memory_dim=lm.config.hidden_size, **given)
-        super().__init__(mmattn.attach(anchor, adapter))
-        self.memory = mmattn.AugmentingModel(lm)
+    Args:
+        anchor: the model. lms: the others. adapters: settings, one for each.
+    """
+
+    def __init__(self, anchor: Any, lms: Sequence[Any], adapters: Sequence[Any]) -> None:
+        self.names = ["default", "second"][: len(lms)]
+        model = anchor
+        for name, adapter in zip(self.names, adapters, strict=True):
+            model = mmattn.attach(model, adapter, name)
+        model.set_adapter(self.names)
+        super().__init__(model)
+        #: Of each adapter, the model that it is given; controls give fewer, or others.
+        self.given = dict(zip(self.names, map(mmattn.AugmentingModel, lms), strict=True))
 
     def beside(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """The model that reads along."""
-        return {"memory": self.memory}
+        """What each adapter is given."""
+        return {"memory": {name: self.memory(one, batch) for name, one in self.given.items()}}
+
+    def memory(self, lm: mmattn.AugmentingModel, batch: dict[str, Tensor]) -> Any:
+        """What an adapter is given of a model."""
+        raise NotImplementedError
+
+
+class Along(Several):
+    """A model with composed adapters, and the models that read along."""
+
+    def __init__(self, anchor: Any, lms: Sequence[Any], settings: AdapterSettings) -> None:
+        given = settings.model_dump()
+        super().__init__(anchor, lms, [mmattn.ComposedAdapter(memory_dim=lm.config.hidden_size, **given) for lm in lms])
+
+    def memory(self, lm: mmattn.AugmentingModel, batch: dict[str, Tensor]) -> mmattn.AugmentingModel:
+        """The model itself, which reads along."""
+        return lm
+
+
+class Fused(Several):
+    """A model with the caches of others of the prompt."""
+
+    def __init__(self, anchor: Any, lms: Sequence[Any], settings: FusedSettings) -> None:
+        given, expanded = settings.model_dump(), [expand(lm) for lm in lms]
+        widths = [mmattn.AugmentingModel(lm).cache_dim for lm in expanded]
+        adapters = [mmattn.adapters.FusedCacheAdapter(width, **given) for width in widths]
+        super().__init__(anchor, expanded, adapters)
+
+    def memory(self, lm: mmattn.AugmentingModel, batch: dict[str, Tensor]) -> Any:
+        """What the model has cached of the prompt: of a batch to learn from, of what stands before the answer."""
+        mask = batch["attention_mask"]
+        if "labels" in batch:
+            mask = mask * (batch["labels"] == -100)
+        return lm.prefill(batch["input_ids"], mask)
+
+
+@torch.no_grad()
+def expand(lm: Any) -> LlamaForCausalLM:
+    """The model with one more layer that adds nothing, as LLaMA Pro begins its own (arXiv 2401.02415, section 3.2).
+
+    A layer caches what the layers before it have computed: without this one, nothing would cache what the last has.
+    """
+    config = type(lm.config).from_dict({**lm.config.to_dict(), "num_hidden_layers": lm.config.num_hidden_layers + 1})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = LlamaForCausalLM(config).to(lm.device).eval().requires_grad_(False)
+        made.load_state_dict(lm.state_dict(), strict=False)
+        layer = made.model.layers[-1]
+        for part in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            torch.nn.init.orthogonal_(part.weight)
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    return made
 
 
 class Leaky(Alone):
     """A model that looks at all states of the other one, of whatever text there is, later tokens included."""
 
-    def __init__(self, anchor: Any, lm: Any, settings: AdapterSettings) -> None:
+    def __init__(self, anchor: Any, lms: Sequence[Any], settings: AdapterSettings) -> None:
+        (lm,) = lms
         given = settings.model_dump(exclude={"augmenting_layers", "rotary", "own_place"})
         super().__init__(mmattn.attach(anchor, mmattn.GatedAdapter(memory_dim=lm.config.hidden_size, **given)))
         self.lm = lm
@@ -105,20 +168,3 @@ class PromptOnly(Leaky):
     def write(self, prompts: dict[str, Tensor], longest: int) -> Tensor:
         """With the states of the prompt, made once."""
         return Alone.write(self, prompts, longest)
-
-
-def measure(reader: Alone, world: World, task: str, count: int, seed: int, filled: bool = False) -> dict[str, float]:
-    """Shares of answers that are right, written and teacher-forced, over expressions of held-out keys.
-
-    Args:
-        filled: the values stand there instead of the keys.
-    """
-    pairs = [one.pair("arithmetic" if filled else task) for one in world.asked(task, count, seed)]
-    longest = max(len(right) for _, right in pairs) + 1
-    right = forced = 0
-    for start in range(0, count, 100):
-        part = pairs[start : start + 100]
-        said = reader.write(world.prompts(part), longest).tolist()
-        right += sum(world.said(ids) == answer for ids, (_, answer) in zip(said, part, strict=True))
-        forced += sum(reader.forced(world.batch([[pair] for pair in part])))
-    return {"written": right / count, "forced": forced / count}

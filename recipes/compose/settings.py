@@ -14,6 +14,7 @@ class Strict(BaseModel):
 class DataSettings(Strict):
     keys: int = Field(1000, ge=10, le=17_000)  # of three letters, each with a value
     values: int = Field(20, ge=2, le=31)  # numbers from 0 to one less
+    knowers: int = Field(1, ge=1, le=2)  # models among which the keys are dealt out
     working: bool = True  # m_B writes the numbers down before it reckons; False: in its head
     share: float = Field(0.2, gt=0, lt=1)  # of the keys, to train the composition on
     ask: int = Field(500, ge=1)  # expressions of each kind when measured, of the other keys
@@ -48,6 +49,13 @@ class AdapterSettings(Strict):
     own_place: bool = True
 
 
+class FusedSettings(Strict):
+    layers: list[int] = [0, 1]
+    augmenting_layers: list[int] = [3, 3]  # the layer that `expand` adds, which caches what the last one computed
+    hidden_dim: int = Field(84, ge=1)
+    gate: str = "head"
+
+
 class OptimSettings(Strict):
     max_steps: int = Field(1000, ge=1)
     batch_size: int = Field(96, ge=1)
@@ -68,4 +76,6 @@ class Config(Strict):
     knower: KnowerSettings = KnowerSettings()  # m_A, which knows the keys
     reckoner: ModelSettings = ModelSettings()  # m_B, which can reckon
     adapter: AdapterSettings = AdapterSettings()
+    fused: FusedSettings = FusedSettings()
+    fused_learning_rate: float = Field(3e-3, gt=0)
     optim: OptimSettings = OptimSettings()

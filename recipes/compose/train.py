@@ -1,7 +1,8 @@
-"""Compose a model that knows keys with one that reckons, and measure both: `mmattn train config.yaml`."""
+"""Compose models that know keys with one that reckons, and measure all: `mmattn train config.yaml`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -15,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmattn import training
 
 from .expressions import END, PAD, TASKS, Pair, World
-from .readers import Alone, Along, Leaky, PromptOnly, measure
+from .measure import measure, token_times
+from .readers import Alone, Along, Fused, Leaky, PromptOnly, Several
 from .settings import Config, ModelSettings
 
 # What a composition is trained on: the paper's text has it in two ways; the third keeps what both could do.
@@ -31,6 +33,7 @@ COLUMNS = {
     "arithmetic": ("numeric arithmetic", 100, ".1f", " %"),
     "KV-arithmetic": ("KV-arithmetic", 100, ".1f", " %"),
     "forced": ("KV-arithmetic, teacher-forced", 100, ".1f", " %"),
+    "token_ms": ("ms a token", 1, ".2f", ""),
 }
 Texts = Sequence[Pair]
 
@@ -50,59 +53,96 @@ def main(settings: dict[str, Any]) -> Path:
 
 
 class Composition:
-    """One run: the keys, the two models that it makes from nothing, and what is put on them."""
+    """One run: the keys, the models that it makes from nothing, and what is put on them."""
 
     def __init__(self, config: Config, run: training.RunFolder) -> None:
         self.config, self.run, data = config, run, config.data
         self.accelerator = training.make_accelerator(device=config.device)
         device = self.accelerator.device
-        self.world = World(data.keys, data.values, data.share, data.working, config.seed, device)
+        self.world = World(data.keys, data.values, data.share, data.working, config.seed, device, data.knowers)
 
     def table(self) -> dict[str, Any]:
         """Every row of the table, and what was trained."""
         config, world, rows = self.config, self.world, []
-        knower = self.teach(config.knower, world.knowing, "m_A")
+        names = ["m_A", "m_C"][: config.data.knowers]
+        knowers = [
+            self.teach(config.knower, partial(world.knowing, knower=number), name) for number, name in enumerate(names)
+        ]
         reckoner = self.teach(config.reckoner, lambda random, _: world.reckoning(random), "m_B")
-        for name, lm in (("m_A", knower), ("m_B", reckoner)):
+        for name, lm in zip([*names, "m_B"], [*knowers, reckoner], strict=True):
             lm.save_pretrained(self.run.path / name)
-        rows.append(self.scores("m_A, knows the keys", Alone(knower)))
+        rows += [self.scores(f"{name}, knows the keys", Alone(lm)) for name, lm in zip(names, knowers, strict=True)]
         rows.append(self.scores("m_B, does arithmetic", Alone(reckoner)))
         filled = measure(Alone(reckoner), world, "KV-arithmetic", config.data.ask, config.seed, filled=True)
-        ceiling = {"KV-arithmetic": filled["written"], "forced": filled["forced"]}
+        ceiling = {"KV-arithmetic": filled["written"], "forced": filled["forced"], "token_ms": None}
         rows.append({"name": "ceiling: m_B with the values filled in", **dict.fromkeys(TASKS), **ceiling})
-        seconds, parameters = [], 0
-        for way, tasks in WAYS.items():
-            reader = Along(reckoner, knower, config.adapter)
-            parameters, _ = reader.model.trainable_parameters()
-            name = f"composed, trained on {way}"
-            seconds.append(self.compose(reader, tasks, name))
+        with torch.random.fork_rng():
+            readers = {
+                "m_B, does arithmetic": Alone(copy.deepcopy(reckoner)),
+                "composed, trained on all three": Along(copy.deepcopy(reckoner), knowers, config.adapter),
+                "fused caches, trained on all three": Fused(copy.deepcopy(reckoner), knowers, config.fused),
+            }
+            spent = token_times(readers, world)
+        trained: dict[str, dict[str, float]] = {}
+        ways = WAYS if len(knowers) == 1 else {"all three": TASKS}
+        made: list[tuple[str, Any, Any, Sequence[str], float]] = [
+            (f"composed, trained on {way}", Along, config.adapter, tasks, config.optim.learning_rate)
+            for way, tasks in ways.items()
+        ]
+        made.append(("fused caches, trained on all three", Fused, config.fused, TASKS, config.fused_learning_rate))
+        for name, kind, settings, tasks, rate in made:
+            reader = kind(reckoner, knowers, settings)
+            parameters = reader.model.trainable_parameters()[0]
+            trained[name] = {"parameters": parameters, "seconds": self.compose(reader, tasks, name, rate)}
             rows.append(self.scores(name, reader))
-            if way == "all three":
-                reader.model.save_adapter(self.run.path / "adapter")
+            if name.endswith("all three"):
+                folder = self.run.path / ("fused" if kind is Fused else "adapter")
+                for one in reader.names:
+                    reader.model.save_adapter(folder if len(reader.names) == 1 else folder / one, one)
+                rows += self.without(name.partition(",")[0], reader)
             reader.model.unload()
         if config.controls:
-            rows += self.controls(knower, reckoner, parameters)
-        return {"rows": rows, "seconds": seconds, "parameters": parameters, "held": len(world.held)}
+            rows += self.controls(knowers, reckoner, trained["composed, trained on all three"]["parameters"])
+        for row in rows:
+            row["token_ms"] = spent.get(row["name"])
+        return {"rows": rows, "trained": trained, "held": sum(map(len, world.held)), "knowers": len(knowers)}
 
-    def controls(self, knower: Any, reckoner: Any, parameters: int) -> list[dict[str, Any]]:
+    def without(self, way: str, reader: Several) -> list[dict[str, Any]]:
+        """A reader of several models with one of them missing, and with each in the place of another."""
+        if len(reader.names) == 1:
+            return []
+        rows, given = [], dict(reader.given)
+        for name, word in zip(given, ("first", "second"), strict=True):
+            reader.given = {name: given[name]}
+            rows.append(self.scores(f"{way}, only the {word} given", reader))
+        reader.given = dict(zip(given, reversed(given.values()), strict=True))
+        return [*rows, self.scores(f"{way}, each in the place of the other", reader)]
+
+    def controls(self, knowers: Sequence[Any], reckoner: Any, parameters: float) -> list[dict[str, Any]]:
         """The same composition data for what should not, or not as well, be able to use them."""
         rows, config, world = [], self.config, self.world
-        lora = training.matched_lora(reckoner, parameters)
-        self.compose(Alone(lora), TASKS, "LoRA")
+        lora = training.matched_lora(reckoner, int(parameters))
+        self.compose(Alone(lora), TASKS, "LoRA", config.optim.learning_rate)
         rows.append(self.scores("LoRA on m_B", Alone(lora)))
         lora.unload()
-        # There is only the form to learn, which is soon done.
-        short = config.knower.model_copy(update={"max_steps": max(1, config.knower.max_steps // 4)})
-        vanilla = self.teach(short, partial(world.knowing, known=False), "vanilla m_A")
-        random = build(world, config.knower, config.seed + 1)
-        for name, kind, lm in (
-            ("random m_A", Along, random),
-            ("vanilla m_A, never taught the keys", Along, vanilla),
-            ("m_A as encoder of the prompt", PromptOnly, knower),
-            ("leaky, without the causal mask", Leaky, knower),
-        ):
-            reader = kind(reckoner, lm, config.adapter)
-            self.compose(reader, TASKS, name)
+        random = [build(world, config.knower, config.seed + 1 + number) for number in range(len(knowers))]
+        kinds: list[tuple[str, Any, Any, Sequence[Any]]] = [
+            ("random m_A", Along, config.adapter, random),
+            ("fused caches of a random m_A", Fused, config.fused, random),
+        ]
+        if len(knowers) == 1:
+            # There is only the form to learn, which is soon done.
+            short = config.knower.model_copy(update={"max_steps": max(1, config.knower.max_steps // 4)})
+            vanilla = [self.teach(short, partial(world.knowing, known=False), "vanilla m_A")]
+            kinds += [
+                ("vanilla m_A, never taught the keys", Along, config.adapter, vanilla),
+                ("m_A as encoder of the prompt", PromptOnly, config.adapter, knowers),
+                ("leaky, without the causal mask", Leaky, config.adapter, knowers),
+            ]
+        for name, kind, settings, lms in kinds:
+            reader = kind(reckoner, lms, settings)
+            rate = config.fused_learning_rate if kind is Fused else config.optim.learning_rate
+            self.compose(reader, TASKS, name, rate)
             rows.append(self.scores(name, reader))
             reader.model.unload()
         return rows
@@ -120,7 +160,7 @@ class Composition:
         self.train(Alone(model), batches(), label, max_steps=steps, **learning)
         return model.requires_grad_(False)
 
-    def compose(self, reader: Alone, tasks: Sequence[str], label: str) -> float:
+    def compose(self, reader: Alone, tasks: Sequence[str], label: str, rate: float) -> float:
         """Train what was put on a frozen model with expressions of the first keys, for these tasks in turn; seconds."""
         world, optim, random = self.world, self.config.optim, Random(f"{self.config.seed} composition")
 
@@ -129,7 +169,7 @@ class Composition:
                 drawn = [world.draw(world.keys, random) for _ in range(optim.batch_size)]
                 yield [[one.pair(tasks[row % len(tasks)])] for row, one in enumerate(drawn)]
 
-        learning = {"learning_rate": optim.learning_rate, "gate_learning_rate": optim.gate_learning_rate}
+        learning = {"learning_rate": rate, "gate_learning_rate": optim.gate_learning_rate}
         return self.train(
             reader, batches(), label, max_steps=optim.max_steps, weight_decay=optim.weight_decay, **learning
         )
@@ -186,12 +226,21 @@ def build(world: World, settings: ModelSettings, seed: int) -> LlamaForCausalLM:
 
 def table(contents: list[dict[str, Any]]) -> str:
     """The rows of one or several `table.json`, the paper's first, and what was trained."""
-    paper = [{"name": name, **dict(zip(COLUMNS, (*row, None), strict=True))} for name, row in PAPER.items()]
+    paper = [
+        dict.fromkeys(COLUMNS) | {"name": name} | dict(zip(TASKS, row, strict=True)) for name, row in PAPER.items()
+    ]
+    if contents[0]["knowers"] > 1:
+        paper = []
     made = training.spread_table("", COLUMNS, [paper + one["rows"] for one in contents])
     # The paper's figures are of one run, whatever the number of ours.
     made = "\n".join(line.replace(" ± 0.0", "") if line.startswith("| paper") else line for line in made.splitlines())
-    seconds = training.mean_and_spread([one["seconds"][-1] for one in contents], 1, ".0f", " s")
+    trained = "; ".join(
+        f"{name}: {one['parameters']:,} parameters in "
+        + training.mean_and_spread([content["trained"][name]["seconds"] for content in contents], 1, ".0f", " s")
+        for name, one in contents[0]["trained"].items()
+        if name.endswith("all three")
+    )
     return (
-        f"{made}\n\nadapter: {contents[0]['parameters']:,} trained parameters in {seconds}; every expression measured "
-        f"is of {contents[0]['held']:,} keys that no composition was trained on."
+        f"{made}\n\n{trained}. Every expression measured is of {contents[0]['held']:,} keys that nothing put on m_B "
+        "was trained on; ms a token: medians of one request, all in turn."
     )

@@ -22,7 +22,7 @@ SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("compose", "settings", "expressions", "readers", "train")
+    return load_files("compose", "settings", "expressions", "readers", "measure", "train")
 
 
 @pytest.fixture
@@ -42,6 +42,7 @@ def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Pa
             "knower": SMALL,
             "reckoner": SMALL | {"width": 24},
             "adapter": {"num_heads": 2, "head_dim": 6},
+            "fused": {"hidden_dim": 5},
             "optim": {"max_steps": 2, "batch_size": 6},
         }
     )
@@ -62,12 +63,32 @@ def test_what_is_asked_and_what_is_right(recipe: SimpleNamespace) -> None:
 
 
 def test_no_held_out_key_is_trained_on(world: Any) -> None:
-    assert len(world.keys) == 6 and len(world.held) == 24 and not set(world.keys) & set(world.held)
+    (keys,), (held,) = world.keys, world.held
+    assert len(keys) == 6 and len(held) == 24 and not set(keys) & set(held)
     random = Random(0)
     drawn = {key for _ in range(200) for key in world.draw(world.keys, random).keys}
-    assert drawn == set(world.keys)
+    assert drawn == set(keys)
     asked = {key for one in world.asked("KV-arithmetic", 200, 0) for key in one.keys}
-    assert asked <= set(world.held) and len(asked) > 20
+    assert asked <= set(held) and len(asked) > 20
+
+
+def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleNamespace) -> None:
+    world = recipe.expressions.World(30, 11, 0.2, True, seed=0, knowers=2)
+    first, second = map(set, world.known)
+    assert len(first) == len(second) == 15 and not first & second and first | second == set(world.values)
+    for one in world.asked("KV-arithmetic", 50, 0):
+        assert one.keys[0] in first & {*world.held[0]} and one.keys[1] in second & {*world.held[1]}
+        text = "".join(one.pair("KV-arithmetic")[0])
+        assert text == f"<{one.keys[0]}>{one.operator}[{one.keys[1]}]="
+    random = Random(0)
+    for number, (begin, known) in enumerate((("<", first), ("[", second))):
+        texts = [world.knowing(random, knower=number)[0] for _ in range(100)]
+        assert {text[0] for text in texts} == {begin}
+        assert {"".join(text[1:4]) for text in texts} == known
+    asked = {"".join(token for token in world.reckoning(random)[0] if token in "<>[]") for _ in range(50)}
+    assert asked == {"<>[]"}
+    batch = world.batch([[one.pair("KV-arithmetic")] for one in world.asked("KV-arithmetic", 3, 0)])
+    assert int(batch["input_ids"].max()) < len(world.ids)
 
 
 def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any) -> None:
@@ -123,12 +144,16 @@ def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
         "composed, trained on substitution",
         "composed, trained on KV-arithmetic",
         "composed, trained on all three",
+        "fused caches, trained on all three",
         "LoRA on m_B",
         "random m_A",
+        "fused caches of a random m_A",
         "vanilla m_A, never taught the keys",
         "m_A as encoder of the prompt",
         "leaky, without the causal mask",
     ]
+    spent = {row["name"]: row["token_ms"] for row in content["rows"] if row["token_ms"] is not None}
+    assert list(spent) == ["m_B, does arithmetic", names[5], names[6]] and all(one > 0 for one in spent.values())
     shares = [row[task] for row in content["rows"] for task in ("arithmetic", "KV-arithmetic", "forced")]
     assert all(share is None or 0 <= share <= 1 for share in shares) and content["held"] == 24
     text = (run / "table.md").read_text()
@@ -157,8 +182,14 @@ def test_readers_see_what_they_say(recipe: SimpleNamespace, world: Any) -> None:
     pair = world.asked("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
     batch = world.batch([[pair], [(pair[0], ["3"])]])
     at = len(pair[0]) - 1
-    for kind, leaks in ((readers.Along, False), (readers.PromptOnly, False), (readers.Leaky, True)):
-        reader = kind(reckoner, knower, adapter)
+    fused = settings.FusedSettings(hidden_dim=5)
+    for kind, leaks, given in (
+        (readers.Along, False, adapter),
+        (readers.Fused, False, fused),
+        (readers.PromptOnly, False, adapter),
+        (readers.Leaky, True, adapter),
+    ):
+        reader = kind(reckoner, [knower], given)
         with torch.no_grad():
             for name, parameter in reader.model.adapters.named_parameters():
                 parameter.fill_(0.7) if "gate" in name else parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -167,6 +198,50 @@ def test_readers_see_what_they_say(recipe: SimpleNamespace, world: Any) -> None:
         assert torch.allclose(first, second, atol=1e-5) != leaks, kind.__name__
         assert reader.write(world.prompts([pair]), 3).shape == (1, 3)
         reader.model.unload()
+
+
+def test_an_expanded_model_says_the_same_and_caches_what_the_last_layer_computed(
+    recipe: SimpleNamespace, world: Any
+) -> None:
+    lm = recipe.train.build(world, recipe.settings.ModelSettings(**SMALL), 3)
+    made, ids = recipe.readers.expand(lm), torch.tensor([[5, 9, 3, 7]])
+    with torch.no_grad():
+        assert torch.equal(made(ids).logits, lm(ids).logits)
+        states = lm(ids, output_hidden_states=True).hidden_states
+        layer = made.model.layers[-1]
+        value = made(ids, use_cache=True).past_key_values.layers[-1].values
+        last = lm.model.layers[2](states[2], position_embeddings=lm.model.rotary_emb(states[2], torch.arange(4)[None]))
+        wanted = layer.self_attn.v_proj(layer.input_layernorm(last))
+    assert torch.allclose(value.transpose(1, 2).flatten(2), wanted, atol=1e-5)
+
+
+def test_three_models(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    """Two that know keys and one that reckons: with one of them missing, and each in the place of the other."""
+    run = recipe.train.main(
+        {
+            "out": str(tmp_path / "run"),
+            "progress": False,
+            "data": {"keys": 30, "values": 11, "ask": 5, "knowers": 2},
+            "knower": SMALL,
+            "reckoner": SMALL,
+            "adapter": {"num_heads": 2, "head_dim": 6},
+            "fused": {"hidden_dim": 5},
+            "optim": {"max_steps": 2, "batch_size": 6},
+        }
+    )
+    names = [row["name"] for row in json.loads((run / "table.json").read_text())["rows"]]
+    ways = [
+        [f"{way}{word}" for word in (
+            ", trained on all three", ", only the first given", ", only the second given",
+            ", each in the place of the other",
+        )] for way in ("composed", "fused caches")
+    ]  # fmt: skip
+    known = ["m_A, knows the keys", "m_C, knows the keys", "m_B, does arithmetic"]
+    controls = ["LoRA on m_B", "random m_A", "fused caches of a random m_A"]
+    assert names == [*known, "ceiling: m_B with the values filled in", *ways[0], *ways[1], *controls]
+    assert "paper" not in (run / "table.md").read_text()
+    for folder in ("adapter", "fused"):
+        assert len(list((run / folder).glob("*/adapter_config.json"))) == 2
 
 
 def test_settings_that_are_not_known(recipe: SimpleNamespace) -> None:

@@ -28,6 +28,7 @@ class GatedSlots:
         sees: (b, l or 1) bool, tokens that see any; None is all.
         gate: of each head (h,) or of all, how much of what they change is added.
         adapter_scale: multiplies it.
+        window: as in `HostAttention.join`.
     """
 
     key: Tensor
@@ -36,6 +37,7 @@ class GatedSlots:
     sees: Tensor | None
     gate: Tensor
     adapter_scale: float
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class HostAttention:
         sees: Tensor | None = None,
         adapter_scale: float = 1.0,
         gate: Tensor | None = None,
+        window: int | None = None,
     ) -> HostAttention:
         """The same with keys and values before those that are there.
 
@@ -106,6 +109,8 @@ class HostAttention:
             adapter_scale: multiplies what they change.
             gate: of each head (h,) or of all, how much of what they change is added; at 0 nothing changes, bit for bit.
                 None is all of it.
+            window: of the text, how many tokens share the softmax with the slots, a token itself and those before it;
+                None is all that it sees. Only with a gate.
 
         Raises:
             ConditionError: an attention whose mask cannot be widened, or whose cache is not read before it.
@@ -116,7 +121,7 @@ class HostAttention:
                 "'sdpa': host.set_attn_implementation('sdpa')"
             )
         if gate is not None:
-            slots = GatedSlots(key, value, mask, sees, gate, adapter_scale)
+            slots = GatedSlots(key, value, mask, sees, gate, adapter_scale, window)
             return replace(self, gated=(*self.gated, slots))
         if self.before is not None:
             sees = None if sees is None or self.sees is None else sees | self.sees
@@ -152,17 +157,27 @@ class HostAttention:
         options = dict(self.options)
         if "dropout" in options:
             options["dropout"] = 0.0  # drawn again, it would take the random numbers of later layers
-        joined, _ = self.widened(slots.key, slots.value, slots.mask)._attend(options)
+        joined, _ = self.widened(slots.key, slots.value, slots.mask, slots.window)._attend(options)
         wide = torch.promote_types(slots.gate.dtype, out.dtype)
         share = slots.adapter_scale * slots.gate.to(out.device, wide)
         changed = out.to(wide) + share[..., None] * (joined.to(wide) - full.to(wide))
         changed = changed.to(out.dtype)
         return changed if slots.sees is None else torch.where(slots.sees[..., None, None], changed, out)
 
-    def widened(self, key: Tensor, value: Tensor, mask: Tensor | None) -> HostAttention:
-        """The same with keys and values in front, and nothing else changed."""
+    def widened(self, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None = None) -> HostAttention:
+        """The same with keys and values in front, and nothing else changed.
+
+        Args:
+            key: as in `join`.
+            value: as in `join`.
+            mask: as in `join`.
+            window: as in `join`.
+        """
         b, l = self.query.shape[0], self.query.shape[2]
-        own = self._own_mask(mask is not None)
+        own = self._own_mask(mask is not None or window is not None)
+        if window is not None:
+            assert own is not None
+            own = _near(own, window)
         joined = None
         if own is not None:
             if mask is None:
@@ -210,6 +225,14 @@ class HostAttention:
                 f"mask (b, h, l, m), and it has {shown}: host.set_attn_implementation('sdpa') or 'eager'"
             )
         return self.mask
+
+
+def _near(mask: Tensor, window: int) -> Tensor:
+    """A mask (b, h, l, m) of which each token sees the last keys that it saw, itself among them."""
+    seen = mask > -1e4 if mask.is_floating_point() else mask
+    near = seen & (seen.flip(-1).cumsum(-1).flip(-1) <= window)
+    # A plain softmax adds its mask to the scores, which a boolean one would not hide.
+    return mask.masked_fill(~near, torch.finfo(mask.dtype).min) if mask.is_floating_point() else near
 
 
 def _added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,11 +17,12 @@ class JoinSlots(nn.Module):
 
     Args:
         gate: weighs what they change; None adds all of it.
+        window: as in `HostAttention.join`.
     """
 
-    def __init__(self, gate: Gate | None = None) -> None:
+    def __init__(self, gate: Gate | None = None, window: int | None = None) -> None:
         super().__init__()
-        self.gate = gate
+        self.gate, self.window = gate, window
 
     def forward(
         self,
@@ -48,10 +49,11 @@ class JoinSlots(nn.Module):
             ConditionError: weights are wanted of an attention that does more than a softmax of scaled scores.
         """
         mask = self.score_mask(attention_mask, key.shape[2])
-        joined = x.join(key, value, mask, sees, adapter_scale, None if self.gate is None else self.gate())
+        gate = None if self.gate is None else self.gate()
+        joined = x.join(key, value, mask, sees, adapter_scale, gate, self.window)
         if not return_weights:
             return joined
-        both = joined if self.gate is None else x.widened(key, value, mask)
+        both = joined if gate is None else x.widened(key, value, mask, self.window)
         return joined, _weights(both)[..., : key.shape[2]]
 
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:

@@ -11,7 +11,9 @@ where it stood, and what a layer sees of the text by a window it sees of a memor
 Departures from the paper: the gate, so that a fresh adapter is exactly nothing; the paper's attention is tanh(α) = 1.
 The queries are the host's own, as it turned them to their positions, where the paper trains a copy Wq' of the host's
 query projection: a linear map of the queries of a head would be one of its keys again. With `length_norm`, C of the
-paper's section 3.2, log C − log m is added to the scores of m slots.
+paper's section 3.2, log C − log m is added to the scores of m slots. With `local_window` K and V beside those of the
+memory are those of the last tokens only, the text-to-text interaction of CASA's layers (arXiv 2512.19535): there a
+token sees the memory and what it continues, and all of the text by o alone.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class JoinedAdapter:
         layers: or the explicit list of host layers, counted from 0.
         gate: "scalar" or "head": how many numbers the gate of a layer has.
         length_norm: C; m slots together weigh as much as C would that are like them. None is as they are.
+        local_window: of the text, the last so many tokens share the softmax with the slots, a token itself among them
+            (CASA); None is all that a token sees (KBLaM).
 
     >>> JoinedAdapter(memory_dim=24, layers=[3, 1]).layers
     (1, 3)
@@ -61,6 +65,7 @@ class JoinedAdapter:
     layers: tuple[int, ...] | None = None
     gate: str = "scalar"
     length_norm: float | None = None
+    local_window: int | None = None
 
     kind: ClassVar[str] = "joined"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
@@ -72,6 +77,8 @@ class JoinedAdapter:
         check_choice("gate", self.gate, GATES)
         if self.length_norm is not None:
             check_float("length_norm", self.length_norm, at_least=1)
+        if self.local_window is not None:
+            check_int("local_window", self.local_window)
 
     def sites(self, host: Host) -> list[Site]:
         """The attention of the layers that `layers` or `every` names.
@@ -102,7 +109,7 @@ class JoinedBlock(JoinSlots):
     absorbable = False
 
     def __init__(self, config: JoinedAdapter, size: HeadSizes) -> None:
-        super().__init__(Gate(*((size.num_heads,) if config.gate == "head" else (1,))))
+        super().__init__(Gate(*((size.num_heads,) if config.gate == "head" else (1,))), config.local_window)
         self.num_kv_heads, self.head_dim = size.num_kv_heads, size.head_dim
         self.length_norm = config.length_norm
         self.k_proj = nn.Linear(config.memory_dim, size.num_kv_heads * size.head_dim, bias=False)

@@ -77,6 +77,7 @@ _ADAPTERS: dict[str, Any] = {
     "passages": mmattn.adapters.PassageAdapter(),
     "joined": mmattn.adapters.JoinedAdapter(E, layers=(0, 3)),
     "joined-by-head": mmattn.adapters.JoinedAdapter(E, every=2, gate="head", length_norm=3.0),
+    "joined-local": mmattn.adapters.JoinedAdapter(E, every=2, local_window=2),
     "prefix": mmattn.adapters.PrefixAdapter(num_virtual_tokens=4, num_prefixes=2),
     "fused_cache": mmattn.adapters.FusedCacheAdapter(12, layers=(1, 3), augmenting_layers=(3, 0), hidden_dim=5),
     "inserted": mmattn.adapters.InsertedAdapter(E),

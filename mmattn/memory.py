@@ -259,12 +259,18 @@ class Memory:
         if tokens is self.tokens:
             return self
 
+        beside = {"non_blocking": kwargs["non_blocking"]} if "non_blocking" in kwargs else {}
+
         def move(tensor: Tensor | None) -> Tensor | None:
             if tensor is None:
                 return None
-            return tensor.to(tokens.device, tokens.dtype if tensor.is_floating_point() else tensor.dtype)
+            return tensor.to(tokens.device, tokens.dtype if tensor.is_floating_point() else tensor.dtype, **beside)
 
         return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
+
+    def pin_memory(self) -> Memory:
+        """The memory in page-locked memory, from which a device reads it while it computes."""
+        return self._map(lambda tensor: tensor.pin_memory(), self._source_rows())
 
     def replace(self, tokens: Tensor) -> Memory:
         """The same slots with other vectors.

@@ -27,10 +27,11 @@ from mmattn.training.run_folder import RunFolder, markdown_table
 from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
 from mmattn.training.seed_tables import mean_and_spread, spread_table
 from mmattn.training.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
-from mmattn.training.training_config import Loss, TrainingConfig, TrainingResult
+from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult
 
 __all__ = [
     "AdapterTrainer",
+    "Collate",
     "DatasetRows",
     "FileRows",
     "LengthGroupedSampler",

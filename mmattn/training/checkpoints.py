@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.core.state_names import upgrade_state_names
-from mmattn.errors import AdapterFileError
+from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.atomic import sync_folder
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
@@ -230,3 +230,47 @@ def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]
     """The tensors whose names begin with `prefix.`, under what follows it."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+
+
+def without_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A state of dicts and lists as JSON values, and the tensors that are in it by name.
+
+    Args:
+        state: such as `StatefulDataLoader.state_dict` returns; None is none.
+
+    Raises:
+        ConfigError: something in it is neither a JSON value nor a tensor.
+
+    >>> without_tensors({"at": 3, "generator": torch.zeros(2)})[0]
+    {'at': 3, 'generator': {'tensor of a state': '0'}}
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors[str(len(tensors))] = value
+            return {_TENSOR: str(len(tensors) - 1)}
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {key: cut(one) for key, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [cut(one) for one in value]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise ConfigError(
+            f"the state of the batches has a {type(value).__name__} in it, and a checkpoint holds JSON values and "
+            "tensors: give batches without state_dict(), whose order is the same again"
+        )
+
+    return cut(state), tensors
+
+
+def with_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `without_tensors` was given, of what it returned."""
+    if isinstance(state, dict):
+        if set(state) == {_TENSOR}:
+            return tensors[state[_TENSOR]]
+        return {key: with_tensors(one, tensors) for key, one in state.items()}
+    return [with_tensors(one, tensors) for one in state] if isinstance(state, list) else state
+
+
+_TENSOR = "tensor of a state"

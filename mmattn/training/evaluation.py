@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
 from mmattn.training.rows import Row
 from mmattn.training.sampling import derive_seed, split_between_processes
-from mmattn.training.training_config import Loss
+from mmattn.training.training_config import Collate, Loss
 
 
 @torch.no_grad()
@@ -25,6 +26,8 @@ def mean_loss(
     accelerator: Any,
     gradient_accumulation_steps: int = 1,
     seed: int = 0,
+    *,
+    collate: Collate | None = None,
 ) -> float:
     """The mean of a loss over all targets of these rows, in evaluation mode; processes share the rows.
 
@@ -36,6 +39,7 @@ def mean_loss(
         accelerator: what `make_accelerator` returned.
         gradient_accumulation_steps: micro-batches of a process, as in training.
         seed: of the loss's own noise, the same every time.
+        collate: as in `train`.
     """
     was_training = model.training
     model.eval()
@@ -46,9 +50,10 @@ def mean_loss(
     longest = math.ceil(len(rows) / accelerator.num_processes) if shards(model) else len(own)
     for start in range(0, longest, size):
         part = own[start : start + size]
-        called = part or seeded[:1]
+        given, seeds = zip(*(part or seeded[:1]), strict=True)
+        batch = list(given) if collate is None else send_to_device(collate(given, seeds), accelerator.device)
         with accelerator.autocast(), stored(model):
-            total, count = loss([row for row, _ in called], [seed for _, seed in called])
+            total, count = loss(batch, seeds)
         if part:
             sums += torch.tensor([float(total), count], dtype=torch.float64)
     model.train(was_training)

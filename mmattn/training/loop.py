@@ -13,7 +13,6 @@ backward pass of every micro-batch, with another's row of weight 0 where it has 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +30,12 @@ from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.evaluation import mean_loss, sum_over_processes
+from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
+from mmattn.training.prefetch import Prefetched
 from mmattn.training.rows import Row
-from mmattn.training.sampling import Batches, RowBatches, derive_seed, split_between_processes
-from mmattn.training.training_config import Loss, TrainingConfig, TrainingResult, total_steps
+from mmattn.training.sampling import Batches, RowBatches, derive_seed
+from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 
 # What of the result a checkpoint holds.
 _RESUMED = (
@@ -48,7 +49,14 @@ _RESUMED = (
     "stopped_early",
 )
 # Settings that may differ when a run is resumed: nothing that is learned depends on them.
-_FREE = ("save_steps", "save_total_limit", "logging_steps", "gradient_accumulation_steps", "gradient_checkpointing")
+_FREE = (
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "dataloader_prefetch_factor",
+)
 
 
 def train(
@@ -58,6 +66,7 @@ def train(
     config: TrainingConfig,
     accelerator: Any,
     *,
+    collate: Collate | None = None,
     eval_rows: Sequence[Row] = (),
     folder: Path | None = None,
     identity: Mapping[str, Any] | None = None,
@@ -76,9 +85,11 @@ def train(
         loss: see `Loss`; it is given at most a batch's share of one process at a time.
         batches: of rows to train on: `RowBatches`, or anything that is iterated over once an epoch and gives lists of
             whatever the loss takes, such as a `DataLoader` with `collate_fn=list`. A resumed run skips those that are
-            done, so that their order must be the same again.
+            done, so that their order must be the same again; a `StatefulDataLoader` of torchdata goes on by its state.
         config: settings of the run.
         accelerator: what `make_accelerator` returned.
+        collate: makes what the loss is given of the rows of a micro-batch and a seed for each; see `Collate`. None
+            gives the rows themselves.
         eval_rows: rows to evaluate on.
         folder: of the checkpoints; None writes none.
         identity: what else must be equal in the checkpoint to resume from it (the data, say), as JSON values.
@@ -94,7 +105,7 @@ def train(
         ConditionError: 4-bit weights that an earlier call packed for inference, through which no gradient passes.
         AdapterFileError: a damaged checkpoint, or one of another model.
     """
-    run = _Run(model, loss, batches, config, accelerator, eval_rows, folder, identity or {}, save_more)
+    run = _Run(model, loss, batches, config, accelerator, collate, eval_rows, folder, identity or {}, save_more)
     if resume:
         run.resume()
     elif folder is not None and accelerator.is_main_process:
@@ -116,13 +127,15 @@ class _Run:
         batches: Batches,
         config: TrainingConfig,
         accelerator: Any,
+        collate: Collate | None,
         eval_rows: Sequence[Row],
         folder: Path | None,
         identity: Mapping[str, Any],
         save_more: Callable[[Path], None] | None,
     ) -> None:
         self.model, self.loss, self.batches, self.config = model, loss, batches, config
-        self.accelerator, self.eval_rows, self.folder, self.save_more = accelerator, eval_rows, folder, save_more
+        self.accelerator, self.collate, self.eval_rows = accelerator, collate, eval_rows
+        self.folder, self.save_more = folder, save_more
         self.total = total_steps(config, batches)
         if config.eval_steps and not len(eval_rows):
             raise ConfigError("eval_steps is set and there are no eval_rows: hold some rows out, or set it to 0")
@@ -149,6 +162,8 @@ class _Run:
         self.best: dict[str, Tensor] = {}
         self.done = TrainingResult()
         self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
+        self.clock = time.perf_counter(), 0.0
+        self.data_state: Any = None  # of a StatefulDataLoader, after the last batch that was learned
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
         order = batches.sampler if isinstance(batches, RowBatches) else None
         lengths = None if order is None else str(derive_seed(*order.lengths))
@@ -156,26 +171,20 @@ class _Run:
 
     # A step --------------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Sequence[Row]) -> tuple[float, float]:
+    def step(self, batch: FetchedBatch) -> tuple[float, float]:
         """Learn a batch; returns its mean loss and the norm of its gradient."""
         state, config, step = self.accelerator, self.config, self.done.global_step
         self.optimizer.zero_grad(set_to_none=True)
         factor = learning_rate_factor(step, self.total, config.warmup_steps, config.lr_scheduler_type)
         for group, own in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = own * factor
-        seeded = [(row, derive_seed(config.seed, "row", step, place)) for place, row in enumerate(batch)]
-        shared = (state.process_index, state.num_processes, config.gradient_accumulation_steps)
         sums = torch.zeros(2, dtype=torch.float64)
-        for number, micro_batch in enumerate(split_between_processes(seeded, *shared)):
-            if not (micro_batch or self.sharded):
-                continue
-            torch.manual_seed(derive_seed(config.seed, "piece", step, number, state.process_index))
-            total, count = self._loss(micro_batch or seeded[:1])
-            if not micro_batch:
-                total, count = total * 0, 0
+        for part in batch.micro_batches:
+            torch.manual_seed(derive_seed(config.seed, "piece", step, part.number, state.process_index))
+            total, count = self._loss(part)
             if total.requires_grad:
                 # Divided by the rows here, so that half precision can hold it, and by the targets of all below.
-                state.backward(total / len(batch))
+                state.backward(total / batch.size)
             sums += torch.tensor([float(total.detach()), count], dtype=torch.float64)
         # Nothing reached an adapter: to learn from that is to learn nothing, in every process alike.
         for parameter in self.parameters.values():
@@ -187,16 +196,17 @@ class _Run:
                 f"the loss is {total_loss} at step {step}; lower the learning rate (now "
                 f"{max(self.learning_rates) * factor:.2e}), or look at the rows of this step"
             )
-        self._sum_gradients(len(batch) / max(1.0, targets))
+        self._sum_gradients(batch.size / max(1.0, targets))
         norm = state.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf)
         self.optimizer.step()
         for name, average in self.averaged.items():
             average.lerp_(self.parameters[name].detach().to(average), 1 - config.ema_decay)
         return total_loss / max(1.0, targets), float(norm)
 
-    def _loss(self, seeded: Sequence[tuple[Row, int]]) -> tuple[Tensor, int]:
+    def _loss(self, part: MicroBatch) -> tuple[Tensor, int]:
         with self.accelerator.autocast():
-            return self.loss([row for row, _ in seeded], [seed for _, seed in seeded])
+            total, count = self.loss(part.on(self.accelerator.device), part.seeds)
+        return (total, count) if part.own else (total * 0, 0)
 
     def _sum_gradients(self, scale: float) -> None:
         gradients: list[Tensor] = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -216,18 +226,21 @@ class _Run:
         bar = tracked(max(0, self.total - done.global_step), label, progress, self._status)
         self.model.train()
         next(bar, None)
+        fetched = Prefetched(self._fetcher(), config.dataloader_prefetch_factor)
         try:
-            for batch in self._batches():
+            for batch in fetched:
                 if done.global_step % config.logging_steps == 0:
                     recent.clear()
+                    self._begin_clock(fetched)
                 recent.append(self.step(batch))
-                done.global_step, done.batch_in_epoch = done.global_step + 1, done.batch_in_epoch + 1
+                done.global_step += 1
+                done.epoch, done.batch_in_epoch, self.data_state = batch.epoch, batch.place + 1, batch.data_state
                 last = done.global_step == self.total
                 if config.eval_steps and (done.global_step % config.eval_steps == 0 or last):
                     self._evaluate()
                 last = last or done.stopped_early
                 if log is not None and (done.global_step % config.logging_steps == 0 or last):
-                    log(**self._metrics(), seconds=round(time.perf_counter() - began, 2))
+                    log(**self._metrics(fetched), seconds=round(time.perf_counter() - began, 2))
                 if done.global_step % config.save_steps == 0 or last:
                     self._save()
                 next(bar, None)
@@ -235,31 +248,33 @@ class _Run:
                     break
         except KeyboardInterrupt:
             done.interrupted = True
+        finally:
+            fetched.close()
         self.model.eval()
         checkpoints.assign(self.parameters, self.best or self.averaged)
         done.seconds = time.perf_counter() - began
         return done
 
-    def _batches(self) -> Iterator[Sequence[Any]]:
-        """Batches from where the run is, epoch after epoch."""
-        while self.done.global_step < self.total and not self.done.stopped_early:
-            start = self.done.batch_in_epoch
-            if isinstance(self.batches, RowBatches):
-                yield from self.batches.epoch(self.done.epoch, start)
-            else:
-                yield from itertools.islice(self.batches, start, None)
-            if not self.done.batch_in_epoch:
-                raise ConfigError("the data has no rows to train on")
-            self.done.epoch, self.done.batch_in_epoch = self.done.epoch + 1, 0
+    def _fetcher(self) -> Iterator[FetchedBatch]:
+        """Batches from where the run is, made ready for this process."""
+        steps = 0 if self.done.stopped_early else self.total - self.done.global_step
+        fetcher = Fetcher(self.batches, self.config, self.accelerator, self.collate, self.sharded)
+        return fetcher.fetch(self.done.global_step, steps, self.done.epoch, self.done.batch_in_epoch, self.data_state)
 
-    def _metrics(self) -> dict[str, Any]:
+    def _begin_clock(self, fetched: Prefetched[FetchedBatch]) -> None:
+        """From here on the next metrics count the time of steps, and how much of it was spent waiting for batches."""
+        self.clock = time.perf_counter(), fetched.waited
+
+    def _metrics(self, fetched: Prefetched[FetchedBatch]) -> dict[str, Any]:
         losses, norms = zip(*self.recent, strict=True)
+        began, waited = self.clock
         metrics: dict[str, Any] = {
             "step": self.done.global_step,
             "epoch": self.done.epoch,
             "loss": sum(losses) / len(losses),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "grad_norm": sum(norms) / len(norms),
+            "waiting": round((fetched.waited - waited) / max(time.perf_counter() - began, 1e-9), 4),
         }
         if self.config.eval_steps and self.done.global_step % self.config.eval_steps == 0:
             metrics["eval_loss"] = self.done.eval_loss
@@ -276,8 +291,9 @@ class _Run:
         accumulation, seed = self.config.gradient_accumulation_steps, self.config.seed
         # The same noise every time.
         done.eval_loss = mean_loss(
-            self.model, self.loss, self.eval_rows, self.batch_size, self.accelerator, accumulation, seed
-        )
+            self.model, self.loss, self.eval_rows, self.batch_size, self.accelerator, accumulation, seed,
+            collate=self.collate,
+        )  # fmt: skip
         better = done.eval_loss < done.best_eval_loss
         if better:
             done.best_eval_loss, done.best_global_step = done.eval_loss, done.global_step
@@ -295,12 +311,13 @@ class _Run:
             groups = {"weights": {name: p.detach() for name, p in self.parameters.items()}}
             groups |= {"averaged": self.averaged, "best": self.best}
             groups["moments"] = checkpoints.optimizer_tensors(self.optimizer)
+            data, groups["data"] = checkpoints.without_tensors(self.data_state)
             tensors = {f"{group}.{name}": value for group, own in groups.items() for name, value in own.items()}
             # JSON has no infinity and no nan.
             at = {name: str(getattr(self.done, name)) for name in _RESUMED}
             scaler = None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()
             recent = [[str(value) for value in one] for one in self.recent]
-            about = {"run": self.identity, "at": at, "recent": recent, "scaler": scaler}
+            about = {"run": self.identity, "at": at, "recent": recent, "scaler": scaler, "data": data}
             step, limit = self.done.global_step, self.config.save_total_limit
             more = self._save_more
             checkpoints.save_checkpoint(self.folder, step, tensors, about, save_total_limit=limit, save_more=more)
@@ -336,6 +353,7 @@ class _Run:
         averaged = checkpoints.with_prefix(tensors, "averaged")
         self.averaged = {name: value.to(device) for name, value in averaged.items()}
         self.best = checkpoints.with_prefix(tensors, "best")
+        self.data_state = checkpoints.with_tensors(about.get("data"), checkpoints.with_prefix(tensors, "data"))
         for name, text in about["at"].items():
             kind = type(getattr(self.done, name))
             setattr(self.done, name, text == "True" if kind is bool else kind(text))

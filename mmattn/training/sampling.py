@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from mmattn.errors import ConfigError, check_int
 from mmattn.training.row_datasets import DatasetRows, Rows, StreamRows
@@ -150,7 +150,19 @@ class RowBatches:
             yield from parts[max(0, start - block * BUCKET) :]
 
 
-Batches: TypeAlias = RowBatches | Iterable[Sequence[Any]]
+@runtime_checkable
+class EpochBatches(Protocol):
+    """Batches whose order is a function of the epoch, and which can begin anywhere in it, as `RowBatches` are."""
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Number of batches in an epoch; None where it is not known."""
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Sequence[Any]]:
+        """The batches of an epoch, from batch `start` on."""
+
+
+Batches: TypeAlias = EpochBatches | Iterable[Sequence[Any]]
 """What `train` takes its batches from."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,23 @@ class TextBatch:
     memory: Memory | SearchedMemory | None = None
     position_ids: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> TextBatch:
-        """The same batch on another device; an index stays where it is."""
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TextBatch:
+        """The same batch on another device; an index stays where it is.
+
+        Args:
+            device: where it is needed.
+            non_blocking: as of `Tensor.to`.
+        """
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TextBatch:
+        """The same batch in page-locked memory."""
+        return self._map(lambda part: part.pin_memory())
+
+    def _map(self, move: Callable[[Any], Any]) -> TextBatch:
         parts = (self.input_ids, self.attention_mask, self.labels, self.memory, self.position_ids)
-        here = (part if part is None or isinstance(part, SearchedMemory) else part.to(device) for part in parts)
-        return TextBatch(*here)  # type: ignore[arg-type]
+        moved = (part if part is None or isinstance(part, SearchedMemory) else move(part) for part in parts)
+        return TextBatch(*moved)  # type: ignore[arg-type]
 
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments of an adapted model; a bare host takes the same where there is no memory."""

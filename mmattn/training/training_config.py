@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from mmattn.errors import ConfigError, check_choice, check_float, check_int
 from mmattn.training.optimization import SCHEDULES
 from mmattn.training.rows import Row
-from mmattn.training.sampling import Batches, RowBatches
+from mmattn.training.sampling import Batches, EpochBatches
 
-Loss = Callable[[Sequence[Row], Sequence[int]], tuple[Tensor, int]]
-"""From the rows of a batch and a seed for each to the sum of the losses of all targets, and the number of targets."""
+Loss = Callable[[Any, Sequence[int]], tuple[Tensor, int]]
+"""From the rows of a batch, or what `Collate` made of them, and a seed for each row, to the sum of the losses of all
+targets, and the number of targets."""
+Collate = Callable[[Sequence[Row], Sequence[int]], Any]
+"""From the rows of a batch and a seed for each to what the loss is given in their place. It runs in a thread beside the
+training, and must draw random numbers from the seeds alone. What it gives is moved to the device: a tensor, an object
+with `to`, or dicts and lists of them."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class TrainingConfig:
         save_steps: steps between two checkpoints.
         save_total_limit: checkpoints that stay on the disk.
         logging_steps: steps between two lines of metrics, each a mean over those steps.
+        dataloader_prefetch_factor: batches that are fetched and collated ahead, in a thread beside the training; 0
+            fetches each when it is needed.
         seed: of order, dropout and noise.
 
     Raises:
@@ -62,6 +70,7 @@ class TrainingConfig:
     save_steps: int = 100
     save_total_limit: int = 2
     logging_steps: int = 20
+    dataloader_prefetch_factor: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +85,8 @@ class TrainingConfig:
             raise ConfigError(f"num_train_epochs must be above 0, got {self.num_train_epochs}")
         for name in ("gradient_accumulation_steps", "save_steps", "save_total_limit", "logging_steps"):
             check_int(name, getattr(self, name))
-        for name in ("warmup_steps", "eval_steps", "early_stopping_patience", "seed"):
+        counts = ("warmup_steps", "eval_steps", "early_stopping_patience", "dataloader_prefetch_factor", "seed")
+        for name in counts:
             check_int(name, getattr(self, name), at_least=0)
         for name in ("learning_rate", "gate_learning_rate", "weight_decay", "max_grad_norm"):
             if getattr(self, name) is not None or name in ("learning_rate", "weight_decay"):
@@ -129,7 +139,7 @@ def total_steps(config: TrainingConfig, batches: Batches) -> int:
     if config.max_steps is not None:
         return config.max_steps
     assert config.num_train_epochs is not None
-    if isinstance(batches, RowBatches):
+    if isinstance(batches, EpochBatches):
         per_epoch = batches.batches_per_epoch
     else:
         per_epoch = len(batches) if isinstance(batches, Sized) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,14 @@ class Language:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
-    def loss(self, model: Any, memories: training.RowMemories | None) -> Any:
-        """The loss that `training.train` asks for: minus log p of the texts, over their tokens."""
+    def collate(self, memories: training.RowMemories | None) -> training.Collate:
+        """Texts and memories of rows as a batch, made in a thread beside the training."""
         collator = self.collator(memories)
+        return lambda rows, seeds: collator.batch(rows)
 
-        def loss(rows: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
-            return training.sum_nats(model, collator.batch(rows).to(next(model.parameters()).device))
-
-        return loss
+    def loss(self, model: Any) -> training.Loss:
+        """The loss that `training.train` asks for: minus log p of the texts, over their tokens."""
+        return lambda batch, seeds: training.sum_nats(model, batch)
 
     def control(self, parameters: int) -> tuple[Any, Any]:
         """The text-only LoRA with as many parameters, and what takes it off again; the host is bare before it."""

@@ -13,7 +13,6 @@ from mmattn import pipelines, training
 from mmattn.errors import ConfigError
 from mmattn.recipes import resolve_asset
 
-from .memories import without
 from .settings import Config
 
 STEPS = 20  # of denoising, where pictures are drawn
@@ -76,7 +75,16 @@ class Painting:
         # A UNet of recipes/diffusion was trained not to see the padding of its text; a Stable Diffusion sees it.
         return model if self.models.prompts.attends_to_padding else model.use_core()
 
-    def loss(self, model: Any, memories: training.RowMemories | None) -> Any:
+    def collate(self, memories: training.RowMemories | None) -> training.Collate:
+        """Pictures, texts and memories of rows, made in a thread beside the training."""
+
+        def collate(rows: Sequence[training.Row], seeds: Sequence[int]) -> dict[str, Any]:
+            given = {"pixels": self.pixels([row.picture for row in rows]), "texts": [row.text for row in rows]}
+            return {**given, "memory": None if memories is None else memories.of(rows)}
+
+        return collate
+
+    def loss(self, model: Any) -> training.Loss:
         """The loss that `training.train` asks for: the min-SNR weighted error (arXiv 2303.09556) of each picture.
 
         Time, noise and what is left out of a row come from the row's own seed: whatever the number of processes, the
@@ -84,23 +92,25 @@ class Painting:
         """
         drop, unet = self.settings.decoupled.conditioning_dropout_prob, model
 
-        def loss(rows: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+        def loss(batch: dict[str, Any], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
             random = [torch.Generator().manual_seed(seed) for seed in seeds]
             chances = torch.stack([torch.rand(2, generator=one) for one in random])
-            left_out = (chances < (drop if unet.training else 0)).tolist()
-            told = [None if out else row.text for row, (out, _) in zip(rows, left_out, strict=True)]
-            seen = [without([row])[0] if out else row for row, (_, out) in zip(rows, left_out, strict=True)]
-            memory = None if memories is None else memories.of(seen)
-            clean = self.latents([row.picture for row in rows])
+            no_text, no_memory = (chances < (drop if unet.training else 0)).unbind(1)
+            told = [None if out else text for text, out in zip(batch["texts"], no_text.tolist(), strict=True)]
+            memory: mmattn.Memory | None = batch["memory"]
+            if memory is not None:
+                seen = memory.real_slots() & ~no_memory.to(memory.device)[:, None]
+                memory = mmattn.Memory(memory.tokens, seen, memory.segments, memory.scores, check_finite=False)
+            clean = self.models.encode(batch["pixels"])
             schedule = self.models.schedule
             steps = schedule.config.num_train_timesteps
             times = torch.cat([torch.randint(steps, (1,), generator=one) for one in random]).to(self.device)
             noise = torch.stack([torch.randn(clean.shape[1:], generator=one) for one in random]).to(self.device)
-            given = self.words(told) if memory is None else {**self.words(told), "memory": memory.to(self.device)}
+            given = self.words(told) if memory is None else {**self.words(told), "memory": memory}
             found = unet(schedule.add_noise(clean, noise, times), times, **given).sample
             wanted, weight = self._target(clean, noise, times)
             errors = (found.float() - wanted).square().mean((1, 2, 3))
-            return (weight * errors).sum(), len(rows)
+            return (weight * errors).sum(), len(seeds)
 
         return loss
 
@@ -127,8 +137,8 @@ class Painting:
         made = self.models.generate(model, texts, num_inference_steps=steps, generator=generator, memory=memory)
         return made / 2 + 0.5
 
-    def latents(self, pictures: Sequence[Any]) -> torch.Tensor:
-        """What the UNet sees of pictures: their middle square, from -1 to 1, through the VAE where there is one."""
+    def pixels(self, pictures: Sequence[Any]) -> torch.Tensor:
+        """The middle square of pictures, (b, c, height, width) from -1 to 1."""
         made, size = [], self.models.size
         for picture in pictures:
             image = mmattn.load_image(picture)
@@ -138,7 +148,7 @@ class Painting:
             pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
             pixels = pixels.view(size, size, 3).permute(2, 0, 1).float() / 127.5 - 1
             made.append(pixels.mean(0, keepdim=True) if self.models.channels == 1 else pixels)
-        return self.models.encode(torch.stack(made))
+        return torch.stack(made)
 
     def pipeline_config(self, results: str = "") -> pipelines.PipelineConfig:
         """How to run the trained adapter from prompts and examples to pictures, with the table of its run."""

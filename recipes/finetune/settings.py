@@ -73,6 +73,7 @@ class OptimSettings(Strict):
     save_steps: int = Field(100, ge=1)
     save_total_limit: int = Field(2, ge=1)  # checkpoints
     logging_steps: int = Field(10, ge=1)
+    dataloader_prefetch_factor: int = Field(2, ge=0)  # batches that are read and collated ahead, in a thread
 
 
 class EvalSettings(Strict):

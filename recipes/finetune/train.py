@@ -96,6 +96,7 @@ class Run:
             save_steps=optim.save_steps,
             save_total_limit=optim.save_total_limit,
             logging_steps=optim.logging_steps,
+            dataloader_prefetch_factor=optim.dataloader_prefetch_factor,
             seed=settings.seed,
         )
 
@@ -130,7 +131,7 @@ class Run:
         model = self.host.attach(memories)
         if self.first:
             model.print_trainable_parameters()
-        done = self._train(model, self.host.loss(model, memories), "adapter", self.config, memories.fingerprint)
+        done = self._train(model, memories, "adapter", self.config)
         if self.first:
             self._write_config(self.folder)
             model.save_adapter(self.out / "adapter", encoder=memories.fingerprint)
@@ -184,9 +185,11 @@ class Run:
     def _write_config(self, folder: Any) -> None:
         folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
 
-    def _train(self, model: Any, loss: Any, name: str, config: training.TrainingConfig, encoder: str | None) -> Any:
+    def _train(
+        self, model: Any, memories: training.RowMemories | None, name: str, config: training.TrainingConfig
+    ) -> training.TrainingResult:
         """Train, with checkpoints and metrics of this name."""
-        own = name == "adapter"
+        own, encoder = name == "adapter", None if memories is None else memories.fingerprint
         checkpoints = self.out / ("checkpoints" if own else f"checkpoints_{name}")
         metrics = None
         if self.first:
@@ -201,10 +204,11 @@ class Run:
 
         done = training.train(
             model,
-            loss,
+            self.host.loss(model),
             self.batches,
             config,
             self.accelerator,
+            collate=self.host.collate(memories),
             eval_rows=self.held_out,
             folder=checkpoints,
             identity={"encoder": encoder},
@@ -248,10 +252,10 @@ class Run:
 
     def _table(self, model: Any, memories: training.RowMemories, done: training.TrainingResult) -> None:
         """The held-out loss, and beside it the controls, where they are asked for."""
-        loss, parameters = self.host.loss(model, memories), model.trainable_parameters()[0]
+        parameters = model.trainable_parameters()[0]
 
         def line(name: str, rows: Sequence[training.Row]) -> Line:
-            return Line(name, self._measured(model, loss, rows), parameters, done.seconds)
+            return Line(name, self._measured(model, memories, rows), parameters, done.seconds)
 
         lines = [line("adapter, its own memory", self.held_out)]
         if self.settings.eval.controls:
@@ -272,17 +276,17 @@ class Run:
         """The text-only LoRA of equal size, on the same rows in the same order for as long."""
         torch.manual_seed(self.settings.seed)
         lora, undo = self.host.control(parameters)
-        loss = self.host.loss(lora, None)
         rate = self.settings.optim.lora_learning_rate
         config = replace(self.config, learning_rate=rate, gate_learning_rate=None, gradient_checkpointing=False)
-        done = self._train(lora, loss, "lora", config, None)
-        found = self._measured(lora, loss, self.held_out)
+        done = self._train(lora, None, "lora", config)
+        found = self._measured(lora, None, self.held_out)
         count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
         undo()
         return Line("LoRA, text only", found if not done.interrupted else math.nan, count, done.seconds)
 
-    def _measured(self, model: Any, loss: Any, rows: Sequence[training.Row]) -> float:
-        optim, seed = self.settings.optim, self.settings.seed
+    def _measured(self, model: Any, memories: training.RowMemories | None, rows: Sequence[training.Row]) -> float:
+        optim, loss, collate = self.settings.optim, self.host.loss(model), self.host.collate(memories)
         return training.mean_loss(
-            model, loss, rows, optim.batch_size, self.accelerator, optim.gradient_accumulation_steps, seed
-        )
+            model, loss, rows, optim.batch_size, self.accelerator, optim.gradient_accumulation_steps,
+            self.settings.seed, collate=collate,
+        )  # fmt: skip

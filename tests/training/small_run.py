@@ -96,6 +96,8 @@ def run(
     shard: bool = False,
     kill: dict[str, int] | None = None,
     eval_rows: Sequence[training.Row] | None = None,
+    batches: Any = None,
+    collated: bool = True,
     **settings: Any,
 ) -> tuple[training.TrainingResult, Any]:
     """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back."""
@@ -103,8 +105,11 @@ def run(
     model = attach(shard, dropout=dropout) if model is None else model
     rows_of = collator(folder)
 
-    def loss(some: Sequence[training.Row], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
-        return training.sum_nats(model, rows_of.batch(some))
+    def collate(some: Sequence[training.Row], seeds: Sequence[int]) -> training.TextBatch:
+        return rows_of.batch(some)
+
+    def loss(some: Any, seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+        return training.sum_nats(model, some if collated else collate(some, seeds))
 
     chosen = {"max_steps": 9, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "gate_learning_rate": 0.1}
     chosen |= {"weight_decay": 0.1, "warmup_steps": 2, "ema_decay": 0.5, "eval_steps": 3, "save_steps": 2}
@@ -116,9 +121,10 @@ def run(
     done = training.train(
         model,
         killed,
-        training.RowBatches(rows() if data is None else data, batch_size, seed=3),
+        training.RowBatches(rows() if data is None else data, batch_size, seed=3) if batches is None else batches,
         training.TrainingConfig(**chosen),
         accelerator,
+        collate=collate if collated else None,
         eval_rows=rows(5) if eval_rows is None else eval_rows,
         folder=folder / "checkpoints",
         log=None if metrics is None else metrics.log,

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "AdapterMetrics": "adapter_metrics",
     "HeadFigures": "attention_figures",
     "Trace": "trace",
     "attribute": "attribution",
@@ -33,6 +34,7 @@ _HOME = {
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
+    from mmattn.inspect.adapter_metrics import AdapterMetrics
     from mmattn.inspect.attention_figures import HeadFigures, head_figures
     from mmattn.inspect.attribution import attribute
     from mmattn.inspect.diagnosis import doctor

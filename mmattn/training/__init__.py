@@ -15,7 +15,9 @@ from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
 from mmattn.training.memory_collator import MemoryCollator
-from mmattn.training.metrics import Metrics
+from mmattn.training.memory_warning import memory_warning
+from mmattn.training.metrics import Metrics, read_metrics
+from mmattn.training.metrics_log import MetricsLog
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.packing import pack
 from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
@@ -26,7 +28,9 @@ from mmattn.training.rows import Row, make_row
 from mmattn.training.run_folder import RunFolder, markdown_table
 from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
 from mmattn.training.seed_tables import mean_and_spread, spread_table
+from mmattn.training.shuffled_memories import ShuffledMemories, shuffle_memories
 from mmattn.training.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
+from mmattn.training.trackers import log_to_trackers, report_to_trackers
 from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult
 
 __all__ = [
@@ -38,12 +42,14 @@ __all__ = [
     "Loss",
     "MemoryCollator",
     "Metrics",
+    "MetricsLog",
     "PairSampler",
     "Row",
     "RowBatches",
     "RowCollator",
     "RowMemories",
     "RunFolder",
+    "ShuffledMemories",
     "StreamRows",
     "TextBatch",
     "TrainingConfig",
@@ -61,6 +67,7 @@ __all__ = [
     "last_step",
     "learning_rate_factor",
     "load_lora",
+    "log_to_trackers",
     "make_accelerator",
     "make_row",
     "markdown_table",
@@ -68,13 +75,17 @@ __all__ = [
     "mean_and_spread",
     "mean_loss",
     "mean_nats",
+    "memory_warning",
     "pack",
     "parameter_groups",
     "perplexity",
     "ranks_for",
     "read_folder",
     "read_lines",
+    "read_metrics",
     "read_rows",
+    "report_to_trackers",
+    "shuffle_memories",
     "split_rows",
     "spread_table",
     "sum_nats",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from mmattn.errors import ConfigError, check_choice, import_extra
+from mmattn.training.trackers import start_trackers
 
 
 def make_accelerator(
@@ -17,14 +19,19 @@ def make_accelerator(
     mixed_precision: str = "no",
     device: str = "auto",
     trackers: tuple[str, ...] = (),
+    settings: Mapping[str, Any] | None = None,
+    resumed_step: int = 0,
 ) -> Any:
     """The `accelerate.Accelerator` of this process: one of many under torchrun, alone otherwise.
 
     Args:
-        folder: where trackers write.
+        folder: of the run, where trackers write.
         mixed_precision: "no", "bf16" or "fp16".
         device: "auto", or "cpu" whatever else there is.
-        trackers: those of accelerate besides the metrics, which are always written: "tensorboard", …
+        trackers: those of accelerate besides the metrics, which are always written: "tensorboard", "wandb", "mlflow", …
+        settings: of the run, which the trackers show.
+        resumed_step: of the checkpoint from which the run is resumed, so that trackers go on with the run they have; 0
+            begins anew.
 
     Raises:
         ConfigError: a precision this device does not have, a tracker that is not installed, or several processes that
@@ -61,7 +68,7 @@ def make_accelerator(
             "Launch with torchrun --nproc-per-node N -m mmattn train CONFIG"
         )
     if trackers:
-        made.init_trackers("tensorboard" if trackers == ("tensorboard",) else "mmattn")
+        start_trackers(made, folder, settings, resumed_step)
     return made
 
 

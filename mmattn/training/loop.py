@@ -29,12 +29,13 @@ from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, sh
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
-from mmattn.training.evaluation import mean_loss, sum_over_processes
+from mmattn.training.evaluation import evaluate, sum_over_processes
 from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.prefetch import Prefetched
 from mmattn.training.rows import Row
 from mmattn.training.sampling import Batches, RowBatches, derive_seed
+from mmattn.training.step_clock import StepClock
 from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 
 # What of the result a checkpoint holds.
@@ -68,10 +69,12 @@ def train(
     *,
     collate: Collate | None = None,
     eval_rows: Sequence[Row] = (),
+    shuffled_rows: Sequence[Row] = (),
     folder: Path | None = None,
     identity: Mapping[str, Any] | None = None,
     resume: bool = True,
     log: Callable[..., None] | None = None,
+    measure: Callable[[int, float], Mapping[str, float]] | None = None,
     label: str = "training",
     progress: bool = True,
     save_more: Callable[[Path], None] | None = None,
@@ -91,10 +94,14 @@ def train(
         collate: makes what the loss is given of the rows of a micro-batch and a seed for each; see `Collate`. None
             gives the rows themselves.
         eval_rows: rows to evaluate on.
+        shuffled_rows: `shuffle_memories(eval_rows)`: each evaluation measures their loss, too, as "eval_loss_shuffled".
         folder: of the checkpoints; None writes none.
         identity: what else must be equal in the checkpoint to resume from it (the data, say), as JSON values.
         resume: from the last checkpoint in `folder`; False removes those there are.
-        log: is called with the metrics as keyword arguments, in the first process.
+        log: is called with the metrics as keyword arguments, in the first process: every `logging_steps` and at every
+            evaluation.
+        measure: is called with the number of each step that is logged and the norm of its gradient, while that is there
+            and in every process; what it returns is added to the metrics. See `mmattn.inspect.AdapterMetrics`.
         label: what stands before the progress bar.
         progress: show a progress bar, in the first process.
         save_more: writes further files into the folder of a checkpoint, with which it is called.
@@ -105,7 +112,10 @@ def train(
         ConditionError: 4-bit weights that an earlier call packed for inference, through which no gradient passes.
         AdapterFileError: a damaged checkpoint, or one of another model.
     """
-    run = _Run(model, loss, batches, config, accelerator, collate, eval_rows, folder, identity or {}, save_more)
+    run = _Run(
+        model, loss, batches, config, accelerator, collate, eval_rows, shuffled_rows, folder, identity or {}, measure,
+        save_more,
+    )  # fmt: skip
     if resume:
         run.resume()
     elif folder is not None and accelerator.is_main_process:
@@ -129,13 +139,16 @@ class _Run:
         accelerator: Any,
         collate: Collate | None,
         eval_rows: Sequence[Row],
+        shuffled_rows: Sequence[Row],
         folder: Path | None,
         identity: Mapping[str, Any],
+        measure: Callable[[int, float], Mapping[str, float]] | None,
         save_more: Callable[[Path], None] | None,
     ) -> None:
         self.model, self.loss, self.batches, self.config = model, loss, batches, config
-        self.accelerator, self.collate, self.eval_rows = accelerator, collate, eval_rows
-        self.folder, self.save_more = folder, save_more
+        self.accelerator, self.collate = accelerator, collate
+        self.eval_rows, self.shuffled_rows = eval_rows, shuffled_rows
+        self.folder, self.measure, self.save_more = folder, measure, save_more
         self.total = total_steps(config, batches)
         if config.eval_steps and not len(eval_rows):
             raise ConfigError("eval_steps is set and there are no eval_rows: hold some rows out, or set it to 0")
@@ -162,7 +175,8 @@ class _Run:
         self.best: dict[str, Tensor] = {}
         self.done = TrainingResult()
         self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
-        self.clock = time.perf_counter(), 0.0
+        self.measured: dict[str, float] = {}  # of this step, beside its loss
+        self.clock = StepClock()
         self.data_state: Any = None  # of a StatefulDataLoader, after the last batch that was learned
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
         order = batches.sampler if isinstance(batches, RowBatches) else None
@@ -197,11 +211,16 @@ class _Run:
                 f"{max(self.learning_rates) * factor:.2e}), or look at the rows of this step"
             )
         self._sum_gradients(batch.size / max(1.0, targets))
-        norm = state.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf)
+        norm = float(state.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf))
+        self.measured = {}
+        if self.measure is not None and self._is_logged(step + 1):
+            with self.clock.aside():
+                self.measured |= self.measure(step + 1, norm)
         self.optimizer.step()
         for name, average in self.averaged.items():
             average.lerp_(self.parameters[name].detach().to(average), 1 - config.ema_decay)
-        return total_loss / max(1.0, targets), float(norm)
+        self.clock.count(batch.size, targets)
+        return total_loss / max(1.0, targets), norm
 
     def _loss(self, part: MicroBatch) -> tuple[Tensor, int]:
         with self.accelerator.autocast():
@@ -227,22 +246,26 @@ class _Run:
         self.model.train()
         next(bar, None)
         fetched = Prefetched(self._fetcher(), config.dataloader_prefetch_factor)
+        self.clock.begin(fetched.waited)
         try:
             for batch in fetched:
                 if done.global_step % config.logging_steps == 0:
                     recent.clear()
-                    self._begin_clock(fetched)
                 recent.append(self.step(batch))
                 done.global_step += 1
                 done.epoch, done.batch_in_epoch, self.data_state = batch.epoch, batch.place + 1, batch.data_state
                 last = done.global_step == self.total
-                if config.eval_steps and (done.global_step % config.eval_steps == 0 or last):
-                    self._evaluate()
+                if self._is_evaluated(done.global_step):
+                    with self.clock.aside():
+                        self._evaluate()
                 last = last or done.stopped_early
-                if log is not None and (done.global_step % config.logging_steps == 0 or last):
-                    log(**self._metrics(fetched), seconds=round(time.perf_counter() - began, 2))
+                if log is not None and self._is_logged(done.global_step):
+                    log(**self._metrics(fetched.waited), seconds=round(time.perf_counter() - began, 2))
+                if done.global_step % config.logging_steps == 0:
+                    self.clock.begin(fetched.waited)
                 if done.global_step % config.save_steps == 0 or last:
-                    self._save()
+                    with self.clock.aside():
+                        self._save()
                 next(bar, None)
                 if last:
                     break
@@ -261,24 +284,24 @@ class _Run:
         fetcher = Fetcher(self.batches, self.config, self.accelerator, self.collate, self.sharded)
         return fetcher.fetch(self.done.global_step, steps, self.done.epoch, self.done.batch_in_epoch, self.data_state)
 
-    def _begin_clock(self, fetched: Prefetched[FetchedBatch]) -> None:
-        """From here on the next metrics count the time of steps, and how much of it was spent waiting for batches."""
-        self.clock = time.perf_counter(), fetched.waited
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether the run is evaluated after a step."""
+        return bool(self.config.eval_steps) and (step % self.config.eval_steps == 0 or step == self.total)
 
-    def _metrics(self, fetched: Prefetched[FetchedBatch]) -> dict[str, Any]:
+    def _is_logged(self, step: int) -> bool:
+        """Whether metrics are logged after a step."""
+        return step % self.config.logging_steps == 0 or step == self.total or self._is_evaluated(step)
+
+    def _metrics(self, waited: float) -> dict[str, Any]:
         losses, norms = zip(*self.recent, strict=True)
-        began, waited = self.clock
         metrics: dict[str, Any] = {
             "step": self.done.global_step,
             "epoch": self.done.epoch,
             "loss": sum(losses) / len(losses),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "grad_norm": sum(norms) / len(norms),
-            "waiting": round((fetched.waited - waited) / max(time.perf_counter() - began, 1e-9), 4),
         }
-        if self.config.eval_steps and self.done.global_step % self.config.eval_steps == 0:
-            metrics["eval_loss"] = self.done.eval_loss
-        return metrics
+        return {**metrics, **self.clock.metrics(waited), **self.measured}
 
     def _status(self) -> str:
         seen = f"loss {sum(loss for loss, _ in self.recent) / len(self.recent):.3f}" if self.recent else ""
@@ -290,10 +313,11 @@ class _Run:
         checkpoints.assign(self.parameters, self.averaged)
         accumulation, seed = self.config.gradient_accumulation_steps, self.config.seed
         # The same noise every time.
-        done.eval_loss = mean_loss(
-            self.model, self.loss, self.eval_rows, self.batch_size, self.accelerator, accumulation, seed,
-            collate=self.collate,
+        self.measured |= evaluate(
+            self.model, self.loss, self.eval_rows, self.shuffled_rows, self.batch_size, self.accelerator, accumulation,
+            seed, collate=self.collate,
         )  # fmt: skip
+        done.eval_loss = self.measured["eval_loss"]
         better = done.eval_loss < done.best_eval_loss
         if better:
             done.best_eval_loss, done.best_global_step = done.eval_loss, done.global_step

@@ -1,7 +1,8 @@
-"""What a trained model attended to, for `mmattn explore`: words to patches, passages, or the example of a drawing."""
+"""What a model attends to: shares in the metrics of training, then words to patches, passages, or a drawn example."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,22 @@ from mmattn import inspect, training
 
 EXPLORED = 6
 """Rows that `mmattn explore` shows, at most."""
+MEASURED = 4
+"""Held-out rows whose attention is measured during the training."""
+
+
+def adapter_metrics(
+    model: Any, host: Any, memories: Any, held_out: Sequence[training.Row], accelerator: Any, config: Any
+) -> inspect.AdapterMetrics:
+    """Gates, gradients and, as often as there are evaluations, the attention of a few held-out rows."""
+    rows = list(itertools.islice((row for row in held_out if row.has_memory), MEASURED))
+    loss, collate = host.loss(model), host.collate(memories)
+
+    def forward() -> None:
+        # One row at a time, so that no padding attends to anything.
+        training.mean_loss(model, loss, rows, accelerator.num_processes, accelerator, collate=collate)
+
+    return inspect.AdapterMetrics(model, forward if rows else None, config.eval_steps or config.logging_steps)
 
 
 def language_traces(

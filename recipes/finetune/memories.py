@@ -56,18 +56,6 @@ def needs(rows: Any) -> tuple[bool, bool, bool]:
     )
 
 
-def exchanged(rows: Sequence[training.Row]) -> list[training.Row] | None:
-    """Each row with the memory of another one: what a shuffled memory is worth. None where fewer than two have one."""
-    having = [number for number, row in enumerate(rows) if row.has_memory]
-    if len(having) < 2:
-        return None
-    out = list(rows)
-    for place_, number in enumerate(having):
-        row, other = rows[number], rows[having[(place_ + 1) % len(having)]]
-        out[number] = training.Row(row.text, row.prompt, other.images, other.passages, other.memory, row.picture)
-    return out
-
-
 def captions_in_memory(rows: Sequence[training.Row]) -> list[training.Row]:
     """The rows with their texts in the memory instead of before the UNet's own text encoder.
 

@@ -79,6 +79,7 @@ class OptimSettings(Strict):
 class EvalSettings(Strict):
     eval_steps: int = Field(50, ge=0)  # steps between two evaluations; 0: never
     early_stopping_patience: int = Field(0, ge=0)  # evaluations without a lower loss; 0: no early stopping
+    shuffled_memory: bool = True  # measure the loss with the memories of other rows, too: a warning if it is the same
     controls: bool = False  # no memory, shuffled memory, and a text-only LoRA of equal size, trained as long
 
 
@@ -102,7 +103,7 @@ class Config(Strict):
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token
     device: Literal["auto", "cpu"] = "auto"
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    trackers: list[str] = []  # those of accelerate, such as tensorboard, besides metrics.jsonl and metrics.csv
+    trackers: list[str] = []  # those of accelerate besides metrics.jsonl and metrics.csv: tensorboard, wandb, mlflow
     resume: bool = True  # go on from the last checkpoint in `out`; false: begin anew
     progress: bool = True
     data: DataSettings = DataSettings()

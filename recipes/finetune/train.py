@@ -22,7 +22,7 @@ from mmattn.errors import ConfigError, TextError
 
 from . import data, looks, report
 from .language import Language, write_texts
-from .memories import captions_in_memory, exchanged, needs, row_memories, without
+from .memories import captions_in_memory, needs, row_memories, without
 from .painting import Painting
 from .settings import Config
 
@@ -33,20 +33,24 @@ EPOCHS, STEPS = 20, 400
 def main(config: dict[str, Any]) -> Path:
     """Run with these settings (see settings.py) and return the run's folder."""
     settings = Config.model_validate(config)
+    written = {"recipe": "finetune", **settings.model_dump()}
+    finished = training.RunFolder(settings.out).finished(written) if settings.resume else ""
     accelerator = training.make_accelerator(
         settings.out,
         mixed_precision=settings.mixed_precision,
         device=settings.device,
-        trackers=tuple(settings.trackers),
+        trackers=() if finished else tuple(settings.trackers),
+        settings=written,
+        resumed_step=training.last_step(Path(settings.out) / "checkpoints") if settings.resume else 0,
     )
     if not accelerator.is_main_process:
         # Their bars are not asked whether they may.
         transformers_said.disable_progress_bar()
-    finished = training.RunFolder(settings.out).finished({"recipe": "finetune", **settings.model_dump()})
-    if finished and settings.resume:
+    if finished:
         accelerator.print(finished)
     else:
         Run(settings, accelerator).run()
+        training.report_to_trackers(accelerator, settings.out)
     training.end_training(accelerator)
     return Path(settings.out)
 
@@ -118,6 +122,7 @@ class Run:
         self.pictures_alone = needs(rows.rows) == (True, False, False)
         rows = data.encode(rows, memories, settings, accelerator, self.progress)
         self.held_out, self.left_out = rows.held_out, rows.left_out
+        self.shuffled = training.shuffle_memories(rows.held_out)
         self.batches = training.RowBatches(rows.rows, settings.optim.batch_size, settings.seed)
         optim, an_epoch = settings.optim, self.batches.batches_per_epoch
         if not (optim.max_steps or optim.num_train_epochs) and an_epoch is not None and EPOCHS * an_epoch < STEPS:
@@ -138,7 +143,7 @@ class Run:
             if settings.lora.rank:
                 self.host.host.save_pretrained(str(self.out / "lora"))
             self._save_pipeline()
-            report.plot_losses(self.out / "loss.png", self.out / "metrics.jsonl")
+            report.plot_metrics(self.out / "loss.png", self.out / "metrics.jsonl")
         if done.interrupted:
             accelerator.print(
                 f"stopped after {done.global_step} steps; the same command resumes from the last checkpoint"
@@ -191,17 +196,10 @@ class Run:
         """Train, with checkpoints and metrics of this name."""
         own, encoder = name == "adapter", None if memories is None else memories.fingerprint
         checkpoints = self.out / ("checkpoints" if own else f"checkpoints_{name}")
-        metrics = None
-        if self.first:
-            step = training.last_step(checkpoints) if self.settings.resume else 0
-            metrics = training.Metrics(self.out, step, name="metrics" if own else f"metrics_{name}")
-
-        def log(**figures: Any) -> None:
-            assert metrics is not None
-            metrics.log(**figures)
-            step = figures.pop("step")
-            self.accelerator.log({f"{name}/{key}": value for key, value in figures.items()}, step=step)
-
+        named = {"name": "metrics" if own else f"metrics_{name}", "prefix": name}
+        if self.settings.host == "language":
+            named["targets"] = "tokens"
+        step = training.last_step(checkpoints) if self.settings.resume else 0
         done = training.train(
             model,
             self.host.loss(model),
@@ -210,10 +208,14 @@ class Run:
             self.accelerator,
             collate=self.host.collate(memories),
             eval_rows=self.held_out,
+            shuffled_rows=self.shuffled if own and self.settings.eval.shuffled_memory else (),
             folder=checkpoints,
             identity={"encoder": encoder},
             resume=self.settings.resume,
-            log=log,
+            log=training.MetricsLog(self.accelerator, self.out, step, **named),
+            measure=looks.adapter_metrics(model, self.host, memories, self.held_out, self.accelerator, config)
+            if own
+            else None,
             label=name,
             progress=self.progress,
             save_more=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
@@ -259,9 +261,9 @@ class Run:
 
         lines = [line("adapter, its own memory", self.held_out)]
         if self.settings.eval.controls:
-            others = exchanged(self.held_out)
             name = "adapter, shuffled memory"
-            lines.append(Line(name, math.nan, parameters, done.seconds) if others is None else line(name, others))
+            none = Line(name, math.nan, parameters, done.seconds)
+            lines.append(line(name, self.shuffled) if self.shuffled else none)
             lines.append(line("adapter, no memory", without(self.held_out)))
             model.unload()
             lines.insert(0, self._control(parameters))

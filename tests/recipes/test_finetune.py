@@ -84,6 +84,22 @@ class TestLanguage:
         assert len((run / "samples.txt").read_text().splitlines()) == 2
         assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000002", "step-00000004"}
 
+    def test_the_metrics_show_the_adapter(self, run: Path) -> None:
+        """Gates, gradients, attention, throughput, and the loss with other rows' memories at each evaluation."""
+        first, last = training.read_metrics(run / "metrics.jsonl")
+        layers = ["layer_2", "layer_5"]
+        for kind in ("gate", "feed_forward_gate", "gradients", "memory_attention"):
+            assert [name for name in last if name.startswith(f"{kind}/layer")] == [f"{kind}/{one}" for one in layers]
+        assert 0 < first["gate/layer_2"] != last["gate/layer_2"]
+        assert last["eval_loss_shuffled"] != last["eval_loss"] and last["memory_gain_stderr"] >= 0
+        assert last["tokens_per_second"] > last["rows_per_second"] > 0
+        head = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+        assert set(head) == set(last)
+        lora = training.read_metrics(run / "metrics_lora.jsonl")[-1]
+        assert not any("/" in name or "shuffled" in name for name in lora), "it has no memory"
+        with Image.open(run / "loss.png") as plot:
+            assert plot.height > 3 * plot.width / 2, "a panel for each of them"
+
     def test_the_table_has_its_controls(self, run: Path) -> None:
         rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
         lora, own, shuffled, none = rows.values()
@@ -366,10 +382,7 @@ class TestSettings:
             recipe.train.main(asked)
 
 
-def test_memories_are_exchanged_between_rows_that_have_one(recipe: SimpleNamespace) -> None:
-    rows = [training.Row("a", images=("a.png",)), training.Row("b"), training.Row("c", images=("c.png",))]
-    assert [row.images for row in recipe.memories.exchanged(rows)] == [("c.png",), (), ("a.png",)]
-    assert recipe.memories.exchanged(rows[:2]) is None, "one memory has none to be exchanged with"
+def test_a_table_without_a_shuffled_memory(recipe: SimpleNamespace) -> None:
     line = recipe.train.Line("adapter, shuffled memory", float("nan"), 5, 1.0)
     text = recipe.report.table([recipe.train.Line("LoRA, text only", 2.0, 5, 1.0), line], "language")
     assert "nan" not in text and "fewer than two held-out rows" in text

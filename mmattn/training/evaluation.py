@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 
 from mmattn.hosts.interop.quantised import stored
@@ -91,6 +90,8 @@ def _batch_losses(
     model: Any, loss: Loss, rows: Sequence[Row], size: int, accelerator: Any, seed: int, collate: Collate | None
 ) -> Tensor:
     """Sum of the losses and number of the targets (batches, 2) of each batch of all processes."""
+    from accelerate.utils import send_to_device
+
     was_training = model.training
     model.eval()
     seeded = [(rows[i], derive_seed(seed, "held out", i)) for i in range(len(rows))]

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmattn.cli import index, inspect, pipelines, recipes, serve
+from mmattn.cli import compare, index, inspect, pipelines, recipes, serve
 
 app = typer.Typer(
     name="mmattn",
@@ -29,6 +29,7 @@ app.command()(recipes.demo)
 app.command()(pipelines.live)
 app.command()(recipes.train)
 app.command()(recipes.schema)
+app.command()(compare.compare)
 app.command()(pipelines.caption)
 app.command()(pipelines.draw)
 app.command()(pipelines.ask)

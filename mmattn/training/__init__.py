@@ -10,6 +10,7 @@ from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
+from mmattn.training.comparison import compare_runs, curves_of
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
@@ -27,6 +28,7 @@ from mmattn.training.row_memories import RowMemories
 from mmattn.training.rows import Row, make_row
 from mmattn.training.run_folder import RunFolder, markdown_table
 from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+from mmattn.training.saved_runs import SavedRun, read_run, read_seeds
 from mmattn.training.seed_tables import mean_and_spread, spread_table
 from mmattn.training.shuffled_memories import ShuffledMemories, shuffle_memories
 from mmattn.training.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
@@ -49,6 +51,7 @@ __all__ = [
     "RowCollator",
     "RowMemories",
     "RunFolder",
+    "SavedRun",
     "ShuffledMemories",
     "StreamRows",
     "TextBatch",
@@ -59,6 +62,8 @@ __all__ = [
     "bos_and_eos",
     "check_prompt",
     "collate",
+    "compare_runs",
+    "curves_of",
     "derive_seed",
     "encode_texts",
     "end_training",
@@ -84,6 +89,8 @@ __all__ = [
     "read_lines",
     "read_metrics",
     "read_rows",
+    "read_run",
+    "read_seeds",
     "report_to_trackers",
     "shuffle_memories",
     "split_rows",

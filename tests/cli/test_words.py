@@ -22,6 +22,7 @@ from mmattn.recipes import copy_recipe, find_recipe, read_settings
 from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.index import Index
 from mmattn.serving import Limits, make_app
+from mmattn.training import compare_runs
 from tests.cli.running import call
 from tests.tiny_texts import save_encoder
 
@@ -30,6 +31,7 @@ PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "live": ([open_page], set()),
     "train": ([read_settings], {"config", "seeds"}),
     "schema": ([find_recipe], set()),
+    "compare": ([compare_runs], {"out"}),
     "caption": ([ImageToTextPipeline.__call__, pipeline], {"adapter"}),
     "draw": ([TextToImagePipeline.__call__, pipeline], {"adapter", "prompt", "like", "seed", "out"}),
     "ask": ([pipeline], {"adapter", "question", "sources", "show_sources"}),

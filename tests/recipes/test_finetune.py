@@ -20,6 +20,7 @@ from mmattn import training
 from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.recipes import read_settings
+from tests.recipes.comparing import check_compared
 from tests.tiny import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +186,10 @@ class TestLanguage:
         said = rf"cannot be loaded as {kind}: {package} is needed here .* pip install 'mmattn\[quantised\]'"
         with pytest.raises(ConfigError, match=said):
             recipe.language.load_lm("assets/lm", kind, "cpu")
+
+
+def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
+    check_compared(run, tmp_path)
 
 
 class TestData:

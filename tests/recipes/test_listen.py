@@ -21,6 +21,7 @@ import mmattn
 from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
 from mmattn.recipes import check_settings
+from tests.recipes.comparing import check_compared
 
 STEPS = {"max_steps": 2, "batch_size": 5, "warmup_steps": 1}
 SMALL = {"num_heads": 2, "head_dim": 6}
@@ -220,6 +221,10 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
     with torch.no_grad():
         logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
     assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()
+
+
+def test_its_runs_can_be_compared(spoken_run: Path, tmp_path: Path) -> None:
+    check_compared(spoken_run, tmp_path)
 
 
 def test_a_recogniser_of_an_earlier_run_is_taken(recipe: SimpleNamespace, spoken_run: Path, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
     >>> noise = [{"step": n, "eval_loss": 2.5, "eval_loss_shuffled": 2.5, "memory_gain_stderr": 0.1} for n in (1, 2, 3)]
     >>> memory_warning(noise[:2]) is None
     True
-    >>> print(memory_warning(noise)[:57])
-    the adapter ignores its memory: in 3 evaluations up to st
+    >>> print(memory_warning(noise)[:54])
+    the adapter ignores its memory so far: in 3 evaluations
     """
     if not lines or "eval_loss_shuffled" not in lines[-1]:
         return None
@@ -34,9 +34,10 @@ def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
     losses = f"{last['eval_loss']:.4f} with its own memory, {last['eval_loss_shuffled']:.4f} with another row's"
     if streak == PATIENCE:
         return (
-            f"the adapter ignores its memory: in {PATIENCE} evaluations up to step {last['step']} the loss of held-out "
-            f"rows was the same with the memories of other rows ({losses}). See gate/ and memory_attention/ in the "
-            "metrics; and whether the texts can be told from these memories at all, by a linear probe for instance"
+            f"the adapter ignores its memory so far: in {PATIENCE} evaluations up to step {last['step']} the loss of "
+            f"held-out rows was the same with the memories of other rows ({losses}). See gate/ and memory_attention/ "
+            "in the metrics; and whether the texts can be told from these memories at all, by a linear probe for "
+            "instance"
         )
     if not streak and before >= PATIENCE:
         return f"the adapter uses its memory from step {last['step']} on ({losses})"

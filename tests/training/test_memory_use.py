@@ -195,7 +195,7 @@ class TestWarning:
         ("gains", "said"),
         [
             ((0.0, 0.1), None),
-            ((0.0, 0.1, -0.5), "ignores its memory: in 3 evaluations up to step 30"),
+            ((0.0, 0.1, -0.5), "ignores its memory so far: in 3 evaluations up to step 30"),
             ((0.0, 0.1, -0.5, 0.0), None),
             ((0.0, 0.3, 0.1, 0.1), None),
             ((0.0, 0.3, 0.1, 0.1, 0.0), "ignores"),

@@ -18,6 +18,7 @@ from mmattn.training.memory_collator import MemoryCollator
 from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.packing import pack
+from mmattn.training.processes import shard_host
 from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
 from mmattn.training.row_files import FileRows, read_lines
 from mmattn.training.row_folders import read_folder
@@ -75,6 +76,7 @@ __all__ = [
     "read_folder",
     "read_lines",
     "read_rows",
+    "shard_host",
     "split_rows",
     "spread_table",
     "sum_nats",

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor
 
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
+from mmattn.training.processes import Processes
 from mmattn.training.rows import Row
 from mmattn.training.sampling import derive_seed, split_between_processes
 from mmattn.training.training_config import Collate, Loss
@@ -45,9 +45,10 @@ def mean_loss(
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
     seeded = [(rows[i], derive_seed(seed, "held out", i)) for i in range(len(rows))]
-    (own,) = split_between_processes(seeded, accelerator.process_index, accelerator.num_processes)
-    size = max(1, batch_size // (gradient_accumulation_steps * accelerator.num_processes))
-    longest = math.ceil(len(rows) / accelerator.num_processes) if shards(model) else len(own)
+    processes = Processes.of(model, accelerator)
+    (own,) = split_between_processes(seeded, processes.index, processes.count)
+    size = max(1, batch_size // (gradient_accumulation_steps * processes.count))
+    longest = math.ceil(len(rows) / processes.count) if shards(model) else len(own)
     for start in range(0, longest, size):
         part = own[start : start + size]
         given, seeds = zip(*(part or seeded[:1]), strict=True)
@@ -57,14 +58,5 @@ def mean_loss(
         if part:
             sums += torch.tensor([float(total), count], dtype=torch.float64)
     model.train(was_training)
-    losses, targets = sum_over_processes(accelerator, sums)
+    losses, targets = processes.sum(sums)
     return losses / max(1.0, targets)
-
-
-def sum_over_processes(accelerator: Any, sums: Tensor) -> list[float]:
-    """The sums of all processes, added up."""
-    if accelerator.num_processes > 1:
-        # Some devices have no float64, and float32 holds these sums well enough.
-        sums = sums if accelerator.device.type in ("cpu", "cuda") else sums.float()
-        sums = accelerator.reduce(sums.to(accelerator.device), "sum")
-    return sums.tolist()

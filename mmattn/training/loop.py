@@ -29,10 +29,11 @@ from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, sh
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
-from mmattn.training.evaluation import mean_loss, sum_over_processes
+from mmattn.training.evaluation import mean_loss
 from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.prefetch import Prefetched
+from mmattn.training.processes import Processes
 from mmattn.training.rows import Row
 from mmattn.training.sampling import Batches, RowBatches, derive_seed
 from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
@@ -146,6 +147,7 @@ class _Run:
                 "batch_size: give RowBatches or a DataLoader"
             )
         check_trained(model)
+        self.processes = Processes.of(model, accelerator)
         self.sharded = bool(shards(model))
         self.parameters = checkpoints.trained_parameters(model)
         groups = parameter_groups(
@@ -157,7 +159,7 @@ class _Run:
         self.learning_rates = [group["lr"] for group in groups]
         self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, betas=(0.9, 0.98)))
         for parameter in self.parameters.values():
-            parameter.data.copy_(_from_first(accelerator, parameter.data))
+            parameter.data.copy_(self.processes.from_first(parameter.data))
         self.averaged = checkpoints.copies(self.parameters) if config.ema_decay else {}
         self.best: dict[str, Tensor] = {}
         self.done = TrainingResult()
@@ -180,7 +182,7 @@ class _Run:
             group["lr"] = own * factor
         sums = torch.zeros(2, dtype=torch.float64)
         for part in batch.micro_batches:
-            torch.manual_seed(derive_seed(config.seed, "piece", step, part.number, state.process_index))
+            torch.manual_seed(derive_seed(config.seed, "piece", step, part.number, self.processes.index))
             total, count = self._loss(part)
             if total.requires_grad:
                 # Divided by the rows here, so that half precision can hold it, and by the targets of all below.
@@ -190,7 +192,7 @@ class _Run:
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        total_loss, targets = sum_over_processes(state, sums)
+        total_loss, targets = self.processes.sum(sums)
         if not math.isfinite(total_loss):
             raise NonFiniteError(
                 f"the loss is {total_loss} at step {step}; lower the learning rate (now "
@@ -210,12 +212,7 @@ class _Run:
 
     def _sum_gradients(self, scale: float) -> None:
         gradients: list[Tensor] = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self.accelerator.num_processes > 1:
-            device = self.accelerator.device
-            flat = torch.cat([gradient.to(device, torch.float32).flatten() for gradient in gradients])
-            flat = self.accelerator.reduce(flat, "sum")
-            for gradient, own in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(own.view_as(gradient))
+        self.processes.sum_gradients(gradients)
         for gradient in gradients:
             gradient.mul_(scale)
 
@@ -258,7 +255,7 @@ class _Run:
     def _fetcher(self) -> Iterator[FetchedBatch]:
         """Batches from where the run is, made ready for this process."""
         steps = 0 if self.done.stopped_early else self.total - self.done.global_step
-        fetcher = Fetcher(self.batches, self.config, self.accelerator, self.collate, self.sharded)
+        fetcher = Fetcher(self.batches, self.config, self.processes, self.collate, self.sharded)
         return fetcher.fetch(self.done.global_step, steps, self.done.epoch, self.done.batch_in_epoch, self.data_state)
 
     def _begin_clock(self, fetched: Prefetched[FetchedBatch]) -> None:
@@ -361,10 +358,3 @@ class _Run:
         self.recent = [(float(loss), float(norm)) for loss, norm in about["recent"]]
         if self.accelerator.scaler is not None and about["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(about["scaler"])
-
-
-def _from_first(accelerator: Any, tensor: Tensor) -> Tensor:
-    """The values of the first process, so that all begin alike."""
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast(tensor, 0)
-    return tensor

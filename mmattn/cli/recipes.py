@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,10 @@ def train(
     seeds: Annotated[
         str | None, typer.Option(metavar="0,1,2", help="Run once with each of these seeds; one table of all.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Measure ten steps, and print what the whole run would take."),
+    ] = False,
 ) -> None:
     """Run a recipe with the settings of CONFIG.
 
@@ -52,7 +57,9 @@ def train(
     """
     from mmattn.recipes import run_recipe, run_seeds
 
-    if seeds is None:
+    if dry_run:
+        _measure(config, overrides or (), seeds)
+    elif seeds is None:
         run_recipe(config, overrides or ())
     else:
         typer.echo(run_seeds(config, overrides or (), _numbers(seeds)))
@@ -116,6 +123,35 @@ def copy(
     typer.echo(f"{recipe} copied to {target}")
     if (target / "config.yaml").is_file():
         typer.echo(f"next: mmattn train {shlex.quote(str(target / 'config.yaml'))}")
+
+
+def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
+    """Print what the first training of a run would take.
+
+    Raises:
+        ConfigError: several seeds, or a recipe that trains nothing.
+    """
+    import os
+    import tempfile
+
+    from mmattn.errors import ConfigError
+    from mmattn.recipes import read_settings, run_recipe
+    from mmattn.training import DryRunEnded, dry_run
+
+    if seeds is not None:
+        raise ConfigError(f"--dry-run measures one run, and --seeds {seeds} asks for several: leave one of them out")
+    with tempfile.TemporaryDirectory(prefix="mmattn-dry-run-") as folder:
+        given = [*overrides, f"out={folder}"]
+        if "trackers" in read_settings(config, overrides):
+            given.append("trackers=[]")
+        try:
+            with dry_run():
+                run_recipe(config, given)
+        except DryRunEnded as ended:
+            if os.environ.get("RANK", "0") == "0":
+                typer.echo(str(ended.found))
+            return
+    raise ConfigError(f"{config} trained nothing that could be measured")
 
 
 def _numbers(text: str) -> list[int]:

@@ -106,7 +106,10 @@ def _inner(model: Any) -> nn.Module:
 
 def weights_elsewhere(host: nn.Module) -> bool:
     """Whether some weights are not here, but offloaded or with other processes, so that they cannot be told apart."""
-    return bool(shards(host)) or any(parameter.device.type == "meta" for parameter in host.parameters())
+    elsewhere = (
+        parameter.device.type == "meta" or hasattr(parameter, "full_tensor") for parameter in host.parameters()
+    )
+    return bool(shards(host)) or any(elsewhere)
 
 
 def card(config: dict[str, Any], adapter: AdapterLayers) -> str:

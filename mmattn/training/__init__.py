@@ -11,6 +11,7 @@ from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
 from mmattn.training.comparison import compare_runs, curves_of
+from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
@@ -21,6 +22,7 @@ from mmattn.training.metrics import Metrics, read_metrics
 from mmattn.training.metrics_log import MetricsLog
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.packing import pack
+from mmattn.training.processes import shard_host
 from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
 from mmattn.training.row_files import FileRows, read_lines
 from mmattn.training.row_folders import read_folder
@@ -39,6 +41,8 @@ __all__ = [
     "AdapterTrainer",
     "Collate",
     "DatasetRows",
+    "DryRun",
+    "DryRunEnded",
     "FileRows",
     "LengthGroupedSampler",
     "Loss",
@@ -65,6 +69,7 @@ __all__ = [
     "compare_runs",
     "curves_of",
     "derive_seed",
+    "dry_run",
     "encode_texts",
     "end_training",
     "gradient_checkpointing",
@@ -92,6 +97,7 @@ __all__ = [
     "read_run",
     "read_seeds",
     "report_to_trackers",
+    "shard_host",
     "shuffle_memories",
     "split_rows",
     "spread_table",

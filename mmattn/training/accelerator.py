@@ -52,6 +52,7 @@ def make_accelerator(
             )
         given |= {"log_with": list(trackers), "project_dir": None if folder is None else str(folder)}
     _forget_last(accelerate)
+    _join_restarted(cpu)
     try:
         made = accelerate.Accelerator(**given)
     except ValueError as error:
@@ -84,3 +85,24 @@ def _forget_last(accelerate: Any) -> None:
     """Forget the accelerator of an earlier run of this process; the group of processes stays."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerate.state.GradientState._reset_state()
+
+
+def _join_restarted(cpu: bool) -> None:
+    """Join the other processes that torchrun has started again, after one of them died.
+
+    All of its starts share one store, in which a process that comes first finds the addresses of those that are gone
+    (torch 2.15): here each start has names of its own.
+
+    Args:
+        cpu: whether all is computed on the CPU.
+    """
+    environment, starts = os.environ, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not starts or not shared or torch.distributed.is_initialized():
+        return
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    store = torch.distributed.TCPStore(
+        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), world, is_master=False
+    )
+    own = torch.distributed.PrefixStore(f"start {starts}", store)
+    torch.distributed.init_process_group("gloo" if cpu else None, store=own, rank=rank, world_size=world)

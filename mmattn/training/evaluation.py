@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
+from mmattn.training.prefetch import on_device
+from mmattn.training.processes import Processes
 from mmattn.training.rows import Row
 from mmattn.training.sampling import derive_seed, split_between_processes
 from mmattn.training.training_config import Collate, Loss
@@ -42,8 +44,9 @@ def mean_loss(
         seed: of the loss's own noise, the same every time.
         collate: as in `train`.
     """
-    size = max(1, batch_size // (gradient_accumulation_steps * accelerator.num_processes))
-    return _mean(_batch_losses(model, loss, rows, size, accelerator, seed, collate))
+    processes = Processes.of(model, accelerator)
+    size = max(1, batch_size // (gradient_accumulation_steps * processes.count))
+    return _mean(_batch_losses(model, loss, rows, size, processes, seed, collate))
 
 
 def evaluate(
@@ -74,40 +77,40 @@ def evaluate(
         seed: as in `mean_loss`.
         collate: as in `mean_loss`.
     """
-    size = max(1, batch_size // (gradient_accumulation_steps * accelerator.num_processes))
+    processes = Processes.of(model, accelerator)
+    size = max(1, batch_size // (gradient_accumulation_steps * processes.count))
     if len(shuffled_rows):
-        size = min(size, math.ceil(len(rows) / (GROUPS * accelerator.num_processes)))
-    own = _batch_losses(model, loss, rows, size, accelerator, seed, collate)
+        size = min(size, math.ceil(len(rows) / (GROUPS * processes.count)))
+    own = _batch_losses(model, loss, rows, size, processes, seed, collate)
     found = {"eval_loss": _mean(own)}
     if len(shuffled_rows):
-        other = _batch_losses(model, loss, shuffled_rows, size, accelerator, seed, collate)
+        other = _batch_losses(model, loss, shuffled_rows, size, processes, seed, collate)
         found |= {"eval_loss_shuffled": _mean(other), "memory_gain_stderr": _stderr(own, other)}
     return found
 
 
 @torch.no_grad()
 def _batch_losses(
-    model: Any, loss: Loss, rows: Sequence[Row], size: int, accelerator: Any, seed: int, collate: Collate | None
+    model: Any, loss: Loss, rows: Sequence[Row], size: int, processes: Processes, seed: int, collate: Collate | None
 ) -> Tensor:
     """Sum of the losses and number of the targets (batches, 2) of each batch of all processes."""
-    from accelerate.utils import send_to_device
-
     was_training = model.training
     model.eval()
     seeded = [(rows[i], derive_seed(seed, "held out", i)) for i in range(len(rows))]
-    (own,) = split_between_processes(seeded, accelerator.process_index, accelerator.num_processes)
-    longest = math.ceil(len(rows) / accelerator.num_processes)
-    sums = torch.zeros(accelerator.num_processes, math.ceil(longest / size), 2, dtype=torch.float64)
+    accelerator = processes.accelerator
+    (own,) = split_between_processes(seeded, processes.index, processes.count)
+    longest = math.ceil(len(rows) / processes.count)
+    sums = torch.zeros(processes.count, math.ceil(longest / size), 2, dtype=torch.float64)
     for number, start in enumerate(range(0, longest if shards(model) else len(own), size)):
         part = own[start : start + size]
         given, seeds = zip(*(part or seeded[:1]), strict=True)
-        batch = list(given) if collate is None else send_to_device(collate(given, seeds), accelerator.device)
+        batch = list(given) if collate is None else on_device(collate(given, seeds), accelerator.device)
         with accelerator.autocast(), stored(model):
             total, count = loss(batch, seeds)
         if part:
-            sums[accelerator.process_index, number] = torch.tensor([float(total), count], dtype=torch.float64)
+            sums[processes.index, number] = torch.tensor([float(total), count], dtype=torch.float64)
     model.train(was_training)
-    return torch.tensor(sum_over_processes(accelerator, sums), dtype=torch.float64).flatten(0, 1)
+    return torch.tensor(processes.sum(sums), dtype=torch.float64).flatten(0, 1)
 
 
 def _mean(sums: Tensor) -> float:
@@ -125,17 +128,3 @@ def _stderr(own: Tensor, other: Tensor) -> float:
     # A batch with more targets weighs more: the error of a ratio of two sums.
     residuals = differences - targets * differences.sum() / targets.sum()
     return float((residuals.square().sum() * batches / (batches - 1)).sqrt() / targets.sum())
-
-
-def sum_over_processes(accelerator: Any, sums: Tensor) -> Any:
-    """The sums of all processes, added up, as nested lists.
-
-    Args:
-        accelerator: what `make_accelerator` returned.
-        sums: of this process, of any shape.
-    """
-    if accelerator.num_processes > 1:
-        # Some devices have no float64, and float32 holds these sums well enough.
-        sums = sums if accelerator.device.type in ("cpu", "cuda") else sums.float()
-        sums = accelerator.reduce(sums.to(accelerator.device), "sum")
-    return sums.tolist()

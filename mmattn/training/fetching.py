@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 
 from mmattn.errors import ConfigError
-from mmattn.training.prefetch import pinned
+from mmattn.training.prefetch import on_device, pinned
+from mmattn.training.processes import Processes
 from mmattn.training.sampling import Batches, EpochBatches, derive_seed, split_between_processes
 from mmattn.training.training_config import Collate, TrainingConfig
 
@@ -36,7 +36,7 @@ class MicroBatch:
 
     def on(self, device: torch.device) -> Any:
         """The batch, on a device where it was collated."""
-        return send_to_device(self.batch, device, non_blocking=True) if self.collated else self.batch
+        return on_device(self.batch, device) if self.collated else self.batch
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Fetcher:
     Args:
         batches: as in `train`.
         config: of the run.
-        accelerator: what `make_accelerator` returned.
+        processes: those of the run.
         collate: as in `train`.
         sharded: whether the host is sharded, so that every process is called as often.
     """
 
     def __init__(
-        self, batches: Batches, config: TrainingConfig, accelerator: Any, collate: Collate | None, sharded: bool
+        self, batches: Batches, config: TrainingConfig, processes: Processes, collate: Collate | None, sharded: bool
     ) -> None:
-        self.batches, self.config, self.accelerator = batches, config, accelerator
+        self.batches, self.config, self.processes = batches, config, processes
         self.collate, self.sharded = collate, sharded
-        self.pins = accelerator.device.type == "cuda"
+        self.pins = processes.accelerator.device.type == "cuda"
 
     def fetch(self, step: int, steps: int, epoch: int, place: int, data_state: Any = None) -> Iterator[FetchedBatch]:
         """The batches of some steps.
@@ -114,9 +114,9 @@ class Fetcher:
                 raise ConfigError("the data has no rows to train on")
 
     def _micro_batches(self, batch: Sequence[Any], step: int) -> list[MicroBatch]:
-        state, config = self.accelerator, self.config
+        processes, config = self.processes, self.config
         seeded = [(row, derive_seed(config.seed, "row", step, place)) for place, row in enumerate(batch)]
-        shared = (state.process_index, state.num_processes, config.gradient_accumulation_steps)
+        shared = (processes.index, processes.count, config.gradient_accumulation_steps)
         found = []
         for number, part in enumerate(split_between_processes(seeded, *shared)):
             if not (part or self.sharded):

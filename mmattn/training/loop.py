@@ -29,10 +29,12 @@ from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, sh
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
-from mmattn.training.evaluation import evaluate, sum_over_processes
+from mmattn.training.dry_run import MEASURED, DryRun, DryRunEnded, is_dry_run, measured
+from mmattn.training.evaluation import evaluate
 from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.prefetch import Prefetched
+from mmattn.training.processes import Processes
 from mmattn.training.rows import Row
 from mmattn.training.sampling import Batches, RowBatches, derive_seed
 from mmattn.training.step_clock import StepClock
@@ -111,6 +113,7 @@ def train(
         ConfigError: settings that do not fit the data, or a checkpoint of other settings.
         ConditionError: 4-bit weights that an earlier call packed for inference, through which no gradient passes.
         AdapterFileError: a damaged checkpoint, or one of another model.
+        DryRunEnded: inside a `dry_run` block, after a few measured steps.
     """
     run = _Run(
         model, loss, batches, config, accelerator, collate, eval_rows, shuffled_rows, folder, identity or {}, measure,
@@ -126,6 +129,8 @@ def train(
             contexts.enter_context(gradient_checkpointing(model))
         if run.sharded:
             contexts.enter_context(gradients_throughout(model))
+        if is_dry_run():
+            raise DryRunEnded(run.dry_run(label))
         return run.train(log if accelerator.is_main_process else None, label, progress and accelerator.is_main_process)
 
 
@@ -159,6 +164,7 @@ class _Run:
                 "batch_size: give RowBatches or a DataLoader"
             )
         check_trained(model)
+        self.processes = Processes.of(model, accelerator)
         self.sharded = bool(shards(model))
         self.parameters = checkpoints.trained_parameters(model)
         groups = parameter_groups(
@@ -170,7 +176,7 @@ class _Run:
         self.learning_rates = [group["lr"] for group in groups]
         self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, betas=(0.9, 0.98)))
         for parameter in self.parameters.values():
-            parameter.data.copy_(_from_first(accelerator, parameter.data))
+            parameter.data.copy_(self.processes.from_first(parameter.data))
         self.averaged = checkpoints.copies(self.parameters) if config.ema_decay else {}
         self.best: dict[str, Tensor] = {}
         self.done = TrainingResult()
@@ -194,7 +200,7 @@ class _Run:
             group["lr"] = own * factor
         sums = torch.zeros(2, dtype=torch.float64)
         for part in batch.micro_batches:
-            torch.manual_seed(derive_seed(config.seed, "piece", step, part.number, state.process_index))
+            torch.manual_seed(derive_seed(config.seed, "piece", step, part.number, self.processes.index))
             total, count = self._loss(part)
             if total.requires_grad:
                 # Divided by the rows here, so that half precision can hold it, and by the targets of all below.
@@ -204,7 +210,7 @@ class _Run:
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        total_loss, targets = sum_over_processes(state, sums)
+        total_loss, targets = self.processes.sum(sums)
         if not math.isfinite(total_loss):
             raise NonFiniteError(
                 f"the loss is {total_loss} at step {step}; lower the learning rate (now "
@@ -229,12 +235,7 @@ class _Run:
 
     def _sum_gradients(self, scale: float) -> None:
         gradients: list[Tensor] = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self.accelerator.num_processes > 1:
-            device = self.accelerator.device
-            flat = torch.cat([gradient.to(device, torch.float32).flatten() for gradient in gradients])
-            flat = self.accelerator.reduce(flat, "sum")
-            for gradient, own in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(own.view_as(gradient))
+        self.processes.sum_gradients(gradients)
         for gradient in gradients:
             gradient.mul_(scale)
 
@@ -278,10 +279,25 @@ class _Run:
         done.seconds = time.perf_counter() - began
         return done
 
+    def dry_run(self, label: str) -> DryRun:
+        """What the whole run would take, by its first steps."""
+        self.model.train()
+        seconds, size = [], 0
+        with contextlib.closing(Prefetched(self._fetcher(), self.config.dataloader_prefetch_factor)) as fetched:
+            for number in range(min(self.total, 1 + MEASURED)):
+                began = time.perf_counter()
+                batch = next(fetched)
+                self.step(batch)
+                self.done.global_step, size = self.done.global_step + 1, batch.size
+                seconds.append(time.perf_counter() - began)
+                if not number:
+                    fetched.waited = 0.0
+        return measured(self.model, label, seconds[1:] or seconds, fetched.waited, size, self.total, self.accelerator)
+
     def _fetcher(self) -> Iterator[FetchedBatch]:
         """Batches from where the run is, made ready for this process."""
         steps = 0 if self.done.stopped_early else self.total - self.done.global_step
-        fetcher = Fetcher(self.batches, self.config, self.accelerator, self.collate, self.sharded)
+        fetcher = Fetcher(self.batches, self.config, self.processes, self.collate, self.sharded)
         return fetcher.fetch(self.done.global_step, steps, self.done.epoch, self.done.batch_in_epoch, self.data_state)
 
     def _is_evaluated(self, step: int) -> bool:
@@ -385,10 +401,3 @@ class _Run:
         self.recent = [(float(loss), float(norm)) for loss, norm in about["recent"]]
         if self.accelerator.scaler is not None and about["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(about["scaler"])
-
-
-def _from_first(accelerator: Any, tensor: Tensor) -> Tensor:
-    """The values of the first process, so that all begin alike."""
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast(tensor, 0)
-    return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,16 @@ class Language:
         host: the language model, with a LoRA where one is asked for. tokenizer: its own.
     """
 
-    def __init__(self, settings: Config, device: torch.device) -> None:
+    def __init__(self, settings: Config, accelerator: Any) -> None:
         self.settings = settings
-        self.lm, self.tokenizer = load_lm(settings.lm, settings.quantise, device)
+        if settings.tp_plan and accelerator.num_processes == 1:
+            raise ConfigError(
+                f"tp_plan={settings.tp_plan} is for several processes, and there is one: torchrun --nproc-per-node N "
+                "-m mmattn train CONFIG, or leave it out"
+            )
+        self.lm, self.tokenizer = load_lm(settings, accelerator.device)
+        if settings.fsdp:
+            training.shard_host(self.lm, accelerator)
         self.host = self.lm
         known = getattr(self.lm.config, "max_position_embeddings", None)
         self.longest = min(filter(None, (settings.data.max_length, known)), default=None)
@@ -93,16 +101,19 @@ class Language:
         )
 
 
-def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tuple[Any, Any]:
-    """The frozen language model and its tokenizer.
+def load_lm(settings: Config, device: torch.device | str) -> tuple[Any, Any]:
+    """The frozen language model of the settings and its tokenizer.
 
     Raises:
-        ConfigError: neither a folder nor a name on the hub, or its quantisation is not installed.
+        ConfigError: neither a folder nor a name on the hub, its quantisation is not installed, or it has no plan for
+            several processes.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name = resolve_asset(name)
-    options: dict[str, Any] = {"dtype": torch.float32}
+    name, quantise = resolve_asset(settings.lm), settings.quantise
+    options: dict[str, Any] = {"dtype": getattr(torch, settings.dtype)}
+    if settings.tp_plan is not None:
+        options |= _tensor_parallel(settings.tp_plan)
     try:
         if quantise is not None:
             options |= {"quantization_config": pipelines.quantization_config(quantise), "device_map": {"": str(device)}}
@@ -111,7 +122,16 @@ def load_lm(name: str, quantise: str | None, device: torch.device | str) -> tupl
     except (OSError, ValueError, ImportError) as error:
         asked = "" if quantise is None else f" as {quantise}"
         raise ConfigError(f"lm={name!r} cannot be loaded{asked}: {error}") from error
-    return (lm if quantise is not None else lm.to(device)).eval(), tokenizer
+    return (lm.to(device) if quantise is None and settings.tp_plan is None else lm).eval(), tokenizer
+
+
+def _tensor_parallel(plan: str) -> dict[str, Any]:
+    """What `from_pretrained` is given for a tensor parallel plan, which transformers before 5.18 takes by itself."""
+    from transformers.distributed import DistributedConfig
+
+    if "tp_plan" in {field.name for field in dataclasses.fields(DistributedConfig)}:
+        return {"distributed_config": DistributedConfig(tp_plan=plan)}
+    return {"tp_plan": plan}
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def adapter_metrics(
 
     def forward() -> None:
         # One row at a time, so that no padding attends to anything.
-        training.mean_loss(model, loss, rows, accelerator.num_processes, accelerator, collate=collate)
+        training.mean_loss(model, loss, rows, 1, accelerator, collate=collate)
 
     return inspect.AdapterMetrics(model, forward if rows else None, config.eval_steps or config.logging_steps)
 

@@ -29,9 +29,9 @@ class Painting:
         ConfigError: what `unet` names is a transformer.
     """
 
-    def __init__(self, settings: Config, device: torch.device) -> None:
-        self.settings, self.device = settings, device
-        self.models = pipelines.load_diffusion_host(resolve_asset(settings.unet), device=device)
+    def __init__(self, settings: Config, accelerator: Any) -> None:
+        self.settings, self.device = settings, accelerator.device
+        self.models = pipelines.load_diffusion_host(resolve_asset(settings.unet), device=self.device)
         self.host = self.models.unet
         if "pooled_projection_dim" in self.host.config:
             raise ConfigError(

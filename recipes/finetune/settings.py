@@ -95,6 +95,9 @@ class Config(Strict):
     host: Literal["language", "unet"] = "language"
     lm: str = "assets/lm"  # language: a folder or a name on the hub
     quantise: Literal["int8", "bnb8", "bnb4"] | None = None  # language: by torchao, or by bitsandbytes
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # language: of the frozen weights
+    fsdp: bool = False  # language: its weights are sharded over the processes by FSDP2
+    tp_plan: Literal["auto"] | None = None  # language: the processes compute its layers together, tensor parallel
     unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or a Stable Diffusion
     encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
     text_encoder: str = "all-MiniLM-L6-v2"  # of passages; any encoder of Hugging Face, or a folder of open_clip
@@ -114,15 +117,26 @@ class Config(Strict):
     eval: EvalSettings = EvalSettings()
     caption: CaptionSettings = CaptionSettings()
 
+    @property
+    def called_together(self) -> bool:
+        """Whether all processes must call the host for one of them to have an answer."""
+        return self.fsdp or self.tp_plan is not None
+
     @model_validator(mode="after")
     def _for_this_host(self) -> Config:
         others = {"unet", "decoupled", "captions"}
         if self.host == "unet":
-            others = {"lm", "quantise", "adapter", "lora", "caption"}
+            others = {"lm", "quantise", "dtype", "fsdp", "tp_plan", "adapter", "lora", "caption"}
         plain = type(self).model_fields
         given = sorted(name for name in others if getattr(self, name) != plain[name].default)
         if given:
             raise ValueError(f"{', '.join(given)} is for another host than host: {self.host}")
+        if self.fsdp and (self.tp_plan or self.quantise):
+            raise ValueError(
+                "fsdp shards floating point weights that each process has whole: leave tp_plan and quantise out"
+            )
+        if self.tp_plan and (self.eval.controls or self.lora.rank):
+            raise ValueError("a LoRA cannot be put on a tensor parallel host: leave eval.controls and lora.rank out")
         if self.optim.max_steps is not None:  # it wins, as in transformers
             self.optim.num_train_epochs = None
         return self

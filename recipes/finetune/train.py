@@ -109,7 +109,7 @@ class Run:
         rows = data.read(settings, accelerator.print)
         if not rows.held_out:
             self.config = replace(self.config, eval_steps=0, early_stopping_patience=0)
-        self.host: Any = (Language if settings.host == "language" else Painting)(settings, accelerator.device)
+        self.host: Any = (Language if settings.host == "language" else Painting)(settings, accelerator)
         unknown = [text for part in rows.parts if (text := self.host.check(part)) is not None]
         if unknown and settings.captions == "host":
             raise TextError(
@@ -229,8 +229,8 @@ class Run:
 
     def _samples(self, model: Any, memories: training.RowMemories) -> None:
         """What is written or drawn of the first few held-out rows."""
-        rows = [row for row in self.held_out if row.has_memory][:8]
-        if not self.first or not rows:
+        rows, together = [row for row in self.held_out if row.has_memory][:8], self.settings.called_together
+        if not rows or not (self.first or together):
             return
         if self.settings.host == "unet":
             drawn = self.host.draw(model, memories.of(rows), [row.text for row in rows], self.settings.seed)
@@ -244,8 +244,10 @@ class Run:
                 ", ".join(one for one in row.images if isinstance(one, str)) or row.prompt or "row" for row in rows
             ]
             lines = [f"{name}: {text}" for name, text in zip(shown, texts, strict=True)]
-            self.folder.write_text("samples.txt", "\n".join(lines))
-            traces = looks.language_traces(model, tokenizer, rows, texts, memories)
+            if self.first:
+                self.folder.write_text("samples.txt", "\n".join(lines))
+            # What examines a host works on a copy of it, which one in several processes has not.
+            traces = [] if together else looks.language_traces(model, tokenizer, rows, texts, memories)
         if traces:
             inspect.save_traces(traces, self.out)
 

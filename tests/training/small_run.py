@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import mmattn
 from mmattn import training
@@ -46,12 +49,18 @@ def rows(count: int = 23) -> list[training.Row]:
     return made
 
 
-def attach(shard: bool = False, **settings: Any) -> Any:
+def attach(shard: bool = False, tensor_parallel: str | None = None, **settings: Any) -> Any:
     """A tiny host, whole or in pieces on several processes, with a fresh adapter after every layer."""
     host = tiny.make("llama")
-    if shard:
+    if shard or tensor_parallel is not None:
         # A process that waits for others in vain gives up before whoever started it does.
         torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=4))
+    if tensor_parallel is not None:
+        plan = DistributedConfig(tp_plan="auto")
+        host = AutoModelForCausalLM.from_pretrained(
+            tensor_parallel, distributed_config=plan, dtype=torch.float32
+        ).eval()
+    if shard:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for part in (*host.model.layers, host):
             fully_shard(part, mesh=mesh)
@@ -68,8 +77,12 @@ def collator(folder: Path) -> training.RowCollator:
 class Killed:
     """Counts losses and saves, and ends this process as `kill -9` does at the ones that are named."""
 
-    def __init__(self, loss: Any, at_loss: int | None = None, at_save: int | None = None) -> None:
+    def __init__(
+        self, loss: Any, at_loss: int | None = None, at_save: int | None = None, rank: int | None = None
+    ) -> None:
         self.loss, self.at_loss, self.at_save, self.losses, self.saves = loss, at_loss, at_save, 0, 0
+        if rank is not None and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) != (str(rank), "0"):
+            self.at_loss = self.at_save = None  # one of several, and once
 
     def __call__(self, some: Any, seeds: Any) -> Any:
         found = self.loss(some, seeds)
@@ -94,11 +107,13 @@ def run(
     batch_size: int = 6,
     dropout: float = 0.2,
     shard: bool = False,
+    tensor_parallel: str | None = None,
     kill: dict[str, int] | None = None,
     eval_rows: Sequence[training.Row] | None = None,
     batches: Any = None,
     collated: bool = True,
     reported: bool = False,
+    apart: float = 0.0,
     **settings: Any,
 ) -> tuple[training.TrainingResult, Any]:
     """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back.
@@ -106,7 +121,9 @@ def run(
     With `reported` the losses of shuffled memories and the figures of the adapter are in the metrics.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = attach(shard, dropout=dropout) if model is None else model
+    if apart and os.environ["RANK"] == "1":
+        time.sleep(apart)
+    model = attach(shard, tensor_parallel, dropout=dropout) if model is None else model
     rows_of = collator(folder)
 
     def collate(some: Sequence[training.Row], seeds: Sequence[int]) -> training.TextBatch:
@@ -159,9 +176,10 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(folder: Path, processes: int = 1, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """The same run in a process of its own, or in several under torchrun."""
+def start(folder: Path, processes: int = 1, restarts: int = 0, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """The same run in a process of its own, or in several under torchrun, which starts them again when one dies."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    launch += [f"--max-restarts={restarts}"] if restarts else []
     words = [sys.executable, *launch, str(Path(__file__)), str(folder), json.dumps(settings)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}

@@ -79,6 +79,35 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert_close(there[name], value, 1e-2)
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
+    """The same order of the data, and losses equal to rounding: one process, then two, then one again."""
+    plain: dict[str, Any] = {"dropout": 0.0, "lr_scheduler_type": "constant", "eval_steps": 0, "ema_decay": 0.0}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    small_run.run(whole, **plain)
+    found = small_run.start(parts, kill={"at_loss": 7}, **plain)  # in step 4; a checkpoint is at step 2
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    found = small_run.start(parts, processes=2, kill={"at_loss": 9, "rank": 1}, **plain)  # in step 7; one at step 6
+    assert found.returncode != 0 and training.last_step(parts / "checkpoints") == 6
+    done, _ = small_run.run(parts, **plain)
+    assert done.resumed_from_step == 6 and done.global_step == 9
+    assert small_run.losses(parts) == pytest.approx(small_run.losses(whole), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_is_killed_and_torchrun_starts_them_again(tmp_path: Path) -> None:
+    """With `--max-restarts` the run goes on from its last checkpoint, however far apart they begin."""
+    plain: dict[str, Any] = {"dropout": 0.0, "eval_steps": 0, "ema_decay": 0.0}
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert small_run.start(whole, processes=2, **plain).returncode == 0
+    kill = {"at_loss": 9, "rank": 1}  # in step 5
+    found = small_run.start(again, processes=2, restarts=1, kill=kill, apart=10, **plain)
+    assert found.returncode == 0, found.stderr
+    assert "-9" in found.stderr or "SIGKILL" in found.stderr or "Signal 9" in found.stderr
+    assert small_run.sha256(again) == small_run.sha256(whole)
+    assert small_run.losses(again) == small_run.losses(whole) and len(small_run.losses(whole)) == 9
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 3}, {"gradient_checkpointing": True}],

@@ -41,6 +41,24 @@ def test_a_host_in_pieces_on_two_processes_is_one(tmp_path: Path) -> None:
     assert config["host"]["fingerprint"] is None, "no process has all weights to tell the host by"
 
 
+@pytest.mark.slow
+def test_a_tensor_parallel_host_on_two_processes_is_one(tmp_path: Path) -> None:
+    """Both compute each layer together, of the same rows: what is learned is what one process learns, in both alike."""
+    plain = {"dropout": 0.0, "max_steps": 5, "batch_size": 3, "gradient_accumulation_steps": 2}
+    one, two, host = tmp_path / "one", tmp_path / "two", tmp_path / "host"
+    tiny.make("llama").save_pretrained(host)
+    small_run.run(one, **plain)
+    found = small_run.start(two, processes=2, tensor_parallel=str(host), **plain)
+    assert found.returncode == 0, found.stderr
+    assert small_run.losses(two) == pytest.approx(small_run.losses(one), rel=1e-5)
+    here, there = (training.checkpoints.load_checkpoint(at / "checkpoints" / "step-00000005")[0] for at in (one, two))
+    assert set(here) == set(there)
+    for name, value in here.items():
+        assert_close(there[name], value, 1e-2)
+    config = json.loads((two / "adapter" / "adapter_config.json").read_text())
+    assert config["host"]["fingerprint"] is None, "no process has all weights to tell the host by"
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A group of this process only."""

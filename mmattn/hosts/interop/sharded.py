@@ -1,7 +1,10 @@
-"""Hosts sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): every process runs every forward and backward pass.
+"""Hosts whose weights lie in several processes: sharded by FSDP2, or tensor parallel by a plan of transformers.
 
-All processes gather the weights of a layer together, when it is called and again when gradients pass it. A process that
-has no row left, or no memory in its rows and therefore nothing to learn, must do so too: the others would wait for it.
+Sharded (`torch.distributed.fsdp.fully_shard`), every process runs every forward and backward pass: all processes gather
+the weights of a layer together, when it is called and again when gradients pass it. A process that has no row left, or
+no memory in its rows and therefore nothing to learn, must do so too: the others would wait for it.
+
+Tensor parallel (`from_pretrained(tp_plan="auto")`), the processes compute each layer together, of the same rows.
 """
 
 from __future__ import annotations
@@ -28,6 +31,44 @@ def shards(host: nn.Module) -> list[Any]:
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
     return [] if fsdp is None else [part for part in host.modules() if isinstance(part, fsdp.FSDPModule)]
+
+
+def shard(host: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
+    """Shard the weights of a host over all processes, layer by layer.
+
+    Args:
+        host: a frozen model with all its weights, the same in each process, before adapters are put on it.
+        layers: its layers, each of which is gathered when it is called.
+        device: where this process computes.
+
+    Raises:
+        ConfigError: quantised weights.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    odd = [name for name, parameter in host.named_parameters() if not parameter.is_floating_point()]
+    if odd or any(hasattr(parameter, "__tensor_flatten__") for parameter in host.parameters()):
+        raise ConfigError(
+            f"the weights of {type(host).__name__} are quantised, and FSDP2 shards floating point weights: leave one "
+            "of the two out"
+        )
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for part in (*layers, host):
+        fully_shard(part, mesh=mesh)
+
+
+def tensor_parallel_size(host: Any) -> int:
+    """How many processes compute the layers of a host together; 1 where each has all of it.
+
+    Args:
+        host: a frozen model, or what adapters or peft made of it.
+
+    >>> tensor_parallel_size(nn.Linear(5, 3))
+    1
+    """
+    sizes = (getattr(part, "tp_size", None) for part in host.modules())
+    return next((size for size in sizes if isinstance(size, int)), 1)
 
 
 def reshard(host: nn.Module) -> None:

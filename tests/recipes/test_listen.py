@@ -155,12 +155,6 @@ def test_the_encoder_of_a_sensor_sees_some_of_the_time_around_a_place(recipe: Si
     assert changed.nonzero()[:, 0].tolist() == [*range(11, 20)]
 
 
-def test_word_errors(recipe: SimpleNamespace) -> None:
-    errors = recipe.recogniser.word_errors
-    assert [errors(said, [1, 2, 3]) for said in ([1, 2, 3], [], [1, 3], [3, 2, 1], [1, 2, 3, 4])] == [0, 3, 1, 2, 1]
-    assert errors([5, 6], []) == 2
-
-
 @pytest.fixture(scope="module")
 def spoken_run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run over speech that takes seconds."""

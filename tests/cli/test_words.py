@@ -29,7 +29,7 @@ from tests.tiny_texts import save_encoder
 #: What each command passes its arguments and options on to, and those that only print or only name a file.
 PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "live": ([open_page], set()),
-    "train": ([read_settings], {"config", "seeds"}),
+    "train": ([read_settings], {"config", "seeds", "dry_run"}),
     "schema": ([find_recipe], set()),
     "compare": ([compare_runs], {"out"}),
     "caption": ([ImageToTextPipeline.__call__, pipeline], {"adapter"}),

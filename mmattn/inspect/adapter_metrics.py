@@ -34,7 +34,7 @@ class AdapterMetrics:
     >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2, num_heads=3))
     >>> metrics = AdapterMetrics(model, lambda: model(torch.tensor([[5, 6, 7]]), memory=torch.randn(1, 11, 24)))
     >>> {name: round(value, 6) for name, value in metrics(step=1, grad_norm=0.0).items() if "grad" not in name}
-    {'gate/layer_1': 0.0, 'memory_attention/layer_1': 1.0}
+    {'gate/layer_1': 0.0, 'feed_forward_gate/layer_1': 0.0, 'memory_attention/layer_1': 1.0}
     """
 
     def __init__(self, model: AdaptedModel, forward: Callable[[], Any] | None = None, attention_steps: int = 1) -> None:

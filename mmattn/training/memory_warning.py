@@ -24,7 +24,7 @@ def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
     >>> noise = [{"step": n, "eval_loss": 2.5, "eval_loss_shuffled": 2.5, "memory_gain_stderr": 0.1} for n in (1, 2, 3)]
     >>> memory_warning(noise[:2]) is None
     True
-    >>> print(memory_warning(noise)[:54])
+    >>> print(memory_warning(noise)[:55])
     the adapter ignores its memory so far: in 3 evaluations
     """
     if not lines or "eval_loss_shuffled" not in lines[-1]:
@@ -35,7 +35,7 @@ def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
     if streak == PATIENCE:
         return (
             f"the adapter ignores its memory so far: in {PATIENCE} evaluations up to step {last['step']} the loss of "
-            f"held-out rows was the same with the memories of other rows ({losses}). See gate/ and memory_attention/ "
+            f"held-out rows was no higher with the memories of other rows ({losses}). See gate/ and memory_attention/ "
             "in the metrics; and whether the texts can be told from these memories at all, by a linear probe for "
             "instance"
         )

@@ -79,5 +79,27 @@ class TensorFile:
         self._checked.add(name)
         return tensor
 
+    def read_rows(self, name: str, start: int, end: int) -> Tensor:
+        """Some rows of a tensor, along its first dimension.
+
+        The first time the whole tensor is read, for its checksum; later these rows alone.
+
+        Args:
+            name: of the tensor.
+            start: the first row.
+            end: the first row after them.
+
+        Raises:
+            AdapterFileError: the values were changed after they were written, or the file is shorter or not there.
+            OSError: the file cannot be reached.
+            KeyError: there is no tensor of this name.
+        """
+        if name not in self._checked:
+            return self.read(name)[start:end].clone()
+        place = self._places[name]
+        width = (place.end - place.start) // max(1, place.shape[0])
+        values = self.folder.read(self.name, place.start + start * width, place.start + end * width)
+        return values.view(place.dtype).view(end - start, *place.shape[1:])
+
     def __contains__(self, name: Any) -> bool:
         return name in self._places

@@ -15,6 +15,9 @@ from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
 from mmattn.training.memory_collator import MemoryCollator
+from mmattn.training.memory_store.batches import StoreBatches
+from mmattn.training.memory_store.encoding import encode_rows
+from mmattn.training.memory_store.store import MemoryStore
 from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.packing import pack
@@ -38,6 +41,7 @@ __all__ = [
     "LengthGroupedSampler",
     "Loss",
     "MemoryCollator",
+    "MemoryStore",
     "Metrics",
     "PairSampler",
     "Row",
@@ -45,6 +49,7 @@ __all__ = [
     "RowCollator",
     "RowMemories",
     "RunFolder",
+    "StoreBatches",
     "StreamRows",
     "TextBatch",
     "TrainingConfig",
@@ -55,6 +60,7 @@ __all__ = [
     "check_prompt",
     "collate",
     "derive_seed",
+    "encode_rows",
     "encode_texts",
     "end_training",
     "gradient_checkpointing",

@@ -35,7 +35,7 @@ from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.prefetch import Prefetched
 from mmattn.training.processes import Processes
 from mmattn.training.rows import Row
-from mmattn.training.sampling import Batches, RowBatches, derive_seed
+from mmattn.training.sampling import Batches, derive_seed
 from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 
 # What of the result a checkpoint holds.
@@ -167,8 +167,7 @@ class _Run:
         self.clock = time.perf_counter(), 0.0
         self.data_state: Any = None  # of a StatefulDataLoader, after the last batch that was learned
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
-        order = batches.sampler if isinstance(batches, RowBatches) else None
-        lengths = None if order is None else str(derive_seed(*order.lengths))
+        lengths = getattr(batches, "fingerprint", None)
         self.identity = {**settings, "batch_size": self.batch_size, "lengths of the rows": lengths, **identity}
 
     # A step --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
@@ -34,6 +35,12 @@ class DatasetRows(Sequence[Row]):
     ) -> None:
         self.dataset, self.columns, self.host, self.template = dataset, dict(columns), host, template
         self._reader = _Reader(dataset, self.columns, host, template)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these rows from those of another dataset, or of other columns."""
+        about = (self.dataset._fingerprint, sorted(self.columns.items()), self.template)
+        return hashlib.sha256(repr(about).encode()).hexdigest()
 
     @property
     def found(self) -> str:
@@ -72,9 +79,11 @@ class StreamRows:
         skip: rows to leave out at the beginning.
         take: rows to read at most; None for all.
         template: the text of a row with a label, see `read_folder`.
-    """
+        skip_broken: leave out rows that cannot be used, and name them in `left_out`.
 
-    left_out: Sequence[str] = ()
+    Attributes:
+        left_out: rows that the last iteration left out, and why.
+    """
 
     def __init__(
         self,
@@ -84,9 +93,11 @@ class StreamRows:
         skip: int = 0,
         take: int | None = None,
         template: str | None = None,
+        skip_broken: bool = False,
     ) -> None:
         self.dataset, self.columns, self.host, self.skip, self.take = dataset, dict(columns), host, skip, take
-        self.template = template
+        self.template, self.skip_broken = template, skip_broken
+        self.left_out: list[str] = []
         self._reader = _Reader(dataset, self.columns, host, template)
 
     @property
@@ -97,8 +108,16 @@ class StreamRows:
 
     def __iter__(self) -> Iterator[Row]:
         end = None if self.take is None else self.skip + self.take
+        self.left_out = []
         for number, given in enumerate(itertools.islice(self.dataset, self.skip, end), start=self.skip):
-            yield self._reader.row(given, number)
+            try:
+                row = self._reader.row(given, number)
+            except ConfigError as error:
+                if not self.skip_broken:
+                    raise
+                self.left_out.append(str(error))
+                continue
+            yield row
 
 
 class _Reader:

@@ -22,10 +22,12 @@ from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.packing import pack
 from mmattn.training.processes import shard_host
-from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
+from mmattn.training.row_datasets import DatasetRows, StreamRows
 from mmattn.training.row_files import FileRows, read_lines
 from mmattn.training.row_folders import read_folder
 from mmattn.training.row_memories import RowMemories
+from mmattn.training.row_sources import read_rows
+from mmattn.training.row_splits import held_out_split, split_rows
 from mmattn.training.rows import Row, make_row
 from mmattn.training.run_folder import RunFolder, markdown_table
 from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from mmattn.errors import ConfigError, check_int
+from mmattn.training.memory_store.store import MemoryStore
 from mmattn.training.row_datasets import DatasetRows, Rows, StreamRows
 from mmattn.training.rows import Row
 
@@ -175,7 +176,7 @@ Batches: TypeAlias = EpochBatches | Iterable[Sequence[Any]]
 
 def text_lengths(rows: Sequence[Row]) -> list[int]:
     """Length of the texts of each row, in characters."""
-    return rows.text_lengths() if isinstance(rows, DatasetRows) else [row.text_length for row in rows]
+    return rows.text_lengths() if isinstance(rows, (DatasetRows, MemoryStore)) else [row.text_length for row in rows]
 
 
 def split_between_processes(

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmattn.errors import ConfigError, check_choice, check_int, import_extra
+from mmattn.errors import ConfigError, check_choice, check_int
 from mmattn.progress import counted
 from mmattn.retrieval.ray_workers import run_on_ray
 from mmattn.storage.atomic import lock_folder
 from mmattn.storage.file_folders import FileFolder
+from mmattn.training.accelerator import process_state
 from mmattn.training.memory_store.blocks import Part
 from mmattn.training.memory_store.encoding_job import EncodingJob
 from mmattn.training.memory_store.encoding_plan import begin, finish
@@ -106,7 +107,7 @@ def encode_rows(
     encoders = {kind: encoder for kind, encoder in given.items() if encoder is not None}
     folder = Path(out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    state = import_extra("accelerate", "train").PartialState()
+    state = process_state()
     with contextlib.ExitStack() as stack:
         if state.is_main_process:
             stack.enter_context(_held(folder))

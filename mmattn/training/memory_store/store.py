@@ -135,10 +135,6 @@ class MemoryStore(Sequence[StoredRow]):
         """`Row.text_length` of every row, for which no vectors are read."""
         return [row.text_length for row in self]
 
-    def contents(self) -> list[Any]:
-        """For each row the contents of its memory, equal in rows that are shown the same; no vectors are read."""
-        return [row.contents for row in self]
-
     # Blocks ---------------------------------------------------------------------------------------------------------
 
     def block_rows(self) -> list[Sequence[int]]:

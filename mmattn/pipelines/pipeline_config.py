@@ -62,10 +62,12 @@ class EncoderReference(_Strict):
         name: of images "torchvision:NAME[:WEIGHTS]", a folder of open_clip, "NAME:TAG" of open_clip, or the file of a
             `StyleEncoder`; of texts any encoder of Hugging Face, or the file of a `HybridEncoder`.
         pooling: of texts, as in `TextEncoder`.
+        pooled: of images, one slot for each.
     """
 
     name: str
     pooling: str | None = None
+    pooled: bool = False
 
     @classmethod
     def of(cls, name: str, **fields: Any) -> EncoderReference:

@@ -10,6 +10,7 @@ from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
+from mmattn.training.contents import memory_kinds
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
@@ -77,6 +78,7 @@ __all__ = [
     "mean_and_spread",
     "mean_loss",
     "mean_nats",
+    "memory_kinds",
     "pack",
     "parameter_groups",
     "perplexity",

@@ -22,6 +22,19 @@ def encoded_parts(row: Row) -> list[tuple[str, Any]]:
     return [("pictures", image) for image in row.images] + [("passages", text) for text in row.passages]
 
 
+def memory_kinds(rows: Any) -> set[str]:
+    """What the memories of rows are made of: "pictures", "passages", "memories" that they come with.
+
+    Args:
+        rows: what `read_rows` returned, or any sequence of rows; only the latter are gone through.
+    """
+    known: set[str] | None = getattr(rows, "memory_kinds", None)
+    if known is not None:
+        return known
+    found = {kind for row in rows for kind, _ in encoded_parts(row)}
+    return found | {"memories" for row in rows if row.memory is not None}
+
+
 def content_sha256(kind: str, part: Any) -> str:
     """The sha256 of the content of a part, equal for equal files, bytes, texts, arrays or memories.
 

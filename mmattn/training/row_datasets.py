@@ -32,6 +32,11 @@ class DatasetRows(Sequence[Row]):
         self._reader = _Reader(dataset, self.columns, host, template)
 
     @property
+    def memory_kinds(self) -> set[str]:
+        """What the memories of the rows are made of, as the columns say."""
+        return _memory_kinds(self.columns)
+
+    @property
     def fingerprint(self) -> str:
         """What tells these rows from those of another dataset, or of other columns."""
         own = self.dataset.fingerprint if isinstance(self.dataset, RowTable) else self.dataset._fingerprint
@@ -98,6 +103,11 @@ class StreamRows:
         self._reader = _Reader(dataset, self.columns, host, template)
 
     @property
+    def memory_kinds(self) -> set[str]:
+        """What the memories of the rows are made of, as the columns say."""
+        return _memory_kinds(self.columns)
+
+    @property
     def found(self) -> str:
         """What was found, in one line."""
         columns = ", ".join(f"{key}={name}" for key, name in self.columns.items())
@@ -115,6 +125,11 @@ class StreamRows:
                 self.left_out.append(str(error))
                 continue
             yield row
+
+
+def _memory_kinds(columns: Mapping[str, str]) -> set[str]:
+    keys = {"pictures": {"image", "images", "example"}, "passages": {"passage", "passages"}, "memories": {"memory"}}
+    return {kind for kind, named in keys.items() if named & set(columns)}
 
 
 class _Reader:

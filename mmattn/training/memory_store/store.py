@@ -83,6 +83,11 @@ class MemoryStore(Sequence[StoredRow]):
         return digest.hexdigest()
 
     @property
+    def memory_kinds(self) -> set[str]:
+        """What the memories were made of: "pictures", "passages", "memories" that rows came with."""
+        return {*self.encoders, *(["memories"] if self.manifest.given_memories else [])}
+
+    @property
     def row_bytes(self) -> float:
         """Bytes of a row on the disk, on average."""
         return sum(shard.size for shard in self.manifest.shards) / max(1, self._ends[-1] if self._ends else 0)

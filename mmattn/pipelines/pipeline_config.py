@@ -158,7 +158,10 @@ class PipelineConfig(_Strict):
                 f"{folder} has no adapter_config.json, so there is no adapter that this could describe: call "
                 "save_adapter first"
             )
-        write_json(folder / FILE, {"format": FORMAT, "format_version": FORMAT_VERSION, **self.model_dump(mode="json")})
+        content = self.model_dump(mode="json")
+        if not self.encoder.pooled:  # so that what knows no such field reads all others
+            del content["encoder"]["pooled"]
+        write_json(folder / FILE, {"format": FORMAT, "format_version": FORMAT_VERSION, **content})
         replace_card(folder, self.card)
 
     @classmethod

@@ -18,6 +18,7 @@ from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, t
 from mmattn.training.memory_collator import MemoryCollator
 from mmattn.training.memory_store.batches import StoreBatches
 from mmattn.training.memory_store.encoding import encode_rows
+from mmattn.training.memory_store.memories import StoreMemories
 from mmattn.training.memory_store.store import MemoryStore
 from mmattn.training.metrics import Metrics
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
@@ -53,6 +54,7 @@ __all__ = [
     "RowMemories",
     "RunFolder",
     "StoreBatches",
+    "StoreMemories",
     "StreamRows",
     "TextBatch",
     "TrainingConfig",

@@ -184,9 +184,23 @@ class TestDamage:
             training.MemoryStore(tmp_path / "file")
 
 
-def test_memories_of_rows_with_nothing_else_need_no_encoder(made: Path, truth: torch.Tensor, tmp_path: Path) -> None:
-    store = training.MemoryStore(made / "store")
-    memories = training.RowMemories(tmp_path, dim=store.dim)
-    batch = memories.of([store[2], store[11]])
-    assert batch is not None and torch.equal(batch.tokens, truth[[2, 11]].float())
-    assert isinstance(batch, mmattn.Memory) and not list(tmp_path.iterdir())
+class TestMemories:
+    def test_as_a_collator_asks_for_them(self, made: Path, truth: torch.Tensor) -> None:
+        store = training.MemoryStore(made / "store")
+        memories = training.StoreMemories(store)
+        batch = memories.of([store[2], store[11]])
+        assert batch is not None and torch.equal(batch.tokens, truth[[2, 11]].float())
+        assert memories.fingerprint == Eye().fingerprint == store.fingerprint and memories.dim == 5
+        assert memories.of([Row("no memory")]) is None
+        mixed = memories.of([store[1], Row("no memory"), Row("own", memory=mmattn.Memory(torch.ones(1, 2, 5)))])
+        assert mixed is not None and mixed.lengths == [6, 0, 2] and not mixed.tokens[1].any()
+
+    def test_what_is_not_encoded_is_refused(self, made: Path) -> None:
+        memories = training.StoreMemories(training.MemoryStore(made / "store"))
+        with pytest.raises(ConfigError, match="a row has pictures, and there is no encoder for them"):
+            memories.of([Row("a picture", images=(str(made / "data" / "0.png"),))])
+
+    def test_a_row_by_number_keeps_no_vectors(self, made: Path) -> None:
+        """An evaluation goes through rows whose memories never stand whole."""
+        row = training.MemoryStore(made / "store")[3]
+        assert row.memory is not row.memory and torch.equal(row.memory.tokens, row.memory.tokens)

@@ -161,7 +161,7 @@ class Block:
         Args:
             numbers: of the rows in the block.
         """
-        return [StoredRow.of(self.columns, number, self._memory) for number in numbers]
+        return [StoredRow.of(self.columns, number, self._memory, once=True) for number in numbers]
 
     def entry(self, number: int) -> Entry:
         """An entry of this block, which shares its vectors.
@@ -190,6 +190,25 @@ def joined(entries: Sequence[Entry], copy: bool = False) -> Memory:
     return Memory.cat([entry.memory() for entry in entries])
 
 
+class _MadeMemory:
+    """The memory of a stored row, made when it is asked for."""
+
+    def __get__(self, row: Any, owner: type) -> Any:
+        if row is None:
+            return None  # what the field of `Row` has where nothing is given
+        values = vars(row)
+        if "memory" in values:
+            return values["memory"]
+        make = values["_make"]
+        if make is None:  # another thread was first
+            return values["memory"]
+        made = make(row.contents)
+        if values["_once"]:
+            values["memory"] = made
+            values["_make"] = None
+        return made
+
+
 class StoredRow(Row):
     """A row of a store, whose memory is made when it is asked for.
 
@@ -198,17 +217,21 @@ class StoredRow(Row):
         contents: the entries of its memory, equal in rows that are shown the same.
     """
 
+    memory: Any = _MadeMemory()
     sources: tuple[str, ...] = ()
     contents: tuple[Part, ...] = ()
 
     @classmethod
-    def of(cls, columns: Columns, number: int, memory: Callable[[Sequence[Part]], Memory]) -> StoredRow:
+    def of(
+        cls, columns: Columns, number: int, make: Callable[[Sequence[Part]], Memory], once: bool = False
+    ) -> StoredRow:
         """A row of a block.
 
         Args:
             columns: of the block.
             number: of the row in it.
-            memory: makes a memory of entries.
+            make: makes a memory of entries.
+            once: keep the memory that was made, and let go of what makes it; otherwise it is made each time.
         """
         row = cls.__new__(cls)
         values = vars(row)
@@ -218,26 +241,15 @@ class StoredRow(Row):
             values["sources"] = tuple(columns.sources[number])
         values["contents"] = parts = columns.parts[number]
         if parts:
-            values["_stored"] = memory
+            values["_make"], values["_once"] = make, once
         else:
             values["memory"] = None
         return row
 
-    @cached_property
-    def memory(self) -> Any:
-        values = vars(self)
-        make = values.get("_stored")
-        if make is None:  # another thread was first
-            return values["memory"]
-        made = values["memory"] = make(self.contents)
-        # It may hold the vectors of many rows.
-        values.pop("_stored", None)
-        return made
-
     @property
     def has_memory(self) -> bool:
         """Whether the row has a memory."""
-        return "_stored" in vars(self) or self.memory is not None
+        return "_make" in vars(self) or self.memory is not None
 
     def __reduce__(self) -> Any:
         known = {name: getattr(self, name) for name in ("text", "prompt", "memory", "sources", "contents")}

@@ -106,6 +106,14 @@ def test_kills_during_saves() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+def test_kills_in_encoding() -> None:
+    """In a process of its own, which starts others by fork."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.stress.kills_in_encoding", "9"]
+    found = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
 def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:
     """Invariant 92."""
     assert kills_in_stores.main(kills_in_stores.STORES, 1, 40) == 0, capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mmattn import training
 from mmattn.encoders import TextEncoder
 from mmattn.errors import ConditionError, ConfigError, ImageError
 from mmattn.storage.atomic import lock_folder
+from mmattn.training.memory_store import encoding_plan
 from mmattn.training.memory_store.manifest import Manifest
 from mmattn.training.rows import Row
 from tests.tiny_texts import WIDTH, save_encoder
@@ -311,6 +313,25 @@ class TestMoreRows:
             encode_captions(tmp_path / "three", tmp_path / "store", Eye(), source="three", append=True)
         store = encode_captions(tmp_path / "two", tmp_path / "store", Eye(), source="two", append=True)
         assert len(store) == 9
+
+    def test_killed_when_all_was_done(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is left of the plan goes with the next call, for the same rows or for others."""
+        captions(tmp_path / "one", [1, 2, 3])
+        captions(tmp_path / "two", [4, 5])
+        for name, options in (("one", {}), ("two", {"append": True})):
+
+            def killed(folder: Path) -> None:
+                raise RuntimeError("killed")
+
+            monkeypatch.setattr(encoding_plan, "_remove_plan", killed)
+            with pytest.raises(RuntimeError, match="killed"):
+                encode_captions(tmp_path / "one", tmp_path / "store", Eye(), source="one")
+            monkeypatch.undo()
+            assert (tmp_path / "store" / "plan.json").exists() and len(training.MemoryStore(tmp_path / "store")) == 3
+            encode_captions(tmp_path / name, tmp_path / "store", Eye(), source=name, **options)
+            assert sorted(contents(tmp_path / "store"))[-1] == "store.json"
+            assert [one.name for one in training.MemoryStore(tmp_path / "store").manifest.sources][-1] == name
+            shutil.rmtree(tmp_path / "store")
 
     def test_errors_add_up(self, tmp_path: Path) -> None:
         rows = [Row(f"row {n}", memory=mmattn.Memory(torch.randn(1, 3, 11))) for n in range(4)]

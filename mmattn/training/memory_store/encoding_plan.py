@@ -75,12 +75,12 @@ def begin(
     for begun in (manifest, plan):
         if begun is not None:
             _check_same(folder, begun, described, dim, dtype)
-    if manifest is not None and any(one.fingerprint == fingerprint for one in manifest.sources):
-        if plan is not None and plan.fingerprint == fingerprint:  # killed when all was done
-            _remove_plan(folder)
-            return
-        if plan is None:
-            return
+    there = set() if manifest is None else {one.fingerprint for one in manifest.sources}
+    if plan is not None and plan.fingerprint in there:  # killed when all was done
+        _remove_plan(folder)
+        plan = None
+    if plan is None and fingerprint in there:
+        return
     if plan is not None:
         if plan.fingerprint != fingerprint or rows_per_shard not in (None, plan.rows_per_shard):
             raise ConfigError(

@@ -107,7 +107,7 @@ def test_kills_during_saves() -> None:
 
 
 def test_kills_in_encoding() -> None:
-    """In a process of its own, which starts others by fork."""
+    """Invariant 109, in a process of its own, which starts others by fork."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.stress.kills_in_encoding", "9"]
     found = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)

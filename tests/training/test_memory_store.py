@@ -116,6 +116,7 @@ class TestAddresses:
             assert torch.equal(row.memory.tokens[0], truth[int(row.text.split()[1])])
 
     def test_a_damaged_one(self, copied: Path) -> None:
+        """Invariant 111."""
         system = fsspec.filesystem("memory")
         flip(copied, 1, "0000.tokens")
         for path in copied.iterdir():
@@ -136,7 +137,7 @@ class TestAddresses:
 class TestDamage:
     @pytest.mark.parametrize("kind", ["tokens", "rows"])
     def test_a_flipped_bit_is_found(self, kind: str, copied: Path) -> None:
-        """In vectors or texts, by whoever reads them first; the others are as they were."""
+        """Invariant 111: in vectors or texts, by whoever reads them first; the others are as they were."""
         flip(copied, 1, f"0001.{kind}")
         store = training.MemoryStore(copied)
         first, second = (sum(block[0] for block in store.manifest.shards[0].blocks) + n for n in (0, 2))
@@ -148,6 +149,7 @@ class TestDamage:
                 assert batch
 
     def test_a_missing_shard_is_named(self, copied: Path) -> None:
+        """Invariant 111."""
         (copied / shard_name(2)).unlink()
         with pytest.raises(
             AdapterFileError, match=r"shard-000002.safetensors' is missing, and store.json says [\d,]+ by"
@@ -167,7 +169,7 @@ class TestDamage:
             training.MemoryStore(copied)
 
     def test_a_shard_of_another_store(self, copied: Path, made: Path, tmp_path: Path) -> None:
-        """Of the same size, whole, and yet not the one that was written."""
+        """Invariant 111: of the same size, whole, and yet not the one that was written."""
         encode_captions(made / "data", tmp_path / "other", Eye(seed=1))
         shutil.copy(tmp_path / "other" / shard_name(0), copied / shard_name(0))
         store = training.MemoryStore(copied)

@@ -74,6 +74,7 @@ class TestOrder:
             assert [len(batch) for batch in found[:-1]] == [batch_size] * (len(found) - 1)
 
     def test_a_function_of_seed_and_epoch(self, store: training.MemoryStore, folder: Path) -> None:
+        """Invariant 112."""
         first = numbers(mixing(store).epoch(0))
         assert numbers(mixing(training.MemoryStore(folder), threads=1).epoch(0)) == first
         assert numbers(mixing(store).epoch(1)) != first and numbers(mixing(store, seed=4).epoch(0)) != first
@@ -84,6 +85,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("shuffle", [True, False])
     def test_it_may_begin_at_any_batch(self, store: training.MemoryStore, shuffle: bool) -> None:
+        """Invariant 112."""
         batches = mixing(store, shuffle=shuffle)
         whole = numbers(batches.epoch(2))
         for start in (0, 1, 9, 10, 11, 23, len(whole) - 1, len(whole), len(whole) + 5):
@@ -92,6 +94,7 @@ class TestOrder:
     def test_nothing_before_its_window_is_read(
         self, store: training.MemoryStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Invariant 112."""
         read: list[int] = []
         plain = training.MemoryStore.read_block
 
@@ -150,7 +153,7 @@ class TestOrder:
 
 class TestMemory:
     def test_it_stays_within_its_buffer(self, store: training.MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        """At most the blocks of two windows, and four, are alive at any time; rows that are kept keep none."""
+        """Invariant 112: at most the blocks of two windows, and four, at any time; rows that are kept keep none."""
         alive: weakref.WeakSet[Block] = weakref.WeakSet()
         plain = training.MemoryStore.read_block
         most = 0
@@ -249,7 +252,7 @@ class TestTraining:
         return done, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def test_it_goes_on_where_it_was(self, data: Path, tmp_path: Path) -> None:
-        """Interrupted in the middle of an epoch, it learns the same batches after that, bit for bit."""
+        """Invariant 112: interrupted in the middle of an epoch, it learns the same batches after that, bit for bit."""
         whole, weights = self.train(data, tmp_path / "whole", 11)
         half, _ = self.train(data, tmp_path / "half", 7)
         assert half.interrupted and half.global_step < 11 and whole.global_step == 11

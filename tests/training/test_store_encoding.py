@@ -66,7 +66,7 @@ def of_everything(folder: Path) -> list[Row]:
 class TestWhatComesBack:
     @pytest.mark.parametrize("rows_per_shard", [1, 2, 50])
     def test_rows_and_memories(self, rows_per_shard: int, reader: TextEncoder, tmp_path: Path) -> None:
-        """A row of a store has the memory that the row itself has, in half precision."""
+        """Invariant 110, in half precision."""
         rows, eye = of_everything(tmp_path), Eye()
         store = training.encode_rows(
             rows, tmp_path / "store", pictures=eye, passages=reader, rows_per_shard=rows_per_shard, block_bytes=100
@@ -124,7 +124,7 @@ class TestWhatComesBack:
 class TestDtypes:
     @pytest.mark.parametrize(("dtype", "bound"), [("float16", 4e-4), ("bfloat16", 3e-3), ("int8", 1e-2)])
     def test_the_error_is_what_was_lost(self, dtype: str, bound: float, tmp_path: Path) -> None:
-        """The manifest has the norm of what was lost for each unit of the norm of the vectors."""
+        """Invariant 110: the norm of what was lost for each unit of the norm of the vectors."""
         rows = [Row(f"row {n}", memory=mmattn.Memory(torch.randn(1, 3 + n % 5, 11) * 10**n)) for n in range(5)]
         store = training.encode_rows(rows, tmp_path / "store", dtype=dtype, rows_per_shard=2)
         lost = whole = 0.0
@@ -225,7 +225,7 @@ class TestGoingOn:
     @pytest.mark.slow
     @pytest.mark.parametrize("kill", [2, 3, 4])
     def test_killed_it_goes_on_to_the_same_bytes(self, kill: int, tmp_path: Path) -> None:
-        """No entry twice, and none encoded again but those of the shard in work."""
+        """Invariant 109: no entry twice, and none encoded again but those of the shard in work."""
         captions(tmp_path / "data", [1, 2, 1, 3, 4, 5, 6, 4, 7, 8, 1, 9, 10])
         whole = encode_captions(tmp_path / "data", tmp_path / "whole", Eye())
         done = start(tmp_path / "data", tmp_path / "store", tmp_path / "log", kill)
@@ -302,6 +302,7 @@ class TestMoreRows:
         assert len(again) == 11
 
     def test_until_it_is_whole_the_store_is_what_it_was(self, tmp_path: Path) -> None:
+        """Invariant 109."""
         captions(tmp_path / "one", [1, 2, 3])
         captions(tmp_path / "two", [4, 5, 6, 7, 8, 9])
         encode_captions(tmp_path / "one", tmp_path / "store", Eye(), source="one")

@@ -31,7 +31,7 @@ def test_two_processes_make_the_same_store(data: Path) -> None:
 
 
 def test_other_numbers_of_processes_go_on(data: Path) -> None:
-    """One that was killed at its second batch, then two, of which each is killed at its second, then one."""
+    """Invariant 109: one that is killed at its second batch, then two, each killed at its second, then one."""
     done = start(data / "data", data / "store", data / "log", kill=2)
     assert done.returncode == -signal.SIGKILL, done.stderr
     done = start(data / "data", data / "store", data / "log", kill=2, processes=2)

@@ -100,11 +100,11 @@ def sources_of(out: Path) -> int:
     return sources
 
 
-def killed_encodings(place: Path, kills: int, seed: int) -> tuple[int, int, int]:
-    """Kill processes that encode, until each store is made all the same.
+def killed_encodings(place: Path, kills: int, seed: int) -> tuple[int, int, int, int]:
+    """Kill processes that encode, at least so many, until each store is made all the same.
 
     Returns:
-        Stores that were made, kills after which some shards were there, and pictures that were encoded again.
+        Kills, those after which some shards were there, stores that were made, and pictures that were encoded again.
 
     Raises:
         ValueError: a store that is torn, or another than one made at once.
@@ -137,21 +137,21 @@ def killed_encodings(place: Path, kills: int, seed: int) -> tuple[int, int, int]
             made, again = made + 1, again + repeated
             shutil.rmtree(out)
             log.unlink()
-    return made, between, again
+    return used, between, made, again
 
 
 def main(kills: int = 200) -> int:
     with tempfile.TemporaryDirectory() as place:
         try:
-            made, between, again = killed_encodings(Path(place), kills, seed=0)
+            used, between, made, again = killed_encodings(Path(place), kills, seed=0)
         except (MmattnError, ValueError, RuntimeError) as error:
             print(f"torn: {error}")
             return 1
     print(
-        f"{kills} kills, {between} of them between shards: {made} stores of two sources, 0 torn, each as one made at "
+        f"{used} kills, {between} of them between shards: {made} stores of two sources, 0 torn, each as one made at "
         f"once; {again} pictures were encoded again"
     )
-    return int(between * 5 < kills)
+    return int(between * 5 < used)
 
 
 if __name__ == "__main__":

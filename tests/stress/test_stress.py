@@ -22,6 +22,7 @@ from tests.stress import (
     soak,
     store_processes,
     threads,
+    throttled_reading,
 )
 
 pytestmark = pytest.mark.slow
@@ -112,6 +113,11 @@ def test_kills_in_encoding() -> None:
     command = [sys.executable, "-m", "tests.stress.kills_in_encoding", "9"]
     found = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_a_throttled_reader(capsys: pytest.CaptureFixture[str]) -> None:
+    """So few steps, beside other tests, may wait a little longer; those that read nothing ahead wait much longer."""
+    assert throttled_reading.main(30, 0.1) == 0, capsys.readouterr().out
 
 
 def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:

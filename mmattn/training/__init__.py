@@ -11,6 +11,7 @@ from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
 from mmattn.training.contents import memory_kinds
+from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
@@ -41,6 +42,8 @@ __all__ = [
     "AdapterTrainer",
     "Collate",
     "DatasetRows",
+    "DryRun",
+    "DryRunEnded",
     "FileRows",
     "LengthGroupedSampler",
     "Loss",
@@ -65,6 +68,7 @@ __all__ = [
     "check_prompt",
     "collate",
     "derive_seed",
+    "dry_run",
     "encode_rows",
     "encode_texts",
     "end_training",

@@ -38,7 +38,7 @@ def encode(
     split: Annotated[str | None, typer.Option(help="Of a dataset, or of folders train, val, test.")] = None,
     streaming: Annotated[bool, typer.Option("--streaming", help="Read a dataset on the hub as it arrives.")] = False,
     columns: Annotated[
-        list[str] | None, typer.Option("--column", metavar="KEY=NAME", help="Which column of a dataset is which.")
+        list[str] | None, typer.Option("--columns", metavar="KEY=NAME", help="Which column of a dataset is which.")
     ] = None,
     template: Annotated[str | None, typer.Option(help='Of class folders, such as "A photo of a {label}."')] = None,
     batch_size: Annotated[int, typer.Option(help="Pictures or passages encoded at once.")] = 32,
@@ -99,7 +99,7 @@ def _pair(text: str) -> tuple[str, str]:
 
     key, sign, name = text.partition("=")
     if not (key and sign and name):
-        raise ConfigError(f"--column takes KEY=NAME, such as text=caption; got {text!r}")
+        raise ConfigError(f"--columns takes KEY=NAME, such as text=caption; got {text!r}")
     return key, name
 
 

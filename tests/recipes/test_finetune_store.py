@@ -196,8 +196,8 @@ class TestTheCommand:
         ("words", "said"),
         [
             (["gone"], "there is no file or folder 'gone'"),
-            ([FLORA, "--column", "text"], "--column takes KEY=NAME, such as text=caption; got 'text'"),
-            ([FLORA, "--column", "text=caption"], "columns is for a dataset of Hugging Face"),
+            ([FLORA, "--columns", "text"], "--columns takes KEY=NAME, such as text=caption; got 'text'"),
+            ([FLORA, "--columns", "text=caption"], "columns is for a dataset of Hugging Face"),
             ([FLORA, "--dtype", "float64"], "--dtype must be one of"),
             ([FLORA, "--encoder", "nosuch"], "nosuch"),
         ],

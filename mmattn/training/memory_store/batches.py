@@ -6,10 +6,11 @@ import bisect
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from mmattn.errors import ConfigError, check_int
-from mmattn.training.memory_store.blocks import StoredRow
+from mmattn.training.memory_store.blocks import Block
 from mmattn.training.memory_store.read_ahead import ReadAhead
 from mmattn.training.memory_store.store import MemoryStore
 from mmattn.training.rows import Row
@@ -90,35 +91,75 @@ class StoreBatches:
         size = self._window * self.batch_size
         first = bisect.bisect_right(ends, window * size)
         position = ends[first - 1] if first else 0  # of the first row of the next block, in the epoch
-        held: deque[tuple[int, list[StoredRow]]] = deque()
+        held: deque[tuple[int, _Rows]] = deque()
         with ReadAhead(self._read, order[first:], self._ahead, self.threads) as blocks:
             for begin in range(window * size, len(self.store), size):
                 end = min(begin + size, len(self.store))
                 while position < end:
                     held.append((position, next(blocks)))
                     position += len(held[-1][1])
-                rows = [row for place, some in held for row in some[max(0, begin - place) : max(0, end - place)]]
+                rows = _Rows.of(some.cut(max(0, begin - place), max(0, end - place)) for place, some in held)
                 while held and held[0][0] + len(held[0][1]) <= end:
                     held.popleft()
                 batches = deque(self._batches(rows, number, begin // size)[skipped:])
                 skipped = 0
-                del rows  # what was used is to be freed while the next window is read
                 while batches:
-                    yield batches.popleft()
+                    batch = [rows[i] for i in batches.popleft()]
+                    if not batches:
+                        del rows  # what was used is to be freed while the next window is read
+                    yield batch
 
-    def _read(self, block: int) -> list[StoredRow]:
-        return self.store.read_block(block).rows(self._rows[block])
+    def _read(self, number: int) -> _Rows:
+        block, numbers = self.store.read_block(number), self._rows[number]
+        lengths = block.columns.text_lengths
+        return _Rows([block] * len(numbers), list(numbers), [lengths[i] for i in numbers])
 
-    def _batches(self, rows: list[StoredRow], epoch: int, window: int) -> list[list[Row]]:
+    def _batches(self, rows: _Rows, epoch: int, window: int) -> list[list[int]]:
         """The rows of a window, mixed, as batches of like length."""
+        order = list(range(len(rows)))
         if not self.shuffle:
-            return [list(rows)]
+            return [order]
         rng = random.Random(f"order/{self.seed}/{epoch}/{window}")
-        rng.shuffle(rows)
+        rng.shuffle(order)
         size = BUCKET * self.batch_size
-        groups = (rows[start : start + size] for start in range(0, len(rows), size))
+        groups = (order[start : start + size] for start in range(0, len(order), size))
         return [
-            list(batch)
+            batch
             for group in groups
-            for batch in batches_by_length(group, [row.text_length for row in group], self.batch_size, rng)
+            for batch in batches_by_length(group, [rows.lengths[i] for i in group], self.batch_size, rng)
         ]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of some blocks, each made when it is asked for: a million of them at once would keep Python busy.
+
+    Args:
+        blocks: of each row.
+        numbers: of each row in its block.
+        lengths: `Row.text_length` of each row.
+    """
+
+    blocks: list[Block]
+    numbers: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, parts: Iterable[_Rows]) -> _Rows:
+        """The rows of all parts."""
+        found = cls([], [], [])
+        for part in parts:
+            found.blocks.extend(part.blocks)
+            found.numbers.extend(part.numbers)
+            found.lengths.extend(part.lengths)
+        return found
+
+    def cut(self, start: int, end: int) -> _Rows:
+        """Some of the rows."""
+        return _Rows(self.blocks[start:end], self.numbers[start:end], self.lengths[start:end])
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, number: int) -> Row:
+        return self.blocks[number].row(self.numbers[number])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,12 @@ class Columns:
     scored: Sequence[int] | None = None
 
     @cached_property
+    def text_lengths(self) -> list[int]:
+        """`Row.text_length` of each row."""
+        lengths = map(len, self.texts)
+        return list(lengths if self.prompts is None else map(operator.add, lengths, map(len, self.prompts)))
+
+    @cached_property
     def starts(self) -> list[int]:
         """The first slot of each entry in the block, and at the end the number of slots."""
         return [0, *itertools.accumulate(self.lengths)]
@@ -155,13 +162,13 @@ class Block:
     tensors: Mapping[str, Tensor]
     elsewhere: Mapping[Part, Entry]
 
-    def rows(self, numbers: Sequence[int]) -> list[StoredRow]:
-        """Some of its rows, each of which keeps the block in memory until its own memory is made.
+    def row(self, number: int) -> StoredRow:
+        """One of its rows, which keeps the block in memory until its own memory is made.
 
         Args:
-            numbers: of the rows in the block.
+            number: of the row in the block.
         """
-        return [StoredRow.of(self.columns, number, self._memory, once=True) for number in numbers]
+        return StoredRow.of(self.columns, number, self._memory, once=True)
 
     def entry(self, number: int) -> Entry:
         """An entry of this block, which shares its vectors.

@@ -197,6 +197,25 @@ class TestMemories:
         mixed = memories.of([store[1], Row("no memory"), Row("own", memory=mmattn.Memory(torch.ones(1, 2, 5)))])
         assert mixed is not None and mixed.lengths == [6, 0, 2] and not mixed.tokens[1].any()
 
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+    def test_a_batch_is_the_memories_of_its_rows(self, dtype: str, tmp_path: Path) -> None:
+        """Rows of one entry are stacked at once, and any others one by one: with the same result."""
+        random_ = torch.Generator().manual_seed(3)
+        given = [mmattn.Memory(torch.randn(1, 3, 7, generator=random_)) for _ in range(4)]
+        given += [mmattn.Memory(torch.randn(1, 5, 7, generator=random_))]
+        given += [mmattn.Memory(torch.randn(1, 3, 7, generator=random_), segments=torch.tensor([[0, 1, 1]]))]
+        given += [mmattn.Memory(torch.randn(1, 3, 7, generator=random_), scores=torch.rand(1, 3, generator=random_))]
+        rows = [Row("a", memory=memory) for memory in given]
+        store = training.encode_rows(rows, tmp_path, dtype=dtype, block_bytes=50)
+        memories = training.StoreMemories(store)
+        for numbers in ([1], [0, 3, 2], [0, 4], [1, 5], [6, 2], [4], [5, 6]):
+            batch = memories.of([store[number] for number in numbers])
+            whole = mmattn.Memory.stack([store[number].memory for number in numbers]).to(torch.float32)
+            assert batch is not None and batch.lengths == [given[number].length for number in numbers]
+            for name in ("tokens", "mask", "segments", "scores"):
+                one, other = getattr(batch, name), getattr(whole, name)
+                assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
+
     def test_what_is_not_encoded_is_refused(self, made: Path) -> None:
         memories = training.StoreMemories(training.MemoryStore(made / "store"))
         with pytest.raises(ConfigError, match="a row has pictures, and there is no encoder for them"):

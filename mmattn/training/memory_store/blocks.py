@@ -168,7 +168,7 @@ class Block:
         Args:
             number: of the row in the block.
         """
-        return StoredRow.of(self.columns, number, self._memory, once=True)
+        return StoredRow.of(self.columns, number, self._entries, once=True)
 
     def entry(self, number: int) -> Entry:
         """An entry of this block, which shares its vectors.
@@ -180,9 +180,8 @@ class Block:
         start, end = columns.span(number)
         return Entry(**{name: x[start:end] for name, x in self.tensors.items() if not columns.lacks(name, number)})
 
-    def _memory(self, parts: Sequence[Part]) -> Memory:
-        # One row that is kept must not keep a block.
-        return joined([self.elsewhere.get(part) or self.entry(part[1]) for part in parts], copy=True)
+    def _entries(self, parts: Sequence[Part]) -> list[Entry]:
+        return [self.elsewhere.get(part) or self.entry(part[1]) for part in parts]
 
 
 def joined(entries: Sequence[Entry], copy: bool = False) -> Memory:
@@ -197,6 +196,21 @@ def joined(entries: Sequence[Entry], copy: bool = False) -> Memory:
     return Memory.cat([entry.memory() for entry in entries])
 
 
+def stacked(entries: Sequence[Entry]) -> Memory | None:
+    """The memory (b, m, e) of b entries, in float32; None if they differ in length, or have segments or scores.
+
+    Args:
+        entries: of one dtype, at least one.
+    """
+    lengths = {len(entry.tokens) for entry in entries}
+    if len(lengths) > 1 or any(entry.segments is not None or entry.scores is not None for entry in entries):
+        return None
+    tokens = torch.stack([entry.tokens for entry in entries]).float()
+    scales = [entry.scales for entry in entries if entry.scales is not None]
+    tokens = tokens * torch.stack(scales) if scales else tokens
+    return Memory(tokens, None, torch.zeros(tokens.shape[:2], dtype=torch.long), check_finite=False)
+
+
 class _MadeMemory:
     """The memory of a stored row, made when it is asked for."""
 
@@ -209,7 +223,8 @@ class _MadeMemory:
         make = values["_make"]
         if make is None:  # another thread was first
             return values["memory"]
-        made = make(row.contents)
+        # One row that is kept must not keep a block.
+        made = joined(make(row.contents), copy=values["_once"])
         if values["_once"]:
             values["memory"] = made
             values["_make"] = None
@@ -230,15 +245,15 @@ class StoredRow(Row):
 
     @classmethod
     def of(
-        cls, columns: Columns, number: int, make: Callable[[Sequence[Part]], Memory], once: bool = False
+        cls, columns: Columns, number: int, make: Callable[[Sequence[Part]], list[Entry]], once: bool = False
     ) -> StoredRow:
         """A row of a block.
 
         Args:
             columns: of the block.
             number: of the row in it.
-            make: makes a memory of entries.
-            once: keep the memory that was made, and let go of what makes it; otherwise it is made each time.
+            make: gives the vectors of entries.
+            once: keep the memory that was made of them, and let go of what gives them; otherwise it is made each time.
         """
         row = cls.__new__(cls)
         values = vars(row)
@@ -252,6 +267,11 @@ class StoredRow(Row):
         else:
             values["memory"] = None
         return row
+
+    def entries(self) -> list[Entry] | None:
+        """The vectors of its contents; None where it has none, or where its memory was made and is kept."""
+        make = vars(self).get("_make")
+        return None if make is None else make(self.contents)
 
     @property
     def has_memory(self) -> bool:

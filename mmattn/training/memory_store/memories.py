@@ -8,6 +8,7 @@ import torch
 
 from mmattn.memory import Memory
 from mmattn.training.contents import given_memory
+from mmattn.training.memory_store.blocks import StoredRow, joined, stacked
 from mmattn.training.memory_store.store import MemoryStore
 from mmattn.training.row_memories import RowMemories
 from mmattn.training.rows import Row
@@ -41,7 +42,12 @@ class StoreMemories(RowMemories):
         """The memory (b, m, e) of b rows in float32, empty in a row without one; None if no row has any."""
         if any(row.images or row.passages for row in rows):
             return super().of(rows)  # which says that there is no encoder for them
-        memories = [row.memory for row in rows]
+        entries = [row.entries() if isinstance(row, StoredRow) else None for row in rows]
+        single = [one[0] for one in entries if one is not None and len(one) == 1]
+        alike = stacked(single) if 0 < len(single) == len(rows) else None
+        if alike is not None:
+            return alike
+        memories = [row.memory if one is None else joined(one) for row, one in zip(rows, entries, strict=True)]
         if all(memory is None for memory in memories):
             return None
         blank = Memory(torch.zeros(1, 0, self.dim), segments=torch.zeros(1, 0, dtype=torch.long))

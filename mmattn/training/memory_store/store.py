@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConditionError
-from mmattn.memory import Memory
 from mmattn.storage.file_folders import FileFolder, is_address
 from mmattn.storage.open_tensors import TensorFile
-from mmattn.training.memory_store.blocks import Block, Columns, Entry, Part, StoredRow, joined
+from mmattn.training.memory_store.blocks import Block, Columns, Entry, Part, StoredRow
 from mmattn.training.memory_store.manifest import MANIFEST, PLAN, Manifest, StoredEncoder, read_description
 from mmattn.training.memory_store.shards import open_shard, read_columns, read_entry, read_vectors, shard_name
 
@@ -118,7 +117,7 @@ class MemoryStore(Sequence[StoredRow]):
         number = number if self._numbers is None else int(self._numbers[number])
         block = bisect.bisect_right(self._ends, number)
         columns = self._columns(block)
-        return StoredRow.of(columns, number - self._ends[block] + len(columns.texts), self._memory)
+        return StoredRow.of(columns, number - self._ends[block] + len(columns.texts), self._entries)
 
     def __iter__(self) -> Iterator[StoredRow]:
         return (self[number] for number in range(len(self)))
@@ -180,8 +179,8 @@ class MemoryStore(Sequence[StoredRow]):
         columns = self._columns(self._first_block[shard] + place)
         return read_entry(self._file(shard), place, columns, number)
 
-    def _memory(self, parts: Sequence[Part]) -> Memory:
-        return joined([self._entry(part) for part in parts])
+    def _entries(self, parts: Sequence[Part]) -> list[Entry]:
+        return [self._entry(part) for part in parts]
 
     def _open_shard(self, shard: int) -> TensorFile:
         file = open_shard(self.folder, shard)

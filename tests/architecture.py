@@ -54,6 +54,8 @@ HOMES = {
     "qdrant_edge": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
+    "lance": ("training.row_lance",),
+    "fsspec": ("storage.file_folders",),
     "pyarrow": ("retrieval",),
     "ray": ("retrieval",),
     "sentence_transformers": ("encoders.multi_vector",),

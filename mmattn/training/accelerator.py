@@ -62,15 +62,21 @@ def make_accelerator(
         raise ConfigError(
             f"mixed_precision={mixed_precision} does not exist on {made.device.type}: use bf16 there, or no"
         )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != made.num_processes:
-        raise ConfigError(
-            f"{launched} processes were launched and this one knows of {made.num_processes}: each would train alone. "
-            "Launch with torchrun --nproc-per-node N -m mmattn train CONFIG"
-        )
+    _check_launched(made, "train CONFIG")
     if trackers:
         start_trackers(made, folder, settings, resumed_step)
     return made
+
+
+def process_state() -> Any:
+    """The `accelerate.PartialState` of this process: which of how many it is, and how it waits for the others.
+
+    Raises:
+        ConfigError: several processes that would not know of each other.
+    """
+    state = import_extra("accelerate", "train").PartialState(cpu=not torch.accelerator.is_available())
+    _check_launched(state, "encode SOURCE -o STORE")
+    return state
 
 
 def end_training(accelerator: Any) -> None:
@@ -79,6 +85,15 @@ def end_training(accelerator: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     accelerator.end_training()
+
+
+def _check_launched(state: Any, command: str) -> None:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != state.num_processes:
+        raise ConfigError(
+            f"{launched} processes were launched and this one knows of {state.num_processes}: each would work alone. "
+            f"Launch with torchrun --nproc-per-node N -m mmattn {command}"
+        )
 
 
 def _forget_last(accelerate: Any) -> None:

@@ -37,7 +37,7 @@ from mmattn.training.prefetch import Prefetched
 from mmattn.training.processes import Processes
 from mmattn.training.rows import Row
 from mmattn.training.run_state import RunState
-from mmattn.training.sampling import Batches, RowBatches, derive_seed
+from mmattn.training.sampling import Batches, derive_seed
 from mmattn.training.step_clock import StepClock
 from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 
@@ -170,8 +170,7 @@ class _Run:
         self.measured: dict[str, float] = {}  # of this step, beside its loss
         self.clock = StepClock()
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
-        order = batches.sampler if isinstance(batches, RowBatches) else None
-        lengths = None if order is None else str(derive_seed(*order.lengths))
+        lengths = getattr(batches, "fingerprint", None)
         identity = {**settings, "batch_size": self.batch_size, "lengths of the rows": lengths, **identity}
         averaged, scaler = bool(config.ema_decay), accelerator.scaler
         self.state = RunState(self.parameters, self.optimizer, identity, averaged=averaged, scaler=scaler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 
 import mmattn
 from mmattn import inspect, training
+
+from .memories import picture_grid, shown_pictures
 
 EXPLORED = 6
 """Rows that `mmattn explore` shows, at most."""
@@ -54,16 +57,18 @@ def language_traces(
         memory = memories.of([row])
         words = [tokenizer.decode([one]) for one in ids]
         shown: dict[str, Any] = {"sources": _names(row, memory)}
-        grid = getattr(memories.encoders["pictures"], "grid", None)
-        if len(row.images) == 1 and grid is not None and grid[0] * grid[1] == memory.length:
-            shown = {"grid": grid, "picture": mmattn.load_image(row.images[0])}
+        grid, pictures = picture_grid(memories), row.images or shown_pictures(row)
+        # The pictures of a store may be elsewhere now.
+        there = len(pictures) == 1 and not (isinstance(pictures[0], str) and not Path(pictures[0]).is_file())
+        if there and grid is not None and grid[0] * grid[1] == memory.length:
+            shown = {"grid": grid, "picture": mmattn.load_image(pictures[0])}
         made.append(inspect.attribute(model, ids, memory, words, start=max(1, start), title=text, **shown))
     return made
 
 
 def _names(row: training.Row, memory: mmattn.Memory) -> list[str]:
     """The picture or passage of each slot, which its segment counts."""
-    pictures = [f"picture {number}" for number in range(1, len(row.images) + 1)]
+    pictures = [f"picture {number}" for number in range(1, len(row.images or shown_pictures(row)) + 1)]
     names = [*pictures, *row.passages]
     # What a saved memory holds comes after them, in segments of its own.
     return [names[one] if one < len(names) else f"memory {one - len(names) + 1}" for one in memory.segments[0].tolist()]
@@ -84,7 +89,7 @@ def unet_traces(
         seed: of the noise.
         steps: of DDIM.
     """
-    grid, made = getattr(memories.encoders["pictures"], "grid", None), []
+    grid, made = picture_grid(memories), []
     for row in rows[:EXPLORED]:
         memory = memories.of([row])
         if grid is None or len(row.images) != 1 or grid[0] * grid[1] != memory.length:

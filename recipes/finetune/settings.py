@@ -12,10 +12,12 @@ class Strict(BaseModel):
 
 
 class DataSettings(Strict):
-    path: str = "assets/flora"  # a .jsonl file, a folder of pictures with texts, or a dataset of Hugging Face
+    # a .jsonl file, a folder of pictures with texts, a dataset of Hugging Face, tars of webdataset, a Lance dataset, or
+    # a store that `mmattn encode` made, here or at an address
+    path: str = "assets/flora"
     split: str | None = None  # of a dataset of Hugging Face, or of folders train, val, test; "train" by default
     streaming: bool = False  # read it as it arrives; needs optim.max_steps
-    columns: dict[str, str] | None = None  # key of a row: column of the dataset; by default the same names
+    columns: dict[str, str] | None = None  # key of a row: column of the dataset, or ending in tars; by default the same
     template: str | None = None  # the text of a picture in a class folder; by default "A photo of a {label}."
     strict: bool = False  # stop at a picture or line that cannot be used, instead of leaving it out and naming it
     # never trained on: a share, or from 1 on a number of rows (a stream's first); by default the split val or test of

@@ -22,7 +22,7 @@ from mmattn.errors import ConfigError, TextError
 
 from . import data, looks, report
 from .language import Language, write_texts
-from .memories import captions_in_memory, needs, row_memories, without
+from .memories import captions_in_memory, row_memories, shown_pictures, without
 from .painting import Painting
 from .settings import Config
 
@@ -119,11 +119,13 @@ class Run:
         if settings.captions == "memory" or unknown:
             rows = self._captions_in_memory(rows, unknown)
         memories = row_memories(settings, rows.rows, accelerator.device)
-        self.pictures_alone = needs(rows.rows) == (True, False, False)
+        self.pictures_alone = training.memory_kinds(rows.rows) == {"pictures"}
+        self.pooled = rows.store is not None and self.pictures_alone and rows.store.encoders["pictures"].pooled
         rows = data.encode(rows, memories, settings, accelerator, self.progress)
         self.held_out, self.left_out = rows.held_out, rows.left_out
         self.shuffled = training.shuffle_memories(rows.held_out)
-        self.batches = training.RowBatches(rows.rows, settings.optim.batch_size, settings.seed)
+        order: Any = training.RowBatches if rows.store is None else training.StoreBatches
+        self.batches = order(rows.rows, settings.optim.batch_size, settings.seed)
         optim, an_epoch = settings.optim, self.batches.batches_per_epoch
         if not (optim.max_steps or optim.num_train_epochs) and an_epoch is not None and EPOCHS * an_epoch < STEPS:
             self.config = replace(self.config, max_steps=STEPS, num_train_epochs=None)
@@ -158,7 +160,7 @@ class Run:
     def _save_pipeline(self, results: str = "") -> None:
         """What `mmattn.pipeline` needs of the adapter, where all its memories are of pictures."""
         if self.pictures_alone:
-            self.host.pipeline_config(results).save(self.out / "adapter")
+            self.host.pipeline_config(results, self.pooled).save(self.out / "adapter")
 
     def _captions_in_memory(self, rows: data.Data, unknown: Sequence[str]) -> data.Data:
         """Texts that the UNet's own text encoder cannot read go into the memory, read by one that knows the words."""
@@ -240,9 +242,7 @@ class Run:
             tokenizer, texts = self.host.tokenizer, []
             for row in rows:
                 texts += write_texts(model, tokenizer, memories.of([row]), row.prompt, **self._length())
-            shown = [
-                ", ".join(one for one in row.images if isinstance(one, str)) or row.prompt or "row" for row in rows
-            ]
+            shown = [", ".join(shown_pictures(row)) or row.prompt or "row" for row in rows]
             lines = [f"{name}: {text}" for name, text in zip(shown, texts, strict=True)]
             if self.first:
                 self.folder.write_text("samples.txt", "\n".join(lines))

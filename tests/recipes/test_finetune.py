@@ -233,7 +233,7 @@ class TestData:
 
     def test_what_passages_were_attended_to(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
         lm, tokenizer = recipe.language.load_lm(recipe.settings.Config(), "cpu")
-        reader = recipe.memories.load_texts(recipe.settings.Config(text_encoder="assets/clip"))
+        reader = mmattn.encoders.load_text_encoder(str(ROOT / "assets" / "clip"))
         memories = training.RowMemories(tmp_path, passages=reader)
         model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=memories.dim, every=3, num_heads=2, head_dim=8))
         row = training.Row("It is red.", "What is it?", passages=("Roses are red.", "Violets are blue."))
@@ -324,7 +324,7 @@ class TestUNet:
         assert "captions are read by assets/clip, as a part of the memory" in capsys.readouterr().out
         assert read_settings(out / "config.resolved.yaml")["captions"] == "memory"
         settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
-        text_tower = recipe.memories.load_texts(recipe.settings.Config(**asked))
+        text_tower = mmattn.encoders.load_text_encoder(str(ROOT / "assets" / "clip"))
         assert settings["encoder"] == text_tower.fingerprint, "no picture is an example for itself"
         memories = training.RowMemories(tmp_path / "cache", passages=text_tower)
         one, two = (memories.of([training.Row("", passages=(text,))]).tokens for text in ("a zebra", "a lion"))

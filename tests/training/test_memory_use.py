@@ -17,6 +17,7 @@ from mmattn import training
 from mmattn.training import evaluation
 from tests import tiny
 from tests.training import small_run
+from tests.training.stored import Eye, captions, encode_captions
 
 
 def sources(rows: Sequence[training.Row]) -> list[tuple[Any, ...]]:
@@ -62,6 +63,13 @@ class TestShuffledMemories:
         shuffled = training.shuffle_memories(Rows(training.Row(f"{n}", images=(f"{n}.png",)) for n in range(7)))
         read.clear()
         assert shuffled[2].images == ("3.png",) and sorted(read) == [2, 3]
+
+    def test_rows_of_a_store_by_their_contents(self, tmp_path: Path) -> None:
+        """A store has the same picture once: no row that shows it gets it back."""
+        folder = captions(tmp_path / "pictures", [3, 3, 3, 7, 7, 7])
+        store = encode_captions(folder, tmp_path / "store", Eye())
+        for own, other in zip(store, training.shuffle_memories(store), strict=True):
+            assert other.text == own.text and not torch.equal(other.memory.tokens, own.memory.tokens)
 
 
 class TestEvaluation:

@@ -11,6 +11,7 @@ from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
 from mmattn.training.evaluation import mean_loss
+from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
 from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
@@ -35,6 +36,7 @@ __all__ = [
     "Collate",
     "DatasetRows",
     "FileRows",
+    "HiddenStateCache",
     "LengthGroupedSampler",
     "Loss",
     "MemoryCollator",
@@ -52,6 +54,7 @@ __all__ = [
     "add_lora",
     "augment_memory",
     "bos_and_eos",
+    "cached_hidden_states",
     "check_prompt",
     "collate",
     "derive_seed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -113,13 +114,15 @@ def run(
     batches: Any = None,
     collated: bool = True,
     apart: float = 0.0,
+    adapter: dict[str, Any] | None = None,
+    hidden_states: str | Path | None = None,
     **settings: Any,
 ) -> tuple[training.TrainingResult, Any]:
     """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back."""
     folder.mkdir(parents=True, exist_ok=True)
     if apart and os.environ["RANK"] == "1":
         time.sleep(apart)
-    model = attach(shard, tensor_parallel, dropout=dropout) if model is None else model
+    model = attach(shard, tensor_parallel, **{"dropout": dropout} | (adapter or {})) if model is None else model
     rows_of = collator(folder)
 
     def collate(some: Sequence[training.Row], seeds: Sequence[int]) -> training.TextBatch:
@@ -135,19 +138,21 @@ def run(
     killed = Killed(loss, **(kill or {}))
     step = training.last_step(folder / "checkpoints")
     metrics = training.Metrics(folder, step) if accelerator.is_main_process else None
-    done = training.train(
-        model,
-        killed,
-        training.RowBatches(rows() if data is None else data, batch_size, seed=3) if batches is None else batches,
-        training.TrainingConfig(**chosen),
-        accelerator,
-        collate=collate if collated else None,
-        eval_rows=rows(5) if eval_rows is None else eval_rows,
-        folder=folder / "checkpoints",
-        log=None if metrics is None else metrics.log,
-        progress=False,
-        save_more=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
-    )
+    cached = training.cached_hidden_states(model, hidden_states) if hidden_states else contextlib.nullcontext()
+    with cached:
+        done = training.train(
+            model,
+            killed,
+            training.RowBatches(rows() if data is None else data, batch_size, seed=3) if batches is None else batches,
+            training.TrainingConfig(**chosen),
+            accelerator,
+            collate=collate if collated else None,
+            eval_rows=rows(5) if eval_rows is None else eval_rows,
+            folder=folder / "checkpoints",
+            log=None if metrics is None else metrics.log,
+            progress=False,
+            save_more=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
+        )
     assert not [name for name, p in model.host.named_parameters() if "lora_" not in name and p.grad is not None]
     if accelerator.is_main_process:
         model.save_adapter(folder / "adapter")

@@ -10,6 +10,7 @@ computes no logits again. As in Liger (arXiv 2410.10989, section 3.2), with a fr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,15 +18,16 @@ from torch import Tensor
 
 from mmattn.errors import check_int
 from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, logits_of, output_head
-from mmattn.training.text_batches import IGNORED, TextBatch
+from mmattn.training.text_batches import IGNORED
 
 
-def chunked_token_nats(model: Any, batch: TextBatch, chunk_size: int) -> Tensor:
-    """`token_nats`, with the logits of so many tokens at once.
+def chunked_token_nats(model: Any, kwargs: Mapping[str, Any], labels: Tensor, chunk_size: int) -> Tensor:
+    """Cross-entropy -log p (b, l - 1) of each token after those before it, the logits of so many tokens at once.
 
     Args:
         model: a language model of transformers with a frozen head, with adapters or without.
-        batch: its labels are predicted.
+        kwargs: it is called with, without labels.
+        labels: (b, l), -100 where nothing is learned.
         chunk_size: tokens.
 
     Raises:
@@ -34,11 +36,35 @@ def chunked_token_nats(model: Any, batch: TextBatch, chunk_size: int) -> Tensor:
     """
     check_int("chunk_size", chunk_size)
     head = output_head(model)
-    states = last_hidden_states(model, batch.kwargs())[:, :-1]
-    labels = batch.labels[:, 1:].to(states.device)
+    states = last_hidden_states(model, kwargs)[:, :-1]
+    labels = labels[:, 1:].to(states.device)
     learned = labels != IGNORED
     nats: Tensor = ChunkedCrossEntropy.apply(states[learned], labels[learned], head, chunk_size)
-    return torch.zeros(labels.shape, device=nats.device).masked_scatter(learned, nats)
+    return torch.zeros(labels.shape, device=nats.device).masked_scatter(learned.to(nats.device), nats)
+
+
+class ChunkedLoss:
+    """A language model whose call with labels gives the mean loss alone, as a `Trainer` of transformers asks for it.
+
+    Args:
+        model: as `chunked_token_nats` takes it.
+        chunk_size: tokens whose logits are computed at once.
+    """
+
+    def __init__(self, model: Any, chunk_size: int) -> None:
+        self.model, self.chunk_size = model, chunk_size
+
+    def __call__(self, *, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+        """The loss.
+
+        Args:
+            labels: (b, l), -100 where nothing is learned.
+            num_items_in_batch: tokens that are learned in all micro-batches; None for those of this one.
+            kwargs: the model's own.
+        """
+        nats = chunked_token_nats(self.model, kwargs, labels, self.chunk_size)
+        count = (labels[:, 1:] != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": nats.sum() / count}
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

@@ -146,8 +146,9 @@ def cached_hidden_states(
             accelerator; hidden states then depend by rounding on the texts beside them.
 
     Raises:
-        ConditionError: no layer is below the lowest adapter, something below it is trained, the host is sharded, or it
-            does not answer as before when it begins with these hidden states (a probe of a few tokens sees to it).
+        ConditionError: no layer is below the lowest adapter, something below it is trained, the host's weights lie in
+            several processes, or it does not answer as before when it begins with these hidden states (a probe of a few
+            tokens sees to it).
         ConfigError: no language model with adapters, or no such dtype.
         OSError: the folder cannot be written to.
         AdapterFileError: a file of the cache is damaged; remove it, and it is computed again.

@@ -29,6 +29,7 @@ from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, sh
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
+from mmattn.training.compilation import compiled_blocks
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
@@ -113,6 +114,8 @@ def train(
         checkpoints.remove_checkpoints(folder)
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stored(model))
+        if config.torch_compile:
+            contexts.enter_context(compiled_blocks(model, config.torch_compile_backend))
         if config.gradient_checkpointing:
             contexts.enter_context(gradient_checkpointing(model))
         if run.sharded:

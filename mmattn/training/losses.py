@@ -33,7 +33,7 @@ def token_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> T
         ConfigError: a chunk size below 1.
     """
     if chunk_size is not None:
-        return chunked_token_nats(model, batch, chunk_size)
+        return chunked_token_nats(model, batch.kwargs(), batch.labels, chunk_size)
     logits = model(**batch.kwargs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
     nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)

@@ -440,7 +440,7 @@ def test_a_sharded_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = attach()
     monkeypatch.setattr("mmattn.hosts.causal_lm.lower_layers_probe.shards", lambda host: [host])
     with (
-        pytest.raises(ConditionError, match="is sharded, and the processes must run every layer together"),
+        pytest.raises(ConditionError, match="lie in several processes, which must run every layer together"),
         cached_hidden_states(model, tmp_path),
     ):
         pass

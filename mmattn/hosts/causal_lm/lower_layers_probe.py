@@ -14,7 +14,7 @@ from mmattn.hosts.causal_lm.before_text import WITHIN
 from mmattn.hosts.causal_lm.generation import inner_host
 from mmattn.hosts.causal_lm.lower_layers import FromStates, LowerLayers, count_below, states_of, without_adapters
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
-from mmattn.hosts.interop.sharded import shards
+from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 
 #: Tokens of the texts with which a host is tried.
 LENGTHS = (7, 5)
@@ -31,8 +31,8 @@ def lower_layers(model: Any) -> LowerLayers:
 
     Raises:
         ConfigError: no causal language model with adapters.
-        ConditionError: there are no such layers, something below them is trained, the host is sharded, or what the
-            upper layers compute does not follow from the hidden states alone.
+        ConditionError: there are no such layers, something below them is trained, the host's weights lie in several
+            processes, or what the upper layers compute does not follow from the hidden states alone.
     """
     if not (isinstance(model, AdaptedCausalLM) and model.adapters):
         raise ConfigError(
@@ -46,10 +46,11 @@ def lower_layers(model: Any) -> LowerLayers:
             f"no layer of {name} is below everything that is trained: an adapter acts at its first layer or before the "
             f"text, or a LoRA is trained there. Give the adapter higher layers, such as layers={upper}"
         )
-    if shards(model.host):
+    if shards(model.host) or tensor_parallel_size(model.host) > 1:
         raise ConditionError(
-            f"{name} is sharded, and the processes must run every layer together: one that reads what the lower layers "
-            "compute from a cache would leave the others waiting. Leave the cache out, or do not shard the host"
+            f"the weights of {name} lie in several processes, which must run every layer together: one that reads what "
+            "the lower layers compute from a cache would leave the others waiting. Leave the cache out, or give each "
+            "process the whole host"
         )
     ids, mask = _texts(model.host, 0)
     lower, states, whole = _recorded(model, count, ids, mask)

@@ -85,9 +85,8 @@ def _probe(model: Any, host: Any, head: nn.Linear) -> OutputHead:
     name = type(host).__name__
     given = next(text_inputs(host, 3)) | {"use_cache": False}
     seen: list[Tensor] = []
-    ramp = torch.linspace(-1, 1, head.out_features, device=head.weight.device)
-    # Larger than any cap, so that it shows; small enough that without one it shows nothing.
-    ramp = ramp * 10 ** torch.linspace(-2, 4, head.out_features, device=ramp.device)
+    # From where any cap is a straight line to where it is flat.
+    ramp = 10 ** torch.linspace(-4, 4, head.out_features, device=head.weight.device)
 
     def listen(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         seen.append(args[0])
@@ -102,7 +101,7 @@ def _probe(model: Any, host: Any, head: nn.Linear) -> OutputHead:
             whole = host(**given).logits.float()
             # Some hosts scale what their head is given, not what it gives.
             own = float((seen[0].double() * states.double()).sum() / states.double().square().sum())
-            softcap, scale = _curve(ramp.double(), logits.double())
+            softcap, scale, curved = _curve(ramp.double(), logits.double())
             found = OutputHead(head, scale if abs(own - 1) < 1e-3 else own * scale, softcap)
             wanted = logits_of(found, states)
             apart = float((wanted - whole).norm() / whole.norm().clamp(min=1e-30))
@@ -113,22 +112,25 @@ def _probe(model: Any, host: Any, head: nn.Linear) -> OutputHead:
     finally:
         hook.remove()
         FORWARD.reset(step)
-    if not apart <= WITHIN[head.weight.element_size()] or (head.bias is not None and found.scale != scale):
+    is_known = curved <= 1e-2 and (head.bias is None or found.scale == scale)
+    if not is_known or not apart <= WITHIN[head.weight.element_size()]:
         raise _refused(
             f"{name} makes its logits otherwise than as a scaled or capped linear function of its last hidden states "
-            f"({apart:.0e} apart)"
+            f"({max(apart, curved):.0e} apart)"
         )
     return found
 
 
-def _curve(x: Tensor, z: Tensor) -> tuple[float | None, float]:
-    """Softcap s and scale c of z = s tanh(c x / s); s is None of z = c x."""
-    middle = x.abs() < 1e-2
-    scale = float((x[middle] * z[middle]).sum() / (x[middle] * x[middle]).sum())
-    straight = float((x * z).sum() / (x * x).sum())
+def _curve(x: Tensor, z: Tensor) -> tuple[float | None, float, float]:
+    """Softcap s and scale c of z = s tanh(c x / s), s None of z = c x; and how far z is from it, of its size."""
+    small = x < 1e-3
+    scale = float((x[small] * z[small]).sum() / x[small].square().sum())
+    straight = float((x * z).sum() / x.square().sum())
     if abs(straight - scale) <= 1e-2 * abs(scale):
-        return None, straight
-    return float(z.abs().max()), scale
+        return None, straight, float(((straight * x - z) / (straight * x)).abs().max())
+    softcap = float(z.abs().max())
+    curve = softcap * torch.tanh(scale * x / softcap)
+    return softcap, scale, float(((curve - z) / curve).abs().max())
 
 
 def logits_of(head: OutputHead, states: Tensor) -> Tensor:

@@ -41,7 +41,13 @@ class HiddenStateCache:
         self.lower, self.folder, self.dtype, self.batch_size = lower, folder, dtype, batch_size
         self.layers, self.found, self.computed = lower.count, 0, 0
         config: Any = getattr(lower.reader, "config", None)
-        self._config = {} if config is None else {k: v for k, v in config.to_dict().items() if k not in _NAMES}
+        self._about = {
+            "layers": self.layers,
+            "config": {} if config is None else {k: v for k, v in config.to_dict().items() if k not in _NAMES},
+            "dtype": str(dtype),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+        }
         self._stores: dict[str, TensorStore] = {}
 
     def nbytes(self) -> int:
@@ -105,16 +111,11 @@ class HiddenStateCache:
                 "now: attach adapters and a LoRA before the cache is opened"
             )
         config = getattr(self.lower.reader, "config", None)
-        about = {
-            "layers": self.layers,
+        about = self._about | {
             "weights": self.lower.fingerprint(),
-            "config": self._config,
             "attention": getattr(config, "_attn_implementation", None),
             "autocast": str(autocast_dtype(device)),
             "device": device.type,
-            "dtype": str(self.dtype),
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
         }
         name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:24]
         if name not in self._stores:

@@ -54,7 +54,7 @@ def lower_layers(model: Any) -> LowerLayers:
         )
     ids, mask = _texts(model.host, 0)
     lower, states, whole = _recorded(model, count, ids, mask)
-    if states.requires_grad:
+    if _is_trained_below(model, states):
         raise ConditionError(
             f"a parameter below layer {count} of {name} is trained (its embeddings, for one), so that what its lower "
             "layers compute changes with every step: freeze it, or leave the cache out"
@@ -64,6 +64,7 @@ def lower_layers(model: Any) -> LowerLayers:
             # What a host may keep of its last text must not be of use.
             with without_adapters(model), torch.no_grad():
                 _logits(model.host, *_texts(model.host, 1))
+            states = states.detach()
             again = _from(lower, states, ids, mask)
             alone = torch.zeros_like(states)
             for row, length in enumerate(LENGTHS):
@@ -86,6 +87,16 @@ def lower_layers(model: Any) -> LowerLayers:
             "states), or a token sees later ones. Leave the cache out"
         )
     return lower
+
+
+def _is_trained_below(model: Any, states: Tensor) -> bool:
+    """Whether hidden states depend on a parameter that is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not states.requires_grad or not trained:
+        return False
+    # Embedded texts may be asked for gradients alone, as transformers does for gradient checkpointing.
+    found = torch.autograd.grad(states.float().sum(), trained, allow_unused=True)
+    return any(gradient is not None for gradient in found)
 
 
 def _texts(host: nn.Module, shift: int) -> tuple[Tensor, Tensor]:

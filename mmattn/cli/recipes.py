@@ -41,6 +41,10 @@ def train(
     seeds: Annotated[
         str | None, typer.Option(metavar="0,1,2", help="Run once with each of these seeds; one table of all.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Measure ten steps, and print what the whole run would take."),
+    ] = False,
 ) -> None:
     """Run a recipe with the settings of CONFIG.
 
@@ -53,7 +57,11 @@ def train(
     """
     from mmattn.recipes import read_settings
 
-    run_recipe(config, read_settings(config, overrides or ()), None if seeds is None else _numbers(seeds))
+    settings = read_settings(config, overrides or ())
+    if dry_run:
+        _measure(config, settings, seeds)
+    else:
+        run_recipe(config, settings, None if seeds is None else _numbers(seeds))
 
 
 def schema(
@@ -151,6 +159,32 @@ def run_recipe(config: Path, settings: dict[str, Any], seeds: Sequence[int] | No
             typer.echo(over_seeds(module.main, table, settings, seeds))
     except ValidationError as error:
         raise_settings_error(error)
+
+
+def _measure(config: Path, settings: dict[str, Any], seeds: str | None) -> None:
+    """Print what the first training of a run would take.
+
+    Raises:
+        ConfigError: several seeds, or a recipe that trains nothing.
+    """
+    import os
+    import tempfile
+
+    from mmattn.errors import ConfigError
+    from mmattn.training import DryRunEnded, dry_run
+
+    if seeds is not None:
+        raise ConfigError(f"--dry-run measures one run, and --seeds {seeds} asks for several: leave one of them out")
+    with tempfile.TemporaryDirectory(prefix="mmattn-dry-run-") as folder:
+        given = settings | {"out": folder} | ({"trackers": []} if "trackers" in settings else {})
+        try:
+            with dry_run():
+                run_recipe(config, given)
+        except DryRunEnded as ended:
+            if os.environ.get("RANK", "0") == "0":
+                typer.echo(str(ended.found))
+            return
+    raise ConfigError(f"{config} trained nothing that could be measured")
 
 
 def _numbers(text: str) -> list[int]:

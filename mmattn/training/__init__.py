@@ -10,6 +10,7 @@ from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
+from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
 from mmattn.training.loop import train
@@ -35,6 +36,8 @@ __all__ = [
     "AdapterTrainer",
     "Collate",
     "DatasetRows",
+    "DryRun",
+    "DryRunEnded",
     "FileRows",
     "HiddenStateCache",
     "LengthGroupedSampler",
@@ -58,6 +61,7 @@ __all__ = [
     "check_prompt",
     "collate",
     "derive_seed",
+    "dry_run",
     "encode_texts",
     "end_training",
     "gradient_checkpointing",

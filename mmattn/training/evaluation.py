@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
+from mmattn.training.prefetch import on_device
 from mmattn.training.processes import Processes
 from mmattn.training.rows import Row
 from mmattn.training.sampling import derive_seed, split_between_processes
@@ -52,7 +52,7 @@ def mean_loss(
     for start in range(0, longest, size):
         part = own[start : start + size]
         given, seeds = zip(*(part or seeded[:1]), strict=True)
-        batch = list(given) if collate is None else send_to_device(collate(given, seeds), accelerator.device)
+        batch = list(given) if collate is None else on_device(collate(given, seeds), accelerator.device)
         with accelerator.autocast(), stored(model):
             total, count = loss(batch, seeds)
         if part:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 
 from mmattn.errors import ConfigError
-from mmattn.training.prefetch import pinned
+from mmattn.training.prefetch import on_device, pinned
 from mmattn.training.processes import Processes
 from mmattn.training.sampling import Batches, EpochBatches, derive_seed, split_between_processes
 from mmattn.training.training_config import Collate, TrainingConfig
@@ -37,7 +36,7 @@ class MicroBatch:
 
     def on(self, device: torch.device) -> Any:
         """The batch, on a device where it was collated."""
-        return send_to_device(self.batch, device, non_blocking=True) if self.collated else self.batch
+        return on_device(self.batch, device) if self.collated else self.batch
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.compilation import compiled_blocks
+from mmattn.training.dry_run import MEASURED, DryRun, DryRunEnded, is_dry_run, measured
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
@@ -106,6 +107,7 @@ def train(
         ConfigError: settings that do not fit the data, or a checkpoint of other settings.
         ConditionError: 4-bit weights that an earlier call packed for inference, through which no gradient passes.
         AdapterFileError: a damaged checkpoint, or one of another model.
+        DryRunEnded: inside a `dry_run` block, after a few measured steps.
     """
     run = _Run(model, loss, batches, config, accelerator, collate, eval_rows, folder, identity or {}, save_more)
     if resume:
@@ -120,6 +122,8 @@ def train(
             contexts.enter_context(gradient_checkpointing(model))
         if run.sharded:
             contexts.enter_context(gradients_throughout(model))
+        if is_dry_run():
+            raise DryRunEnded(run.measure(label))
         return run.train(log if accelerator.is_main_process else None, label, progress and accelerator.is_main_process)
 
 
@@ -254,6 +258,21 @@ class _Run:
         checkpoints.assign(self.parameters, self.best or self.averaged)
         done.seconds = time.perf_counter() - began
         return done
+
+    def measure(self, label: str) -> DryRun:
+        """What the whole run would take, by its first steps."""
+        self.model.train()
+        seconds, size = [], 0
+        with contextlib.closing(Prefetched(self._fetcher(), self.config.dataloader_prefetch_factor)) as fetched:
+            for number in range(min(self.total, 1 + MEASURED)):
+                began = time.perf_counter()
+                batch = next(fetched)
+                self.step(batch)
+                self.done.global_step, size = self.done.global_step + 1, batch.size
+                seconds.append(time.perf_counter() - began)
+                if not number:
+                    fetched.waited = 0.0
+        return measured(self.model, label, seconds[1:] or seconds, fetched.waited, size, self.total, self.accelerator)
 
     def _fetcher(self) -> Iterator[FetchedBatch]:
         """Batches from where the run is, made ready for this process."""

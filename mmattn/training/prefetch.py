@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -105,3 +107,15 @@ def pinned(batch: Any) -> Any:
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         return type(batch)(pinned(value) for value in batch)
     return batch
+
+
+def on_device(batch: Any, device: torch.device | str) -> Any:
+    """A batch on a device; what is pinned is copied while the device computes.
+
+    Args:
+        batch: as in `pinned`; what has a method `to` is moved by it.
+        device: where it goes.
+    """
+    from accelerate.utils import send_to_device
+
+    return send_to_device(batch, device, non_blocking=True)

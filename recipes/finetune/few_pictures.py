@@ -25,6 +25,7 @@ from mmattn import pipelines, training
 from mmattn.recipes import read_settings
 
 from .language import load_lm, write_texts
+from .settings import Config
 from .train import main as train
 
 
@@ -77,7 +78,7 @@ def measure(source: Path, out: Path, encoder: str, each: int, held_out: int, see
             asked: dict[str, Any] = config | {"out": str(out / f"seed-{seed}"), "seed": seed, "encoder": encoder}
             asked |= {"data": config["data"] | {"path": folder, "cache": cache}, "resume": False}
             train(asked)
-            lm, tokenizer = load_lm(config["lm"], None, "cpu")
+            lm, tokenizer = load_lm(Config(lm=config["lm"]), "cpu")
             model = mmattn.load(lm, out / f"seed-{seed}" / "adapter").eval()
             written = [text for row in parts[1] for text in write_texts(model, tokenizer, memories.of([row]))]
             shares.append(named(written, texts[1]))

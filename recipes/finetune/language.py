@@ -25,6 +25,11 @@ class Language:
 
     def __init__(self, settings: Config, accelerator: Any) -> None:
         self.settings = settings
+        if settings.tp_plan and accelerator.num_processes == 1:
+            raise ConfigError(
+                f"tp_plan={settings.tp_plan} is for several processes, and there is one: torchrun --nproc-per-node N "
+                "-m mmattn train CONFIG, or leave it out"
+            )
         self.lm, self.tokenizer = load_lm(settings, accelerator.device)
         if settings.fsdp:
             training.shard_host(self.lm, accelerator)

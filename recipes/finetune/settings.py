@@ -134,6 +134,8 @@ class Config(Strict):
             raise ValueError(
                 "fsdp shards floating point weights that each process has whole: leave tp_plan and quantise out"
             )
+        if self.tp_plan and (self.eval.controls or self.lora.rank):
+            raise ValueError("a LoRA cannot be put on a tensor parallel host: leave eval.controls and lora.rank out")
         if self.optim.max_steps is not None:  # it wins, as in transformers
             self.optim.num_train_epochs = None
         return self

@@ -2,14 +2,14 @@
 
 A cartridge (arXiv 2506.06266, section 3) is a trained prefix that stands for a document. The host is asked about
 everything in the document, with the document in its prompt; the prefix is trained so that the host says the same
-without it: self-study, by the divergence of the two distributions at every token of the questions.
+without it: self-study, by the divergence of the two distributions of every answer. In every other step a row has two
+documents, and the host both in its prompt: prefixes that never stood beside another one do not compose.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -30,7 +30,7 @@ COLUMNS = {
     "share": ("of the whole document's", 100, ".1f", " %"),
     "seconds": ("seconds for all", 1, ".0f", ""),
 }
-Loss = Callable[[Sequence[int], int], tuple[Tensor, int]]
+Loss = Callable[[Any, Sequence[Sequence[int]], int], tuple[Tensor, int]]
 
 
 class Documents:
@@ -97,13 +97,19 @@ class Documents:
         model.adapter("default").copy_passages(selected, reading.adapter("default"))
         reading.unload()
 
-    def learn(self, model: Any, name: str, loss: Callable[[Any, Sequence[int], int], tuple[Tensor, int]]) -> float:
+    def learn(self, model: Any, name: str, loss: Loss) -> float:
         """Train the prefixes; seconds."""
         optim, random = self.config.optim, Random(f"{self.config.seed} {name}")
 
-        def batches() -> Iterator[list[tuple[int, int]]]:
+        def row(documents: int) -> list[int]:
+            first = random.randrange(len(self.documents))
+            # What two documents of a row say is about other names.
+            others = [number for number in range(len(self.documents)) if number % 2 != first % 2]
+            return [first, random.choice(others)][:documents]
+
+        def batches() -> Iterator[list[tuple[list[int], int]]]:
             for step in range(optim.max_steps):
-                yield [(random.randrange(len(self.documents)), step) for _ in range(optim.batch_size)]
+                yield [(row(1 + step % 2), step) for _ in range(optim.batch_size)]
 
         config = training.TrainingConfig(
             max_steps=optim.max_steps, learning_rate=optim.learning_rate, warmup_steps=optim.warmup_steps,
@@ -111,7 +117,7 @@ class Documents:
         )  # fmt: skip
         done = training.train(
             model,
-            lambda rows, seeds: loss(model, [number for number, _ in rows], rows[0][1]),
+            lambda rows, seeds: loss(model, [documents for documents, _ in rows], rows[0][1]),
             batches(),
             config,
             self.accelerator,
@@ -123,28 +129,27 @@ class Documents:
             raise KeyboardInterrupt
         return done.seconds
 
-    def next_token(self, model: Any, numbers: Sequence[int], step: int) -> tuple[Tensor, int]:
-        """-log p of the document itself after its prefix."""
-        ids = self.ids[list(numbers)]
-        logits = model(ids, memory=list(numbers)).logits[:, :-1]
+    def next_token(self, model: Any, rows: Sequence[Sequence[int]], step: int) -> tuple[Tensor, int]:
+        """-log p of the documents themselves, one after the other, after their prefixes."""
+        ids = self.ids[torch.tensor(rows)].flatten(1)
+        logits = model(ids, memory=rows).logits[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), ids[:, 1:].numel()
 
-    def self_study(self, model: Any, numbers: Sequence[int], step: int) -> tuple[Tensor, int]:
-        """Divergence of what is said with the prefix from what the host says with the document in its prompt."""
+    def self_study(self, model: Any, rows: Sequence[Sequence[int]], step: int) -> tuple[Tensor, int]:
+        """Divergence of what is answered with the prefixes from what the host answers with the documents."""
         random = Random(f"{self.config.seed} {step}")
-        asked = [self.asked(number, random) for number in numbers]
-        ids = torch.tensor([ids for ids, _ in asked], device=self.ids.device)
-        before = self.ids[list(numbers)]
+        asked = [self.asked(row, random) for row in rows]
+        ids, labels = (torch.tensor(part, device=self.ids.device) for part in zip(*asked, strict=True))
+        answers = labels[:, 1:] != -100
         with torch.no_grad():
-            wanted = self.teacher(torch.cat([before, ids], 1)).logits[:, before.shape[1] :].log_softmax(-1)
-        found = model(ids, memory=list(numbers)).logits.log_softmax(-1)
-        return F.kl_div(found, wanted, reduction="sum", log_target=True), ids.numel()
+            wanted = self.in_prompt(rows, self.ids.shape[1])(ids)[:, :-1][answers].log_softmax(-1)
+        found = model(ids, memory=rows).logits[:, :-1][answers].log_softmax(-1)
+        return F.kl_div(found, wanted, reduction="sum", log_target=True), int(answers.sum())
 
-    def asked(self, number: int, random: Random) -> tuple[list[int], list[int]]:
-        """Some questions about a document with the answers that the host itself gives."""
-        document = self.documents[number]
-        chosen = random.sample(document.asked, min(self.config.texts.ask, len(document.asked)))
-        return questions(replace(document, asked=chosen))
+    def asked(self, row: Sequence[int], random: Random) -> tuple[list[int], list[int]]:
+        """Some questions about the documents of a row with the answers that the host itself gives."""
+        known = [one for number in row for one in self.documents[number].asked]
+        return questions(Reading([], random.sample(known, min(self.config.texts.ask, len(known)))))
 
     # How a document is had, of rows of one or several documents ------------------------------------------------------
 

@@ -155,8 +155,7 @@ def test_saved_adapter(tmp_path: Path) -> None:
     wanted = answer(model, text(), memory=passages.select([[1, 0]]))
     assert torch.equal(answer(loaded, text(), memory=others.select([[1, 0]])), wanted)
     assert "what the host itself has read" in str(diagnose(tmp_path / "adapter"))
-    with pytest.raises(ConditionError, match="no Memory"):
-        mmattn.doctor(loaded, {"input_ids": text(), "memory": others.select([[0]])})
+    assert mmattn.doctor(loaded, {"input_ids": text(), "memory": others.select([[0]])}).ok
 
 
 # Tokens read again where they stand -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 import mmattn
-from mmattn import inspect
+from mmattn import inspect, training
 from mmattn.errors import ConfigError, TextError
 from mmattn.pipelines import load_diffusion_host
 from mmattn.recipes import read_settings
@@ -150,4 +150,4 @@ def test_stage_b_and_drawing(recipe: SimpleNamespace, base: Path, tmp_path: Path
 def test_finetune_paints_with_unets(load_files: Callable[..., SimpleNamespace], base: Path) -> None:
     finetune = load_files("finetune", "painting")
     with pytest.raises(ConfigError, match="SD3Transformer2DModel.*name a UNet"):
-        finetune.painting.Painting(SimpleNamespace(unet=str(base)), torch.device("cpu"))
+        finetune.painting.Painting(SimpleNamespace(unet=str(base)), training.make_accelerator(device="cpu"))

@@ -97,7 +97,7 @@ class TestLanguage:
         rows = {row["name"]: row["loss"] for row in json.loads((run / "table.json").read_text())["rows"]}
         settings = recipe.settings.Config(**short(run.parent))
         _, away = training.split_rows(training.read_folder(FLORA), 2, 0)
-        host = recipe.language.Language(settings, torch.device("cpu"))
+        host = recipe.language.Language(settings, training.make_accelerator(device="cpu"))
         total, count = training.sum_nats(host.lm, host.collator(None).batch(away))
         assert rows["adapter, no memory"] == pytest.approx(float(total.detach()) / count, rel=1e-5)
 
@@ -132,7 +132,7 @@ class TestLanguage:
         tensors, _ = training.checkpoints.load_checkpoint(out / "checkpoints" / "step-00000004")
         kinds = {name.split(".")[1] for name in tensors if name.startswith("weights.")}
         assert kinds == {"adapters", "host"} and all("lora_" in n for n in tensors if n.startswith("weights.host"))
-        lm, _ = recipe.language.load_lm("assets/lm", None, "cpu")
+        lm, _ = recipe.language.load_lm(recipe.settings.Config(), "cpu")
         model = mmattn.load(training.load_lora(lm, out / "lora"), out / "adapter")
         assert model.trainable_parameters()[0]
         with pytest.raises(AdapterFileError, match="has no pipeline_config.json"):
@@ -168,7 +168,7 @@ class TestLanguage:
         monkeypatch.setitem(sys.modules, package, None)
         said = rf"cannot be loaded as {kind}: {package} is needed here .* pip install 'mmattn\[quantised\]'"
         with pytest.raises(ConfigError, match=said):
-            recipe.language.load_lm("assets/lm", kind, "cpu")
+            recipe.language.load_lm(recipe.settings.Config(quantise=kind), "cpu")
 
 
 class TestData:
@@ -211,7 +211,7 @@ class TestData:
         assert code == 0 and "page.html" in out, err
 
     def test_what_passages_were_attended_to(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
-        lm, tokenizer = recipe.language.load_lm("assets/lm", None, "cpu")
+        lm, tokenizer = recipe.language.load_lm(recipe.settings.Config(), "cpu")
         reader = recipe.memories.load_texts(recipe.settings.Config(text_encoder="assets/clip"))
         memories = training.RowMemories(tmp_path, passages=reader)
         model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=memories.dim, every=3, num_heads=2, head_dim=8))

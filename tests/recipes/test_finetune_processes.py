@@ -1,0 +1,70 @@
+"""The recipe of fine-tuning in two processes: each with the host, with half of it, and computing it together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "finetune"
+
+
+def losses(folder: Path) -> list[float]:
+    """Of each step of a run."""
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(launch: list[str], out: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    """A run of four steps of the recipe's own settings, on the CPU."""
+    words = [
+        sys.executable, "-m", *launch, "mmattn", "train", str(RECIPE / "config.yaml"), f"out={out}", "progress=false",
+        "device=cpu", "data.held_out=2", f"data.cache={out.parent / 'cache'}", "adapter.every=3", "optim.max_steps=4",
+        "optim.batch_size=3", "optim.logging_steps=1", "eval.eval_steps=2", *settings,
+    ]  # fmt: skip
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, capture_output=True, text=True, env=env, timeout=280, cwd=out.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
+    """By torchrun and by accelerate; the table and the samples are the same, and each is written once."""
+    one = tmp_path / "one"
+    assert start([], one).returncode == 0
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    accelerate = ["accelerate.commands.launch", "--config_file", str(RECIPE / "accelerate.yaml"), "-m"]
+    for name, launch, settings in (
+        ("accelerate", accelerate, ()),
+        ("fsdp", torchrun, ("fsdp=true",)),
+        ("tensor_parallel", torchrun, ("tp_plan=auto",)),
+    ):
+        two = tmp_path / name
+        found = start(launch, two, *settings)
+        assert found.returncode == 0, found.stderr[-3000:]
+        assert losses(two) == pytest.approx(losses(one), rel=1e-5), name
+        assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text(), name
+        there, here = (json.loads((at / "table.json").read_text())["rows"][0] for at in (two, one))
+        assert there["loss"] == pytest.approx(here["loss"], rel=1e-5), name
+        assert (two / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("fsdp=true",), "several processes, and there is one"),
+        (("tp_plan=auto",), "several processes, and there is one"),
+        (("fsdp=true", "tp_plan=auto"), "leave tp_plan and quantise out"),
+        (("tp_plan=auto", "eval.controls=true"), "eval.controls"),
+        (("host=unet", "fsdp=true"), "fsdp is for another host"),
+    ],
+    ids=["one process", "alone", "both", "controls", "unet"],
+)
+def test_what_cannot_be(tmp_path: Path, settings: tuple[str, ...], said: str) -> None:
+    """Refused in words, before anything is trained."""
+    found = start([], tmp_path / "run", *settings)
+    assert found.returncode == 2 and said in found.stderr and not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,62 @@
+"""`--dry-run`: a few measured steps say what a run would take, and no run is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmattn import training
+from mmattn.cli.app import main
+from mmattn.training.dry_run import MEASURED
+from tests.training import small_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("steps", [3, 29], ids=["fewer than are measured", "many"])
+def test_a_training_is_measured_and_ended(tmp_path: Path, steps: int) -> None:
+    """Counts of parameters, bytes, rows and steps are those of the run; at most eleven steps are made, none saved."""
+    model = small_run.attach()
+    made: list[int] = []
+    own = training.sum_nats
+
+    def loss(batch: Any, seeds: Any) -> Any:
+        made.append(len(seeds))
+        return own(model, batch)
+
+    collator = small_run.collator(tmp_path / "cache")
+    batches, config = training.RowBatches(small_run.rows(24), 6, seed=3), training.TrainingConfig(max_steps=steps)
+    with training.dry_run(), pytest.raises(training.DryRunEnded) as ended:
+        training.train(
+            model, loss, batches, config, training.make_accelerator(device="cpu"), folder=tmp_path / "run",
+            collate=lambda rows, seeds: collator.batch(rows), label="small",
+        )  # fmt: skip
+    found = ended.value.found
+    trained, total = model.trainable_parameters()
+    assert (found.trained, found.parameters, found.weight_bytes) == (trained, total, 4 * total)
+    assert found.state_bytes == 3 * 4 * trained and found.peak_bytes > found.weight_bytes
+    assert (found.rows, found.steps, found.processes, found.label) == (6, steps, 1, "small")
+    assert len(made) == min(steps, MEASURED + 1) and found.seconds > 0 and 0 <= found.waiting <= 1
+    assert not (tmp_path / "run").exists()
+    assert str(found) == str(ended.value) and f"{steps:,} of 6 rows in 1 process," in str(found)
+
+
+def test_the_command_line_says_it_and_leaves_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`mmattn train CONFIG --dry-run`; several seeds at once are refused."""
+    words = [
+        "train", str(ROOT / "recipes" / "finetune" / "config.yaml"), f"out={tmp_path / 'run'}", "progress=false",
+        f"data.cache={tmp_path / 'cache'}", "device=cpu", "optim.max_steps=720", "--dry-run",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    out = capsys.readouterr().out
+    assert not end.value.code and not (tmp_path / "run").exists()
+    assert re.search(r"adapter: [\d,]+ of [\d,]+ parameters are trained", out)
+    assert re.search(r"steps: 720 of 7 rows in 1 process, \d+\.\d\d s each", out)
+    assert re.search(r"time: \d+\.\d\d hours, without evaluations", out)
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--seeds", "0,1"])
+    assert end.value.code == 2 and "--dry-run measures one run" in capsys.readouterr().err

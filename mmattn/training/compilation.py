@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
+from mmattn.core.projection import KeyValueProjection
+from mmattn.errors import ConfigError
 from mmattn.training.activation_checkpointing import trained_blocks
 
 
@@ -23,9 +26,15 @@ def compiled_blocks(model: Any, backend: str = "inductor") -> Iterator[None]:
         backend: of `torch.compile`.
 
     Raises:
-        ConfigError: the model has no adapters.
+        ConfigError: the model has no adapters, or one whose blocks are attention alone.
     """
     blocks = trained_blocks("torch_compile", model)
+    for block in blocks:
+        if isinstance(block, KeyValueProjection) or type(block).forward is nn.Module.forward:
+            raise ConfigError(
+                f"torch_compile was asked for, and {type(block).__name__} of this adapter is attention over the memory "
+                "alone, which keeps its own kernels: nothing is left to compile. Set it to False"
+            )
     readers = [part for block in blocks for part in block.modules() if hasattr(type(part), "attend")]
     for reader in readers:
         reader.__dict__["attend"] = torch.compiler.disable(reader.attend)

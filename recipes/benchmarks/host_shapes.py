@@ -65,15 +65,39 @@ def empty_host(shape: str) -> Any:
         return AutoModelForCausalLM.from_config(config_of(shape))
 
 
-def make_host(shape: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model with random weights, made one by one in their dtype."""
+def make_host(shape: str, dtype: torch.dtype = torch.bfloat16, nf4: bool = False) -> Any:
+    """The model with random weights, made one by one in their dtype; linear layers in 4 bit where that is asked for."""
     host = empty_host(shape)
+    if nf4:
+        quantise(host, dtype)
     for module in host.modules():
+        if nf4 and type(module).__name__ == "Linear4bit":
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             made = torch.zeros(parameter.shape, dtype=dtype) if name == "bias" else random_weight(parameter, dtype)
             setattr(module, name, nn.Parameter(made, requires_grad=False))
     host.tie_weights()
     return with_buffers(host).eval()
+
+
+def quantise(host: Any, dtype: torch.dtype) -> None:
+    """Linear layers but the head become NF4 ones (arXiv 2305.14314), each of a random weight of its own."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    head = host.get_output_embeddings()
+    for name, module in list(host.named_modules()):
+        if isinstance(module, nn.Linear) and module is not head:
+            layer = Linear4bit(
+                module.in_features,
+                module.out_features,
+                bias=False,
+                compute_dtype=dtype,
+                quant_type="nf4",
+                device="meta",
+            )
+            made = random_weight(module.weight, dtype)
+            layer.weight = Params4bit(made, requires_grad=False, quant_type="nf4").to("cpu")
+            host.set_submodule(name, layer)
 
 
 def random_weight(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

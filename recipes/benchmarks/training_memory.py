@@ -128,7 +128,7 @@ def times(setting: Setting, seconds: float, least: int) -> dict[str, dict[str, f
 
 
 def peak_of(setting: Setting, name: str) -> float:
-    """Peak resident memory of three steps above the loaded host, in MB; in a process of its own."""
+    """Peak resident memory of two steps above the loaded host, in MB; in a process of its own."""
     (small, *_) = QUICK
     with stepping(small, name, make_host(small.shape)) as (step, _):
         step()  # what is imported at the first step is no part of it
@@ -136,10 +136,15 @@ def peak_of(setting: Setting, name: str) -> float:
     with stepping(setting, name, host) as (step, _):
         gc.collect()
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        for _ in range(3):
+        forget_peak()
+        for _ in range(2):
             step()
         return resident("VmHWM") - before
+
+
+def forget_peak() -> None:
+    """The peak of this process begins anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident(which: str) -> float:

@@ -15,7 +15,7 @@ import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
 from mmattn.training.compilation import compiled_blocks
-from tests import tiny
+from tests import tiny, tiny_unets
 from tests.training import small_run
 
 # What the compiler does itself when it goes on behind the attention.
@@ -113,6 +113,10 @@ def test_by_inductor() -> None:
 def test_what_has_no_blocks() -> None:
     refused = pytest.raises(ConfigError, match="torch_compile is for adapters, and Linear has none")
     with refused, compiled_blocks(torch.nn.Linear(3, 5)):
+        pass
+    unet = tiny_unets.attach(tiny_unets.make())
+    refused = pytest.raises(ConfigError, match="DecoupledBlock of this adapter is attention over the memory alone")
+    with refused, compiled_blocks(unet):
         pass
     with pytest.raises(ConfigError, match="torch_compile must be true or false"):
         training.TrainingConfig(max_steps=3, torch_compile="yes")  # type: ignore[arg-type]

@@ -207,11 +207,12 @@ class _Weights(Mapping[str, Tensor]):
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._places = {f"{name}.{key}": (part, key) for name, part in modules.items() for key, _ in _frozen(part)}
+        self._places = {
+            f"{name}.{key}": (part, key, value) for name, part in modules.items() for key, value in _frozen(part)
+        }
 
     def __getitem__(self, name: str) -> Tensor:
-        part, key = self._places[name]
-        value: Tensor = getattr(part, key)
+        part, key, value = self._places[name]
         offloaded: Any = getattr(part, "_hf_hook", None)
         return offloaded.weights_map[key] if value.device.type == "meta" and offloaded is not None else value
 
@@ -224,8 +225,11 @@ class _Weights(Mapping[str, Tensor]):
 
 def _frozen(part: nn.Module) -> list[tuple[str, Tensor]]:
     """Weights and buffers of a module itself; what is trained lies above the lower layers, as the probe has seen."""
-    own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-    return [(name, value) for name, value in own if not value.requires_grad]
+    own: dict[str, Any] = {}
+    # Scales of quantised weights are neither parameters nor buffers, but part of what is saved.
+    part._save_to_state_dict(own, "", keep_vars=True)
+    own |= dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
+    return [(name, value) for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad]
 
 
 def _is_offloaded(part: nn.Module) -> bool:

@@ -59,6 +59,7 @@ SETTINGS = [
     for shape, layers, memory in (
         ("GPT-2 small", (6, 8, 10, 11), (64, 768)),
         ("Llama 1B", (8, 10, 12, 14), (729, 1152)),
+        ("Llama 1B", (12, 13, 14, 15), (729, 1152)),
     )
     for checkpointing in (False, True)
 ]
@@ -150,7 +151,7 @@ def forget_peak() -> None:
 def resident(which: str) -> float:
     """Resident memory of this process in MB: "VmRSS" now, "VmHWM" at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(which)) / 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith(which)) * 1024 / 1e6
 
 
 def peaks(setting: Setting) -> dict[str, dict[str, float]]:

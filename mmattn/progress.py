@@ -13,14 +13,14 @@ PATIENCE = 60.0
 
 @contextlib.contextmanager
 def counted(
-    total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: ""
+    total: int | None, label: str, progress: bool = True, note: Callable[[], str] = lambda: ""
 ) -> Iterator[Callable[[int], None]]:
     """A context that shows the progress of `total` things on stderr, and gives the function that counts them.
 
     Without a terminal a line is printed after each tenth of them, and each minute.
 
     Args:
-        total: number of things.
+        total: number of things; None where it is not known.
         label: before the progress.
         progress: show it.
         note: called for text after the progress, such as the current loss.
@@ -47,9 +47,10 @@ def counted(
         def advance(count: int) -> None:
             nonlocal done, printed
             before, done, now = done, done + count, time.perf_counter()
-            if done * 10 // total != before * 10 // total or now - printed > PATIENCE:
+            tenth = total is not None and done * 10 // total != before * 10 // total
+            if tenth or now - printed > PATIENCE:
                 printed = now
-                parts = (f"{label} {done}/{total}", note(), f"{now - began:.0f} s")
+                parts = (f"{label} {done}" + ("" if total is None else f"/{total}"), note(), f"{now - began:.0f} s")
                 print(" ".join(filter(None, parts)), file=sys.stderr, flush=True)
 
         yield advance

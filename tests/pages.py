@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S)
 SKIP = "<!-- skip -->"
+NEEDS = re.compile(r"<!-- needs (\w+) -->\s*\Z")
 SHOWN = re.compile(r"<!-- (tests/\S+\.py) -->\s*\Z")
 
 
@@ -39,10 +41,16 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The Python blocks of a page that are to be run; one that must download something stands under a skip mark."""
+    """The Python blocks of a page that are to be run.
+
+    One that must download something stands under a skip mark, and one that needs a package under a mark that names it:
+    it is run where that is installed.
+    """
     found = []
     for match in BLOCK.finditer(page):
-        if not page[: match.start()].rstrip().endswith(SKIP):
+        needs = NEEDS.search(page[: match.start()])
+        absent = needs is not None and importlib.util.find_spec(needs[1]) is None
+        if not (absent or page[: match.start()].rstrip().endswith(SKIP)):
             shown = SHOWN.search(page[: match.start()])
             line = page[: match.start()].count("\n") + 1
             found.append(Block(line, match["code"], match["output"], shown and shown[1]))

@@ -90,6 +90,11 @@ def test_a_skip_mark_skips_one_block() -> None:
     assert [block.code for block in blocks(page)] == ["second\n"]
 
 
+def test_a_block_is_run_where_what_it_needs_is_installed() -> None:
+    page = "<!-- needs no_such_package -->\n```python\nfirst\n```\n\n<!-- needs json -->\n```python\nsecond\n```\n"
+    assert [block.code for block in blocks(page)] == ["second\n"]
+
+
 def test_a_block_that_is_not_the_file_it_shows_is_seen() -> None:
     file = "tests/foreign/host.py"
     page = f"<!-- {file} -->\n```python\n{(ROOT / file).read_text(encoding='utf-8')}```\n"

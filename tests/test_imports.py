@@ -26,6 +26,7 @@ HEAVY = (
         "qdrant_edge",
         "psycopg",
         "lancedb",
+        "lance",
         "PIL",
     ),
     *("soundfile", "soxr", "av"),

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmattn.cli import index, inspect, pipelines, recipes, serve
+from mmattn.cli import compare, encode, index, inspect, pipelines, recipes, serve
 
 app = typer.Typer(
     name="mmattn",
@@ -27,8 +27,10 @@ app = typer.Typer(
 )
 app.command()(recipes.demo)
 app.command()(pipelines.live)
+app.command()(encode.encode)
 app.command()(recipes.train)
 app.command()(recipes.schema)
+app.command()(compare.compare)
 app.command()(pipelines.caption)
 app.command()(pipelines.draw)
 app.command()(pipelines.ask)

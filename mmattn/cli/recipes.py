@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -55,13 +55,14 @@ def train(
     the table there has the mean of each figure ± half its range. Run again, the
     command leaves the seeds that are finished as they are.
     """
-    from mmattn.recipes import read_settings
+    from mmattn.recipes import run_recipe, run_seeds
 
-    settings = read_settings(config, overrides or ())
     if dry_run:
-        _measure(config, settings, seeds)
+        _measure(config, overrides or (), seeds)
+    elif seeds is None:
+        run_recipe(config, overrides or ())
     else:
-        run_recipe(config, settings, None if seeds is None else _numbers(seeds))
+        typer.echo(run_seeds(config, overrides or (), _numbers(seeds)))
 
 
 def schema(
@@ -74,7 +75,7 @@ def schema(
     import json
 
     from mmattn.errors import ConfigError
-    from mmattn.recipes import find_recipe, load_recipe, read_settings
+    from mmattn.recipes import find_recipe, load_recipe, read_settings, recipe_of
 
     config = Path(name)
     if config.suffix in (".yaml", ".yml"):
@@ -124,44 +125,7 @@ def copy(
         typer.echo(f"next: mmattn train {shlex.quote(str(target / 'config.yaml'))}")
 
 
-def run_recipe(config: Path, settings: dict[str, Any], seeds: Sequence[int] | None = None) -> None:
-    """Run a recipe with settings, checked against its own `Config` first.
-
-    Args:
-        config: the file of the settings, beside the recipe's train.py or with a key `recipe`.
-        settings: what the file holds, overrides applied.
-        seeds: to run with, one after the other; None for the one of the settings.
-
-    Raises:
-        ConfigError: no recipe, an unknown key, a value of the wrong kind, or seeds of a recipe that has no table.
-    """
-    from pydantic import ValidationError
-
-    from mmattn.errors import ConfigError
-    from mmattn.recipes import check_settings, load_recipe, over_seeds, raise_settings_error
-
-    module = load_recipe(recipe_of(config, settings), "train")
-    model = getattr(module, "Config", None)
-    if model is not None:
-        if "recipe" not in model.model_fields:
-            settings = {key: value for key, value in settings.items() if key != "recipe"}
-        settings = check_settings(settings, model)
-    table: Any = getattr(module, "table", None)
-    if seeds is not None and (table is None or "out" not in settings):
-        raise ConfigError(
-            f"--seeds makes one table of several runs: train.py of {recipe_of(config, settings)} must have a function "
-            "`table(contents)`, and its settings an `out`"
-        )
-    try:
-        if seeds is None:
-            module.main(settings)
-        else:
-            typer.echo(over_seeds(module.main, table, settings, seeds))
-    except ValidationError as error:
-        raise_settings_error(error)
-
-
-def _measure(config: Path, settings: dict[str, Any], seeds: str | None) -> None:
+def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
     """Print what the first training of a run would take.
 
     Raises:
@@ -171,12 +135,15 @@ def _measure(config: Path, settings: dict[str, Any], seeds: str | None) -> None:
     import tempfile
 
     from mmattn.errors import ConfigError
+    from mmattn.recipes import read_settings, run_recipe
     from mmattn.training import DryRunEnded, dry_run
 
     if seeds is not None:
         raise ConfigError(f"--dry-run measures one run, and --seeds {seeds} asks for several: leave one of them out")
     with tempfile.TemporaryDirectory(prefix="mmattn-dry-run-") as folder:
-        given = settings | {"out": folder} | ({"trackers": []} if "trackers" in settings else {})
+        given = [*overrides, f"out={folder}"]
+        if "trackers" in read_settings(config, overrides):
+            given.append("trackers=[]")
         try:
             with dry_run():
                 run_recipe(config, given)
@@ -202,25 +169,3 @@ def _numbers(text: str) -> list[int]:
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds takes different whole numbers with commas between them (0,1,2), got {text!r}")
     return seeds
-
-
-def recipe_of(config: Path, settings: dict[str, Any]) -> Path:
-    """The folder of the recipe that a settings file belongs to: its own, or that of the recipe it names.
-
-    Args:
-        config: the file.
-        settings: what it holds.
-
-    Raises:
-        ConfigError: no train.py beside the file, and no key `recipe` with the name of a recipe.
-    """
-    from mmattn.errors import ConfigError
-    from mmattn.recipes import find_recipe
-
-    folder = config.resolve().parent
-    if (folder / "train.py").is_file():
-        return folder
-    name = settings.get("recipe")
-    if not isinstance(name, str):
-        raise ConfigError(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
-    return find_recipe(name).folder

@@ -9,6 +9,7 @@ from mmattn.encoders.hybrid import HybridEncoder
 from mmattn.encoders.images import load_image
 from mmattn.encoders.log_mel import LogMelEncoder
 from mmattn.encoders.multi_vector import MultiVectorEncoder
+from mmattn.encoders.named import load_image_encoder, load_text_encoder
 from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
 from mmattn.encoders.preprocessing import ImageProcessor, preprocess
 from mmattn.encoders.series import SeriesEncoder
@@ -37,6 +38,8 @@ __all__ = [
     "away_from_paper",
     "load_audio",
     "load_image",
+    "load_image_encoder",
+    "load_text_encoder",
     "preprocess",
     "stream_audio",
     "stream_frames",

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "AdapterMetrics": "adapter_metrics",
     "HeadFigures": "attention_figures",
     "Trace": "trace",
     "attribute": "attribution",
@@ -19,6 +20,7 @@ _HOME = {
     "over_frames": "media",
     "over_series": "media",
     "over_sound": "media",
+    "plot_curves": "plots",
     "plot_heat_maps": "plots",
     "plot_map": "plots",
     "plot_mask": "plots",
@@ -33,12 +35,13 @@ _HOME = {
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
+    from mmattn.inspect.adapter_metrics import AdapterMetrics
     from mmattn.inspect.attention_figures import HeadFigures, head_figures
     from mmattn.inspect.attribution import attribute
     from mmattn.inspect.diagnosis import doctor
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.media import media_names, over_frames, over_series, over_sound
-    from mmattn.inspect.plots import plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
+    from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
     from mmattn.inspect.recording import record
     from mmattn.inspect.rollout import roll_out
     from mmattn.inspect.trace import Trace, load_traces, save_traces

@@ -62,18 +62,17 @@ def attention_figures(weights: Tensor, allowed: Tensor) -> AttentionFigures:
 
 
 @contextmanager
-def figures_by_layer(model: AdaptedModel, name: str) -> Iterator[dict[int, AttentionFigures]]:
-    """Inside the block, the figures of one adapter in the last call, by host layer; weights are not stored.
+def figures_by_call(model: AdaptedModel) -> Iterator[dict[tuple[str, int], list[AttentionFigures]]]:
+    """Inside the block, the figures of each call by adapter and host layer; weights are not stored.
 
     Args:
         model: the adapted model.
-        name: of the adapter.
     """
-    figures: dict[int, AttentionFigures] = {}
+    figures: dict[tuple[str, int], list[AttentionFigures]] = {}
     hooks = [
-        attention.register_forward_hook(_FiguresHook(figures, layer), with_kwargs=True)
-        for (owner, layer), attention in model.attentions().items()
-        if owner == name
+        attention.register_forward_hook(_FiguresHook(figures, place), with_kwargs=True)
+        for place, attention in model.attentions().items()
+        if place[0] in model.adapters
     ]
     try:
         yield figures
@@ -85,8 +84,8 @@ def figures_by_layer(model: AdaptedModel, name: str) -> Iterator[dict[int, Atten
 class _FiguresHook:
     """A forward hook of one attention module."""
 
-    def __init__(self, figures: dict[int, AttentionFigures], layer: int) -> None:
-        self.figures, self.layer = figures, layer
+    def __init__(self, figures: dict[tuple[str, int], list[AttentionFigures]], place: tuple[str, int]) -> None:
+        self.figures, self.place = figures, place
 
     def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         _, weights = attention.forward(*args, **{**kwargs, "return_weights": True})
@@ -97,7 +96,7 @@ class _FiguresHook:
             allowed = allowed & mask[:, None, None].to(weights.device)
         if kwargs.get("attention_mask") is not None:
             allowed = allowed & kwargs["attention_mask"].to(weights.device)
-        self.figures[self.layer] = attention_figures(weights.float(), allowed)
+        self.figures.setdefault(self.place, []).append(attention_figures(weights.float(), allowed))
 
 
 @dataclass(frozen=True, eq=False)

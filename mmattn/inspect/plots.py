@@ -1,9 +1,9 @@
-"""Plots with matplotlib, as PNG, SVG or PDF: attention weights over pictures, as maps or surfaces; masks; positions."""
+"""Plots with matplotlib, as PNG, SVG or PDF: attention weights over pictures, as maps or surfaces; masks; metrics."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,34 @@ def plot_positions(vectors: Tensor, path: File) -> Path:
         largest = float(values.abs().max()) or 1.0
         figure.colorbar(axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto"))
         axes.set(xlabel=across, ylabel="position", title=("vectors", "cosine similarity")[number])
+    return _saved(figure, path)
+
+
+def plot_curves(curves: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], path: File) -> Path:
+    """Plot metrics over steps: a panel for each, a colour for each run, a line for each of its seeds.
+
+    Args:
+        curves: by metric and name of the run the values by step, of each seed.
+        path: the file to write.
+
+    Raises:
+        ConfigError: there are none.
+        MissingExtraError: there is no matplotlib.
+    """
+    if not curves:
+        raise ConfigError("there is no metric to plot")
+    figure = _figure(7, 3.4 * len(curves))
+    names = list(dict.fromkeys(name for named in curves.values() for name in named))
+    for number, (metric, named) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(len(curves), 1, number)
+        for name, seeds in named.items():
+            for values in seeds:
+                points = sorted(values.items())
+                label = _literal(name) if values is seeds[0] else None
+                axes.plot(*zip(*points, strict=True), color=f"C{names.index(name) % 10}", label=label, linewidth=1.2)
+        axes.set(xlabel="step", ylabel=metric)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
     return _saved(figure, path)
 
 

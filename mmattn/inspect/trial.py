@@ -14,7 +14,7 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import is_reading_memory
 from mmattn.hosts.eval_mode import in_eval_mode
-from mmattn.inspect.attention_figures import AttentionFigures, figures_by_layer
+from mmattn.inspect.attention_figures import AttentionFigures, figures_by_call
 from mmattn.inspect.memory_variants import padded, shuffled
 
 # By dtype, the least and the most that two ways to compute the same may differ by; between them, a hundredth of the
@@ -135,11 +135,11 @@ class Trial:
         None where there are no weights, or the host's attention does not give them.
         """
         try:
-            with figures_by_layer(self.model, self.name) as figures:
+            with figures_by_call(self.model) as figures:
                 self.run(padded(self.memory, 0.0))
         except ConditionError:
             return {}
-        return figures
+        return {layer: calls[-1] for (owner, layer), calls in figures.items() if owner == self.name}
 
     def first_tokens(self) -> Tensor | None:
         """The first token that may attend to each slot (b, m), the length of the text for none; None where all may."""

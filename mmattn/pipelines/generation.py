@@ -61,13 +61,33 @@ def generate_texts(
         TextError: a prompt that the model cannot read.
     """
     texts: list[str] = []
-    rows, device = prompt_rows(tokenizer, prompts), next(model.parameters()).device
+    rows = prompt_rows(tokenizer, prompts)
     for start in range(0, len(rows), batch_size):
-        ids, mask = left_padded(tokenizer, rows[start : start + batch_size], device)
-        given = arguments(model, tokenizer, ids, mask, options)
-        made = model.generate(**given, memory=memory[slice(start, start + len(ids))])
-        texts += tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)
+        part = rows[start : start + batch_size]
+        texts += generate_rows(model, tokenizer, part, memory[slice(start, start + len(part))], options=options)
     return [text.strip() for text in texts]
+
+
+@torch.no_grad()
+def generate_rows(
+    model: Any, tokenizer: Any, rows: Sequence[Sequence[int]], memory: Memory | None, *, options: Mapping[str, Any]
+) -> list[str]:
+    """What a model writes after each prompt of one batch.
+
+    Args:
+        model: the adapted model.
+        tokenizer: of its host.
+        rows: ids of each prompt.
+        memory: of as many rows; None for none.
+        options: arguments of `generate`.
+
+    Raises:
+        TextError: a prompt that the model cannot read.
+    """
+    ids, mask = left_padded(tokenizer, rows, next(model.parameters()).device)
+    given = arguments(model, tokenizer, ids, mask, options)
+    made = model.generate(**given, **({} if memory is None else {"memory": memory}))
+    return list(tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True))
 
 
 def stream_text(

@@ -96,8 +96,9 @@ class ImagePipeline(Pipeline):
         self, config: PipelineConfig, model: Any, tokenizer: Any, folder: Path, fingerprint: str | None
     ) -> None:
         super().__init__(config, model, tokenizer, folder)
-        self.encoder: Any = load_image_encoder(resolve(config.encoder.name, folder), self.device)
-        check_encoder(self.encoder, config.encoder.name, folder, fingerprint)
+        named = config.encoder
+        self.encoder: Any = load_image_encoder(resolve(named.name, folder), self.device, pooled=named.pooled)
+        check_encoder(self.encoder, named.name, folder, fingerprint)
 
 
 class IndexPipeline(Pipeline):

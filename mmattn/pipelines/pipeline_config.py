@@ -62,10 +62,12 @@ class EncoderReference(_Strict):
         name: of images "torchvision:NAME[:WEIGHTS]", a folder of open_clip, "NAME:TAG" of open_clip, or the file of a
             `StyleEncoder`; of texts any encoder of Hugging Face, or the file of a `HybridEncoder`.
         pooling: of texts, as in `TextEncoder`.
+        pooled: of images, one slot for each.
     """
 
     name: str
     pooling: str | None = None
+    pooled: bool = False
 
     @classmethod
     def of(cls, name: str, **fields: Any) -> EncoderReference:
@@ -156,7 +158,10 @@ class PipelineConfig(_Strict):
                 f"{folder} has no adapter_config.json, so there is no adapter that this could describe: call "
                 "save_adapter first"
             )
-        write_json(folder / FILE, {"format": FORMAT, "format_version": FORMAT_VERSION, **self.model_dump(mode="json")})
+        content = self.model_dump(mode="json")
+        if not self.encoder.pooled:  # so that what knows no such field reads all others
+            del content["encoder"]["pooled"]
+        write_json(folder / FILE, {"format": FORMAT, "format_version": FORMAT_VERSION, **content})
         replace_card(folder, self.card)
 
     @classmethod

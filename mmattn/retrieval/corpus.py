@@ -39,6 +39,7 @@ from mmattn.retrieval.corpus_shards import (
     shard_name,
     write_description,
 )
+from mmattn.retrieval.ray_workers import run_on_ray
 from mmattn.storage.atomic import replacing
 from mmattn.storage.fingerprints import file_fingerprint
 
@@ -134,7 +135,8 @@ def embed_corpus(
         todo = [number for number in todo if number % world == rank]
     with counted(sum(job.stretches[number].count for number in todo), "embedding lines", progress) as advance:
         if executor == "ray":
-            _on_ray(job, todo, advance)
+            on = getattr(encoder, "device", torch.device("cpu"))
+            run_on_ray(job.make, todo, on, lambda number: advance(job.stretches[number].count))
         else:
             for number in todo:
                 job.make(number, advance)
@@ -214,38 +216,6 @@ class _Job:
             return None
         kept = (found.metadata or {}).get(b"plan", b"")
         return int(found.num_rows) if kept == self.plan.encode() else None
-
-
-class _Worker:
-    """One actor of Ray: holds the encoder, makes shards."""
-
-    def __init__(self, job: _Job) -> None:
-        self.job = job
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        for number in batch["item"]:
-            self.job.make(int(number))
-        return batch
-
-
-def _on_ray(job: _Job, todo: list[int], advance: Callable[[int], None]) -> None:
-    ray = import_extra("ray", "scale")
-    data = import_extra("ray.data", "scale")
-    if not todo:
-        return
-    on_gpu = getattr(job.encoder, "device", torch.device("cpu")).type == "cuda"
-    if not ray.is_initialized():
-        ray.init()
-    workers = max(1, int(ray.cluster_resources().get("GPU" if on_gpu else "CPU", 1)))
-    made = data.from_items(todo, override_num_blocks=len(todo)).map_batches(
-        _Worker,
-        fn_constructor_args=(job,),
-        batch_size=1,
-        compute=data.ActorPoolStrategy(min_size=1, max_size=min(workers, len(todo))),
-        num_gpus=1 if on_gpu else 0,
-    )
-    for batch in made.iter_batches(batch_size=1):
-        advance(sum(job.stretches[int(number)].count for number in batch["item"]))
 
 
 def _refuse_other(folder: Path, begun: dict[str, Any], plan: dict[str, Any]) -> None:

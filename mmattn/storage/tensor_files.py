@@ -22,30 +22,20 @@ from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, check_int
 from mmattn.storage.atomic import Path, replacing
-from mmattn.storage.file_kinds import describe_start, open_regular
-from mmattn.storage.json_files import dump_json, parse_json
+from mmattn.storage.file_kinds import open_regular
+from mmattn.storage.json_files import dump_json
+from mmattn.storage.tensor_layout import (
+    DTYPES,
+    EMPTY_HASH,
+    MAX_HEADER,
+    NAMES,
+    PREFIX,
+    ReadRange,
+    TensorPlace,
+    read_layout,
+)
 
-MAX_HEADER = 16 << 20
 CHUNK = 8 << 20
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-_EMPTY_HASH = "0" * 64
-_PREFIX = b'{"__metadata__":{"header_sha256":"'
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
@@ -77,11 +67,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     version = check_int("format_version", metadata.get("format_version", 1))
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     info = {
-        "header_sha256": _EMPTY_HASH,
+        "header_sha256": EMPTY_HASH,
         "format": metadata["format"],
         "format_version": str(version),
         "metadata": dump_json("the metadata of a tensor file", dict(metadata), MAX_HEADER).decode(),
-        "sha256": dict.fromkeys(order, _EMPTY_HASH),
+        "sha256": dict.fromkeys(order, EMPTY_HASH),
     }
     header: dict[str, Any] = {"__metadata__": info}
     end = 0
@@ -113,7 +103,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         raw = encode()
         own_hash = hashlib.sha256(raw).hexdigest().encode()
         file.seek(8)
-        file.write(_PREFIX + own_hash + raw[len(_PREFIX) + 64 :])
+        file.write(PREFIX + own_hash + raw[len(PREFIX) + 64 :])
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -133,96 +123,6 @@ def _check_writable(name: object, tensor: object) -> None:
         raise ConfigError(f"{name!r} has dtype {tensor.dtype}, which cannot be saved; convert it to one of {[*DTYPES]}")
 
 
-def _header(path: Path, file: IO[bytes], size: int, max_header: int) -> tuple[dict[str, Any], int]:
-    """The checked header and where the values begin."""
-    start = file.read(512)
-    if len(start) < 9 or start[8:9] != b"{":
-        raise AdapterFileError(f"cannot read {str(path)!r} as tensors: it looks like {describe_start(start, size)}")
-    length = int.from_bytes(start[:8], "little")
-    if length > size - 8:
-        raise AdapterFileError(f"cannot read {str(path)!r}: it looks like {describe_start(start, size)}")
-    if length > max_header:
-        raise AdapterFileError(
-            f"cannot read {str(path)!r}: its header has {length:,} bytes; at most {max_header:,} are read"
-        )
-    file.seek(8)
-    raw = file.read(length)
-    if not raw.startswith(_PREFIX):
-        raise AdapterFileError(
-            f"cannot read {str(path)!r}: it is a safetensors file that mmattn did not write, or its header was changed"
-        )
-    own_hash = raw[len(_PREFIX) : len(_PREFIX) + 64]
-    blank = _PREFIX + _EMPTY_HASH.encode() + raw[len(_PREFIX) + 64 :]
-    if hashlib.sha256(blank).hexdigest().encode() != own_hash:
-        raise AdapterFileError(
-            f"cannot read {str(path)!r}: its header was changed after it was written (wrong checksum)"
-        )
-    header = parse_json(f"the header of {str(path)!r}", raw, max_header)
-    return header, 8 + length
-
-
-def _entries(path: Path, header: dict[str, Any], room: int) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Dtype, shape and place of each tensor, in the order they stand in the file, which they fill exactly."""
-    found = {}
-    for name, entry in header.items():
-        problem = None
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            problem = "not a dtype, a shape and offsets"
-        elif not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-            problem = f"of unknown dtype {str(entry['dtype'])[:40]!r}"
-        elif not (_are_sizes(entry["shape"]) and _are_sizes(entry["data_offsets"]) and len(entry["data_offsets"]) == 2):
-            problem = "given sizes that are no counts"
-        if problem:
-            raise AdapterFileError(f"cannot read {str(path)!r}: the tensor {name[:200]!r} is {problem}")
-        dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-        # A huge size beside a zero fills no bytes, and still overflows the strides.
-        if math.prod(shape) * dtype.itemsize != end - start or math.prod(max(size, 1) for size in shape) >= 1 << 60:
-            raise AdapterFileError(
-                f"cannot read {str(path)!r}: the tensor {name[:200]!r} of shape {list(shape)} does not fill its "
-                f"{end - start:,} bytes"
-            )
-        found[name] = (dtype, shape, start, end)
-    found = dict(sorted(found.items(), key=lambda item: item[1][2:]))
-    place = 0
-    for name, (_, _, start, end) in found.items():
-        if start != place:
-            raise AdapterFileError(
-                f"cannot read {str(path)!r}: the tensor {name[:200]!r} overlaps another, or leaves a gap"
-            )
-        place = end
-    if place != room:
-        what = "truncated" if place > room else "followed by bytes that belong to nothing"
-        raise AdapterFileError(
-            f"cannot read {str(path)!r}: it is {what} ({room:,} bytes of values, expected {place:,})"
-        )
-    return found
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= 32 and all(type(n) is int and 0 <= n < 1 << 60 for n in value)
-
-
-def _metadata(
-    path: Path, info: object, names: set[str], expect: str, limit: int
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The metadata object and the checksums by name."""
-    fields = ("header_sha256", "format", "format_version", "metadata", "sha256")
-    if not isinstance(info, dict) or set(info) != set(fields) or not all(isinstance(info[key], str) for key in fields):
-        raise AdapterFileError(f"cannot read {str(path)!r}: its header lacks one of {', '.join(fields)}, or has more")
-    if info["format"] != expect:
-        raise AdapterFileError(f"{str(path)!r} holds {info['format'][:80]!r}, and {expect!r} was asked for")
-    metadata = parse_json(f"the metadata of {str(path)!r}", info["metadata"].encode(), limit)
-    hashes = parse_json(f"the checksums of {str(path)!r}", info["sha256"].encode(), limit)
-    if not isinstance(metadata, dict) or metadata.get("format") != expect:
-        raise AdapterFileError(f"cannot read {str(path)!r}: its metadata and its header name different formats")
-    version = metadata.get("format_version", 1)
-    if type(version) is not int or str(version) != info["format_version"]:
-        raise AdapterFileError(f"cannot read {str(path)!r}: its metadata and its header name different versions")
-    if not isinstance(hashes, dict) or set(hashes) != names:
-        raise AdapterFileError(f"cannot read {str(path)!r}: its checksums are not those of its tensors")
-    return metadata, hashes
-
-
 def read_header(
     path: Path, expect_format: str, max_header: int = MAX_HEADER
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Any]]:
@@ -237,11 +137,8 @@ def read_header(
         AdapterFileError: the file is torn, of another format or something else, or its header was changed.
     """
     with open_regular(path) as (file, size):
-        header, place = _header(path, file, size, max_header)
-        info = header.pop("__metadata__")
-        entries = _entries(path, header, size - place)
-        metadata, _ = _metadata(path, info, set(entries), expect_format, max_header)
-    return {name: (shape, dtype) for name, (dtype, shape, _, _) in entries.items()}, metadata
+        layout = read_layout(path, _ranges(file), size, expect_format, max_header)
+    return {name: (place.shape, place.dtype) for name, place in layout.places.items()}, layout.metadata
 
 
 def read_tensors(
@@ -263,30 +160,52 @@ def read_tensors(
     """
     tensors = {}
     with open_regular(path) as (file, size):
-        header, place = _header(path, file, size, max_header)
-        info = header.pop("__metadata__")
-        entries = _entries(path, header, size - place)
-        metadata, hashes = _metadata(path, info, set(entries), expect_format, max_header)
+        layout = read_layout(path, _ranges(file), size, expect_format, max_header)
         whole = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if mapped else None
-        for name, (dtype, shape, start, end) in entries.items():
-            if whole is None or (place + start) % dtype.itemsize or start == end:
-                values = torch.empty(end - start, dtype=torch.uint8)
-                file.seek(place + start)
-                if file.readinto(values.numpy().data) != end - start:  # type: ignore[attr-defined]
+        for name, place in layout.places.items():
+            count = place.end - place.start
+            if whole is None or place.start % place.dtype.itemsize or not count:
+                values = torch.empty(count, dtype=torch.uint8)
+                file.seek(place.start)
+                if file.readinto(values.numpy().data) != count:  # type: ignore[attr-defined]
                     raise AdapterFileError(f"cannot read {str(path)!r}: it became shorter while it was read")
             else:
-                values = torch.frombuffer(whole, dtype=torch.uint8, count=end - start, offset=place + start)
-            if hashlib.sha256(values.numpy().data).hexdigest() != hashes[name]:
-                raise AdapterFileError(
-                    f"cannot read {str(path)!r}: the values of {name!r} were changed after they were written "
-                    "(wrong checksum). Fetch the file again"
-                )
-            if dtype == torch.bool and values.numel() and int(values.max()) > 1:
-                raise AdapterFileError(f"cannot read {str(path)!r}: the tensor {name!r} is bool and holds other bytes")
-            tensors[name] = values.view(dtype).view(shape)
+                values = torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=place.start)
+            tensors[name] = as_tensor(path, name, place, values)
             if check_finite:
                 check_values(name, tensors[name])
-    return tensors, metadata
+    return tensors, layout.metadata
+
+
+def as_tensor(path: Path, name: str, place: TensorPlace, values: Tensor, *, check_sha256: bool = True) -> Tensor:
+    """A tensor from its bytes, checked.
+
+    Args:
+        path: of the file, in messages.
+        name: of the tensor.
+        place: of the tensor in the file.
+        values: (n,) uint8, its bytes.
+        check_sha256: compare their checksum.
+
+    Raises:
+        AdapterFileError: the bytes are not those that were written.
+    """
+    if check_sha256 and hashlib.sha256(values.numpy().data).hexdigest() != place.sha256:
+        raise AdapterFileError(
+            f"cannot read {str(path)!r}: the values of {name!r} were changed after they were written "
+            "(wrong checksum). Fetch the file again"
+        )
+    if place.dtype == torch.bool and values.numel() and int(values.max()) > 1:
+        raise AdapterFileError(f"cannot read {str(path)!r}: the tensor {name!r} is bool and holds other bytes")
+    return values.view(place.dtype).view(place.shape)
+
+
+def _ranges(file: IO[bytes]) -> ReadRange:
+    def read(start: int, end: int) -> bytes:
+        file.seek(start)
+        return file.read(end - start)
+
+    return read
 
 
 def check_values(name: str, tensor: Tensor) -> None:

@@ -10,6 +10,8 @@ from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
 from mmattn.training.collator import RowCollator
+from mmattn.training.comparison import compare_runs, curves_of
+from mmattn.training.contents import memory_kinds
 from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
@@ -17,19 +19,30 @@ from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
 from mmattn.training.memory_collator import MemoryCollator
-from mmattn.training.metrics import Metrics
+from mmattn.training.memory_store.batches import StoreBatches
+from mmattn.training.memory_store.encoding import encode_rows
+from mmattn.training.memory_store.memories import StoreMemories
+from mmattn.training.memory_store.store import MemoryStore
+from mmattn.training.memory_warning import memory_warning
+from mmattn.training.metrics import Metrics, read_metrics
+from mmattn.training.metrics_log import MetricsLog
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
 from mmattn.training.packing import pack
 from mmattn.training.processes import shard_host
-from mmattn.training.row_datasets import DatasetRows, StreamRows, held_out_split, read_rows, split_rows
+from mmattn.training.row_datasets import DatasetRows, StreamRows
 from mmattn.training.row_files import FileRows, read_lines
 from mmattn.training.row_folders import read_folder
 from mmattn.training.row_memories import RowMemories
+from mmattn.training.row_sources import read_rows
+from mmattn.training.row_splits import held_out_split, split_rows
 from mmattn.training.rows import Row, make_row
 from mmattn.training.run_folder import RunFolder, markdown_table
 from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+from mmattn.training.saved_runs import SavedRun, read_run, read_seeds
 from mmattn.training.seed_tables import mean_and_spread, spread_table
+from mmattn.training.shuffled_memories import ShuffledMemories, shuffle_memories
 from mmattn.training.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
+from mmattn.training.trackers import log_to_trackers, report_to_trackers
 from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult
 
 __all__ = [
@@ -43,13 +56,19 @@ __all__ = [
     "LengthGroupedSampler",
     "Loss",
     "MemoryCollator",
+    "MemoryStore",
     "Metrics",
+    "MetricsLog",
     "PairSampler",
     "Row",
     "RowBatches",
     "RowCollator",
     "RowMemories",
     "RunFolder",
+    "SavedRun",
+    "ShuffledMemories",
+    "StoreBatches",
+    "StoreMemories",
     "StreamRows",
     "TextBatch",
     "TrainingConfig",
@@ -60,8 +79,11 @@ __all__ = [
     "cached_hidden_states",
     "check_prompt",
     "collate",
+    "compare_runs",
+    "curves_of",
     "derive_seed",
     "dry_run",
+    "encode_rows",
     "encode_texts",
     "end_training",
     "gradient_checkpointing",
@@ -69,6 +91,7 @@ __all__ = [
     "last_step",
     "learning_rate_factor",
     "load_lora",
+    "log_to_trackers",
     "make_accelerator",
     "make_row",
     "markdown_table",
@@ -76,14 +99,21 @@ __all__ = [
     "mean_and_spread",
     "mean_loss",
     "mean_nats",
+    "memory_kinds",
+    "memory_warning",
     "pack",
     "parameter_groups",
     "perplexity",
     "ranks_for",
     "read_folder",
     "read_lines",
+    "read_metrics",
     "read_rows",
+    "read_run",
+    "read_seeds",
+    "report_to_trackers",
     "shard_host",
+    "shuffle_memories",
     "split_rows",
     "spread_table",
     "sum_nats",

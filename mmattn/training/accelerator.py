@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from mmattn.errors import ConfigError, check_choice, import_extra
+from mmattn.training.trackers import start_trackers
 
 
 def make_accelerator(
@@ -17,14 +19,19 @@ def make_accelerator(
     mixed_precision: str = "no",
     device: str = "auto",
     trackers: tuple[str, ...] = (),
+    settings: Mapping[str, Any] | None = None,
+    resumed_step: int = 0,
 ) -> Any:
     """The `accelerate.Accelerator` of this process: one of many under torchrun, alone otherwise.
 
     Args:
-        folder: where trackers write.
+        folder: of the run, where trackers write.
         mixed_precision: "no", "bf16" or "fp16".
         device: "auto", or "cpu" whatever else there is.
-        trackers: those of accelerate besides the metrics, which are always written: "tensorboard", …
+        trackers: those of accelerate besides the metrics, which are always written: "tensorboard", "wandb", "mlflow", …
+        settings: of the run, which the trackers show.
+        resumed_step: of the checkpoint from which the run is resumed, so that trackers go on with the run they have; 0
+            begins anew.
 
     Raises:
         ConfigError: a precision this device does not have, a tracker that is not installed, or several processes that
@@ -55,15 +62,21 @@ def make_accelerator(
         raise ConfigError(
             f"mixed_precision={mixed_precision} does not exist on {made.device.type}: use bf16 there, or no"
         )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != made.num_processes:
-        raise ConfigError(
-            f"{launched} processes were launched and this one knows of {made.num_processes}: each would train alone. "
-            "Launch with torchrun --nproc-per-node N -m mmattn train CONFIG"
-        )
+    _check_launched(made, "train CONFIG")
     if trackers:
-        made.init_trackers("tensorboard" if trackers == ("tensorboard",) else "mmattn")
+        start_trackers(made, folder, settings, resumed_step)
     return made
+
+
+def process_state() -> Any:
+    """The `accelerate.PartialState` of this process: which of how many it is, and how it waits for the others.
+
+    Raises:
+        ConfigError: several processes that would not know of each other.
+    """
+    state = import_extra("accelerate", "train").PartialState(cpu=not torch.accelerator.is_available())
+    _check_launched(state, "encode SOURCE -o STORE")
+    return state
 
 
 def end_training(accelerator: Any) -> None:
@@ -72,6 +85,15 @@ def end_training(accelerator: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     accelerator.end_training()
+
+
+def _check_launched(state: Any, command: str) -> None:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != state.num_processes:
+        raise ConfigError(
+            f"{launched} processes were launched and this one knows of {state.num_processes}: each would work alone. "
+            f"Launch with torchrun --nproc-per-node N -m mmattn {command}"
+        )
 
 
 def _forget_last(accelerate: Any) -> None:

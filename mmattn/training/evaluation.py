@@ -1,4 +1,4 @@
-"""The mean loss over held-out rows, shared between processes."""
+"""The loss of held-out rows, shared between processes: their mean, and what their own memories save."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
@@ -16,8 +17,10 @@ from mmattn.training.rows import Row
 from mmattn.training.sampling import derive_seed, split_between_processes
 from mmattn.training.training_config import Collate, Loss
 
+GROUPS = 8
+"""Batches that held-out rows make at least where there are so many: the spread between them is the noise of a loss."""
 
-@torch.no_grad()
+
 def mean_loss(
     model: Any,
     loss: Loss,
@@ -41,22 +44,87 @@ def mean_loss(
         seed: of the loss's own noise, the same every time.
         collate: as in `train`.
     """
+    processes = Processes.of(model, accelerator)
+    size = max(1, batch_size // (gradient_accumulation_steps * processes.count))
+    return _mean(_batch_losses(model, loss, rows, size, processes, seed, collate))
+
+
+def evaluate(
+    model: Any,
+    loss: Loss,
+    rows: Sequence[Row],
+    shuffled_rows: Sequence[Row],
+    batch_size: int,
+    accelerator: Any,
+    gradient_accumulation_steps: int = 1,
+    seed: int = 0,
+    *,
+    collate: Collate | None = None,
+) -> dict[str, float]:
+    """`mean_loss` of rows as "eval_loss", and beside it what `shuffled_rows` say of how much their memories are worth.
+
+    "eval_loss_shuffled" is the loss of the same rows with other rows' memories, and "memory_gain_stderr" the standard
+    error of the difference of the two, from its spread between batches (paired, as in arXiv 2411.00640).
+
+    Args:
+        model: as in `mean_loss`.
+        loss: as in `mean_loss`.
+        rows: held-out rows.
+        shuffled_rows: see `shuffle_memories`; empty for the loss alone.
+        batch_size: as in `mean_loss`.
+        accelerator: as in `mean_loss`.
+        gradient_accumulation_steps: as in `mean_loss`.
+        seed: as in `mean_loss`.
+        collate: as in `mean_loss`.
+    """
+    processes = Processes.of(model, accelerator)
+    size = max(1, batch_size // (gradient_accumulation_steps * processes.count))
+    if len(shuffled_rows):
+        size = min(size, math.ceil(len(rows) / (GROUPS * processes.count)))
+    own = _batch_losses(model, loss, rows, size, processes, seed, collate)
+    found = {"eval_loss": _mean(own)}
+    if len(shuffled_rows):
+        other = _batch_losses(model, loss, shuffled_rows, size, processes, seed, collate)
+        found |= {"eval_loss_shuffled": _mean(other), "memory_gain_stderr": _stderr(own, other)}
+    return found
+
+
+@torch.no_grad()
+def _batch_losses(
+    model: Any, loss: Loss, rows: Sequence[Row], size: int, processes: Processes, seed: int, collate: Collate | None
+) -> Tensor:
+    """Sum of the losses and number of the targets (batches, 2) of each batch of all processes."""
     was_training = model.training
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
     seeded = [(rows[i], derive_seed(seed, "held out", i)) for i in range(len(rows))]
-    processes = Processes.of(model, accelerator)
+    accelerator = processes.accelerator
     (own,) = split_between_processes(seeded, processes.index, processes.count)
-    size = max(1, batch_size // (gradient_accumulation_steps * processes.count))
-    longest = math.ceil(len(rows) / processes.count) if shards(model) else len(own)
-    for start in range(0, longest, size):
+    longest = math.ceil(len(rows) / processes.count)
+    sums = torch.zeros(processes.count, math.ceil(longest / size), 2, dtype=torch.float64)
+    for number, start in enumerate(range(0, longest if shards(model) else len(own), size)):
         part = own[start : start + size]
         given, seeds = zip(*(part or seeded[:1]), strict=True)
         batch = list(given) if collate is None else on_device(collate(given, seeds), accelerator.device)
         with accelerator.autocast(), stored(model):
             total, count = loss(batch, seeds)
         if part:
-            sums += torch.tensor([float(total), count], dtype=torch.float64)
+            sums[processes.index, number] = torch.tensor([float(total), count], dtype=torch.float64)
     model.train(was_training)
-    losses, targets = processes.sum(sums)
-    return losses / max(1.0, targets)
+    return torch.tensor(processes.sum(sums), dtype=torch.float64).flatten(0, 1)
+
+
+def _mean(sums: Tensor) -> float:
+    losses, targets = sums.sum(0).tolist()
+    return float(losses / max(1.0, targets))
+
+
+def _stderr(own: Tensor, other: Tensor) -> float:
+    """The standard error of the difference of the means of two losses over the same batches; nan of fewer than two."""
+    targets = own[:, 1]
+    batches = int((targets > 0).sum())
+    if batches < 2:
+        return math.nan
+    differences = other[:, 0] - own[:, 0]
+    # A batch with more targets weighs more: the error of a ratio of two sums.
+    residuals = differences - targets * differences.sum() / targets.sum()
+    return float((residuals.square().sum() * batches / (batches - 1)).sqrt() / targets.sum())

@@ -6,7 +6,6 @@ runs with other settings, and other processes, read the same files.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 from collections.abc import Iterable, Sequence
@@ -16,11 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders import load_image
-from mmattn.errors import ConfigError, ImageError, ShapeError, check_int
+from mmattn.errors import ConfigError, ShapeError, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
-from mmattn.storage.fingerprints import file_fingerprint
+from mmattn.training.contents import (
+    content_sha256,
+    encode_parts,
+    encoded_parts,
+    encoders_fingerprint,
+    given_memory,
+    why_unreadable,
+)
 from mmattn.training.rows import Row
 
 # Rows whose pictures are in memory at once while they are encoded.
@@ -69,10 +74,7 @@ class RowMemories:
     @property
     def fingerprint(self) -> str | None:
         """What identifies the encoders; None where there are none."""
-        prints = [encoder.fingerprint for encoder in self.encoders.values() if encoder is not None]
-        if len(prints) < 2:
-            return prints[0] if prints else None
-        return hashlib.sha256(" ".join(prints).encode()).hexdigest()
+        return encoders_fingerprint([one.fingerprint for one in self.encoders.values() if one is not None])
 
     def prepare(
         self,
@@ -113,18 +115,17 @@ class RowMemories:
         """
         found: dict[int, str] = {}
         for number, row in enumerate(rows):
-            for kind, part in _parts(row):
+            for kind, part in encoded_parts(row):
                 if kind == "pictures" and not self._place(kind, part).is_file():
-                    try:
-                        load_image(part)
-                    except ImageError as error:
-                        found.setdefault(number, str(error))
+                    why = why_unreadable(part)
+                    if why is not None:
+                        found.setdefault(number, why)
         return found
 
     def _prepare(self, rows: Sequence[Row], process_index: int, num_processes: int, progress: bool, skip: bool) -> int:
         wanted: dict[Path, tuple[str, Any]] = {}
         for row in rows:
-            for kind, part in _parts(row):
+            for kind, part in encoded_parts(row):
                 wanted.setdefault(self._place(kind, part), (kind, part))
         # Shared out by name: how far another process has come must not change who does what.
         own = sorted(wanted)[process_index::num_processes]
@@ -142,20 +143,13 @@ class RowMemories:
         return Memory.stack([self._of(row) for row in rows])
 
     def _of(self, row: Row) -> Memory:
-        parts = [Memory.load(self._place(kind, part)).to(torch.float32) for kind, part in _parts(row)]
+        parts = [Memory.load(self._place(kind, part)).to(torch.float32) for kind, part in encoded_parts(row)]
         if row.memory is not None:
-            parts.append(self._given(row.memory))
+            parts.append(given_memory(row.memory))
         parts = [self._widened(part) for part in parts]
         # Segments say which picture or passage a slot is of.
         numbered = [Memory(p.tokens, p.mask, _filled(p), p.scores, check_finite=False) for p in parts]
         return Memory.cat(numbered) if numbered else Memory(torch.zeros(1, 0, self.dim))
-
-    def _given(self, memory: Any) -> Memory:
-        given = memory if isinstance(memory, Memory) else Memory.load(memory)
-        if given.batch != 1:
-            raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {given.batch}")
-        scores = None if given.scores is None else given.scores.float()
-        return Memory(given.tokens.float(), given.mask, given.segments, scores, check_finite=False)
 
     def _widened(self, memory: Memory) -> Memory:
         if memory.dim > self.dim:
@@ -172,60 +166,31 @@ class RowMemories:
         return self.folder / encoder.fingerprint[:24] / name[:2] / f"{name[:40]}.safetensors"
 
     def _print(self, kind: str, part: Any) -> str:
-        """A sha256 of the content; a file is read once in this process, unless it changes."""
-        if kind == "passages":
-            return hashlib.sha256(part.encode()).hexdigest()
-        if isinstance(part, (str, os.PathLike)):
-            about = os.stat(part)
-            key = (os.fspath(part), about.st_size, about.st_mtime_ns)
-            if key not in self._prints:
-                self._prints[key] = file_fingerprint(part)
-            return self._prints[key]
-        if isinstance(part, (bytes, bytearray)):
-            return hashlib.sha256(part).hexdigest()
-        if isinstance(part, Tensor):
-            part = part.detach().cpu().numpy()
-        if not hasattr(part, "tobytes"):
-            raise ConfigError(f"a picture must be a path, bytes, a PIL image or an array, got {type(part).__name__}")
-        palette = part.getpalette() if getattr(part, "mode", "") == "P" else None
-        about_it = (getattr(part, "mode", None), getattr(part, "size", None), getattr(part, "shape", None), palette)
-        return hashlib.sha256(repr(about_it).encode() + part.tobytes()).hexdigest()
+        """The sha256 of the content; a file is read once in this process, unless it changes."""
+        if kind == "passages" or not isinstance(part, (str, os.PathLike)):
+            return content_sha256(kind, part)
+        about = os.stat(part)
+        key = (os.fspath(part), about.st_size, about.st_mtime_ns)
+        if key not in self._prints:
+            self._prints[key] = content_sha256(kind, part)
+        return self._prints[key]
 
     def _encode(self, kind: str, missing: dict[Path, Any], progress: bool, skip_broken: bool) -> None:
         places = list(missing)
         for start in batches(len(places), self.batch_size, f"encoding {kind}", progress and bool(places)):
-            part = places[start : start + self.batch_size]
-            try:
-                encoded: Memory = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
-            except ImageError:
-                whole = [place for place in part if _is_readable(missing[place])]
-                if not skip_broken or whole == part:
-                    raise
-                self.skipped += len(part) - len(whole)
-                if not whole:
+            some = places[start : start + self.batch_size]
+            encoded = encode_parts(
+                self.encoders[kind], [missing[place] for place in some], self.batch_size, skip_broken
+            )
+            for place, tokens in zip(some, encoded, strict=True):
+                if tokens is None:
+                    self.skipped += 1
                     continue
-                part = whole
-                encoded = self.encoders[kind]([missing[place] for place in part], batch_size=self.batch_size)
-            for number, place in enumerate(part):
-                row = encoded[number]
-                tokens = row.tokens if row.mask is None else row.tokens[row.mask][None]
-                half = tokens.detach().cpu().half()
+                half = tokens.half()
                 # Half precision halves the file, where it can hold the values.
-                smallest = half if bool(torch.isfinite(half).all()) else tokens.detach().cpu()
+                smallest = half if bool(torch.isfinite(half).all()) else tokens
                 place.parent.mkdir(parents=True, exist_ok=True)
-                Memory(smallest, check_finite=False).save(place)
-
-
-def _parts(row: Row) -> list[tuple[str, Any]]:
-    return [("pictures", image) for image in row.images] + [("passages", text) for text in row.passages]
-
-
-def _is_readable(image: Any) -> bool:
-    try:
-        load_image(image)
-    except ImageError:
-        return False
-    return True
+                Memory(smallest[None], check_finite=False).save(place)
 
 
 def _filled(memory: Memory) -> Tensor:

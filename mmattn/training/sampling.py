@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from mmattn.errors import ConfigError, check_int
+from mmattn.training.memory_store.store import MemoryStore
 from mmattn.training.row_datasets import DatasetRows, Rows, StreamRows
 from mmattn.training.rows import Row
 
@@ -52,7 +53,9 @@ class LengthGroupedSampler:
         size = BUCKET * self.batch_size
         blocks = [numbers[start : start + size] for start in range(0, len(numbers), size)]
         return [
-            part for block in blocks for part in _cut(block, [self.lengths[i] for i in block], self.batch_size, rng)
+            part
+            for block in blocks
+            for part in batches_by_length(block, [self.lengths[i] for i in block], self.batch_size, rng)
         ]
 
     def set_epoch(self, epoch: int) -> None:
@@ -128,6 +131,11 @@ class RowBatches:
             self.sampler = LengthGroupedSampler(text_lengths(rows), batch_size, seed)
 
     @property
+    def fingerprint(self) -> str | None:
+        """What tells the order of these rows from another one; None for a stream."""
+        return None if self.sampler is None else str(derive_seed(*self.sampler.lengths))
+
+    @property
     def batches_per_epoch(self) -> int | None:
         """Number of batches in an epoch; None for a stream."""
         return None if self.sampler is None else -(-len(self.sampler) // self.batch_size)
@@ -146,7 +154,7 @@ class RowBatches:
                 return
             rng = random.Random(f"order/{self.seed}/{number}/{block}")
             rng.shuffle(taken)
-            parts = _cut(taken, [row.text_length for row in taken], self.batch_size, rng)
+            parts = batches_by_length(taken, [row.text_length for row in taken], self.batch_size, rng)
             yield from parts[max(0, start - block * BUCKET) :]
 
 
@@ -168,7 +176,7 @@ Batches: TypeAlias = EpochBatches | Iterable[Sequence[Any]]
 
 def text_lengths(rows: Sequence[Row]) -> list[int]:
     """Length of the texts of each row, in characters."""
-    return rows.text_lengths() if isinstance(rows, DatasetRows) else [row.text_length for row in rows]
+    return rows.text_lengths() if isinstance(rows, (DatasetRows, MemoryStore)) else [row.text_length for row in rows]
 
 
 def split_between_processes(
@@ -198,8 +206,15 @@ def derive_seed(*parts: Any) -> int:
     return random.Random("/".join(map(str, parts))).getrandbits(63)
 
 
-def _cut(block: Sequence[T], lengths: Sequence[int], batch_size: int, rng: random.Random) -> list[list[T]]:
-    """Batches of like length in random order, and at the end one of the rows that are left over."""
+def batches_by_length(block: Sequence[T], lengths: Sequence[int], batch_size: int, rng: random.Random) -> list[list[T]]:
+    """Batches of like length in random order, and at the end one of the rows that are left over.
+
+    Args:
+        block: rows in random order.
+        lengths: of each row.
+        batch_size: rows of a batch.
+        rng: of the order.
+    """
     whole = len(block) // batch_size * batch_size
     ordered = [block[i] for i in sorted(range(whole), key=lambda i: lengths[i])]
     parts = [ordered[start : start + batch_size] for start in range(0, whole, batch_size)]

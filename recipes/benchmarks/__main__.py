@@ -20,6 +20,7 @@ from recipes.benchmarks import (
     core,
     decoding,
     denoising,
+    formats,
     index_memory,
     late_interaction,
     mllama,
@@ -29,6 +30,7 @@ from recipes.benchmarks import (
     requests,
     search,
     shared,
+    store,
     streaming,
     training_memory,
     ways,
@@ -44,12 +46,14 @@ PARTS = (
     "bank",
     "pages",
     "denoising",
+    "formats",
     "search",
     "index_memory",
     "late_interaction",
     "packing",
     "requests",
     "shared",
+    "store",
     "streaming",
     "training",
     "ways",
@@ -84,6 +88,7 @@ def main() -> None:
         "bank": lambda: print_bank(dtypes, asked.quick),
         "pages": lambda: print_pages(dtypes, asked.quick),
         "denoising": lambda: print_denoising(dtypes, asked.quick),
+        "formats": lambda: print_formats(asked.quick),
         "search": lambda: print_search(asked.quick),
         "index_memory": lambda: print_index_memory(asked.quick),
         "late_interaction": lambda: print_late_interaction(asked.quick),
@@ -91,6 +96,7 @@ def main() -> None:
         "requests": lambda: print_requests(asked.quick),
         "streaming": lambda: print_streaming(asked.quick),
         "shared": lambda: print_shared(dtypes, asked.quick),
+        "store": lambda: print_store(asked.quick),
         "training": lambda: print_training(asked.quick),
     }
     results = {part: runs[part]() for part in asked.parts or PARTS}
@@ -374,6 +380,20 @@ def print_training(quick: bool) -> dict[str, dict[str, float]]:
         print(f"### {setting}\n\n{table('what is trained', rows)}\n", flush=True)
         results |= {f"{setting}: {name}": row for name, row in rows.items()}
     return results
+
+
+def print_formats(quick: bool) -> dict[str, dict[str, float]]:
+    """Formats of vectors on a disk, as a share of the rate at which dd reads."""
+    rows = formats.measure(*((formats.QUICK_BLOCKS, 1) if quick else (formats.BLOCKS, 3)))
+    print(f"## Formats: 16 MB blocks of half precision vectors, cold\n\n{table('read', rows)}\n", flush=True)
+    return rows
+
+
+def print_store(quick: bool) -> dict[str, dict[str, float]]:
+    """A store, as a share of the rate at which dd reads its files."""
+    rows = store.measure(**({"count": store.QUICK_ROWS, "rounds": 1} if quick else {}))
+    print(f"## Store: rows of 16 slots of width 256, cold\n\n{table('what', rows)}\n", flush=True)
+    return rows
 
 
 def figure(value: float) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import mmattn
+from mmattn.evaluation import retrieval_scores
 from mmattn.retrieval import Hits, MultiVectorIndex, chunk
 from recipes.benchmarks.timing import interleaved, ratio
 from recipes.rag.documents import load_topics, paragraphs
@@ -95,13 +96,13 @@ def measure(task: str, count: int = QUERIES, seconds: float = 20.0) -> dict[str,
 
 
 def _recall(hits: Hits, right: Sequence[int]) -> dict[str, float]:
-    pairs = list(zip(hits.ids, right, strict=True))
-    return {f"recall@{k}": sum(row in line[:k] for line, row in pairs) / len(pairs) for k in (1, TOP)}
+    found = retrieval_scores(hits, [[row] for row in right], ["R@1", f"R@{TOP}"])
+    return {"recall@1": found["R@1"], f"recall@{TOP}": found[f"R@{TOP}"]}
 
 
 def _shared(found: Sequence[Sequence[int]], best: Sequence[Sequence[int]]) -> float:
     """Share of the best that were found."""
-    return sum(len(set(a) & set(b)) for a, b in zip(found, best, strict=True)) / sum(map(len, best))
+    return retrieval_scores(found, best, ["R@1000"])["R@1000"]
 
 
 def _by_tokens(many: MultiVectorIndex, asked: Sequence[Tensor], count: int) -> list[list[int]]:

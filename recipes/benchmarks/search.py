@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import mmattn
-from mmattn.retrieval import Hits
+from mmattn.evaluation import retrieval_scores
 from recipes.benchmarks.timing import interleaved, ratio
 
 WIDTH, TOP = 384, 10
@@ -84,7 +84,8 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
         row["mmattn exact, queries a second"] = number / statistics.median(best) * 1e3
         for name, index in indexes.items():
             if name != "flat":
-                row[f"{name} recall@10"] = recall(index.search(asked, TOP), true)
+                # The share of the true best that were found.
+                row[f"{name} recall@10"] = retrieval_scores(index.search(asked, TOP), true.tolist(), ["R@10"])["R@10"]
         rows[f"{count:,} entries, {number} quer{'ies' if number > 1 else 'y'}"] = row
     held = {f"mmattn {name}": bytes_held(index) / count for name, index in indexes.items()}
     return rows, {"faiss": faiss.serialize_index(flat).nbytes / count, **held}
@@ -104,9 +105,3 @@ def bytes_held(index: mmattn.Index) -> int:
             made = sum(value.nbytes for value in vars(structure).values() if isinstance(value, torch.Tensor))
         held += version.entries.vectors.nbytes + made
     return held
-
-
-def recall(hits: Hits, true: torch.Tensor) -> float:
-    """Share of the true best that were found."""
-    found = [len(set(line) & set(best)) / len(best) for line, best in zip(hits.ids, true.tolist(), strict=True)]
-    return sum(found) / len(found)

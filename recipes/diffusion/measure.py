@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.linalg import sqrtm
 from torch import Tensor
 
 import mmattn
 from mmattn.encoders import StyleEncoder
+from mmattn.evaluation import frechet_distance
 from mmattn.pipelines import DiffusionHost
 
 from .attributes import THRESHOLD, Subject
@@ -78,17 +78,13 @@ class Judge:
         """The measures (n, 3) as the regression sees them."""
         return torch.tensor(self.styles.predict(pixels(pictures)), dtype=torch.float32)
 
-    def values(self, pictures: Tensor) -> np.ndarray:
+    def values(self, pictures: Tensor) -> Tensor:
         """The reader's decision values (n, classes), or (n, 1) for two classes."""
-        found: np.ndarray = self.reader.decision_function(pixels(pictures))
-        return found.reshape(len(pictures), -1)
+        return torch.tensor(self.reader.decision_function(pixels(pictures))).reshape(len(pictures), -1)
 
     def frechet(self, pictures: Tensor) -> float:
         """The Fréchet distance between drawn and real pictures in the reader's decision values."""
-        made = self.values(pictures)
-        mean = self.seen.mean(0) - made.mean(0)
-        own, other = np.atleast_2d(np.cov(self.seen.T)), np.atleast_2d(np.cov(made.T))
-        return float(mean @ mean + np.trace(own + other - 2 * np.real(sqrtm(own @ other))))
+        return frechet_distance(self.seen, self.values(pictures))
 
     def credentials(self, held_out: Pictures) -> str:
         """How right the judges are about real pictures that they never saw."""

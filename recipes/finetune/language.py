@@ -81,8 +81,8 @@ class Language:
         lora = training.matched_lora(self.lm, parameters)
         return lora, lora.unload
 
-    def pipeline_config(self, results: str = "") -> pipelines.PipelineConfig:
-        """How to run the trained adapter from pictures to texts, with the table of its run."""
+    def pipeline_config(self, results: str = "", pooled: bool = False) -> pipelines.PipelineConfig:
+        """How to run the trained adapter from pictures, pooled or not, to texts, with the table of its run."""
         settings = self.settings
         given = settings.caption.model_dump()
         data = settings.data.path
@@ -94,7 +94,7 @@ class Language:
                 quantization=settings.quantise,
                 lora="../lora" if settings.lora.rank else None,
             ),
-            encoder=pipelines.EncoderReference.of(settings.encoder),
+            encoder=pipelines.EncoderReference.of(settings.encoder, pooled=pooled),
             prompt=given.pop("prompt"),
             generation=given,
             trained_on=f"{Path(data).name or data}, a part of it held out.",

@@ -1,8 +1,10 @@
-"""What a trained model attended to, for `mmattn explore`: words to patches, passages, or the example of a drawing."""
+"""What a model attends to: shares in the metrics of training, then words to patches, passages, or a drawn example."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +13,26 @@ import torch.nn.functional as F
 import mmattn
 from mmattn import inspect, training
 
+from .memories import picture_grid, shown_pictures
+
 EXPLORED = 6
 """Rows that `mmattn explore` shows, at most."""
+MEASURED = 4
+"""Held-out rows whose attention is measured during the training."""
+
+
+def adapter_metrics(
+    model: Any, host: Any, memories: Any, held_out: Sequence[training.Row], accelerator: Any, config: Any
+) -> inspect.AdapterMetrics:
+    """Gates, gradients and, as often as there are evaluations, the attention of a few held-out rows."""
+    rows = list(itertools.islice((row for row in held_out if row.has_memory), MEASURED))
+    loss, collate = host.loss(model), host.collate(memories)
+
+    def forward() -> None:
+        # One row at a time, so that no padding attends to anything.
+        training.mean_loss(model, loss, rows, 1, accelerator, collate=collate)
+
+    return inspect.AdapterMetrics(model, forward if rows else None, config.eval_steps or config.logging_steps)
 
 
 def language_traces(
@@ -37,16 +57,18 @@ def language_traces(
         memory = memories.of([row])
         words = [tokenizer.decode([one]) for one in ids]
         shown: dict[str, Any] = {"sources": _names(row, memory)}
-        grid = getattr(memories.encoders["pictures"], "grid", None)
-        if len(row.images) == 1 and grid is not None and grid[0] * grid[1] == memory.length:
-            shown = {"grid": grid, "picture": mmattn.load_image(row.images[0])}
+        grid, pictures = picture_grid(memories), row.images or shown_pictures(row)
+        # The pictures of a store may be elsewhere now.
+        there = len(pictures) == 1 and not (isinstance(pictures[0], str) and not Path(pictures[0]).is_file())
+        if there and grid is not None and grid[0] * grid[1] == memory.length:
+            shown = {"grid": grid, "picture": mmattn.load_image(pictures[0])}
         made.append(inspect.attribute(model, ids, memory, words, start=max(1, start), title=text, **shown))
     return made
 
 
 def _names(row: training.Row, memory: mmattn.Memory) -> list[str]:
     """The picture or passage of each slot, which its segment counts."""
-    pictures = [f"picture {number}" for number in range(1, len(row.images) + 1)]
+    pictures = [f"picture {number}" for number in range(1, len(row.images or shown_pictures(row)) + 1)]
     names = [*pictures, *row.passages]
     # What a saved memory holds comes after them, in segments of its own.
     return [names[one] if one < len(names) else f"memory {one - len(names) + 1}" for one in memory.segments[0].tolist()]
@@ -67,7 +89,7 @@ def unet_traces(
         seed: of the noise.
         steps: of DDIM.
     """
-    grid, made = getattr(memories.encoders["pictures"], "grid", None), []
+    grid, made = picture_grid(memories), []
     for row in rows[:EXPLORED]:
         memory = memories.of([row])
         if grid is None or len(row.images) != 1 or grid[0] * grid[1] != memory.length:

@@ -3,69 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mmattn
 from mmattn import training
+from mmattn.encoders import load_image_encoder, load_text_encoder
 from mmattn.errors import ConfigError
-from mmattn.pipelines import load_image_encoder
 from mmattn.recipes import resolve_asset
 
 from .settings import Config
 
 
-def load_texts(settings: Config, device: Any = "cpu") -> Any:
-    """The encoder of passages: the text tower of a CLIP of open_clip, or any encoder of Hugging Face."""
-    name = resolve_asset(settings.text_encoder)
-    if (Path(name) / "open_clip_config.json").is_file():
-        return mmattn.OpenCLIPTextEncoder(f"local-dir:{name}", device=device)
-    return mmattn.TextEncoder(name, pooling=settings.pooling, device=device)
-
-
 def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemories:
-    """The memories of rows, by the encoders they need.
+    """The memories of rows, by the encoders they need; of the rows of a store those that they bring.
 
     Raises:
-        ConfigError: no row has anything to be remembered.
+        ConfigError: no row has anything to be remembered, or a store of other encoders than those of the settings.
     """
-    images, passages, saved = needs(rows)
-    if not (images or passages or saved):
+    kinds = training.memory_kinds(rows)
+    if not kinds:
         raise ConfigError(
             f"no row of {settings.data.path} has a picture, a passage or a memory: there would be nothing to look at"
         )
-    eye = load_image_encoder(resolve_asset(settings.encoder), device) if images else None
-    reader = load_texts(settings, device) if passages else None
+    if isinstance(rows, training.MemoryStore):
+        check_encoders(settings, rows)
+        return training.StoreMemories(rows)
+    eye = load_image_encoder(resolve_asset(settings.encoder), device) if "pictures" in kinds else None
+    reader = None
+    if "passages" in kinds:
+        reader = load_text_encoder(resolve_asset(settings.text_encoder), settings.pooling, device)
     widths = [encoder.dim for encoder in (eye, reader) if encoder is not None]
-    if saved:
+    if "memories" in kinds:
         found = next(row.memory for row in rows if row.memory is not None)
         widths.append((found if isinstance(found, mmattn.Memory) else mmattn.Memory.load(found)).dim)
     return training.RowMemories(settings.data.cache, pictures=eye, passages=reader, dim=max(widths))
 
 
-def needs(rows: Any) -> tuple[bool, bool, bool]:
-    """Whether rows have pictures, passages and saved memories; of a dataset its columns say so."""
-    if isinstance(rows, (training.DatasetRows, training.StreamRows)):
-        named = set(rows.columns)
-        pictures = {"image", "images", "example"} & named
-        return bool(pictures), bool({"passage", "passages"} & named), "memory" in named
-    return (
-        any(row.images for row in rows),
-        any(row.passages for row in rows),
-        any(row.memory is not None for row in rows),
-    )
+def check_encoders(settings: Config, store: training.MemoryStore) -> None:
+    """Refuse a store of other encoders than those that the settings name, with which the adapter will be used.
+
+    One of the same name is not loaded.
+
+    Raises:
+        ConfigError: an encoder of another fingerprint.
+    """
+    seen, read = store.encoders.get("pictures"), store.encoders.get("passages")
+    if seen is not None and seen.name != settings.encoder:
+        loaded: Any = load_image_encoder(resolve_asset(settings.encoder), pooled=seen.pooled)
+        if loaded.fingerprint != seen.fingerprint:
+            raise ConfigError(
+                f"the pictures of {settings.data.path} were encoded by {seen.name}, and encoder={settings.encoder} is "
+                f"another: set encoder={seen.name}, or encode them anew"
+            )
+    if read is not None and (read.name, read.pooling or "none") != (settings.text_encoder, settings.pooling):
+        loaded = load_text_encoder(resolve_asset(settings.text_encoder), settings.pooling)
+        if loaded.fingerprint != read.fingerprint:
+            raise ConfigError(
+                f"the passages of {settings.data.path} were encoded by {read.name} (pooling {read.pooling}), and "
+                f"text_encoder={settings.text_encoder} pooling={settings.pooling} is another: set those, or encode "
+                "them anew"
+            )
 
 
-def exchanged(rows: Sequence[training.Row]) -> list[training.Row] | None:
-    """Each row with the memory of another one: what a shuffled memory is worth. None where fewer than two have one."""
-    having = [number for number, row in enumerate(rows) if row.has_memory]
-    if len(having) < 2:
-        return None
-    out = list(rows)
-    for place_, number in enumerate(having):
-        row, other = rows[number], rows[having[(place_ + 1) % len(having)]]
-        out[number] = training.Row(row.text, row.prompt, other.images, other.passages, other.memory, row.picture)
-    return out
+def shown_pictures(row: training.Row) -> list[str]:
+    """The files of the pictures that a row is shown, also of a row of a store, which has them no more."""
+    return [one for one in row.images or getattr(row, "sources", ()) if isinstance(one, str)]
+
+
+def picture_grid(memories: training.RowMemories) -> tuple[int, int] | None:
+    """Rows and columns of the slots of a picture; None where they have none, or nothing encodes pictures."""
+    if isinstance(memories, training.StoreMemories):
+        seen = memories.store.encoders.get("pictures")
+        return None if seen is None else seen.grid
+    return getattr(memories.encoders["pictures"], "grid", None)
 
 
 def captions_in_memory(rows: Sequence[training.Row]) -> list[training.Row]:

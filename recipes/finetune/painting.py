@@ -150,13 +150,13 @@ class Painting:
             made.append(pixels.mean(0, keepdim=True) if self.models.channels == 1 else pixels)
         return torch.stack(made)
 
-    def pipeline_config(self, results: str = "") -> pipelines.PipelineConfig:
-        """How to run the trained adapter from prompts and examples to pictures, with the table of its run."""
+    def pipeline_config(self, results: str = "", pooled: bool = False) -> pipelines.PipelineConfig:
+        """How to run the trained adapter from prompts and examples, pooled or not, to pictures, with its table."""
         settings, data = self.settings, self.settings.data.path
         return pipelines.PipelineConfig(
             task="text-to-image",
             host=pipelines.ModelReference.of(settings.unet, self.models.prompts.tokenizer),
-            encoder=pipelines.EncoderReference.of(settings.encoder),
+            encoder=pipelines.EncoderReference.of(settings.encoder, pooled=pooled),
             generation={"num_inference_steps": STEPS, "guidance_scale": 1.0},
             trained_on=f"{Path(data).name or data}, a part of it held out.",
             training={"recipe": "finetune", "seed": settings.seed, "learning_rate": settings.optim.learning_rate},

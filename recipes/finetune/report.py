@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,26 +40,42 @@ def table(lines: Sequence[Any], host: str) -> str:
     return training.markdown_table(["", *measures, "trained parameters", "seconds"], rows) + "\n\n" + "\n".join(notes)
 
 
-def plot_losses(path: Path, metrics: Path) -> None:
-    """Training and held-out loss over steps."""
+PANELS = {
+    "loss": {"loss": "training", "eval_loss": "held out", "eval_loss_shuffled": "held out, other rows' memories"},
+    "gate": "gate/",
+    "share of attention": ("memory_attention/", "null_attention/"),
+    "norm of the gradient": "gradients/",
+}
+"""Of each panel what it shows: metrics with their labels, or what the names of metrics begin with."""
+
+
+def plot_metrics(path: Path, metrics: Path) -> None:
+    """Losses, gates, attention and gradients over steps: a panel for each of which there is something."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for key, label in (("loss", "training"), ("eval_loss", "held out")):
-        seen = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        if seen:
-            axes.plot(*zip(*seen, strict=True), label=label, marker="o", markersize=3)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    if lines:
-        axes.legend()
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    lines = training.read_metrics(metrics)
+    known = list(dict.fromkeys(name for line in lines for name in line))
+    shown = {
+        title: what if isinstance(what, dict) else {name: name for name in known if name.startswith(what)}
+        for title, what in PANELS.items()
+    }
+    shown = {title: names for title, names in shown.items() if title == "loss" or names}
+    figure, axes = plt.subplots(len(shown), figsize=(7, 3.4 * len(shown)), squeeze=False, constrained_layout=True)
+    for (title, names), axis in zip(shown.items(), axes[:, 0], strict=True):
+        for name, label in names.items():
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=label, marker="o", markersize=3)
+        axis.set(xlabel="step", ylabel=title)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=7, ncols=1 + len(axis.lines) // 7)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

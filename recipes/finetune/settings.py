@@ -12,10 +12,12 @@ class Strict(BaseModel):
 
 
 class DataSettings(Strict):
-    path: str = "assets/flora"  # a .jsonl file, a folder of pictures with texts, or a dataset of Hugging Face
+    # a .jsonl file, a folder of pictures with texts, a dataset of Hugging Face, tars of webdataset, a Lance dataset, or
+    # a store that `mmattn encode` made, here or at an address
+    path: str = "assets/flora"
     split: str | None = None  # of a dataset of Hugging Face, or of folders train, val, test; "train" by default
     streaming: bool = False  # read it as it arrives; needs optim.max_steps
-    columns: dict[str, str] | None = None  # key of a row: column of the dataset; by default the same names
+    columns: dict[str, str] | None = None  # key of a row: column of the dataset, or ending in tars; by default the same
     template: str | None = None  # the text of a picture in a class folder; by default "A photo of a {label}."
     strict: bool = False  # stop at a picture or line that cannot be used, instead of leaving it out and naming it
     # never trained on: a share, or from 1 on a number of rows (a stream's first); by default the split val or test of
@@ -82,6 +84,7 @@ class OptimSettings(Strict):
 class EvalSettings(Strict):
     eval_steps: int = Field(50, ge=0)  # steps between two evaluations; 0: never
     early_stopping_patience: int = Field(0, ge=0)  # evaluations without a lower loss; 0: no early stopping
+    shuffled_memory: bool = True  # measure the loss with the memories of other rows, too: a warning if it is the same
     controls: bool = False  # no memory, shuffled memory, and a text-only LoRA of equal size, trained as long
 
 
@@ -108,7 +111,7 @@ class Config(Strict):
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token
     device: Literal["auto", "cpu"] = "auto"
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    trackers: list[str] = []  # those of accelerate, such as tensorboard, besides metrics.jsonl and metrics.csv
+    trackers: list[str] = []  # those of accelerate besides metrics.jsonl and metrics.csv: tensorboard, wandb, mlflow
     resume: bool = True  # go on from the last checkpoint in `out`; false: begin anew
     progress: bool = True
     data: DataSettings = DataSettings()

@@ -22,7 +22,7 @@ from mmattn.errors import ConfigError, TextError
 
 from . import data, looks, report
 from .language import Language, hidden_states, write_texts
-from .memories import captions_in_memory, exchanged, needs, row_memories, without
+from .memories import captions_in_memory, row_memories, shown_pictures, without
 from .painting import Painting
 from .settings import Config
 
@@ -33,20 +33,24 @@ EPOCHS, STEPS = 20, 400
 def main(config: dict[str, Any]) -> Path:
     """Run with these settings (see settings.py) and return the run's folder."""
     settings = Config.model_validate(config)
+    written = {"recipe": "finetune", **settings.model_dump()}
+    finished = training.RunFolder(settings.out).finished(written) if settings.resume else ""
     accelerator = training.make_accelerator(
         settings.out,
         mixed_precision=settings.mixed_precision,
         device=settings.device,
-        trackers=tuple(settings.trackers),
+        trackers=() if finished else tuple(settings.trackers),
+        settings=written,
+        resumed_step=training.last_step(Path(settings.out) / "checkpoints") if settings.resume else 0,
     )
     if not accelerator.is_main_process:
         # Their bars are not asked whether they may.
         transformers_said.disable_progress_bar()
-    finished = training.RunFolder(settings.out).finished({"recipe": "finetune", **settings.model_dump()})
-    if finished and settings.resume:
+    if finished:
         accelerator.print(finished)
     else:
         Run(settings, accelerator).run()
+        training.report_to_trackers(accelerator, settings.out)
     training.end_training(accelerator)
     return Path(settings.out)
 
@@ -116,10 +120,13 @@ class Run:
         if settings.captions == "memory" or unknown:
             rows = self._captions_in_memory(rows, unknown)
         memories = row_memories(settings, rows.rows, accelerator.device)
-        self.pictures_alone = needs(rows.rows) == (True, False, False)
+        self.pictures_alone = training.memory_kinds(rows.rows) == {"pictures"}
+        self.pooled = rows.store is not None and self.pictures_alone and rows.store.encoders["pictures"].pooled
         rows = data.encode(rows, memories, settings, accelerator, self.progress)
         self.held_out, self.left_out = rows.held_out, rows.left_out
-        self.batches = training.RowBatches(rows.rows, settings.optim.batch_size, settings.seed)
+        self.shuffled = training.shuffle_memories(rows.held_out)
+        order: Any = training.RowBatches if rows.store is None else training.StoreBatches
+        self.batches = order(rows.rows, settings.optim.batch_size, settings.seed)
         optim, an_epoch = settings.optim, self.batches.batches_per_epoch
         if not (optim.max_steps or optim.num_train_epochs) and an_epoch is not None and EPOCHS * an_epoch < STEPS:
             self.config = replace(self.config, max_steps=STEPS, num_train_epochs=None)
@@ -139,7 +146,7 @@ class Run:
             if settings.lora.rank:
                 self.host.host.save_pretrained(str(self.out / "lora"))
             self._save_pipeline()
-            report.plot_losses(self.out / "loss.png", self.out / "metrics.jsonl")
+            report.plot_metrics(self.out / "loss.png", self.out / "metrics.jsonl")
         if done.interrupted:
             accelerator.print(
                 f"stopped after {done.global_step} steps; the same command resumes from the last checkpoint"
@@ -154,7 +161,7 @@ class Run:
     def _save_pipeline(self, results: str = "") -> None:
         """What `mmattn.pipeline` needs of the adapter, where all its memories are of pictures."""
         if self.pictures_alone:
-            self.host.pipeline_config(results).save(self.out / "adapter")
+            self.host.pipeline_config(results, self.pooled).save(self.out / "adapter")
 
     def _captions_in_memory(self, rows: data.Data, unknown: Sequence[str]) -> data.Data:
         """Texts that the UNet's own text encoder cannot read go into the memory, read by one that knows the words."""
@@ -192,17 +199,10 @@ class Run:
         """Train, with checkpoints and metrics of this name."""
         own, encoder = name == "adapter", None if memories is None else memories.fingerprint
         checkpoints = self.out / ("checkpoints" if own else f"checkpoints_{name}")
-        metrics = None
-        if self.first:
-            step = training.last_step(checkpoints) if self.settings.resume else 0
-            metrics = training.Metrics(self.out, step, name="metrics" if own else f"metrics_{name}")
-
-        def log(**figures: Any) -> None:
-            assert metrics is not None
-            metrics.log(**figures)
-            step = figures.pop("step")
-            self.accelerator.log({f"{name}/{key}": value for key, value in figures.items()}, step=step)
-
+        named = {"name": "metrics" if own else f"metrics_{name}", "prefix": name}
+        if self.settings.host == "language":
+            named["targets"] = "tokens"
+        step = training.last_step(checkpoints) if self.settings.resume else 0
         with hidden_states(self.settings, model if own else None):
             done = training.train(
                 model,
@@ -212,10 +212,14 @@ class Run:
                 self.accelerator,
                 collate=self.host.collate(memories),
                 eval_rows=self.held_out,
+                shuffled_rows=self.shuffled if own and self.settings.eval.shuffled_memory else (),
                 folder=checkpoints,
                 identity={"encoder": encoder},
                 resume=self.settings.resume,
-                log=log,
+                log=training.MetricsLog(self.accelerator, self.out, step, **named),
+                measure=looks.adapter_metrics(model, self.host, memories, self.held_out, self.accelerator, config)
+                if own
+                else None,
                 label=name,
                 progress=self.progress,
                 save_more=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
@@ -240,9 +244,7 @@ class Run:
             tokenizer, texts = self.host.tokenizer, []
             for row in rows:
                 texts += write_texts(model, tokenizer, memories.of([row]), row.prompt, **self._length())
-            shown = [
-                ", ".join(one for one in row.images if isinstance(one, str)) or row.prompt or "row" for row in rows
-            ]
+            shown = [", ".join(shown_pictures(row)) or row.prompt or "row" for row in rows]
             lines = [f"{name}: {text}" for name, text in zip(shown, texts, strict=True)]
             if self.first:
                 self.folder.write_text("samples.txt", "\n".join(lines))
@@ -263,9 +265,9 @@ class Run:
 
         lines = [line("adapter, its own memory", self.held_out)]
         if self.settings.eval.controls:
-            others = exchanged(self.held_out)
             name = "adapter, shuffled memory"
-            lines.append(Line(name, math.nan, parameters, done.seconds) if others is None else line(name, others))
+            none = Line(name, math.nan, parameters, done.seconds)
+            lines.append(line(name, self.shuffled) if self.shuffled else none)
             lines.append(line("adapter, no memory", without(self.held_out)))
             model.unload()
             lines.insert(0, self._control(parameters))

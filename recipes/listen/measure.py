@@ -8,11 +8,15 @@ from random import Random
 from typing import Any
 
 from mmattn import training
+from mmattn.errors import import_extra
+from mmattn.evaluation import text_scores
 
-from .recogniser import Recogniser, feel, read_off, word_errors
+from .recogniser import Recogniser, feel, read_off
 from .settings import Config
 from .speech import Heard, Speech
 
+# Missed here, before anything is trained.
+import_extra("torchmetrics", "metrics")
 #: dB at which a voice counts as clean: as much noise as hardly anybody hears.
 CLEAN = 30.0
 
@@ -71,15 +75,18 @@ class Measure:
         """The word error rate, of all voices or of one."""
         speakers = self.speech.spoken.speakers
         pairs = [
-            (said, one.words)
+            (" ".join(map(str, said)), " ".join(map(str, one.words)))
             for said, one in zip(written, self.asked, strict=True)
             if voice in (None, speakers[one.speaker].voice)
         ]
-        return sum(word_errors(said, right) for said, right in pairs) / max(1, sum(len(right) for _, right in pairs))
+        said, right = zip(*pairs, strict=True)
+        return text_scores(said, right, ["wer"])["wer"]
 
     def by_voice(self, written: Sequence[Sequence[int]]) -> dict[str, float]:
         """The word error rate of each voice."""
-        return {voice: self.rate(written, voice) for voice in {one.voice: 0 for one in self.speech.spoken.speakers}}
+        speakers = self.speech.spoken.speakers
+        voices = dict.fromkeys(speakers[one.speaker].voice for one in self.asked)
+        return {voice: self.rate(written, voice) for voice in voices}
 
 
 def draw_voices(rates: dict[str, dict[str, float]], path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -207,18 +206,3 @@ def read_off(felt: Tensor) -> list[list[int]]:
 def text_loss(logits: Tensor, said: Tensor) -> Tensor:
     """The sum of the cross-entropies of what is said (b, l), -100 aside."""
     return F.cross_entropy(logits.flatten(0, 1), said.flatten(), ignore_index=-100, reduction="sum")
-
-
-def word_errors(said: Sequence[int], right: Sequence[int]) -> int:
-    """Substitutions, insertions and deletions: the Levenshtein distance of two texts.
-
-    >>> word_errors([1, 2, 3, 4], [1, 3, 5])
-    2
-    """
-    costs = [*range(len(right) + 1)]
-    for row, word in enumerate(said, start=1):
-        before, costs[0] = costs[0], row
-        for column, other in enumerate(right, start=1):
-            best = min(before + (word != other), costs[column] + 1, costs[column - 1] + 1)
-            before, costs[column] = costs[column], best
-    return costs[-1]

@@ -7,29 +7,21 @@ from typing import Any
 
 import mmattn
 from mmattn.errors import import_extra
+from mmattn.evaluation import text_scores
 
 from .pairs import Question
 from .sentences import read_sources
 from .writing import Translator
 
 # Missed here, before anything is trained.
-sacrebleu = import_extra("sacrebleu", "translate")
+import_extra("sacrebleu", "translate")
 
 
 def score(questions: Sequence[Question], written: Sequence[str]) -> dict[str, float]:
     """Share of translations that are one of the references letter for letter, chrF and BLEU over all references."""
-    longest = max(len(question.references) for question in questions)
-    # What a sentence has fewer references than another is None.
-    streams = [
-        [question.references[place] if place < len(question.references) else None for question in questions]
-        for place in range(longest)
-    ]
     exact = sum(text in question.references for question, text in zip(questions, written, strict=True))
-    return {
-        "exact": exact / len(questions),
-        "chrf": sacrebleu.corpus_chrf(list(written), streams).score,
-        "bleu": sacrebleu.corpus_bleu(list(written), streams).score,
-    }
+    references = [question.references for question in questions]
+    return {"exact": exact / len(questions), **text_scores(written, references, ["chrf", "bleu"])}
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import threading
@@ -14,6 +15,7 @@ from PIL import Image
 
 from mmattn.cli.app import main
 from mmattn.retrieval.index import Index
+from mmattn.training import MemoryStore
 from tests.cli.running import ROOT, call, interrupt_at, start
 from tests.stress.interrupts import interrupted_builds
 from tests.tiny_texts import save_encoder
@@ -80,6 +82,24 @@ def test_an_index_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "lines.txt"]
     index = Index.load(tmp_path / "index")
     assert len(index) == len(texts) and index[index.ids[10_000]].text == texts[10_000]
+
+
+@pytest.mark.slow
+def test_an_encoding_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
+    """Invariant 88."""
+    rows = [{"text": f"row {number}", "passage": f"the bluebell {number}"} for number in range(6000)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["encode", "rows.jsonl", "-o", "store", "--text-encoder", str(encoder)]
+    code, printed = interrupt_at(start(tmp_path, *words), "encoding rows 1024/6000")
+    assert code == 130 and "Traceback" not in printed and "reading contents 6000/6000" in printed, printed
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["contents", "plan.json"]
+    again = start(tmp_path, *words)
+    printed, _ = again.communicate(timeout=240)
+    assert again.returncode == 0 and "encoding rows 6000/6000" in printed, printed
+    assert "reading contents" not in printed
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["shard-000000.safetensors", "store.json"]
+    store = MemoryStore(tmp_path / "store")
+    assert len(store) == len(rows) and store[5999].text == "row 5999"
 
 
 @pytest.mark.slow

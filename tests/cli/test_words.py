@@ -13,6 +13,7 @@ import typer
 
 from mmattn.cli.app import _spelled, app
 from mmattn.cli.live import open_page
+from mmattn.encoders.named import load_image_encoder, load_text_encoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.hosts import attach_check
 from mmattn.inspect.diagnosis import diagnose
@@ -22,14 +23,20 @@ from mmattn.recipes import copy_recipe, find_recipe, read_settings
 from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.index import Index
 from mmattn.serving import Limits, make_app
+from mmattn.training import compare_runs, encode_rows, make_accelerator, read_rows
 from tests.cli.running import call
 from tests.tiny_texts import save_encoder
 
 #: What each command passes its arguments and options on to, and those that only print or only name a file.
 PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
     "live": ([open_page], set()),
-    "train": ([read_settings], {"config", "seeds"}),
+    "encode": (
+        [read_rows, encode_rows, load_image_encoder, load_text_encoder, make_accelerator],
+        {"encoder", "text_encoder"},
+    ),
+    "train": ([read_settings], {"config", "seeds", "dry_run"}),
     "schema": ([find_recipe], set()),
+    "compare": ([compare_runs], {"out"}),
     "caption": ([ImageToTextPipeline.__call__, pipeline], {"adapter"}),
     "draw": ([TextToImagePipeline.__call__, pipeline], {"adapter", "prompt", "like", "seed", "out"}),
     "ask": ([pipeline], {"adapter", "question", "sources", "show_sources"}),

@@ -15,6 +15,7 @@ import torch
 import mmattn
 from mmattn.errors import ConfigError
 from mmattn.recipes import check_settings
+from tests.recipes.comparing import check_compared
 
 SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 
@@ -132,6 +133,10 @@ def test_rows_learn_answers_alone(world: Any) -> None:
         [world.ids[token] for token in asked] for asked, _ in pairs
     ]
     assert world.said([world.ids["1"], world.ids["0"], world.ids["[end]"], world.ids["5"]]) == ["1", "0"]
+
+
+def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
+    check_compared(run, tmp_path)
 
 
 def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:

@@ -21,6 +21,7 @@ from mmattn.errors import ConfigError, ImageError, TextError
 from mmattn.pipelines import load_diffusion_host
 from mmattn.recipes import over_seeds
 from tests import tiny_pipeline
+from tests.recipes.comparing import check_compared
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -197,6 +198,10 @@ def test_stage_b_and_drawing(recipe: SimpleNamespace, base: Path, tmp_path: Path
         assert str(picture) in said and "Loading weights" not in err
     assert pictures["nothing"] == pictures["plain"]
     assert len(pictures["plain"]) == 256**2
+
+
+def test_its_runs_can_be_compared(base: Path, tmp_path: Path) -> None:
+    check_compared(base, tmp_path)
 
 
 def test_maps_of_words_are_the_attention_of_the_host(recipe: SimpleNamespace, base: Path) -> None:

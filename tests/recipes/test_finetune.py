@@ -20,6 +20,7 @@ from mmattn import training
 from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.recipes import read_settings
+from tests.recipes.comparing import check_compared
 from tests.tiny import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,22 @@ class TestLanguage:
             assert [line["step"] for line in lines] == [2, 4] and all("eval_loss" in line for line in lines)
         assert len((run / "samples.txt").read_text().splitlines()) == 2
         assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000002", "step-00000004"}
+
+    def test_the_metrics_show_the_adapter(self, run: Path) -> None:
+        """Gates, gradients, attention, throughput, and the loss with other rows' memories at each evaluation."""
+        first, last = training.read_metrics(run / "metrics.jsonl")
+        layers = ["layer_2", "layer_5"]
+        for kind in ("gate", "feed_forward_gate", "gradients", "memory_attention"):
+            assert [name for name in last if name.startswith(f"{kind}/layer")] == [f"{kind}/{one}" for one in layers]
+        assert 0 < first["gate/layer_2"] != last["gate/layer_2"]
+        assert last["eval_loss_shuffled"] != last["eval_loss"] and last["memory_gain_stderr"] >= 0
+        assert last["tokens_per_second"] > last["rows_per_second"] > 0
+        head = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+        assert set(head) == set(last)
+        lora = training.read_metrics(run / "metrics_lora.jsonl")[-1]
+        assert not any("/" in name or "shuffled" in name for name in lora), "it has no memory"
+        with Image.open(run / "loss.png") as plot:
+            assert plot.height > 3 * plot.width / 2, "a panel for each of them"
 
     def test_the_table_has_its_controls(self, run: Path) -> None:
         rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
@@ -201,6 +218,10 @@ class TestLanguage:
             recipe.language.load_lm(recipe.settings.Config(quantise=kind), "cpu")
 
 
+def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
+    check_compared(run, tmp_path)
+
+
 class TestData:
     @pytest.fixture
     def flowers(self, tmp_path: Path) -> Path:
@@ -242,7 +263,7 @@ class TestData:
 
     def test_what_passages_were_attended_to(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
         lm, tokenizer = recipe.language.load_lm(recipe.settings.Config(), "cpu")
-        reader = recipe.memories.load_texts(recipe.settings.Config(text_encoder="assets/clip"))
+        reader = mmattn.encoders.load_text_encoder(str(ROOT / "assets" / "clip"))
         memories = training.RowMemories(tmp_path, passages=reader)
         model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=memories.dim, every=3, num_heads=2, head_dim=8))
         row = training.Row("It is red.", "What is it?", passages=("Roses are red.", "Violets are blue."))
@@ -333,7 +354,7 @@ class TestUNet:
         assert "captions are read by assets/clip, as a part of the memory" in capsys.readouterr().out
         assert read_settings(out / "config.resolved.yaml")["captions"] == "memory"
         settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
-        text_tower = recipe.memories.load_texts(recipe.settings.Config(**asked))
+        text_tower = mmattn.encoders.load_text_encoder(str(ROOT / "assets" / "clip"))
         assert settings["encoder"] == text_tower.fingerprint, "no picture is an example for itself"
         memories = training.RowMemories(tmp_path / "cache", passages=text_tower)
         one, two = (memories.of([training.Row("", passages=(text,))]).tokens for text in ("a zebra", "a lion"))
@@ -398,10 +419,7 @@ class TestSettings:
             recipe.train.main(asked)
 
 
-def test_memories_are_exchanged_between_rows_that_have_one(recipe: SimpleNamespace) -> None:
-    rows = [training.Row("a", images=("a.png",)), training.Row("b"), training.Row("c", images=("c.png",))]
-    assert [row.images for row in recipe.memories.exchanged(rows)] == [("c.png",), (), ("a.png",)]
-    assert recipe.memories.exchanged(rows[:2]) is None, "one memory has none to be exchanged with"
+def test_a_table_without_a_shuffled_memory(recipe: SimpleNamespace) -> None:
     line = recipe.train.Line("adapter, shuffled memory", float("nan"), 5, 1.0)
     text = recipe.report.table([recipe.train.Line("LoRA, text only", 2.0, 5, 1.0), line], "language")
     assert "nan" not in text and "fewer than two held-out rows" in text

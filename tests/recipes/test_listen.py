@@ -21,6 +21,7 @@ import mmattn
 from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
 from mmattn.recipes import check_settings
+from tests.recipes.comparing import check_compared
 
 STEPS = {"max_steps": 2, "batch_size": 5, "warmup_steps": 1}
 SMALL = {"num_heads": 2, "head_dim": 6}
@@ -154,12 +155,6 @@ def test_the_encoder_of_a_sensor_sees_some_of_the_time_around_a_place(recipe: Si
     assert changed.nonzero()[:, 0].tolist() == [*range(11, 20)]
 
 
-def test_word_errors(recipe: SimpleNamespace) -> None:
-    errors = recipe.recogniser.word_errors
-    assert [errors(said, [1, 2, 3]) for said in ([1, 2, 3], [], [1, 3], [3, 2, 1], [1, 2, 3, 4])] == [0, 3, 1, 2, 1]
-    assert errors([5, 6], []) == 2
-
-
 @pytest.fixture(scope="module")
 def spoken_run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run over speech that takes seconds."""
@@ -220,6 +215,10 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
     with torch.no_grad():
         logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
     assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()
+
+
+def test_its_runs_can_be_compared(spoken_run: Path, tmp_path: Path) -> None:
+    check_compared(spoken_run, tmp_path)
 
 
 def test_a_recogniser_of_an_earlier_run_is_taken(recipe: SimpleNamespace, spoken_run: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from mmattn.cli.app import main
 from mmattn.encoders import HybridEncoder
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.recipes import assets_folder, load_recipe
+from tests.recipes.comparing import check_compared
 
 TOPICS = {
     "loops": 'The "while" statement repeats a suite as long as an expression is true.\n\nA "break" leaves the loop.',
@@ -85,6 +86,10 @@ def small(lm: Path, out: Path, **more: Any) -> dict[str, Any]:
 def run(recipe: SimpleNamespace, lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run over facts."""
     return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run"))
+
+
+def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
+    check_compared(run, tmp_path)
 
 
 def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:

@@ -21,6 +21,7 @@ from mmattn import inspect, training
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError
 from mmattn.recipes import find_recipe
+from tests.recipes.comparing import check_compared
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,6 +202,10 @@ def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A finished run of a few steps."""
     folder = tmp_path_factory.mktemp("runs")
     return recipe.train.main(short(folder / "one", folder / "cache"))
+
+
+def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
+    check_compared(run, tmp_path)
 
 
 class TestRun:

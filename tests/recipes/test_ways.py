@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import mmattn
+from tests.recipes.comparing import check_compared
 
 SMALL: dict[str, Any] = {
     "progress": False,
@@ -160,6 +161,10 @@ def test_what_is_trained_apart_is_what_is_read_apart(recipe: SimpleNamespace, te
 def run(recipe: SimpleNamespace, small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that takes seconds."""
     return recipe.train.main({**small, "task": "passages", "out": str(tmp_path_factory.mktemp("ways") / "run")})
+
+
+def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
+    check_compared(run, tmp_path)
 
 
 def test_a_run_has_its_controls(run: Path, recipe: SimpleNamespace) -> None:

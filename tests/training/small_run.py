@@ -113,12 +113,16 @@ def run(
     eval_rows: Sequence[training.Row] | None = None,
     batches: Any = None,
     collated: bool = True,
+    reported: bool = False,
     apart: float = 0.0,
     adapter: dict[str, Any] | None = None,
     hidden_states: str | Path | None = None,
     **settings: Any,
 ) -> tuple[training.TrainingResult, Any]:
-    """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back."""
+    """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back.
+
+    With `reported` the losses of shuffled memories and the figures of the adapter are in the metrics.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if apart and os.environ["RANK"] == "1":
         time.sleep(apart)
@@ -137,7 +141,12 @@ def run(
     accelerator = training.make_accelerator(device="cpu")
     killed = Killed(loss, **(kill or {}))
     step = training.last_step(folder / "checkpoints")
-    metrics = training.Metrics(folder, step) if accelerator.is_main_process else None
+    log = training.MetricsLog(accelerator, folder, step)
+    held_out = rows(5) if eval_rows is None else eval_rows
+
+    def forward() -> None:
+        training.mean_loss(model, loss, held_out, 1, accelerator, collate=collate if collated else None)
+
     cached = training.cached_hidden_states(model, hidden_states) if hidden_states else contextlib.nullcontext()
     with cached:
         done = training.train(
@@ -147,9 +156,11 @@ def run(
             training.TrainingConfig(**chosen),
             accelerator,
             collate=collate if collated else None,
-            eval_rows=rows(5) if eval_rows is None else eval_rows,
+            eval_rows=held_out,
+            shuffled_rows=training.shuffle_memories(held_out) if reported else (),
             folder=folder / "checkpoints",
-            log=None if metrics is None else metrics.log,
+            log=log,
+            measure=mmattn.inspect.AdapterMetrics(model, forward, 2) if reported else None,
             progress=False,
             save_more=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
         )

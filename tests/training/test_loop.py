@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import signal
@@ -245,11 +246,23 @@ class TestMetrics:
         metrics.log(step=1, epoch=0, loss=float("nan"), learning_rate=0.5, other="kept in the lines")
         metrics.log(step=2, epoch=0, loss=0.25, learning_rate=0.5, eval_loss=1.5)
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert lines == training.read_metrics(tmp_path / "metrics.jsonl")
         assert lines[0]["loss"] is None and lines[1]["eval_loss"] == 1.5
         table = (tmp_path / "metrics.csv").read_text().splitlines()
         assert (
             table[0] == "step,epoch,loss,learning_rate,grad_norm,eval_loss,seconds" and table[2] == "2,0,0.25,0.5,,1.5,"
         )
+
+    def test_the_table_has_a_column_for_every_number(self, tmp_path: Path) -> None:
+        """Also one that comes late, and after the run was resumed."""
+        metrics = training.Metrics(tmp_path)
+        metrics.log(step=1, loss=0.5)
+        metrics.log(step=2, loss=0.25, **{"gate/layer_1": 0.125})
+        training.Metrics(tmp_path, step=2).log(step=3, loss=0.2, waiting=0)
+        with open(tmp_path / "metrics.csv") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["gate/layer_1"] for row in rows] == ["", "0.125", ""]
+        assert [row["waiting"] for row in rows] == ["", "", "0"] and [row["step"] for row in rows] == ["1", "2", "3"]
 
     def test_later_lines_and_half_ones_are_dropped(self, tmp_path: Path) -> None:
         metrics = training.Metrics(tmp_path)

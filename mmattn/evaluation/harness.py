@@ -1,0 +1,281 @@
+"""The model class of lm-evaluation-harness for adapted language models: a memory for each document of a task."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mmattn.errors import ConfigError, check_int, import_extra
+from mmattn.evaluation.document_memories import DocumentMemories
+from mmattn.evaluation.likelihoods import log_likelihoods
+from mmattn.memory import Memory
+from mmattn.pipelines.generation import generate_rows
+from mmattn.pipelines.load import pipeline
+from mmattn.progress import counted
+from mmattn.training.text_batches import bos_and_eos
+
+NAME = "mmattn"
+# Batches of requests whose memories are held at once, and which are sorted by length together.
+_WINDOW = 16
+# Where the config of a host does not say what it reads, and a task not how much is written: the harness's own numbers.
+_LENGTH = 2048
+_NEW_TOKENS = 256
+T = TypeVar("T")
+
+
+@functools.cache
+def adapted_lm() -> type:
+    """The class `AdaptedLM`, registered under the name "mmattn"; lm_eval is imported here and not before."""
+    made = type("AdaptedLM", (HarnessModel, import_extra("lm_eval.api.model", "eval").LM), {})
+    made.__doc__ = HarnessModel.__doc__
+    import_extra("lm_eval.api.registry", "eval").register_model(NAME)(made)
+    return made
+
+
+class HarnessModel:
+    """An adapted language model under lm-evaluation-harness, with a memory for each document.
+
+    Every text begins with the begin token of the tokenizer, as in training and in pipelines.
+
+    Args:
+        adapter: the folder of an adapter that names its host, tokenizer and encoder, as for `mmattn.pipeline`; or an
+            adapted language model.
+        tokenizer: of an adapted language model that is given as such.
+        memory: the field of a document that its memory is made of, or a function from a document to that. With a folder
+            it is what the pipeline is called with, a picture or a question; with a model, and always where it is a
+            `Memory`, the memory itself: a `Memory` of one row, the path of a saved one, vectors (m, e). None is no
+            memory.
+        control: "own"; or as a control "shuffled", the memory of the next document that has one, or "none".
+        index: of an adapter that answers from one, as for `mmattn.pipeline`.
+        batch_size: requests at once.
+        max_length: tokens that the host reads at most; by default what its config says. Longer texts lose their
+            beginning.
+        device: of a folder's models, as for `mmattn.pipeline`.
+
+    Raises:
+        ConfigError: arguments that contradict each other, or a model that writes no text.
+        AdapterFileError: no adapter is in the folder.
+    """
+
+    def __init__(
+        self,
+        adapter: Any,
+        tokenizer: Any = None,
+        memory: str | Callable[[Mapping[str, Any]], Any] = "memory",
+        *,
+        control: str = "own",
+        index: Any = None,
+        batch_size: int | str = 8,
+        max_length: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        read: Callable[[Any], Any] | None = None
+        if isinstance(adapter, (str, os.PathLike)):
+            if tokenizer is not None:
+                raise ConfigError(f"the adapter's folder {str(adapter)!r} names its tokenizer: leave tokenizer= out")
+            pipe: Any = pipeline(adapter, index=index, device=device)
+            adapter, tokenizer, read = pipe.model, pipe.tokenizer, lambda value: pipe.inputs(value)[1]
+        elif index is not None or device is not None:
+            raise ConfigError("index= and device= are for the folder of an adapter; an adapted model has its own")
+        if not getattr(adapter, "predicts_tokens", False) or tokenizer is None:
+            raise ConfigError(
+                f"a language model with adapters is needed, and its tokenizer; got {type(adapter).__name__} and "
+                f"{type(tokenizer).__name__}"
+            )
+        if not str(batch_size).isdigit():
+            raise ConfigError(f"batch_size must be a number, since memories differ in length; got {batch_size!r}")
+        self.batch_size = check_int("batch_size", int(batch_size))
+        self.model, self.tokenizer = adapter.eval(), tokenizer
+        width = max((adapter.adapter(name).config.memory_dim for name in adapter.active), default=0)
+        self.documents = DocumentMemories(memory, read, width, control)
+        known = getattr(adapter.config, "max_position_embeddings", None) or _LENGTH
+        self.max_length = check_int("max_length", known if max_length is None else max_length, at_least=2)
+        self.begin, _ = bos_and_eos(tokenizer)
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Of each continuation log p after its context in nats, and whether greedy decoding would write it.
+
+        Args:
+            requests: of the harness; the arguments of each are a context and a continuation.
+        """
+        return self._scored(requests, [self._pair(*request.args) for request in requests], "log-likelihoods")
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log p of each text in nats, a longer one than the host reads in windows that follow each other.
+
+        Args:
+            requests: of the harness; the argument of each is a text.
+        """
+        windows = import_extra("lm_eval.utils", "eval")
+        pairs: list[tuple[list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            ids = self._ids(request.args[0])[1:]
+            for rolling in windows.get_rolling_token_windows(ids, self.begin, self.max_length, 1):
+                before, after = windows.make_disjoint_window(rolling)
+                pairs.append((list(before), list(after)))
+                owners.append(number)
+        scores = self._scored([requests[owner] for owner in owners], pairs, "log-likelihoods of texts")
+        sums = [0.0] * len(requests)
+        for owner, (score, _) in zip(owners, scores, strict=True):
+            sums[owner] += score
+        return sums
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """What is written after each context, up to the first of the words that end it.
+
+        Args:
+            requests: of the harness; the arguments of each are a context and `generation_kwargs`.
+        """
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        found: dict[int, str] = {}
+        for numbers in groups.values():
+            texts = self._written([requests[number] for number in numbers])
+            found |= dict(zip(numbers, texts, strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness keeps requests under that were built with the chat template."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The chat template of the tokenizer.
+
+        Args:
+            chat_template: the name of one of several.
+        """
+        return str(self.tokenizer.get_chat_template(chat_template if isinstance(chat_template, str) else None))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A chat as one text, by the template of the tokenizer.
+
+        Args:
+            chat_history: messages with "role" and "content".
+            add_generation_prompt: end it where the answer begins; False goes on with the last message.
+        """
+        given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **given))
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Refuse the cache of answers of the harness, which knows them by their texts alone.
+
+        Args:
+            cache_hook: of the harness.
+
+        Raises:
+            ConfigError: documents have memories.
+        """
+        if self.documents.control != "none":
+            raise ConfigError(
+                "use_cache= keeps answers by their texts alone, and would give a document the answer of another one's "
+                "memory: leave it out"
+            )
+        super().set_cache_hook(cache_hook)  # type: ignore[misc]
+
+    def _ids(self, text: str) -> list[int]:
+        """Ids of a text behind the begin token, which a chat template may have written already."""
+        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return ids if ids[:1] == [self.begin] else [self.begin, *ids]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of a context, and of what follows it together with the blanks at its end."""
+        before = self._ids(context.rstrip())
+        after = self._ids(context + continuation)[len(before) :][-self.max_length :]
+        if not after:
+            raise ConfigError(f"nothing is to be scored after {context!r:.60}: {continuation!r:.60} has no tokens")
+        return before[-(self.max_length + 1 - len(after)) :], after
+
+    def _scored(
+        self, requests: Sequence[Any], pairs: Sequence[tuple[list[int], list[int]]], label: str
+    ) -> list[tuple[float, bool]]:
+        """Scores of pairs of contexts and continuations, with the memories of the documents of these requests."""
+
+        def score(chosen: Sequence[int], memory: Memory | None) -> list[tuple[float, bool]]:
+            contexts, continuations = zip(*(pairs[i] for i in chosen), strict=True)
+            return log_likelihoods(self.model, contexts, continuations, memory)
+
+        return self._in_batches(requests, [len(before) + len(after) for before, after in pairs], score, label)
+
+    def _written(self, requests: Sequence[Any]) -> list[str]:
+        """What is written after the contexts of requests with the same `generation_kwargs`."""
+        until, options = generation_options(requests[0].args[1], self.tokenizer)
+        room = self.max_length - options["max_new_tokens"]
+        if room < 1:
+            raise ConfigError(
+                f"{options['max_new_tokens']} tokens are to be written, and the host reads {self.max_length} in all: "
+                "lower max_gen_toks in the task's generation_kwargs, or with --gen_kwargs"
+            )
+        contexts = [self._ids(request.args[0])[-room:] for request in requests]
+
+        def write(chosen: Sequence[int], memory: Memory | None) -> list[str]:
+            rows = [contexts[i] for i in chosen]
+            return generate_rows(self.model, self.tokenizer, rows, memory, options=options)
+
+        return [cut_off(text, until) for text in self._in_batches(requests, list(map(len, contexts)), write, "texts")]
+
+    def _in_batches(
+        self,
+        requests: Sequence[Any],
+        lengths: Sequence[int],
+        run: Callable[[Sequence[int], Memory | None], Iterable[T]],
+        label: str,
+    ) -> list[T]:
+        """What `run` makes of requests of like length together, each with the memory of its document."""
+        readers = self.documents.readers([((one.task_name, one.doc_id), one.doc) for one in requests])
+        found: dict[int, T] = {}
+        size = self.batch_size
+        with counted(len(requests), label) as advance:
+            for start in range(0, len(requests), _WINDOW * size):
+                window = range(start, min(start + _WINDOW * size, len(requests)))
+                memories = {reader: reader() for reader in dict.fromkeys(readers[i] for i in window)}
+                order = sorted(window, key=lambda i: -lengths[i])
+                for at in range(0, len(order), size):
+                    chosen = order[at : at + size]
+                    memory = self.documents.stacked([memories[readers[i]] for i in chosen])
+                    found |= dict(zip(chosen, run(chosen, memory), strict=True))
+                    advance(len(chosen))
+        return [found[number] for number in range(len(requests))]
+
+
+def generation_options(given: Mapping[str, Any], tokenizer: Any) -> tuple[list[str], dict[str, Any]]:
+    """The words that end a text, and the arguments of `generate`, of a task's `generation_kwargs`.
+
+    Args:
+        given: `until` and `max_gen_toks` are words of the harness, others those of `generate`.
+        tokenizer: of the host, which finds words that end within a token.
+
+    >>> generation_options({"until": ["."], "max_gen_toks": 7, "temperature": 0.0}, None)[1]["do_sample"]
+    False
+    """
+    options = dict(given)
+    until = options.pop("until", None) or []
+    until = [until] if isinstance(until, str) else [word for word in until if word]
+    counts = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
+    options["max_new_tokens"] = int(next((count for count in counts if count is not None), _NEW_TOKENS))
+    if not options.get("temperature"):  # tasks say 0 for greedy decoding, which `generate` refuses
+        options.pop("temperature", None)
+    options.setdefault("do_sample", "temperature" in options)
+    if until:
+        options |= {"stop_strings": until, "tokenizer": tokenizer}
+    return until, options
+
+
+def cut_off(text: str, until: Sequence[str]) -> str:
+    """A text up to the first word that ends it.
+
+    Args:
+        text: as it was written.
+        until: words that end it.
+
+    >>> cut_off("a rose. It is red.", ["It", "."])
+    'a rose'
+    """
+    for word in until:
+        text = text.partition(word)[0]
+    return text

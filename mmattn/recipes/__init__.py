@@ -1,0 +1,39 @@
+"""Recipes: where they are installed, how one is copied and loaded, how its settings are read, and how it is run.
+
+Nothing here imports torch, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+from mmattn.recipes.installed import (
+    Recipe,
+    asset_path,
+    assets_folder,
+    copy_recipe,
+    find_recipe,
+    list_recipes,
+    load_recipe,
+    recipes_folder,
+    resolve_asset,
+)
+from mmattn.recipes.running import over_seeds, recipe_of, run_recipe, run_seeds
+from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings
+
+__all__ = [
+    "Recipe",
+    "asset_path",
+    "assets_folder",
+    "check_settings",
+    "copy_recipe",
+    "find_recipe",
+    "list_recipes",
+    "load_recipe",
+    "over_seeds",
+    "raise_settings_error",
+    "read_settings",
+    "recipe_of",
+    "recipes_folder",
+    "resolve_asset",
+    "run_recipe",
+    "run_seeds",
+]

@@ -1,0 +1,162 @@
+"""What a run has learned and where it is, in memory and in the checkpoints from which it is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.errors import ConfigError
+from mmattn.training import checkpoints
+from mmattn.training.training_config import TrainingResult
+
+# What of the result a checkpoint holds.
+_RESUMED = (
+    "global_step",
+    "epoch",
+    "batch_in_epoch",
+    "eval_loss",
+    "best_eval_loss",
+    "best_global_step",
+    "evals_without_improvement",
+    "stopped_early",
+)
+
+
+class RunState:
+    """The trained weights of a run with their averages, the state of its optimizer, and where it is.
+
+    Args:
+        parameters: that are trained, by name.
+        optimizer: of these.
+        identity: of the run, as JSON values: what must be equal in a checkpoint to go on from it.
+        averaged: whether a moving average of the weights is computed.
+        scaler: of the loss in half precision; None for none.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        identity: Mapping[str, Any],
+        *,
+        averaged: bool = False,
+        scaler: Any = None,
+    ) -> None:
+        self.parameters, self.optimizer, self.scaler = parameters, optimizer, scaler
+        self.identity = dict(identity)
+        self.averaged = checkpoints.copies(parameters) if averaged else {}
+        self.best: dict[str, Tensor] = {}
+        self.done = TrainingResult()
+        self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
+        self.data_state: Any = None  # of a StatefulDataLoader, after the last batch that was learned
+
+    def average(self, decay: float) -> None:
+        """Move the averages towards the weights.
+
+        Args:
+            decay: the share of the average that stays, from 0 to 1.
+        """
+        for name, average in self.averaged.items():
+            average.lerp_(self.parameters[name].detach().to(average), 1 - decay)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """A context in which the parameters have their averaged values, where there are some."""
+        own = checkpoints.copies(self.parameters) if self.averaged else {}
+        checkpoints.assign(self.parameters, self.averaged)
+        try:
+            yield
+        finally:
+            checkpoints.assign(self.parameters, own)
+
+    def evaluated(self, eval_loss: float, patience: int) -> None:
+        """Note the loss of held-out rows, and whether the run ends early.
+
+        Args:
+            eval_loss: with the weights that the parameters have now, which are kept where it is the lowest.
+            patience: evaluations without improvement after which the run ends; 0 for a run that does not.
+        """
+        done, done.eval_loss = self.done, eval_loss
+        better = eval_loss < done.best_eval_loss
+        if better:
+            done.best_eval_loss, done.best_global_step = eval_loss, done.global_step
+            if patience:
+                self.best = checkpoints.copies(self.parameters)
+        done.evals_without_improvement = 0 if better else done.evals_without_improvement + 1
+        done.stopped_early = bool(patience) and done.evals_without_improvement >= patience
+
+    def finish(self) -> None:
+        """Leave the best weights in the parameters where they were kept, else the averaged ones."""
+        checkpoints.assign(self.parameters, self.best or self.averaged)
+
+    def save(self, folder: Path, save_total_limit: int, save_more: Callable[[Path], None] | None) -> None:
+        """Write a checkpoint.
+
+        Args:
+            folder: of all checkpoints of the run.
+            save_total_limit: checkpoints that stay.
+            save_more: writes further files into the checkpoint's folder, of the averaged weights where there are some.
+        """
+        groups = {"weights": {name: p.detach() for name, p in self.parameters.items()}}
+        groups |= {"averaged": self.averaged, "best": self.best}
+        groups["moments"] = checkpoints.optimizer_tensors(self.optimizer)
+        data, groups["data"] = checkpoints.without_tensors(self.data_state)
+        tensors = {f"{group}.{name}": value for group, own in groups.items() for name, value in own.items()}
+        # JSON has no infinity and no nan.
+        at = {name: str(getattr(self.done, name)) for name in _RESUMED}
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        recent = [[str(value) for value in one] for one in self.recent]
+        about = {"run": self.identity, "at": at, "recent": recent, "scaler": scaler, "data": data}
+
+        def more(where: Path) -> None:
+            if save_more is not None:
+                with self.averaged_weights():
+                    save_more(where)
+
+        checkpoints.save_checkpoint(
+            folder, self.done.global_step, tensors, about, save_total_limit=save_total_limit, save_more=more
+        )
+
+    def resume(self, folder: Path, device: torch.device) -> None:
+        """Load the last checkpoint, if there is one.
+
+        Args:
+            folder: of all checkpoints of the run.
+            device: of the averages.
+
+        Raises:
+            ConfigError: it is of a run with another identity.
+            AdapterFileError: it is damaged, or of another model.
+        """
+        found = checkpoints.list_checkpoints(folder)
+        if not found:
+            return
+        tensors, about = checkpoints.load_checkpoint(found[-1])
+        differing = [
+            f"{name}: {about['run'].get(name)!r} there, {self.identity.get(name)!r} here"
+            for name in {**about["run"], **self.identity}
+            if about["run"].get(name) != self.identity.get(name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{found[-1]} is of a run with other settings ({'; '.join(differing[:5])}): start it with those again, "
+                "name another folder, or begin anew with resume=false"
+            )
+        checkpoints.load_weights(self.parameters, checkpoints.with_prefix(tensors, "weights"), str(found[-1]))
+        checkpoints.load_optimizer(self.optimizer, checkpoints.with_prefix(tensors, "moments"))
+        averaged = checkpoints.with_prefix(tensors, "averaged")
+        self.averaged = {name: value.to(device) for name, value in averaged.items()}
+        self.best = checkpoints.with_prefix(tensors, "best")
+        self.data_state = checkpoints.with_tensors(about.get("data"), checkpoints.with_prefix(tensors, "data"))
+        for name, text in about["at"].items():
+            kind = type(getattr(self.done, name))
+            setattr(self.done, name, text == "True" if kind is bool else kind(text))
+        self.done.resumed_from_step = self.done.global_step
+        self.recent = [(float(loss), float(norm)) for loss, norm in about["recent"]]
+        if self.scaler is not None and about["scaler"] is not None:
+            self.scaler.load_state_dict(about["scaler"])

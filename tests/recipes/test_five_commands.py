@@ -1,0 +1,86 @@
+"""The five commands of "Train on your data", as they stand there: from a folder and a dataset to a served model."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmattn import training
+from tests.cli.running import call
+from tests.recipes.test_finetune import FLORA, ROOT
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi", reason="fastapi is not installed; it comes with mmattn[serve]")
+
+pytestmark = pytest.mark.slow
+
+PAGE = (ROOT / "docs" / "train-on-your-data.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[:2]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def ask(folder: Path, *words: str) -> str:
+    """What the served model says of the photo."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    picture = base64.b64encode((folder / "photo.jpg").read_bytes()).decode()
+    content = [{"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}"}}]
+    process = subprocess.Popen([sys.executable, "-m", *words, "--port", str(port)], cwd=folder, env=ENVIRONMENT)
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 240
+    try:
+        while True:
+            try:
+                assert httpx.get(f"{url}/health").status_code == 200
+                break
+            except httpx.ConnectError:
+                assert process.poll() is None and time.monotonic() < end, "it does not start"
+                time.sleep(0.2)
+        body = {"model": "adapter", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["message"]["content"])
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("given", ["a folder", "a dataset"])
+def test_the_page(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str) -> str:
+        code, out, err = call(capsys, *words[1:])
+        assert code == 0, out + err
+        return out + err
+
+    block, name = (BLOCKS[0], "pictures") if given == "a folder" else (BLOCKS[1], "org/flowers")
+    lines = [shlex.split(line) for line in block.strip().splitlines()]
+    assert [line[1] for line in lines] == ["encode", "cp", "train", "caption", "serve"] and lines[0][2] == name
+    if given == "a folder":
+        shutil.copytree(FLORA, tmp_path / name)
+    else:
+        datasets = pytest.importorskip("datasets", reason="datasets is not installed; it comes with mmattn[train]")
+        rows = training.read_folder(FLORA)
+        columns = {"caption": [row.text for row in rows], "photo": [row.images[0] for row in rows]}
+        data = datasets.Dataset.from_dict(columns).cast_column("photo", datasets.Image())
+        data.save_to_disk(tmp_path / name)
+    shutil.copy(FLORA / "daffodil.png", tmp_path / "photo.jpg")
+    encode, copy, train, caption, serve = lines
+    monkeypatch.chdir(tmp_path)
+    assert "MemoryStore(rows=8" in said(*encode)
+    said(*copy)
+    trained = said(*train, "optim.max_steps=3", "device=cpu")
+    assert "rows of a store (pictures by assets/clip" in trained and "the adapter is in" in trained
+    assert said(*caption).startswith("photo.jpg: ")
+    assert ask(tmp_path, *serve)

@@ -1,0 +1,158 @@
+"""Kill a process that encodes rows into a store again and again, and let the next one go on.
+
+    python -m tests.stress.kills_in_encoding [KILLS]
+
+The kill (signal 9) comes 5 to 400 milliseconds after the process began, in the first rows of a store or in rows that
+are added to it. After each kill the folder holds no store yet, or one of its two states, whole. Each store ends with
+the bytes of one that was never interrupted, and of its contents only those of shards in work were encoded again. Prints
+one line and exits with 1 if that is not so, or if less than a fifth of the kills came while a shard was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mmattn import training
+from mmattn.errors import MmattnError
+from tests.training.stored import EYE_SLOTS, Eye, captions, contents, encode_captions, encoded
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, SHARD = 37, 5
+WRITER = f"""
+import os, sys, time
+from tests.training.stored import Eye, encode_captions
+
+class Slow(Eye):
+    def forward(self, images, **options):
+        time.sleep(0.01)
+        return super().forward(images, **options)
+
+for line in sys.stdin:
+    data, out, log = line.split()
+    child = os.fork()
+    if not child:
+        append = os.path.basename(data) == "more"
+        encode_captions(data, out, Slow(log=log), source=os.path.basename(data), append=append, rows_per_shard={SHARD})
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+class Writers:
+    """A process that starts others, which encode and are killed."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", WRITER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, data: Path, out: Path, log: Path, seconds: float) -> bool:
+        """Whether a process that encodes was killed after so many seconds, and not done before.
+
+        Raises:
+            RuntimeError: it died of something else.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{data} {out} {log}\n")
+        self.process.stdin.flush()
+        child = int(self.process.stdout.readline())
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        ended = int(self.process.stdout.readline())
+        if ended not in (0, signal.SIGKILL):
+            raise RuntimeError(f"the process ended with {ended}, and not by the kill")
+        return ended == signal.SIGKILL
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+def sources_of(out: Path) -> int:
+    """How many sources a store has, whole; 0 where there is none yet.
+
+    Raises:
+        ValueError: its rows or memories are not those of its sources.
+    """
+    if not (out / "store.json").exists():
+        return 0
+    store = training.MemoryStore(out)
+    sources = len(store.manifest.sources)
+    if len(store) != sources * ROWS or any(row.memory.length != EYE_SLOTS for row in store):
+        raise ValueError(f"a store of {sources} sources has {len(store)} rows, or one without its vectors")
+    return sources
+
+
+def killed_encodings(place: Path, kills: int, seed: int) -> tuple[int, int, int, int]:
+    """Kill processes that encode, at least so many, until each store is made all the same.
+
+    Returns:
+        Kills, those after which some shards were there, stores that were made, and pictures that were encoded again.
+
+    Raises:
+        ValueError: a store that is torn, or another than one made at once.
+        RuntimeError: a process died of something else.
+    """
+    chance = random.Random(seed)
+    colours = [[chance.randrange(40) for _ in range(ROWS)] for _ in range(2)]
+    data = [captions(place / name, given) for name, given in zip(("data", "more"), colours, strict=True)]
+    whole = []
+    for number, source in enumerate(data):
+        options = {"source": source.name, "append": number > 0, "rows_per_shard": SHARD}
+        encode_captions(source, place / "whole", Eye(), **options)
+        whole.append(contents(place / "whole"))
+    entries = len({colour for given in colours for colour in given})
+    made = between = again = used = 0
+    with contextlib.closing(Writers()) as writers:
+        while used < kills:
+            out, log, before = place / "store", place / "log", used
+            log.touch()
+            for number, source in enumerate(data):
+                while sources_of(out) <= number or (out / "plan.json").exists():
+                    killed = writers.run(source, out, log, chance.uniform(0.005, 0.4))
+                    used += killed
+                    between += killed and (out / "plan.json").exists() and bool(list(out.glob("shard-*")))
+                if contents(out) != whole[number]:
+                    raise ValueError(f"the store of {number + 1} sources is not what it would have been")
+            repeated = encoded(log) - entries
+            if repeated > (used - before) * SHARD:
+                raise ValueError(f"{repeated} pictures were encoded again after {used - before} kills")
+            made, again = made + 1, again + repeated
+            shutil.rmtree(out)
+            log.unlink()
+    return used, between, made, again
+
+
+def main(kills: int = 200) -> int:
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            used, between, made, again = killed_encodings(Path(place), kills, seed=0)
+        except (MmattnError, ValueError, RuntimeError) as error:
+            print(f"torn: {error}")
+            return 1
+    print(
+        f"{used} kills, {between} of them between shards: {made} stores of two sources, 0 torn, each as one made at "
+        f"once; {again} pictures were encoded again"
+    )
+    return int(between * 5 < used)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

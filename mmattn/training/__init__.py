@@ -14,6 +14,7 @@ from mmattn.training.comparison import compare_runs, curves_of
 from mmattn.training.contents import memory_kinds
 from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run
 from mmattn.training.evaluation import mean_loss
+from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
 from mmattn.training.loop import train
 from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
@@ -51,6 +52,7 @@ __all__ = [
     "DryRun",
     "DryRunEnded",
     "FileRows",
+    "HiddenStateCache",
     "LengthGroupedSampler",
     "Loss",
     "MemoryCollator",
@@ -74,6 +76,7 @@ __all__ = [
     "add_lora",
     "augment_memory",
     "bos_and_eos",
+    "cached_hidden_states",
     "check_prompt",
     "collate",
     "compare_runs",

@@ -26,23 +26,38 @@ def gradient_checkpointing(model: Any) -> Iterator[None]:
     Raises:
         ConfigError: the model has no adapters.
     """
-    adapters = getattr(model, "adapters", None)
-    if not adapters:
-        raise ConfigError(
-            f"gradient_checkpointing is for adapters, and {type(model).__name__} has none: attach one, or set it to "
-            "False"
-        )
-    blocks = [block for adapter in adapters.values() for block in adapter.blocks.values()]
+    blocks = trained_blocks("gradient_checkpointing", model)
+    compiled = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
-        block.forward = partial(_checkpointed, type(block).forward, block)
+        block.forward = partial(_checkpointed, block.forward)
     try:
         yield
     finally:
-        for block in blocks:
-            block.__dict__.pop("forward", None)
+        for block, forward in zip(blocks, compiled, strict=True):
+            del block.__dict__["forward"]
+            if forward is not None:
+                block.forward = forward
 
 
-def _checkpointed(forward: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+def trained_blocks(setting: str, model: Any) -> list[Any]:
+    """The blocks of all adapters of a model.
+
+    Args:
+        setting: that asks for them, in the message.
+        model: what `mmattn.attach` returned.
+
+    Raises:
+        ConfigError: the model has no adapters.
+    """
+    adapters = getattr(model, "adapters", None)
+    if not adapters:
+        raise ConfigError(
+            f"{setting} is for adapters, and {type(model).__name__} has none: attach one, or set it to False"
+        )
+    return [block for adapter in adapters.values() for block in adapter.blocks.values()]
+
+
+def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
-        return forward(block, *args, **kwargs)
-    return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

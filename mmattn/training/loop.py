@@ -29,6 +29,7 @@ from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, sh
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
+from mmattn.training.compilation import compiled_blocks
 from mmattn.training.dry_run import MEASURED, DryRun, DryRunEnded, is_dry_run, measured
 from mmattn.training.evaluation import evaluate
 from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
@@ -115,6 +116,8 @@ def train(
         checkpoints.remove_checkpoints(folder)
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stored(model))
+        if config.torch_compile:
+            contexts.enter_context(compiled_blocks(model, config.torch_compile_backend))
         if config.gradient_checkpointing:
             contexts.enter_context(gradient_checkpointing(model))
         if run.sharded:

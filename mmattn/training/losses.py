@@ -12,10 +12,11 @@ from torch import Tensor
 
 from mmattn.errors import check_int
 from mmattn.memory import Memory
+from mmattn.training.chunked_loss import chunked_token_nats
 from mmattn.training.text_batches import IGNORED, TextBatch, collate
 
 
-def token_nats(model: Any, batch: TextBatch) -> Tensor:
+def token_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
     """Cross-entropy -log p of each token after those before it (and the memory), (b, l - 1); 0 on the padding.
 
     Entry (i, j) belongs to token j + 1 of row i: nothing predicts the first.
@@ -23,21 +24,30 @@ def token_nats(model: Any, batch: TextBatch) -> Tensor:
     Args:
         model: a language model, with adapters where the batch has a memory.
         batch: its labels are predicted.
+        chunk_size: compute the logits of so many tokens at once, and their gradients with them, so that those of a
+            large vocabulary never stand whole; None computes all at once.
+
+    Raises:
+        ConditionError: chunks, and the head is trained, or logits are no scaled or capped linear function of last
+            hidden states.
+        ConfigError: a chunk size below 1.
     """
+    if chunk_size is not None:
+        return chunked_token_nats(model, batch.kwargs(), batch.labels, chunk_size)
     logits = model(**batch.kwargs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
     nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
     return nats.view(labels.shape)
 
 
-def mean_nats(model: Any, batch: TextBatch) -> Tensor:
+def mean_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
     """Mean of `token_nats` over the tokens of the batch: the training loss."""
-    return token_nats(model, batch).sum() / (batch.labels[:, 1:] != IGNORED).sum().clamp(min=1)
+    return token_nats(model, batch, chunk_size).sum() / (batch.labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
-def sum_nats(model: Any, batch: TextBatch) -> tuple[Tensor, int]:
+def sum_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> tuple[Tensor, int]:
     """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`."""
-    return token_nats(model, batch).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
+    return token_nats(model, batch, chunk_size).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
 
 
 @torch.no_grad()

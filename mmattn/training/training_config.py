@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmattn.errors import ConfigError, check_choice, check_float, check_int
+from mmattn.errors import ConfigError, check_bool, check_choice, check_float, check_int
 from mmattn.training.optimization import SCHEDULES
 from mmattn.training.rows import Row
 from mmattn.training.sampling import Batches, EpochBatches
@@ -41,6 +41,9 @@ class TrainingConfig:
         ema_decay: decay of an exponential moving average of the weights, which is then what is evaluated and saved; 0
             for none.
         gradient_checkpointing: compute the activations of the adapters again in the backward pass.
+        torch_compile: compile the blocks of the adapters; results differ by rounding, also between the process that was
+            interrupted and the one that resumes.
+        torch_compile_backend: of `torch.compile`.
         eval_steps: steps between two evaluations; 0 never evaluates.
         early_stopping_patience: evaluations without a lower loss that end the run, with the best weights; 0 never.
         save_steps: steps between two checkpoints.
@@ -65,6 +68,8 @@ class TrainingConfig:
     max_grad_norm: float | None = 1.0
     ema_decay: float = 0.0
     gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    torch_compile_backend: str = "inductor"
     eval_steps: int = 0
     early_stopping_patience: int = 0
     save_steps: int = 100
@@ -93,8 +98,8 @@ class TrainingConfig:
                 check_float(name, getattr(self, name), at_least=0)
         check_float("ema_decay", self.ema_decay, at_least=0, below=1)
         check_choice("lr_scheduler_type", self.lr_scheduler_type, tuple(SCHEDULES))
-        if not isinstance(self.gradient_checkpointing, bool):
-            raise ConfigError(f"gradient_checkpointing must be True or False, got {self.gradient_checkpointing!r}")
+        check_bool("gradient_checkpointing", self.gradient_checkpointing)
+        check_bool("torch_compile", self.torch_compile)
         if self.early_stopping_patience and not self.eval_steps:
             raise ConfigError("early_stopping_patience counts evaluations: set eval_steps, too")
 

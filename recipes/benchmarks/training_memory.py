@@ -1,76 +1,177 @@
-"""Peak memory and time of a training step: adapters in the upper half of the host, LoRA in all layers, the whole host.
+"""Time and peak memory of a training step: adapters above the middle of a host, beside a LoRA of equal size.
 
-    python -m recipes.benchmarks training
+    python -m recipes.benchmarks training [--quick]
 
-Each variant runs in a process of its own, because the peak of a process never falls again.
+Hosts in bfloat16 with random weights, two rows of 256 tokens, all of which are learned. The times are measured in one
+process, all candidates in turn; the memory each in a process of its own, because a peak never falls again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import json
-import resource
 import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import mmattn
-from recipes.benchmarks.decoding import WIDTH, make_host
+from mmattn import training
+from recipes.benchmarks.host_shapes import make_host
+from recipes.benchmarks.timing import interleaved, ratio
 
-VARIANTS = ("gated adapters, upper half", "LoRA, all layers", "the whole host")
+ROWS, TOKENS, CHUNK = 2, 256, 256
+LORA, LORA_CHUNKS = "LoRA", "LoRA, loss in chunks"
+ADAPTERS, CHUNKS, CACHED = "adapters", "adapters, loss in chunks", "adapters, loss in chunks, hidden states cached"
+CANDIDATES = (LORA, LORA_CHUNKS, ADAPTERS, CHUNKS, CACHED)
 
 
-def trained_model(variant: str) -> tuple[torch.nn.Module, dict[str, object]]:
-    """The model of a variant and what a call of it is given besides text; adapters and LoRA train as many numbers."""
-    torch.manual_seed(0)
-    host = make_host(torch.float32)
-    if variant == VARIANTS[2]:
-        return host, {}
-    model = mmattn.attach(
-        host, mmattn.GatedAdapter(memory_dim=WIDTH, layers=(6, 11), num_heads=8, head_dim=64, feed_forward=0)
+@dataclass(frozen=True)
+class Setting:
+    """A host, its adapters, and its memory.
+
+    Args:
+        shape: of the host.
+        layers: after which adapters act.
+        memory: slots and width of the memory of a row.
+        checkpointing: gradient checkpointing of the host.
+    """
+
+    shape: str
+    layers: tuple[int, ...]
+    memory: tuple[int, int]
+    checkpointing: bool = False
+
+    def __str__(self) -> str:
+        where = f"layers {', '.join(map(str, self.layers))}"
+        return f"{self.shape}, adapters after {where}{', gradient checkpointing' * self.checkpointing}"
+
+
+SETTINGS = [
+    Setting(shape, layers, memory, checkpointing)
+    for shape, layers, memory in (
+        ("GPT-2 small", (6, 8, 10, 11), (64, 768)),
+        ("Llama 1B", (8, 10, 12, 14), (729, 1152)),
+        ("Llama 1B", (12, 13, 14, 15), (729, 1152)),
     )
-    if variant == VARIANTS[0]:
-        return model, {"memory": mmattn.Memory(torch.randn(2, 64, WIDTH))}
-    wanted, _ = model.trainable_parameters()
-    model.unload()
-    from peft import LoraConfig, get_peft_model
-
-    per_rank = 12 * (WIDTH + 3 * WIDTH + WIDTH + WIDTH)
-    config = LoraConfig(r=round(wanted / per_rank), target_modules=["c_attn", "attn.c_proj"], fan_in_fan_out=True)
-    return get_peft_model(host, config), {}
+    for checkpointing in (False, True)
+]
+QUICK = [Setting("small", (3, 5), (7, 64), checkpointing) for checkpointing in (False, True)]
 
 
-def one_variant(variant: str) -> dict[str, float]:
-    """Peak resident memory (MB) above the loaded model, seconds per step, and trained parameters (millions)."""
-    model, given = trained_model(variant)
+def trained_model(setting: Setting, name: str, host: Any) -> tuple[Any, training.TextBatch, int | None]:
+    """A candidate on a host, what it learns, and the size of the chunks of its loss."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, host.config.vocab_size, (ROWS, TOKENS), generator=random)
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=setting.memory[1], layers=setting.layers))
+    memory = mmattn.Memory(torch.randn(ROWS, *setting.memory, generator=random))
+    if name in (LORA, LORA_CHUNKS):
+        wanted, _ = model.trainable_parameters()
+        model, memory = training.matched_lora(model.unload(), wanted), None
+    if setting.checkpointing:
+        enable = getattr(host, "activation_checkpointing_enable", host.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+        # Gradients of the embedded text would pass every frozen layer for nothing.
+        host.disable_input_require_grads()
     model.train()
+    batch = training.TextBatch(ids, torch.ones_like(ids), ids, memory)
+    return model, batch, None if name in (LORA, ADAPTERS) else CHUNK
+
+
+@contextlib.contextmanager
+def stepping(setting: Setting, name: str, host: Any) -> Iterator[tuple[Callable[[], None], int]]:
+    """A step of a candidate, optimizer included, and how many parameters it trains."""
+    model, batch, chunk_size = trained_model(setting, name, host)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    ids = torch.randint(0, 50000, (2, 128))
-    begin, loaded = 0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for step in range(3):
-        if step == 1:
-            begin = time.perf_counter()
-        model(input_ids=ids, labels=ids, **given).loss.backward()
+
+    def step() -> None:
+        loss, _ = training.sum_nats(model, batch, chunk_size)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with contextlib.ExitStack() as contexts:
+        if name == CACHED:
+            folder = contexts.enter_context(tempfile.TemporaryDirectory())
+            contexts.enter_context(training.cached_hidden_states(model, folder))
+        yield step, sum(parameter.numel() for parameter in trained)
+
+
+def times(setting: Setting, seconds: float, least: int) -> dict[str, dict[str, float]]:
+    """The time of a step for each unit of LoRA's, and with cached hidden states of the step without."""
+    host = make_host(setting.shape)
+    weights = {id(tensor): tensor for tensor in (*host.parameters(), *host.buffers())}
+    with contextlib.ExitStack() as contexts:
+        made = {
+            # Hosts of their own, with the same weights in memory.
+            name: contexts.enter_context(stepping(setting, name, copy.deepcopy(host, dict(weights))))
+            for name in CANDIDATES
+        }
+        measured = interleaved({name: step for name, (step, _) in made.items()}, seconds=seconds, least=least)
+    found = {
+        name: {
+            "trained, millions": made[name][1] / 1e6,
+            "seconds": min(measured[name]) / 1e3,
+            "time of LoRA's": ratio(measured, name, LORA),
+        }
+        for name in CANDIDATES
+    }
+    found[CACHED]["time of the step without"] = ratio(measured, CACHED, CHUNKS)
+    return found
+
+
+def peak_of(setting: Setting, name: str) -> float:
+    """Peak resident memory of two steps above the loaded host, in MB; in a process of its own."""
+    (small, *_) = QUICK
+    with stepping(small, name, make_host(small.shape)) as (step, _):
+        step()  # what is imported at the first step is no part of it
+    host = make_host(setting.shape)
+    with stepping(setting, name, host) as (step, _):
+        gc.collect()
+        before = resident("VmRSS")
+        forget_peak()
+        for _ in range(2):
+            step()
+        return resident("VmHWM") - before
+
+
+def forget_peak() -> None:
+    """The peak of this process begins anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(which: str) -> float:
+    """Resident memory of this process in MB: "VmRSS" now, "VmHWM" at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(which)) * 1024 / 1e6
+
+
+def peaks(setting: Setting) -> dict[str, dict[str, float]]:
+    """The peak of every candidate, each in its own process, and for each unit of LoRA's."""
+    found = {}
+    for name in CANDIDATES:
+        words = [sys.executable, "-m", "recipes.benchmarks.training_memory", json.dumps([vars(setting), name])]
+        found[name] = float(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
     return {
-        "peak MB above the loaded model": (peak - loaded) / 1024,
-        "seconds per step": (time.perf_counter() - begin) / 2,
-        "trained parameters, millions": sum(parameter.numel() for parameter in trained) / 1e6,
+        name: {"peak MB above the host": value, "memory of LoRA's": value / found[LORA]}
+        for name, value in found.items()
     }
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """Every variant, each in its own process."""
-    made = {}
-    for variant in VARIANTS:
-        command = [sys.executable, "-m", "recipes.benchmarks.training_memory", variant]
-        made[variant] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return made
+def measure(setting: Setting, seconds: float = 60.0, least: int = 4) -> dict[str, dict[str, float]]:
+    """Time and peak memory of every candidate."""
+    measured, memory = times(setting, seconds, least), peaks(setting)
+    return {name: {**measured[name], **memory[name]} for name in CANDIDATES}
 
 
 if __name__ == "__main__":
-    print(json.dumps(one_variant(sys.argv[1])))
+    given, candidate = json.loads(sys.argv[1])
+    print(peak_of(Setting(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}), candidate))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ class Language:
 
     def loss(self, model: Any) -> training.Loss:
         """The loss that `training.train` asks for: minus log p of the texts, over their tokens."""
-        return lambda batch, seeds: training.sum_nats(model, batch)
+        chunk_size = self.settings.optim.loss_chunk_size
+        return lambda batch, seeds: training.sum_nats(model, batch, chunk_size)
 
     def control(self, parameters: int) -> tuple[Any, Any]:
         """The text-only LoRA with as many parameters, and what takes it off again; the host is bare before it."""
@@ -132,6 +134,18 @@ def _tensor_parallel(plan: str) -> dict[str, Any]:
     if "tp_plan" in {field.name for field in dataclasses.fields(DistributedConfig)}:
         return {"distributed_config": DistributedConfig(tp_plan=plan)}
     return {"tp_plan": plan}
+
+
+def hidden_states(settings: Config, model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside the block what is below the adapter comes from the cache, where the settings ask for that.
+
+    Args:
+        settings: of the run.
+        model: the adapted language model; None for one of which all layers are trained.
+    """
+    if model is None or not settings.optim.cache_hidden_states:
+        return contextlib.nullcontext()
+    return training.cached_hidden_states(model, Path(settings.data.cache) / "hidden_states")
 
 
 @torch.no_grad()

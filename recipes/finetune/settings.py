@@ -72,6 +72,9 @@ class OptimSettings(Strict):
     ema_decay: float = Field(0.0, ge=0, lt=1)
     gradient_checkpointing: bool = False  # of the adapters
     host_gradient_checkpointing: bool = False  # of the host
+    cache_hidden_states: bool = False  # language: of the frozen layers below the adapter, for each text, in data.cache
+    loss_chunk_size: int | None = Field(None, ge=1)  # language: tokens whose logits are computed at once; null: all
+    torch_compile: bool = False  # language: of the adapter; results differ by rounding
     save_steps: int = Field(100, ge=1)
     save_total_limit: int = Field(2, ge=1)  # checkpoints
     logging_steps: int = Field(10, ge=1)
@@ -131,11 +134,20 @@ class Config(Strict):
             others = {"lm", "quantise", "dtype", "fsdp", "tp_plan", "adapter", "lora", "caption"}
         plain = type(self).model_fields
         given = sorted(name for name in others if getattr(self, name) != plain[name].default)
+        if self.host == "unet":
+            plain, own = OptimSettings.model_fields, self.optim
+            names = ("cache_hidden_states", "loss_chunk_size", "torch_compile")
+            given += [f"optim.{name}" for name in names if getattr(own, name) != plain[name].default]
         if given:
             raise ValueError(f"{', '.join(given)} is for another host than host: {self.host}")
         if self.fsdp and (self.tp_plan or self.quantise):
             raise ValueError(
                 "fsdp shards floating point weights that each process has whole: leave tp_plan and quantise out"
+            )
+        if self.called_together and (self.optim.cache_hidden_states or self.optim.loss_chunk_size):
+            raise ValueError(
+                "the processes compute the layers of the host and its head together, with fsdp or tp_plan: leave "
+                "optim.cache_hidden_states and optim.loss_chunk_size out"
             )
         if self.tp_plan and (self.eval.controls or self.lora.rank):
             raise ValueError("a LoRA cannot be put on a tensor parallel host: leave eval.controls and lora.rank out")

@@ -21,7 +21,7 @@ from mmattn import inspect, training
 from mmattn.errors import ConfigError, TextError
 
 from . import data, looks, report
-from .language import Language, write_texts
+from .language import Language, hidden_states, write_texts
 from .memories import captions_in_memory, row_memories, shown_pictures, without
 from .painting import Painting
 from .settings import Config
@@ -95,6 +95,7 @@ class Run:
             max_grad_norm=optim.max_grad_norm,
             ema_decay=optim.ema_decay,
             gradient_checkpointing=optim.gradient_checkpointing,
+            torch_compile=optim.torch_compile,
             eval_steps=settings.eval.eval_steps,
             early_stopping_patience=settings.eval.early_stopping_patience,
             save_steps=optim.save_steps,
@@ -202,26 +203,27 @@ class Run:
         if self.settings.host == "language":
             named["targets"] = "tokens"
         step = training.last_step(checkpoints) if self.settings.resume else 0
-        done = training.train(
-            model,
-            self.host.loss(model),
-            self.batches,
-            config,
-            self.accelerator,
-            collate=self.host.collate(memories),
-            eval_rows=self.held_out,
-            shuffled_rows=self.shuffled if own and self.settings.eval.shuffled_memory else (),
-            folder=checkpoints,
-            identity={"encoder": encoder},
-            resume=self.settings.resume,
-            log=training.MetricsLog(self.accelerator, self.out, step, **named),
-            measure=looks.adapter_metrics(model, self.host, memories, self.held_out, self.accelerator, config)
-            if own
-            else None,
-            label=name,
-            progress=self.progress,
-            save_more=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
-        )
+        with hidden_states(self.settings, model if own else None):
+            done = training.train(
+                model,
+                self.host.loss(model),
+                self.batches,
+                config,
+                self.accelerator,
+                collate=self.host.collate(memories),
+                eval_rows=self.held_out,
+                shuffled_rows=self.shuffled if own and self.settings.eval.shuffled_memory else (),
+                folder=checkpoints,
+                identity={"encoder": encoder},
+                resume=self.settings.resume,
+                log=training.MetricsLog(self.accelerator, self.out, step, **named),
+                measure=looks.adapter_metrics(model, self.host, memories, self.held_out, self.accelerator, config)
+                if own
+                else None,
+                label=name,
+                progress=self.progress,
+                save_more=(lambda where: model.save_adapter(where / "adapter", encoder=encoder)) if own else None,
+            )
         if done.stopped_early:
             self.accelerator.print(
                 f"{name}: stopped early after {done.global_step} steps, since {done.evals_without_improvement} "
@@ -281,7 +283,8 @@ class Run:
         torch.manual_seed(self.settings.seed)
         lora, undo = self.host.control(parameters)
         rate = self.settings.optim.lora_learning_rate
-        config = replace(self.config, learning_rate=rate, gate_learning_rate=None, gradient_checkpointing=False)
+        of_adapters = {"gate_learning_rate": None, "gradient_checkpointing": False, "torch_compile": False}
+        config = replace(self.config, learning_rate=rate, **of_adapters)
         done = self._train(lora, None, "lora", config)
         found = self._measured(lora, None, self.held_out)
         count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
@@ -290,7 +293,8 @@ class Run:
 
     def _measured(self, model: Any, memories: training.RowMemories | None, rows: Sequence[training.Row]) -> float:
         optim, loss, collate = self.settings.optim, self.host.loss(model), self.host.collate(memories)
-        return training.mean_loss(
-            model, loss, rows, optim.batch_size, self.accelerator, optim.gradient_accumulation_steps,
-            self.settings.seed, collate=collate,
-        )  # fmt: skip
+        with hidden_states(self.settings, None if memories is None else model):
+            return training.mean_loss(
+                model, loss, rows, optim.batch_size, self.accelerator, optim.gradient_accumulation_steps,
+                self.settings.seed, collate=collate,
+            )  # fmt: skip

@@ -118,6 +118,36 @@ class TestLanguage:
         total, count = training.sum_nats(host.lm, host.collator(None).batch(away))
         assert rows["adapter, no memory"] == pytest.approx(float(total.detach()) / count, rel=1e-5)
 
+    def test_cached_hidden_states_and_a_loss_in_chunks(
+        self, recipe: SimpleNamespace, run: Path, tmp_path: Path
+    ) -> None:
+        """The table but for rounding; another run computes no hidden state again and ends bit for bit the same."""
+        asked = short(tmp_path)
+        asked["optim"] |= {"cache_hidden_states": True, "loss_chunk_size": 7}
+        asked["data"]["cache"] = str(tmp_path / "cache")
+        out = recipe.train.main(asked)
+        table, plain = (json.loads((one / "table.json").read_text())["rows"] for one in (out, run))
+        for row, want in zip(table, plain, strict=True):
+            assert row["loss"] == pytest.approx(want["loss"], rel=1e-3) and row["name"] == want["name"]
+        states = tmp_path / "cache" / "hidden_states"
+        files = {path: path.stat().st_mtime_ns for path in states.rglob("*.safetensors")}
+        file = out / "adapter" / "adapter_model.safetensors"
+        before = file.read_bytes()
+        recipe.train.main(asked | {"resume": False})
+        assert file.read_bytes() == before
+        assert files and {path: path.stat().st_mtime_ns for path in states.rglob("*.safetensors")} == files
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_a_compiled_adapter(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
+        """The table but for rounding."""
+        asked = short(tmp_path)
+        asked["optim"]["torch_compile"] = True
+        out = recipe.train.main(asked)
+        table, plain = (json.loads((one / "table.json").read_text())["rows"] for one in (out, run))
+        for row, want in zip(table, plain, strict=True):
+            assert row["loss"] == pytest.approx(want["loss"], rel=1e-3)
+
     def test_its_adapter_captions(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, err = call(capsys, "caption", FLORA / "daffodil.png", "--adapter", run / "adapter")
         assert code == 0 and out.startswith(f"{FLORA / 'daffodil.png'}: "), err
@@ -340,6 +370,8 @@ class TestSettings:
             ({"host": "unet", "lm": "gpt2"}, "lm is for another host"),
             ({"decoupled": {"tokens": 4}}, "decoupled is for another host"),
             ({"captions": "memory"}, "captions is for another host"),
+            ({"host": "unet", "optim": {"torch_compile": True}}, "optim.torch_compile is for another host"),
+            ({"fsdp": True, "optim": {"loss_chunk_size": 64}}, "leave optim.cache_hidden_states and optim.loss_chunk"),
         ],
     )
     def test_unknown_or_useless_ones_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -114,6 +115,8 @@ def run(
     collated: bool = True,
     reported: bool = False,
     apart: float = 0.0,
+    adapter: dict[str, Any] | None = None,
+    hidden_states: str | Path | None = None,
     **settings: Any,
 ) -> tuple[training.TrainingResult, Any]:
     """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back.
@@ -123,7 +126,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     if apart and os.environ["RANK"] == "1":
         time.sleep(apart)
-    model = attach(shard, tensor_parallel, dropout=dropout) if model is None else model
+    model = attach(shard, tensor_parallel, **{"dropout": dropout} | (adapter or {})) if model is None else model
     rows_of = collator(folder)
 
     def collate(some: Sequence[training.Row], seeds: Sequence[int]) -> training.TextBatch:
@@ -144,21 +147,23 @@ def run(
     def forward() -> None:
         training.mean_loss(model, loss, held_out, 1, accelerator, collate=collate if collated else None)
 
-    done = training.train(
-        model,
-        killed,
-        training.RowBatches(rows() if data is None else data, batch_size, seed=3) if batches is None else batches,
-        training.TrainingConfig(**chosen),
-        accelerator,
-        collate=collate if collated else None,
-        eval_rows=held_out,
-        shuffled_rows=training.shuffle_memories(held_out) if reported else (),
-        folder=folder / "checkpoints",
-        log=log,
-        measure=mmattn.inspect.AdapterMetrics(model, forward, 2) if reported else None,
-        progress=False,
-        save_more=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
-    )
+    cached = training.cached_hidden_states(model, hidden_states) if hidden_states else contextlib.nullcontext()
+    with cached:
+        done = training.train(
+            model,
+            killed,
+            training.RowBatches(rows() if data is None else data, batch_size, seed=3) if batches is None else batches,
+            training.TrainingConfig(**chosen),
+            accelerator,
+            collate=collate if collated else None,
+            eval_rows=held_out,
+            shuffled_rows=training.shuffle_memories(held_out) if reported else (),
+            folder=folder / "checkpoints",
+            log=log,
+            measure=mmattn.inspect.AdapterMetrics(model, forward, 2) if reported else None,
+            progress=False,
+            save_more=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
+        )
     assert not [name for name, p in model.host.named_parameters() if "lora_" not in name and p.grad is not None]
     if accelerator.is_main_process:
         model.save_adapter(folder / "adapter")

@@ -47,7 +47,7 @@ def test_a_setting_of_the_first_version(old: str) -> None:
         ({"weight_decay": -0.1}, "weight_decay must be in"),
         ({"max_grad_norm": float("inf")}, "max_grad_norm must be a finite number"),
         ({"seed": -1}, "seed must be at least 0"),
-        ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be True or False, got 'yes'"),
+        ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false, got 'yes'"),
     ],
 )
 def test_values_that_cannot_be(settings: dict[str, Any], said: str) -> None:

@@ -153,3 +153,39 @@ def test_the_trainer_takes_it(folder: Path, kind: str, tmp_path: Path) -> None:
     )
     made.train()
     assert all(float(p.detach().abs().sum()) > 0 for name, p in model.adapters.named_parameters() if "gate" in name)
+
+
+def rescaled(lm: Any, kind: str) -> None:
+    """Another host with the same whole numbers: the scales of a layer below the adapters are doubled."""
+    weight = lm.model.layers[0].mlp.up_proj.weight
+    scale = {"int8": lambda: weight.scale, "bnb8": lambda: weight.SCB, "bnb4": lambda: weight.quant_state.absmax}[kind]
+    scale().mul_(2)
+
+
+def test_hidden_states_of_its_lower_layers_are_cached(folder: Path, kind: str, tmp_path: Path) -> None:
+    """The step of the whole host, and nothing of a host whose scales alone are others."""
+
+    def step(model: Any) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss, _ = training.sum_nats(model, training.collate([[5, 6, 7, 8]], tiny.memory(1)))
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.adapters.named_parameters()} | {"loss": loss.detach()}
+
+    if kind == "bnb8":
+        # It rounds what goes into a layer together with the other texts.
+        model = tiny.attach(load(folder, kind), layers=(1, 2))
+        with pytest.raises(ConditionError, match="answers otherwise"), training.cached_hidden_states(model, tmp_path):
+            pass
+        return
+    computed = []
+    for change in (False, False, True):
+        lm = load(folder, kind)
+        if change:
+            rescaled(lm, kind)
+        model = tiny.attach(lm, layers=(1, 2)).train()
+        want = step(model)
+        with training.cached_hidden_states(model, tmp_path) as cache:
+            for name, value in step(model).items():
+                assert torch.equal(value, want[name]), name
+            computed.append(cache.computed)
+    assert computed == [1, 0, 1]

@@ -1,0 +1,226 @@
+"""The loss in chunks is the loss, with the same gradients, and its logits never stand whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmattn import training
+from mmattn.errors import ConditionError, ConfigError
+from mmattn.hosts.causal_lm.output_head import OutputHead, output_head
+from mmattn.training import TextBatch
+from mmattn.training.chunked_loss import ChunkedCrossEntropy
+from tests import tiny
+from tests.training import small_run, test_trainer
+
+LENGTHS = (11, 7, 5)
+#: What families do to their logits: a cap, scales of logits and of what the head is given, a bias.
+CHANGED: dict[str, tuple[dict[str, Any], float, float | None]] = {
+    "gemma2": ({"final_logit_softcapping": 3.0}, 1.0, 3.0),
+    "granite": ({"logits_scaling": 7.0}, 1 / 7, None),
+    "cohere": ({"logit_scale": 0.3}, 0.3, None),
+    "gptj": ({}, 1.0, None),
+}
+
+
+def attach(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    model = tiny.attach(tiny.make(family, **changes).to(dtype), layers=(1, 2))
+    model.train()
+    return model
+
+
+def batch(memory: bool = True) -> TextBatch:
+    """Padded texts, of which the second has a prompt of three tokens."""
+    ids = tiny.text(3, LENGTHS[0])
+    made = training.collate([ids[row, :length].tolist() for row, length in enumerate(LENGTHS)])
+    labels = made.labels.clone()
+    labels[1, :3] = -100
+    return TextBatch(made.input_ids, made.attention_mask, labels, tiny.memory(3, lengths=[5, 0, 3]) if memory else None)
+
+
+def step(model: Any, chunk_size: int | None) -> tuple[Tensor, int, dict[str, Tensor]]:
+    model.zero_grad()
+    loss, count = training.sum_nats(model, batch(), chunk_size)
+    (loss / 7).backward()
+    assert loss.isfinite()
+    return loss.detach(), count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_vector(taken: tuple[Tensor, int, dict[str, Tensor]]) -> Tensor:
+    return torch.cat([gradient.flatten().float() for gradient in taken[2].values()])
+
+
+def assert_equal(got: tuple[Any, ...], want: tuple[Any, ...], tolerance: float) -> None:
+    tiny.assert_close(got[0], want[0], tolerance)
+    assert got[1] == want[1] and got[2].keys() == want[2].keys() and want[2]
+    for name, value in want[2].items():
+        if value.norm() > 1e-4:  # some are rounding alone
+            tiny.assert_close(got[2][name], value, tolerance)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_loss_and_its_gradients(family: str) -> None:
+    """In chunks that do not divide the tokens, and in one."""
+    model = attach(family)
+    want = step(model, None)
+    for chunk_size in (4, 1000):
+        assert_equal(step(model, chunk_size), want, 2e-4)
+
+
+@pytest.mark.parametrize("family", CHANGED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_what_families_do_to_logits(family: str, dtype: torch.dtype) -> None:
+    changes, scale, softcap = CHANGED[family]
+    model = attach(family, dtype, **changes)
+    if family == "gptj":
+        nn.init.normal_(model.lm_head.bias)
+    head = output_head(model)
+    assert head.scale == pytest.approx(scale, rel=1e-6) and head.linear is model.get_output_embeddings()
+    assert head.softcap == (None if softcap is None else pytest.approx(softcap, rel=1e-6))
+    if dtype is torch.float32:
+        assert_equal(step(model, 4), step(model, None), 2e-4)
+        return
+    # In half precision both are rounded, each in its own places: neither more than the other.
+    chunks, whole = (gradient_vector(step(model, chunk_size)) for chunk_size in (4, None))
+    model.float()
+    exact = gradient_vector(step(model, None))
+    assert (chunks - exact).norm() < 1.5 * (whole - exact).norm()
+
+
+def test_the_gradient_against_differences() -> None:
+    """Of a capped and scaled head with a bias, in double precision."""
+    linear = nn.Linear(7, 13).double().requires_grad_(False)
+    states = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([3, 0, 12, 3, 5])
+    head = OutputHead(linear, 1.7, 2.3)
+
+    def loss(states: Tensor) -> Tensor:
+        return (ChunkedCrossEntropy.apply(states, labels, head, 2) * torch.arange(1, 6)).sum()
+
+    loss(states).backward()
+    want = torch.autograd.functional.jacobian(
+        lambda x: (
+            nn.functional.cross_entropy(2.3 * torch.tanh(1.7 * linear(x) / 2.3), labels, reduction="none")
+            * torch.arange(1, 6)
+        ).sum(),
+        states.detach(),
+    )
+    tiny.assert_close(states.grad, want, 1e-5)  # logits are in float32
+
+
+def test_logits_never_stand_whole() -> None:
+    """No tensor is made that is larger than a chunk of logits; without chunks there is one."""
+    model, tokens = attach(vocab_size=997), sum(length - 1 for length in LENGTHS) - 2
+    largest: list[int] = []
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            largest.extend(
+                one.numel() for one in (out if isinstance(out, (tuple, list)) else [out]) if torch.is_tensor(one)
+            )
+            return out
+
+    training.sum_nats(model, batch(), 4)  # the head is probed once
+    for chunk_size, whole in ((4, False), (None, True)):
+        largest.clear()
+        with Largest():
+            step(model, chunk_size)
+        weights = model.lm_head.weight.numel()
+        assert (max(one for one in largest if one != weights) >= tokens * 997) == whole
+        assert whole or max(one for one in largest if one != weights) <= 4 * 997
+
+
+def test_texts_without_a_memory_or_anything_to_learn() -> None:
+    """They teach nothing, as without chunks; in evaluation nothing is computed for gradients."""
+    model = attach()
+    loss, count = training.sum_nats(model, batch(memory=False), 4)
+    assert not loss.requires_grad and count == 18
+    tiny.assert_close(loss, training.sum_nats(model, batch(memory=False))[0].detach())
+    nothing = TextBatch(torch.tensor([[5, 6, 7]]), None, torch.full((1, 3), -100), tiny.memory(1))
+    loss, count = training.sum_nats(model, nothing, 4)
+    loss.backward()
+    assert (float(loss.detach()), count) == (0, 0)
+    with torch.no_grad():
+        tiny.assert_close(training.token_nats(model, batch(), 4), training.token_nats(model, batch()))
+    host = tiny.make("llama")
+    tiny.assert_close(
+        training.mean_nats(host.requires_grad_(False), batch(memory=False), 4),
+        training.mean_nats(host, batch(memory=False)),
+    )
+
+
+def test_with_cached_hidden_states(tmp_path: Path) -> None:
+    model = attach()
+    want = step(model, None)
+    output_head(model)  # its probe reads texts, too
+    with training.cached_hidden_states(model, tmp_path) as cache:
+        for _ in range(2):
+            assert_equal(step(model, 4), want, 2e-4)
+        assert (cache.computed, cache.found) == (3, 3)
+
+
+# peft 0.21 asks transformers 5.23 by the old name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_lora() -> None:
+    """The text-only control, whose model is one of peft."""
+    model = training.matched_lora(tiny.make("llama"), 3000)
+    text = batch(memory=False)
+    found = []
+    for chunk_size in (None, 4):
+        model.zero_grad()
+        loss, count = training.sum_nats(model, text, chunk_size)
+        loss.backward()
+        found.append((loss.detach(), count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    assert_equal(found[1], found[0], 2e-4)
+
+
+class TestRefused:
+    def test_a_trained_head(self) -> None:
+        model = attach()
+        model.get_output_embeddings().weight.requires_grad_(True)
+        with pytest.raises(ConditionError, match="the head of LlamaForCausalLM is trained"):
+            step(model, 4)
+
+    def test_another_head(self) -> None:
+        model = attach()
+        model.host.lm_head = nn.Sequential(model.host.lm_head)
+        with pytest.raises(ConditionError, match="is no plain linear layer .* Sequential"):
+            step(model, 4)
+
+    def test_another_function_of_the_last_hidden_states(self) -> None:
+        model = attach()
+        own = type(model.host).forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = own(model.host, *args, **kwargs)
+            out.logits = out.logits.square()
+            return out
+
+        model.host.forward = forward
+        with pytest.raises(
+            ConditionError, match="makes its logits otherwise than as a scaled or capped linear function"
+        ):
+            step(model, 4)
+
+    def test_no_chunk(self) -> None:
+        with pytest.raises(ConfigError, match="chunk_size must be at least 1"):
+            step(attach(), 0)
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    """The same losses in training and in evaluation, and the same weights but for rounding."""
+    found = []
+    for name, chunk_size in (("whole", None), ("chunks", 4)):
+        made = test_trainer.trainer(tmp_path / name, small_run.attach(), max_steps=4, save_strategy="no")
+        made.loss_chunk_size = chunk_size
+        made.train()
+        found.append(
+            (made.evaluate()["eval_loss"], [line["loss"] for line in made.state.log_history if "loss" in line])
+        )
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4) and len(found[0][1]) == 4

@@ -1,0 +1,446 @@
+"""Cached hidden states: the step of the whole host, found in any order, never served of another host or text."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+
+from mmattn import training
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError
+from mmattn.training import TextBatch, cached_hidden_states
+from tests import tiny
+from tests.training import small_run
+
+LENGTHS = (11, 7, 5)
+Step = tuple[Tensor, dict[str, Tensor]]
+
+
+def attach(family: str = "llama", host: Any = None, **settings: Any) -> Any:
+    """A host in training mode with adapters at its second and third layer."""
+    model = tiny.attach(tiny.make(family) if host is None else host, **{"layers": (1, 2)} | settings)
+    model.train()
+    return model
+
+
+def batch(rows: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> TextBatch:
+    """Texts of unequal length, padded, each with its own memory."""
+    ids = tiny.text(3, LENGTHS[0], seed)
+    texts = [ids[row, : LENGTHS[row]].tolist() for row in rows]
+    return training.collate(texts, tiny.memory(3, lengths=[5, 2, 3])[list(rows)])
+
+
+def step(model: Any, given: TextBatch) -> Step:
+    """The loss of a batch, and the gradient of each trained parameter."""
+    model.zero_grad()
+    loss, _ = training.sum_nats(model, given)
+    loss.backward()
+    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    assert found and loss.isfinite()
+    return loss.detach(), found
+
+
+def same(one: Step, other: Step) -> bool:
+    return (
+        torch.equal(one[0], other[0])
+        and one[1].keys() == other[1].keys()
+        and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+    )
+
+
+def assert_near(got: Step, want: Step, tolerance: float) -> None:
+    tiny.assert_close(got[0], want[0], tolerance)
+    for name, value in want[1].items():
+        if value.norm() > 1e-3:  # some are rounding alone
+            tiny.assert_close(got[1][name], value, tolerance)
+
+
+class TestAStepIsTheHosts:
+    @pytest.mark.parametrize("family", tiny.FAMILIES)
+    def test_bit_for_bit_for_each_text(self, family: str, tmp_path: Path) -> None:
+        """Computed and read again; and within rounding in a padded batch, which is cut otherwise."""
+        model = attach(family)
+        texts, padded = [batch((row,)) for row in range(3)], batch()
+        want, whole = [step(model, one) for one in texts], step(model, padded)
+        with cached_hidden_states(model, tmp_path) as cache:
+            computed = [step(model, one) for one in texts]
+            assert (cache.layers, cache.computed, cache.found) == (2, 3, 0)
+            read, together = [step(model, one) for one in texts], step(model, padded)
+            assert (cache.computed, cache.found) == (3, 6)
+        assert all(map(same, computed, want)) and all(map(same, read, want))
+        assert_near(together, whole, 1e-3)
+        assert same(step(model, padded), whole), "after the block it is the host as it was"
+
+    def test_in_another_process_another_order_and_another_batch(self, tmp_path: Path) -> None:
+        """Bit for bit: what is cached is a function of the text alone."""
+        model = attach()
+        with cached_hidden_states(model, tmp_path / "a"):
+            want = step(model, batch((2, 0, 1)))
+        with cached_hidden_states(model, tmp_path / "b") as cache:
+            step(model, batch((1, 2)))
+            step(model, batch((0, 1)))
+            assert cache.computed == 3
+        with cached_hidden_states(attach(), tmp_path / "b") as cache:
+            assert same(step(cache.lower.model, batch((2, 0, 1))), want)
+            assert (cache.computed, cache.found) == (0, 3)
+            assert cache.nbytes() > 4 * 32 * sum(LENGTHS)
+
+    def test_packed_rows(self, tmp_path: Path) -> None:
+        """Documents of packed rows are the texts that they are in rows of their own."""
+        model, ids = attach(), tiny.text(3, LENGTHS[0])
+        texts = [ids[row, :length].tolist() for row, length in enumerate(LENGTHS)]
+        packed = training.pack(texts, tiny.memory(3))
+        want = step(model, packed)
+        with cached_hidden_states(model, tmp_path) as cache:
+            got, again = step(model, packed), step(model, packed)
+            step(model, training.collate(texts, tiny.memory(3)))
+            assert cache.computed == 5, "the rest of a row is a text of padding: of 4 tokens here, and of 6"
+        assert same(got, again)
+        assert_near(got, want, 1e-4)
+
+    def test_rows_as_the_trainers_of_trl_pack_them(self, tmp_path: Path) -> None:
+        """One row with `position_ids`, and where documents begin said besides."""
+        model, ids = attach(), tiny.text(3, LENGTHS[0])
+        documents = [{"input_ids": ids[row, :length].tolist()} for row, length in enumerate(LENGTHS)]
+        given = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True)(documents)
+        want = model(**given, memory=tiny.memory(3)).logits
+        with cached_hidden_states(model, tmp_path) as cache:
+            tiny.assert_close(model(**given, memory=tiny.memory(3)).logits, want)
+            assert cache.computed == 3
+
+    def test_left_padding_with_positions(self, tmp_path: Path) -> None:
+        """Refused without: what a host makes of a text in the middle of a row is its own affair."""
+        model, ids = attach("gpt2"), tiny.text(3, LENGTHS[0])
+        ids, mask = tiny.left_padded([ids[row, :length] for row, length in enumerate(LENGTHS)])
+        given = {"input_ids": ids, "attention_mask": mask, "memory": tiny.memory(3)}
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        want = model(**given, position_ids=positions).logits[mask.bool()]
+        with cached_hidden_states(model, tmp_path) as cache:
+            got = model(**given, position_ids=positions).logits[mask.bool()]
+            with pytest.raises(ConditionError, match="does not stand at positions 0, 1, 2, …: pad on the right"):
+                model(**given)
+            step(model, batch())
+            assert (cache.computed, cache.found) == (3, 3)
+        tiny.assert_close(got, want)
+
+    def test_half_precision(self, tmp_path: Path) -> None:
+        """A host in bfloat16, and one in float32 whose states are cached in bfloat16; cold and warm are equal."""
+        for host, dtype in ((tiny.make("llama").to(torch.bfloat16), None), (tiny.make("llama"), torch.bfloat16)):
+            model = attach(host=host)
+            want = step(model, batch())
+            with cached_hidden_states(model, tmp_path, dtype=dtype) as cache:
+                cold, warm = step(model, batch()), step(model, batch())
+                assert cache.found == 3
+            assert same(cold, warm)
+            assert_near(cold, want, 6e-2)
+
+    def test_texts_that_are_read_together(self, tmp_path: Path) -> None:
+        model = attach()
+        want = step(model, batch())
+        with cached_hidden_states(model, tmp_path, batch_size=2) as cache:
+            assert_near(step(model, batch()), want, 1e-4)
+            assert cache.computed == 3
+
+    def test_dropout_of_the_lower_layers_does_not_act(self, tmp_path: Path) -> None:
+        """That of the upper ones and of the adapter does."""
+        host = tiny.make("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+        model = attach(host=host)
+        for layer in (model.layers[2], model.adapters):
+            layer.eval()
+        with cached_hidden_states(model, tmp_path):
+            assert same(step(model, batch()), step(model, batch()))
+            model.layers[2].train()
+            assert not same(step(model, batch()), step(model, batch()))
+        assert not same(step(model, batch()), step(model, batch()))
+
+
+class TestNothingStale:
+    CHANGES: dict[str, Callable[[Any], Any]] = {
+        "a weight edited": lambda model: model.layers[1].mlp.up_proj.weight.data.mul_(1.5),
+        "a weight replaced": lambda model: setattr(
+            model.layers[0].mlp, "up_proj", torch.nn.Linear(32, 53, bias=False).requires_grad_(False)
+        ),
+        "embeddings": lambda model: model.get_input_embeddings().weight.data.mul_(1.5),
+        "another config": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
+    }
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_a_changed_host(self, change: str, tmp_path: Path) -> None:
+        model = attach()
+        with cached_hidden_states(model, tmp_path):
+            before = step(model, batch())
+        self.CHANGES[change](model)
+        model.host.config.rms_norm_eps  # noqa: B018
+        for layer in (*model.layers, model.host.model):
+            for part in layer.modules():
+                if hasattr(part, "variance_epsilon"):
+                    part.variance_epsilon = model.config.rms_norm_eps
+        want = step(model, batch((0,)))
+        with cached_hidden_states(model, tmp_path) as cache:
+            assert same(step(model, batch((0,))), want) and cache.computed == 1
+        assert not same(want, before)
+
+    def test_an_edit_inside_the_block(self, tmp_path: Path) -> None:
+        """Edited in place as torch counts it, and undone: the earlier states are those of the earlier host again."""
+        model, weight = attach(), attach
+        with cached_hidden_states(model, tmp_path) as cache:
+            first = step(model, batch((0,)))
+            weight = model.layers[0].mlp.up_proj.weight
+            with torch.no_grad():
+                weight.mul_(2)
+            edited = step(model, batch((0,)))
+            assert cache.computed == 2 and not same(first, edited)
+            with torch.no_grad():
+                weight.div_(2)
+            assert same(step(model, batch((0,))), first) and cache.computed == 2
+        with torch.no_grad():
+            weight.mul_(2)
+        assert same(step(model, batch((0,))), edited)
+
+    def test_upper_layers_are_no_part_of_it(self, tmp_path: Path) -> None:
+        """What is learned there makes nothing stale."""
+        model = attach()
+        with cached_hidden_states(model, tmp_path) as cache:
+            step(model, batch())
+            with torch.no_grad():
+                model.layers[2].mlp.up_proj.weight.mul_(2)
+                next(model.adapters.parameters()).mul_(2)
+            step(model, batch())
+            assert (cache.computed, cache.found) == (3, 3)
+
+    # peft 0.21 asks transformers 5.23 by the old name.
+    @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+    def test_another_lora(self, tmp_path: Path) -> None:
+        """A frozen one in the lower layers: on, off, and another one; each has its own states."""
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        host = peft.get_peft_model(tiny.make("llama"), settings)
+        host.add_adapter("second", settings)
+        host.set_adapter("default")
+        host.requires_grad_(False)
+        model = attach(host=host)
+
+        def second() -> Step:
+            host.set_adapter("second")
+            host.requires_grad_(False)
+            for parameter in model.adapters.parameters():
+                parameter.requires_grad_(True)
+            return step(model, batch((0,)))
+
+        def off() -> Step:
+            with host.disable_adapter():
+                return step(model, batch((0,)))
+
+        want = [step(model, batch((0,))), off(), second()]
+        host.set_adapter("default")
+        host.requires_grad_(False)
+        for parameter in model.adapters.parameters():
+            parameter.requires_grad_(True)
+        with cached_hidden_states(model, tmp_path) as cache:
+            got = [step(model, batch((0,))), off(), second()]
+            assert cache.computed == 3
+        assert all(map(same, got, want)) and not same(want[0], want[1]) and not same(want[0], want[2])
+
+    def test_other_ids(self, tmp_path: Path) -> None:
+        """Texts that begin or end alike, and a token that is also the padding, are texts of their own."""
+        model = attach()
+        texts = [[5, 6, 7], [5, 6], [6, 7], [5, 6, 7, 0], [0, 5, 6, 7]]
+        batches = [training.collate([text], tiny.memory(1)) for text in texts]
+        want = [step(model, one) for one in batches]
+        with cached_hidden_states(model, tmp_path) as cache:
+            assert all(map(same, [step(model, one) for one in batches], want)) and cache.computed == 5
+
+    def test_another_precision_of_autocast(self, tmp_path: Path) -> None:
+        model = attach()
+        with cached_hidden_states(model, tmp_path) as cache:
+            plain = step(model, batch())
+            with torch.autocast("cpu", torch.bfloat16):
+                half = step(model, batch())
+            assert cache.computed == 6 and not same(plain, half)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_near(half, step(model, batch()), 6e-2)
+
+    def test_a_weight_that_is_trained_by_now(self, tmp_path: Path) -> None:
+        model = attach()
+        with cached_hidden_states(model, tmp_path):
+            step(model, batch())
+            model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+            with pytest.raises(ConditionError, match="something is trained in layer 1 by now"):
+                step(model, batch())
+
+    def test_a_damaged_file(self, tmp_path: Path) -> None:
+        model = attach()
+        with cached_hidden_states(model, tmp_path):
+            step(model, batch())
+        (file,) = tmp_path.glob("*/*.safetensors")
+        raw = bytearray(file.read_bytes())
+        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        with cached_hidden_states(model, tmp_path), pytest.raises(AdapterFileError, match="wrong checksum"):
+            step(model, batch())
+
+
+class TestOtherForwards:
+    def test_writing_runs_the_whole_host(self, tmp_path: Path) -> None:
+        """With a cache of keys and values, and without one where there is a memory; nothing of it is cached."""
+        model, ids, memory = attach(), tiny.text(3), tiny.memory(3)
+        model.eval()
+        for given in ({"memory": memory}, {"memory": memory, "use_cache": False}, {}, {"num_beams": 3}):
+            want = model.generate(ids, max_new_tokens=5, do_sample=False, **given)
+            with cached_hidden_states(model, tmp_path) as cache:
+                assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False, **given), want)
+                assert cache.computed == 0
+        out = model(ids, memory=memory, use_cache=True)
+        with cached_hidden_states(model, tmp_path):
+            again = model(ids, memory=memory, use_cache=True)
+            longer = model(ids[:, :1], memory=memory, past_key_values=again.past_key_values)
+        assert torch.equal(longer.logits, model(ids[:, :1], memory=memory, past_key_values=out.past_key_values).logits)
+
+    def test_evaluation_reads_the_same(self, tmp_path: Path) -> None:
+        model = attach()
+        model.eval()
+        want = training.text_nats(model, tiny.text(3).tolist(), tiny.memory(3), batch_size=1)
+        with cached_hidden_states(model, tmp_path) as cache:
+            for _ in range(2):
+                assert training.text_nats(model, tiny.text(3).tolist(), tiny.memory(3), batch_size=1) == want
+            assert (cache.computed, cache.found) == (3, 3)
+            with torch.inference_mode():
+                model(tiny.text(3, 5, seed=3), memory=tiny.memory(3))
+            model.train()
+            step(model, training.collate(tiny.text(3, 5, seed=3).tolist(), tiny.memory(3)))
+            assert cache.found == 6, "computed in inference mode, of use in training"
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            ({"output_hidden_states": True}, "called with output_hidden_states"),
+            ({"attention_mask": torch.ones(3, 1, 7, 7)}, r"attention_mask is \(3, 1, 7, 7\)"),
+            ({"position_ids": torch.arange(7)[None] + 2}, "positions 0, 1, 2, …"),
+            ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]] * 3)}, "positions 0, 1, 2, …"),
+        ],
+    )
+    def test_what_is_no_text_from_its_beginning_is_refused(
+        self, given: dict[str, Any], match: str, tmp_path: Path
+    ) -> None:
+        model = attach()
+        with cached_hidden_states(model, tmp_path):
+            with pytest.raises(ConditionError, match=match):
+                model(tiny.text(3), memory=tiny.memory(3), **given)
+            step(model, batch())
+
+    def test_embeddings_in_place_of_ids(self, tmp_path: Path) -> None:
+        model = attach()
+        with (
+            cached_hidden_states(model, tmp_path),
+            pytest.raises(ConditionError, match="the host was given embeddings"),
+        ):
+            model(inputs_embeds=torch.randn(3, 7, 32), memory=tiny.memory(3))
+
+    def test_an_interrupted_forward_leaves_no_states_behind(self, tmp_path: Path) -> None:
+        """torch runs no hooks after Ctrl-C; the forward after it is of another text, or writes one."""
+        model = attach()
+        want = [step(model, batch()), model(tiny.text(3), use_cache=True).logits]
+        with cached_hidden_states(model, tmp_path):
+            hook = model.layers[2].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                step(model, batch(seed=5))
+            hook.remove()
+            assert torch.equal(model(tiny.text(3), use_cache=True).logits, want[1])
+            assert_near(step(model, batch()), want[0], 1e-4)
+        assert same(step(model, batch()), want[0])
+
+    def test_settings(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(ConfigError, match="torch.int8 was asked for"),
+            cached_hidden_states(attach(), tmp_path, dtype=torch.int8),
+        ):
+            pass
+        with pytest.raises(ConfigError, match="batch_size"), cached_hidden_states(attach(), tmp_path, batch_size=0):
+            pass
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@torch.no_grad()
+def test_lower_layers_on_the_disk(tmp_path: Path) -> None:
+    """A host whose lower layers accelerate has left on the disk: the same states, and no weight of them in memory."""
+    host = tiny.make("llama")
+    host.save_pretrained(tmp_path / "host")
+    where = {"model.layers.0": "disk", "model.layers.1": "disk", "model.layers.2": "cpu", "model.embed_tokens": "cpu"}
+    where |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    spread = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "host", device_map=where, offload_folder=tmp_path / "disk", dtype=torch.float32
+    )
+    models = [attach(host=AutoModelForCausalLM.from_pretrained(tmp_path / "host")), attach(host=spread)]
+    losses = []
+    for model in models:
+        with cached_hidden_states(model, tmp_path / "states") as cache:
+            losses += [training.sum_nats(model, batch())[0] for _ in range(2)]
+    assert (cache.computed, cache.found) == (0, 6), "the first host computed them"
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    with cached_hidden_states(models[1], tmp_path / "others") as cache:
+        losses += [training.sum_nats(models[1], batch())[0] for _ in range(2)]
+        assert (cache.computed, cache.found) == (3, 3)
+        assert torch.equal(losses[-1], losses[0]) and torch.equal(losses[-2], losses[0])
+    assert {one.device.type for one in spread.model.layers[:2].parameters()} == {"meta"}
+
+
+class TestInTheLoop:
+    SETTINGS: dict[str, Any] = {"every": None, "layers": [1, 2]}
+
+    def run(self, folder: Path, states: Path, **settings: Any) -> str:
+        """A run of `train` whose states are cached; the sha256 of its adapter."""
+        small_run.run(folder, hidden_states=states, adapter=self.SETTINGS, **settings)
+        return small_run.sha256(folder)
+
+    def test_cold_and_warm_runs_are_equal_bit_for_bit(self, tmp_path: Path) -> None:
+        """Invariant 76: what was in the cache changes nothing that is learned."""
+        cold = self.run(tmp_path / "a", tmp_path / "states")
+        assert self.run(tmp_path / "b", tmp_path / "states") == cold
+        files = sorted((tmp_path / "states").rglob("*.safetensors"))
+        assert self.run(tmp_path / "c", tmp_path / "states", max_steps=3) != cold
+        assert sorted((tmp_path / "states").rglob("*.safetensors")) == files, "nothing was computed again"
+
+    @pytest.mark.slow
+    def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(self, tmp_path: Path) -> None:
+        """Killed while nothing was on the disk, and while all was; the whole run had another cache."""
+        want = self.run(tmp_path / "whole", tmp_path / "others")
+        given = {"hidden_states": str(tmp_path / "states"), "adapter": self.SETTINGS}
+        for kill in ({"at_loss": 10}, {"at_save": 2}):
+            found = small_run.start(tmp_path / "run", kill=kill, **given)
+            assert found.returncode == -signal.SIGKILL, found.stderr
+        assert self.run(tmp_path / "run", tmp_path / "states") == want
+
+    def test_by_the_trainer_of_transformers(self, tmp_path: Path) -> None:
+        """The same block around `AdapterTrainer`: every row is computed once in three epochs."""
+        from transformers import TrainingArguments
+
+        model = attach(layers=(2,), opened=False)
+        rows = [{"input_ids": text, "labels": text} for text in tiny.text(7, 5).tolist()]
+        for row, own in zip(rows, tiny.memory(7).tokens, strict=True):
+            row["memory"] = own.tolist()
+        arguments = TrainingArguments(
+            str(tmp_path / "run"), num_train_epochs=3, per_device_train_batch_size=3, use_cpu=True, report_to=[]
+        )
+        collator = training.MemoryCollator(lambda given: {k: torch.tensor([r[k] for r in given]) for k in given[0]})
+        trainer = training.AdapterTrainer(model, arguments, train_dataset=rows, data_collator=collator)
+        with cached_hidden_states(model, tmp_path / "states") as cache:
+            trainer.train()
+        assert (cache.computed, cache.found) == (7, 14)
+
+
+def test_a_sharded_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attach()
+    monkeypatch.setattr("mmattn.hosts.causal_lm.lower_layers_probe.shards", lambda host: [host])
+    with (
+        pytest.raises(ConditionError, match="lie in several processes, which must run every layer together"),
+        cached_hidden_states(model, tmp_path),
+    ):
+        pass

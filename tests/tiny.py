@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -157,6 +159,11 @@ def memory(b: int, m: int = 5, e: int = MEMORY_DIM, lengths: list[int] | None = 
     tokens = torch.randn(b, m, e, generator=torch.Generator().manual_seed(1000 + seed))
     mask = None if lengths is None else torch.arange(m) < torch.tensor(lengths)[:, None]
     return mmattn.Memory(tokens, mask)
+
+
+def going_on(cache: Any) -> dict[str, Any]:
+    """The argument with which a model goes on from a cache, by its name in this version of transformers."""
+    return {"cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values": cache}
 
 
 def text(b: int, length: int = 7, seed: int = 0) -> Tensor:

@@ -14,6 +14,7 @@ from mmattn.adapters.augmented_prompt import AugmentedPrompt
 from mmattn.adapters.augmented_text import AugmentedText, token_places
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.text_state import TextState
+from mmattn.core.cache_names import cache_name, given_cache
 from mmattn.core.key_rotation import DISTANCE, KeyRotation, find_rotations
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.memory import Memory
@@ -49,6 +50,7 @@ class AugmentingModel:
         # Without its head, whose answer nobody asks for.
         self._body: Any = getattr(lm, "base_model", lm)
         self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
+        self._cache_name = cache_name(self._body)
         self._check_eval()
         self._probe()
 
@@ -120,8 +122,8 @@ class AugmentingModel:
         if self._positions:
             given["position_ids"] = positions
         with torch.inference_mode(False), torch.no_grad():
-            out = self._body(**given, past_key_values=new_cache(), use_cache=True)
-        cache = getattr(out, "past_key_values", None)
+            out = self._body(**given, **{self._cache_name: new_cache()}, use_cache=True)
+        cache = given_cache(out)
         layers = [(one.keys, one.values) for one in getattr(cache, "layers", ()) if hasattr(one, "keys")]
         if len(layers) != self.depth or any(keys is None or keys.shape[2] != ids.shape[1] for keys, _ in layers):
             raise ConditionError(
@@ -208,7 +210,7 @@ class AugmentingModel:
             if self._positions:
                 given["position_ids"] = token_places(real)[:, past:]
             cache = known.cache if known is not None else new_cache() if keep else None
-            out = self._body(**given, past_key_values=cache, use_cache=keep, output_hidden_states=True)
+            out = self._body(**given, **{self._cache_name: cache}, use_cache=keep, output_hidden_states=True)
             # Hidden states begin with the embeddings.
             states = {layer: out.hidden_states[layer + 1] for layer in layers}
             for new in states.values():

@@ -89,7 +89,7 @@ class FusedSource:
         if text.past is None:
             raise ConditionError(
                 f"adapter {name!r} must know how much text the host has cached, and {text.length} tokens were given "
-                "with cache_params, which do not say: give past_key_values"
+                "with a cache that does not say, of recurrent layers: give all of it, or take another host"
             )
         times = text.rows // max(self.rows or 1, 1)
         prompt = self.prompt

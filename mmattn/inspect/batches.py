@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError, ConfigError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Call
@@ -35,8 +36,8 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]
             "doctor needs the arguments of a call by name, with a memory (dict(input_ids=..., memory=...)); got "
             f"{given}"
         )
-    if batch.get("past_key_values") is not None:
-        raise ConditionError("doctor calls the model many times, which would fill past_key_values: give the whole text")
+    if given_cache(batch) is not None:
+        raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
     prepared = {name: one for name, one in model.prepare_by_name(batch["memory"]).items() if name in model.active}
     memories = {name: one for name, one in prepared.items() if has_rows(one)}
     sources = model.bind({name: one for name, one in prepared.items() if name not in memories})

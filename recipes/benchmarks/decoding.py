@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 import mmattn
+from mmattn.core.cache_names import cache_name
 from recipes.benchmarks.timing import interleaved, ratio
 
 WIDTH = 768
@@ -33,10 +34,10 @@ def decoder(host: torch.nn.Module, rows: int, prompt: int = 16) -> Callable[...,
 
     cache = DynamicCache(config=host.config)
     ids = torch.ones(rows, prompt, dtype=torch.long)
-    host(input_ids=ids, past_key_values=cache, use_cache=True)
+    host(input_ids=ids, **{cache_name(host): cache}, use_cache=True)
 
     def step(call: Callable[..., object], **given: object) -> None:
-        call(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, **given)
+        call(input_ids=ids[:, :1], **{cache_name(host): cache}, use_cache=True, **given)
         cache.crop(-1)
 
     return step
@@ -120,12 +121,12 @@ def measure_compiled(slots: int, dtype: torch.dtype, seconds: float = 15.0) -> d
         steps: dict[str, Callable[[], object]] = {}
         for name, call in calls.items():
             cache = StaticCache(config=host.config, max_cache_len=1024)
-            host(input_ids=ids, past_key_values=cache, use_cache=True)
+            host(input_ids=ids, **{cache_name(host): cache}, use_cache=True)
             places = iter(range(16, 1024))
 
             def step(call: Callable[..., object] = call, cache: object = cache, places: object = places) -> None:
                 place = torch.tensor([[next(places)]])  # type: ignore[call-overload]
-                call(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, position_ids=place)
+                call(input_ids=ids[:, :1], **{cache_name(host): cache}, use_cache=True, position_ids=place)
 
             for _ in range(3):
                 step()

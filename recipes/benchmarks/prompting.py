@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from mmattn.core.cache_names import cache_name
 from recipes.benchmarks.bank import PASSAGE, PROMPT, WIDTH, make_reader
 from recipes.benchmarks.decoding import make_host
 from recipes.benchmarks.timing import interleaved, ratio
@@ -31,10 +32,10 @@ def measure(passages: int, dtype: torch.dtype, seconds: float = 20.0) -> dict[st
     memory = torch.randn(1, length, WIDTH, dtype=dtype)
     prepared = model.prepare(memory)
     cache = DynamicCache(config=host.config)
-    host(prompt[:, :length], past_key_values=cache, logits_to_keep=1)
+    host(prompt[:, :length], **{cache_name(host): cache}, logits_to_keep=1)
 
     def continued() -> None:
-        host(question, past_key_values=cache, logits_to_keep=1)
+        host(question, **{cache_name(host): cache}, logits_to_keep=1)
         cache.crop(-PROMPT)
 
     times = interleaved(

@@ -38,12 +38,10 @@ def costs(
             text = way.text(ids, memories)
             out, spent = _timed(lambda way=way, given=given, text=text: way.model(text, use_cache=True, **given))
             first[name].append(spent)
-            token = out.logits[:, -1:].argmax(-1)
-            _, spent = _timed(
-                lambda way=way, given=given, token=token, cache=out.past_key_values: way.model(
-                    token, past_key_values=cache, use_cache=True, **given
-                )
-            )
+            # Its name since transformers 5.24, and the one before.
+            kept = "cache" if "cache" in out else "past_key_values"
+            given |= {"input_ids": out.logits[:, -1:].argmax(-1), kept: out[kept]}
+            _, spent = _timed(lambda way=way, given=given: way.model(use_cache=True, **given))
             further[name].append(spent)
     return {
         name: {

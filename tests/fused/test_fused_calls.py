@@ -74,13 +74,13 @@ def test_texts_in_turn(family: str) -> None:
         found: list[list[torch.Tensor]] = [[], []]
         for token in range(3):
             for number, (cache, end) in enumerate(zip(caches, ends, strict=True)):
-                logits = model.host(end[:, token : token + 1], past_key_values=cache).logits
+                logits = model.host(end[:, token : token + 1], **tiny.going_on(cache)).logits
                 found[number].append(logits)
     for parts, one in zip(found, wanted, strict=True):
         assert distance(torch.cat(parts, 1), one) <= CLOSE
     with torch.no_grad():
         cache = model(ids, memory=memory, use_cache=True).past_key_values
-        later = [model(ends[0][:, [token]], memory=memory, past_key_values=cache).logits for token in range(3)]
+        later = [model(ends[0][:, [token]], memory=memory, **tiny.going_on(cache)).logits for token in range(3)]
     assert distance(torch.cat(later, 1), wanted[0]) <= CLOSE
 
 
@@ -98,12 +98,12 @@ def test_fused_once() -> None:
         cache = model.host(ids, use_cache=True).past_key_values
         token = tiny.text(2, 1, seed=4)
         for _ in range(2):
-            before = model.host(token, past_key_values=cache).logits
+            before = model.host(token, **tiny.going_on(cache)).logits
             cache.crop(-1)
         assert counts == [6]
         model.adapter("default").block(2).gate.gate.zero_()
         model.adapter("default").block(0).out_proj.bias.add_(1.0)
-        after = model.host(token, past_key_values=cache).logits
+        after = model.host(token, **tiny.going_on(cache)).logits
         assert counts == [8] and distance(after, before) > 100 * CLOSE
 
 

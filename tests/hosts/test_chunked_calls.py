@@ -51,12 +51,12 @@ def test_a_text_in_two_pieces_is_the_text(family, cut):
     s, memory = scene(family), ragged()
     full = s.model(s.ids, memory=memory).logits
     first = s.model(s.ids[:, :cut], memory=memory, use_cache=True)
-    second = s.model(s.ids[:, cut:], memory=memory, past_key_values=first.past_key_values, use_cache=True)
+    second = s.model(s.ids[:, cut:], memory=memory, **tiny.going_on(first.past_key_values), use_cache=True)
     assert_close(torch.cat([first.logits, second.logits], 1), full)
     # The ids of the first piece are gone: a function cannot be asked for its chunks.
     first = s.model(s.ids[:, :cut], memory=Library(), use_cache=True)
     with pytest.raises(ConditionError, match="whole text"):
-        s.model(s.ids[:, cut:], memory=Library(), past_key_values=first.past_key_values)
+        s.model(s.ids[:, cut:], memory=Library(), **tiny.going_on(first.past_key_values))
 
 
 @torch.no_grad()

@@ -301,7 +301,7 @@ def test_a_text_whose_ids_are_not_told_is_refused():
     with torch.no_grad():
         cache = s.model(s.ids, memory=along(), use_cache=True).past_key_values
         with pytest.raises(ConditionError, match="ids of the whole text"):
-            s.model(s.ids[:, :1], past_key_values=cache, memory=along())
+            s.model(s.ids[:, :1], **tiny.going_on(cache), memory=along())
     with pytest.raises(ConditionError, match="part of the host"), s.model.condition(along()):
         s.model.host.model(s.ids)
 

@@ -169,7 +169,7 @@ def test_the_next_turn_reads_what_it_must():
     first = s.model.generate(s.ids, memory=along(), **how)
     text = torch.cat([first.sequences, tiny.text(ROWS, 5, seed=5)], 1)
     want = generate(s.model, text, memory=along())
-    assert torch.equal(generate(s.model, text, memory=along(), past_key_values=first.past_key_values), want)
+    assert torch.equal(generate(s.model, text, memory=along(), **tiny.going_on(first.past_key_values)), want)
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ def test_rows_of_the_next_turn_diverge_at_different_tokens(kept):
     how = {"max_new_tokens": 6, "do_sample": False}
     with s.model.condition(composing.along()):
         cache = DynamicCache()
-        first = s.model.host.generate(ids, past_key_values=cache, **how)
+        first = s.model.host.generate(ids, **tiny.going_on(cache), **how)
         texts = []
         for row, count in zip(first, kept, strict=True):
             own = row[: composing.LENGTH + count]
@@ -127,7 +127,7 @@ def test_rows_of_the_next_turn_diverge_at_different_tokens(kept):
         text = torch.stack(texts)
         # The host's own cache holds what both rows share with it.
         cache.crop(composing.LENGTH + min(kept) - cache.get_seq_length())
-        second = s.model.host.generate(text, past_key_values=cache, **how)
+        second = s.model.host.generate(text, **tiny.going_on(cache), **how)
     want = s.model.generate(text, memory=composing.along(), use_cache=False, **how)
     assert torch.equal(second, want)
     assert not torch.equal(second, s.model.generate(text, **how))

@@ -36,7 +36,7 @@ def test_a_text_in_two_pieces_is_the_text(family, ids):
     model, memory = tiny.attach(tiny.make(family)), tiny.memory(ROWS, lengths=[5, 0, 3])
     full = model(ids, memory=memory).logits
     first = model(ids[:, :4], memory=memory, use_cache=True)
-    second = model(ids[:, 4:], memory=memory, past_key_values=first.past_key_values, use_cache=True)
+    second = model(ids[:, 4:], memory=memory, **tiny.going_on(first.past_key_values), use_cache=True)
     assert_close(torch.cat([first.logits, second.logits], 1), full)
 
 
@@ -292,8 +292,8 @@ def test_which_image_is_never_guessed():
     full = model(ids, memory=memory).logits
     first = model(ids[:, :3], memory=memory, use_cache=True)
     with pytest.raises(ConditionError, match="images"):
-        model(ids[:, 3:], memory=memory, past_key_values=first.past_key_values)
+        model(ids[:, 3:], memory=memory, **tiny.going_on(first.past_key_values))
     images = (ids == IMAGE).cumsum(1)
     first = model(ids[:, :3], memory=memory, use_cache=True)
-    second = model(ids[:, 3:], memory=memory, past_key_values=first.past_key_values, images=images[:, 3:])
+    second = model(ids[:, 3:], memory=memory, **tiny.going_on(first.past_key_values), images=images[:, 3:])
     assert_close(second.logits, full[:, 3:])

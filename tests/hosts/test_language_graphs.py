@@ -73,11 +73,11 @@ def test_decoding_with_a_static_cache_is_one_graph(dynamo):
     for memory in (tiny.memory(ROWS, lengths=[5, 0, 3]), tiny.memory(ROWS, lengths=[2, 5, 1], seed=1)):
         text, cache = ids, StaticCache(config=model.host.config, max_cache_len=LENGTH + NEW)
         with model.condition(memory):
-            word = model.host(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            word = model.host(ids, **tiny.going_on(cache)).logits[:, -1:].argmax(-1)
             for place in range(LENGTH, LENGTH + NEW):
                 text = torch.cat([text, word], 1)
                 positions = torch.full((ROWS, 1), place)
-                logits = step(word, past_key_values=cache, position_ids=positions).logits
+                logits = step(word, **tiny.going_on(cache), position_ids=positions).logits
                 word = logits[:, -1:].argmax(-1)
                 seen.append(dynamo.frame_count)
             assert_close(logits[:, -1], model.host(text).logits[:, -1])

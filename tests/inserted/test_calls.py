@@ -90,7 +90,7 @@ def test_text_goes_on_in_a_cache_of_the_caller(gate: bool) -> None:
         wanted = answer(model, ids, memory=memory)
         with torch.no_grad():
             first = model(ids[:, :5], memory=memory, use_cache=True)
-            second = model(ids[:, 5:], memory=memory, past_key_values=first.past_key_values)
+            second = model(ids[:, 5:], memory=memory, **tiny.going_on(first.past_key_values))
         assert distance(second.logits, wanted[:, 5:]) <= CLOSE
 
 
@@ -100,10 +100,10 @@ def test_a_memory_edited_inside_a_text_is_read_anew() -> None:
     with torch.no_grad(), model.condition(memory):
         cache = model(ids[:, :5], use_cache=True).past_key_values
         caches = [copy.deepcopy(cache) for _ in range(2)]
-        before = model(ids[:, 5:], past_key_values=cache).logits
+        before = model(ids[:, 5:], **tiny.going_on(cache)).logits
         memory.tokens.add_(torch.randn(memory.tokens.shape, generator=torch.Generator().manual_seed(0)))
-        found = model(ids[:, 5:], past_key_values=caches[0]).logits
-        wanted = model(ids[:, 5:], memory=memory.tokens.clone(), past_key_values=caches[1]).logits
+        found = model(ids[:, 5:], **tiny.going_on(caches[0])).logits
+        wanted = model(ids[:, 5:], memory=memory.tokens.clone(), **tiny.going_on(caches[1])).logits
     assert torch.equal(found, wanted) and distance(found, before) > 100 * CLOSE
 
 

@@ -333,8 +333,8 @@ def test_what_cannot_be_asked() -> None:
         mmattn.doctor(model, batch(lengths=[0, 0, 0]))
     with pytest.raises(mmattn.errors.ShapeError, match="2 rows"):
         mmattn.doctor(model, batch() | {"input_ids": tiny.text(2)})
-    with pytest.raises(mmattn.errors.ConditionError, match="past_key_values"):
-        mmattn.doctor(model, batch() | {"past_key_values": model(tiny.text(ROWS, LENGTH)).past_key_values})
+    with pytest.raises(mmattn.errors.ConditionError, match="fill its cache"):
+        mmattn.doctor(model, batch() | tiny.going_on(model(tiny.text(ROWS, LENGTH)).past_key_values))
     model.set_adapter([])
     with pytest.raises(mmattn.errors.ConditionError, match="no active adapter"):
         mmattn.doctor(model, batch())

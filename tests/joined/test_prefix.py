@@ -37,7 +37,7 @@ def with_cache(host: Any, adapter: Any, prefix: int, ids: Tensor) -> Tensor:
         block = adapter.prefix(layer)
         cache.update(block.keys[[prefix]].detach(), block.values[[prefix]].detach(), layer)
     with torch.no_grad():
-        logits: Tensor = host(ids, past_key_values=cache).logits
+        logits: Tensor = host(ids, **tiny.going_on(cache)).logits
     return logits
 
 

@@ -110,7 +110,7 @@ def test_text_goes_on_in_a_cache_of_the_caller() -> None:
         wanted = answer(model, ids, memory=memory)
         with torch.no_grad():
             first = model(ids[:, :5], memory=memory, use_cache=True)
-            second = model(ids[:, 5:], memory=memory, past_key_values=first.past_key_values)
+            second = model(ids[:, 5:], memory=memory, **tiny.going_on(first.past_key_values))
         assert distance(second.logits, wanted[:, 5:]) <= CLOSE
 
 

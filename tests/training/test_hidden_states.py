@@ -298,8 +298,8 @@ class TestOtherForwards:
         out = model(ids, memory=memory, use_cache=True)
         with cached_hidden_states(model, tmp_path):
             again = model(ids, memory=memory, use_cache=True)
-            longer = model(ids[:, :1], memory=memory, past_key_values=again.past_key_values)
-        assert torch.equal(longer.logits, model(ids[:, :1], memory=memory, past_key_values=out.past_key_values).logits)
+            longer = model(ids[:, :1], memory=memory, **tiny.going_on(again.past_key_values))
+        assert torch.equal(longer.logits, model(ids[:, :1], memory=memory, **tiny.going_on(out.past_key_values)).logits)
 
     def test_evaluation_reads_the_same(self, tmp_path: Path) -> None:
         model = attach()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmattn.adapters.text_state import GenerationInput
+from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.requests import take_memories
 
@@ -18,10 +19,13 @@ IN_THREADS = ("generate_batch", "init_continuous_batching", "continuous_batching
 
 def past_length(kwargs: Any) -> int | None:
     """How many tokens the host has in its cache, or None where it does not say."""
-    cache = kwargs.get("past_key_values")
-    if cache is not None:
+    cache = given_cache(kwargs)
+    if cache is None:
+        return 0
+    try:
         return int(cache.get_seq_length())
-    return None if kwargs.get("cache_params") is not None else 0
+    except (AttributeError, ValueError):  # states of recurrent layers alone, which count no tokens
+        return None
 
 
 def prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -17,6 +17,7 @@ from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, 
 from mmattn.adapters.packed_text import packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
+from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
@@ -158,7 +159,7 @@ class AdaptedCausalLM(AdaptedModel):
             length=inputs.shape[1],
             inputs=inputs,
             past=past_length(kwargs),
-            cache=kwargs.get("past_key_values"),
+            cache=given_cache(kwargs),
             attention_mask=kwargs.get("attention_mask"),
             images=call.images,
             arrivals=call.arrivals,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText
 from mmattn.adapters.protocols import View
+from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
 from mmattn.hosts.calls import FORWARD
 from mmattn.hosts.eval_mode import in_eval_mode
@@ -51,7 +52,7 @@ def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> 
         ConditionError: the host mixes documents whatever it is given, or the call has a mask or a cache of its own.
     """
     mask = kwargs.get("attention_mask")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    if kwargs.get("use_cache") or given_cache(kwargs) is not None:
         raise ConditionError(
             "positions start again inside a row, so that it holds several documents, and such rows cannot go on with a "
             "cache: give each document a row of its own, or leave use_cache out"

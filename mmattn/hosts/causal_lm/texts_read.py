@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText, packed_text
+from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
 from mmattn.hosts.calls import FORWARD
 from mmattn.hosts.causal_lm.generation import inputs_of
@@ -63,7 +64,7 @@ def texts_read(model: Any, config: Any, args: tuple[Any, ...], kwargs: Mapping[s
     """
     step = FORWARD.get()
     text = step.details if step is not None and step.model is model else None
-    if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None or kwargs.get("use_cache"):
+    if given_cache(kwargs) is not None or kwargs.get("use_cache"):
         return None
     if text is not None and text.prompt is not None:
         return None

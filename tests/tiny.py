@@ -32,8 +32,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafts from the prompt": PROMPT_LOOKUP,
     "a prompt in chunks": {"prefill_chunk_size": 3},
 }
+#: Since 5.24 models take their cache as `cache`, and GPT-J attends by what is registered for all.
+IS_5_24 = Version(transformers.__version__) >= Version("5.24")
 #: Families whose attention nothing can be joined with: a softmax of their own, or none.
-NOTHING_JOINED = ("gptj", "gpt_neo", "bloom", "falcon", "mpt", "mamba")
+NOTHING_JOINED = (*(() if IS_5_24 else ("gptj",)), "gpt_neo", "bloom", "falcon", "mpt", "mamba")
 
 _LLAMA = {
     "hidden_size": 32,
@@ -163,7 +165,7 @@ def memory(b: int, m: int = 5, e: int = MEMORY_DIM, lengths: list[int] | None = 
 
 def going_on(cache: Any) -> dict[str, Any]:
     """The argument with which a model goes on from a cache, by its name in this version of transformers."""
-    return {"cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values": cache}
+    return {"cache" if IS_5_24 else "past_key_values": cache}
 
 
 def text(b: int, length: int = 7, seed: int = 0) -> Tensor:

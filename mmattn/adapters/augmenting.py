@@ -121,10 +121,12 @@ class AugmentingModel:
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": real.long()}
         if self._positions:
             given["position_ids"] = positions
-        with torch.inference_mode(False), torch.no_grad():
-            out = self._body(**given, **{self._cache_name: new_cache()}, use_cache=True)
-        cache = given_cache(out)
-        layers = [(one.keys, one.values) for one in getattr(cache, "layers", ()) if hasattr(one, "keys")]
+        layers: list[Any] = []
+        if self.caches:
+            with torch.inference_mode(False), torch.no_grad():
+                out = self._body(**given, **{self._cache_name: new_cache()}, use_cache=True)
+            found = getattr(given_cache(out), "layers", ())
+            layers = [(one.keys, one.values) for one in found if hasattr(one, "keys")]
         if len(layers) != self.depth or any(keys is None or keys.shape[2] != ids.shape[1] for keys, _ in layers):
             raise ConditionError(
                 f"{type(self.lm).__name__} does not cache keys and values of each token in every layer, as a "

@@ -50,6 +50,8 @@ _FREE = (
     "gradient_accumulation_steps",
     "gradient_checkpointing",
     "dataloader_prefetch_factor",
+    "torch_compile",
+    "torch_compile_backend",
 )
 
 

@@ -8,12 +8,13 @@ and values of the memory projected again at every step, as open_flamingo does it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import mmattn
-from mmattn.core.cache_names import cache_name
 from recipes.benchmarks.timing import interleaved, ratio
 
 WIDTH = 768
@@ -28,16 +29,22 @@ def make_host(dtype: torch.dtype, positions: int = 1024) -> torch.nn.Module:
     return GPT2LMHeadModel(config).to(dtype).eval()
 
 
+def going_on(host: torch.nn.Module, cache: object) -> dict[str, Any]:
+    """The argument with which a host goes on from a cache: `cache` since transformers 5.24."""
+    known = inspect.signature(host.forward).parameters
+    return {"past_key_values" if "past_key_values" in known else "cache": cache}
+
+
 def decoder(host: torch.nn.Module, rows: int, prompt: int = 16) -> Callable[..., None]:
     """A step of decoding after a prompt of 16 tokens; the cache is cut back, so that every step is the same."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=host.config)
     ids = torch.ones(rows, prompt, dtype=torch.long)
-    host(input_ids=ids, **{cache_name(host): cache}, use_cache=True)
+    host(input_ids=ids, **going_on(host, cache), use_cache=True)
 
     def step(call: Callable[..., object], **given: object) -> None:
-        call(input_ids=ids[:, :1], **{cache_name(host): cache}, use_cache=True, **given)
+        call(input_ids=ids[:, :1], **going_on(host, cache), use_cache=True, **given)
         cache.crop(-1)
 
     return step
@@ -121,12 +128,12 @@ def measure_compiled(slots: int, dtype: torch.dtype, seconds: float = 15.0) -> d
         steps: dict[str, Callable[[], object]] = {}
         for name, call in calls.items():
             cache = StaticCache(config=host.config, max_cache_len=1024)
-            host(input_ids=ids, **{cache_name(host): cache}, use_cache=True)
+            host(input_ids=ids, **going_on(host, cache), use_cache=True)
             places = iter(range(16, 1024))
 
             def step(call: Callable[..., object] = call, cache: object = cache, places: object = places) -> None:
                 place = torch.tensor([[next(places)]])  # type: ignore[call-overload]
-                call(input_ids=ids[:, :1], **{cache_name(host): cache}, use_cache=True, position_ids=place)
+                call(input_ids=ids[:, :1], **going_on(host, cache), use_cache=True, position_ids=place)
 
             for _ in range(3):
                 step()

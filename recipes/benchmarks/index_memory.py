@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn.core.cache_names import cache_name
 from recipes.benchmarks.bank import WIDTH, make_reader
+from recipes.benchmarks.decoding import going_on
 from recipes.benchmarks.search import bytes_held, make_vectors
 from recipes.benchmarks.timing import interleaved, ratio
 
@@ -100,7 +100,7 @@ def measure(count: int, store: str, seconds: float = 12.0) -> dict[str, float]:
     caches = {name: model.host(ids, use_cache=True).past_key_values for name in ("alone", "searching")}
 
     def token(name: str, given: Any) -> None:
-        model(ids[:, :1], memory=given, **{cache_name(model.host): caches[name]})
+        model(ids[:, :1], memory=given, **going_on(model.host, caches[name]))
         caches[name].crop(-1)
 
     times = interleaved(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn.core.cache_names import cache_name
+from recipes.benchmarks.decoding import going_on
 from recipes.benchmarks.timing import interleaved, ratio
 
 SIZES = ((1, 257), (1, 1601), (1, 6404), (8, 257), (8, 1601))
@@ -103,10 +103,10 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
         if slots:
             masks["cross_attention_mask"] = torch.zeros(rows, 1, ids.shape[1], slots, dtype=dtype)
             masks["full_text_row_masked_out_mask"] = torch.ones(rows, 1, ids.shape[1], 1, dtype=dtype)
-        return theirs(input_ids=ids, **{cache_name(theirs): caches["mllama"]}, use_cache=True, **masks, **more)
+        return theirs(input_ids=ids, **going_on(theirs, caches["mllama"]), use_cache=True, **masks, **more)
 
     def our_step(ids: torch.Tensor) -> Any:
-        return model.host(input_ids=ids, **{cache_name(model.host): caches["mmattn"]}, use_cache=True)
+        return model.host(input_ids=ids, **going_on(model.host, caches["mmattn"]), use_cache=True)
 
     def cut(name: str) -> None:
         for number, layer in enumerate(caches[name].layers):
@@ -119,9 +119,7 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
         return logits
 
     def ours_once() -> torch.Tensor:
-        logits: torch.Tensor = model.host(
-            input_ids=ids[:, :1], **{cache_name(model.host): caches["mmattn"]}, use_cache=True
-        ).logits
+        logits: torch.Tensor = our_step(ids[:, :1]).logits
         cut("mmattn")
         return logits
 

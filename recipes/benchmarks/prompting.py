@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from mmattn.core.cache_names import cache_name
 from recipes.benchmarks.bank import PASSAGE, PROMPT, WIDTH, make_reader
-from recipes.benchmarks.decoding import make_host
+from recipes.benchmarks.decoding import going_on, make_host
 from recipes.benchmarks.timing import interleaved, ratio
 
 PASSAGES, QUICK_PASSAGES = (4, 16, 64), (4, 16)
@@ -32,10 +31,10 @@ def measure(passages: int, dtype: torch.dtype, seconds: float = 20.0) -> dict[st
     memory = torch.randn(1, length, WIDTH, dtype=dtype)
     prepared = model.prepare(memory)
     cache = DynamicCache(config=host.config)
-    host(prompt[:, :length], **{cache_name(host): cache}, logits_to_keep=1)
+    host(prompt[:, :length], **going_on(host, cache), logits_to_keep=1)
 
     def continued() -> None:
-        host(question, **{cache_name(host): cache}, logits_to_keep=1)
+        host(question, **going_on(host, cache), logits_to_keep=1)
         cache.crop(-PROMPT)
 
     times = interleaved(

@@ -139,7 +139,8 @@ def test_dropout_only_in_training(ids):
     assert torch.equal(model(ids, memory=memory).logits, first)
 
 
-@pytest.mark.parametrize("family", ["gptj", "gpt_neo", "falcon", "mamba"])
+# GPT-J itself takes no empty batch since transformers 5.24.
+@pytest.mark.parametrize("family", [*([] if tiny.IS_5_24 else ["gptj"]), "gpt_neo", "falcon", "mamba"])
 @torch.no_grad()
 def test_an_empty_batch_has_the_hosts_shape(family, ids):
     """Invariant 11."""

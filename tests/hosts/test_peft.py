@@ -15,6 +15,8 @@ from tests.tiny import differs, own
 pytestmark = [
     # peft 0.21 asks transformers 5.23 by the old name.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    # By peft, which says past_key_values of every version.
+    pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning"),
 ]
 

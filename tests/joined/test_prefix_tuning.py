@@ -17,7 +17,11 @@ from tests import tiny
 from tests.joined.slow import CLOSE, answer, distance
 from tests.joined.test_prefix import P, adapted
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+# Both by peft.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning"),
+]
 
 
 def checkpoint(folder: Path, family: str = "llama", kind: str = "prefix", tokens: int = P, **settings: Any) -> Any:

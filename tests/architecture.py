@@ -11,7 +11,7 @@ from pathlib import Path
 #: The rooms of the house from the bottom up; a room imports from those above it in this list, and from within itself.
 #: Several in one line know nothing of each other.
 ROOMS = (
-    ("errors", "progress"),
+    ("errors", "progress", "interrupts"),
     ("storage", "tokenization"),
     ("memory",),
     ("memory_parts", "memory_stream", "searched_memory"),

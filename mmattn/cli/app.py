@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from mmattn.cli import compare, encode, index, inspect, pipelines, recipes, serve
+from mmattn.interrupts import recorded_interrupts
 
 app = typer.Typer(
     name="mmattn",
@@ -101,28 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @contextlib.contextmanager
 def _exit_after_interrupt() -> Iterator[None]:
     """Exit with 130 after Ctrl-C, also where a command catches it to save what it has."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored (a job in the background), or taken
-        yield
-        return
-    interrupts: list[int] = []
-
-    def interrupt(number: int, frame: Any) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    try:
-        signal.signal(signal.SIGINT, interrupt)
-    except ValueError:  # not the main thread, which alone is interrupted
-        yield
-        return
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as end:
-        if interrupts:
-            raise SystemExit(130) from end
-        raise
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with recorded_interrupts() as interrupts:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as end:
+            if interrupts:
+                raise SystemExit(130) from end
+            raise
 
 
 def _spelled(message: str, words: Sequence[str]) -> str:

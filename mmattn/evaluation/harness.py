@@ -179,7 +179,7 @@ class HarnessModel:
         super().set_cache_hook(cache_hook)  # type: ignore[misc]
 
     def _ids(self, text: str) -> list[int]:
-        """Ids of a text behind the begin token, which a chat template may have written already."""
+        """Ids of a text after the begin token, which a chat template may have written already."""
         ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return ids if ids[:1] == [self.begin] else [self.begin, *ids]
 

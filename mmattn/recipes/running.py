@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mmattn.interrupts import recorded_interrupts
 from mmattn.recipes.installed import find_recipe, load_recipe
 from mmattn.recipes.refusals import refuse
 from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings
@@ -151,23 +151,7 @@ def _settings_errors() -> Iterator[None]:
 @contextlib.contextmanager
 def _interrupts_raised() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end of the block, too, where what is called in it caught Ctrl-C."""
-    interrupts: list[int] = []
-
-    def interrupt(number: int, frame: Any) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or taken by the command line
+    with recorded_interrupts() as interrupts:
         yield
-        return
-    try:
-        signal.signal(signal.SIGINT, interrupt)
-    except ValueError:  # not the main thread, which alone is interrupted
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     if interrupts:
         raise KeyboardInterrupt

@@ -86,7 +86,7 @@ class HiddenStateCache:
         self.lower.end()
 
     def _states(self, texts: TextsRead) -> Tensor:
-        """Hidden states (b, l, d) behind the lower layers."""
+        """Hidden states (b, l, d) after the lower layers."""
         store = self._store()
         keys = [hashlib.sha256(ids.cpu().numpy().astype("<i8").tobytes()).hexdigest() for ids in texts.ids]
         states = {key: found for key in keys if (found := store.get(key)) is not None}
@@ -107,7 +107,7 @@ class HiddenStateCache:
         count, device = count_below(self.lower.model), device_of(self.lower.reader)
         if count < self.layers:
             raise ConditionError(
-                f"hidden states behind {self.layers} layers are cached, and something is trained in layer {count} by "
+                f"hidden states after {self.layers} layers are cached, and something is trained in layer {count} by "
                 "now: attach adapters and a LoRA before the cache is opened"
             )
         config = getattr(self.lower.reader, "config", None)

@@ -119,7 +119,7 @@ class TarSamples(RowTable):
             file.seek(end)
             # A damaged header looks like the end to tarfile.
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise ConfigError(f"{path} is truncated or damaged behind its byte {end:,} (after {last})")
+                raise ConfigError(f"{path} is truncated or damaged after its byte {end:,} (after {last})")
 
 
 class _Sample(Mapping[str, Any]):

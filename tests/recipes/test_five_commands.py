@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import base64
-import os
 import re
 import shlex
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +13,7 @@ import pytest
 from mmattn import training
 from tests.cli.running import call
 from tests.recipes.test_finetune import FLORA, ROOT
+from tests.serving.processes import serving
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi", reason="fastapi is not installed; it comes with mmattn[serve]")
@@ -26,33 +22,17 @@ pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "train-on-your-data.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[:2]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def ask(folder: Path, *words: str) -> str:
     """What the served model says of the photo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     picture = base64.b64encode((folder / "photo.jpg").read_bytes()).decode()
     content = [{"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}"}}]
-    process = subprocess.Popen([sys.executable, "-m", *words, "--port", str(port)], cwd=folder, env=ENVIRONMENT)
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 240
-    try:
-        while True:
-            try:
-                assert httpx.get(f"{url}/health").status_code == 200
-                break
-            except httpx.ConnectError:
-                assert process.poll() is None and time.monotonic() < end, "it does not start"
-                time.sleep(0.2)
-        body = {"model": "adapter", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    body = {"model": "adapter", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    with serving(list(words), folder, 240) as (_, url):
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["message"]["content"])
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize("given", ["a folder", "a dataset"])

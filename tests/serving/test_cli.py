@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.serving.processes import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,26 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmattn", "serve", "assets/vision/adapter", "--port", str(port)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 120
-    try:
-        while True:
-            try:
-                assert httpx.get(f"{url}/health").status_code == 200
-                break
-            except httpx.ConnectError:
-                assert process.poll() is None and time.monotonic() < end, "it does not start"
-                time.sleep(0.2)
-        yield process, url
-    finally:
-        process.kill()
-        process.communicate()
+    words = ["mmattn", "serve", "assets/vision/adapter"]
+    with serving(words, ROOT, 120, stderr=subprocess.PIPE, text=True) as started:
+        yield started
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ class TestTars:
             place = read.getmembers()[4].offset
         (tmp_path / "flipped.tar").write_bytes(whole[: place + 3] + b"?" + whole[place + 4 :])
         with pytest.raises(
-            ConfigError, match=rf"flipped.tar is truncated or damaged behind its byte {place:,} \(after"
+            ConfigError, match=rf"flipped.tar is truncated or damaged after its byte {place:,} \(after"
         ):
             training.read_rows(str(tmp_path / "flipped.tar"))
         (tmp_path / "none.tar").write_bytes(b"nothing" * 300)

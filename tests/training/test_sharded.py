@@ -19,6 +19,19 @@ from tests.tiny import assert_close
 from tests.training import small_run
 
 
+def assert_same_run(found: Path, wanted: Path) -> None:
+    """What several processes with parts of a host have learned is what one process has."""
+    assert small_run.losses(found) == pytest.approx(small_run.losses(wanted), rel=1e-5)
+    here, there = (
+        training.checkpoints.load_checkpoint(at / "checkpoints" / "step-00000005")[0] for at in (wanted, found)
+    )
+    assert set(here) == set(there)
+    for name, value in here.items():
+        assert_close(there[name], value, 1e-2)
+    config = json.loads((found / "adapter" / "adapter_config.json").read_text())
+    assert config["host"]["fingerprint"] is None, "no process has all weights to tell the host by"
+
+
 @pytest.mark.slow
 def test_a_host_in_pieces_on_two_processes_is_one(tmp_path: Path) -> None:
     """Sharded by FSDP2: a process without a memory, a row, or as many held-out rows keeps no other waiting."""
@@ -32,13 +45,7 @@ def test_a_host_in_pieces_on_two_processes_is_one(tmp_path: Path) -> None:
     assert any([] in parts for of_both in pieces for parts in of_both), "no row"
     learns = [[any(row.has_memory for row in sum(parts, [])) for parts in of_both] for of_both in pieces]
     assert [True, False] in learns or [False, True] in learns, "no memory"
-    assert small_run.losses(two) == pytest.approx(small_run.losses(one), rel=1e-5)
-    here, there = (training.checkpoints.load_checkpoint(at / "checkpoints" / "step-00000005")[0] for at in (one, two))
-    assert set(here) == set(there)
-    for name, value in here.items():
-        assert_close(there[name], value, 1e-2)
-    config = json.loads((two / "adapter" / "adapter_config.json").read_text())
-    assert config["host"]["fingerprint"] is None, "no process has all weights to tell the host by"
+    assert_same_run(two, one)
 
 
 @pytest.mark.slow
@@ -50,13 +57,7 @@ def test_a_tensor_parallel_host_on_two_processes_is_one(tmp_path: Path) -> None:
     small_run.run(one, **plain)
     found = small_run.start(two, processes=2, tensor_parallel=str(host), **plain)
     assert found.returncode == 0, found.stderr
-    assert small_run.losses(two) == pytest.approx(small_run.losses(one), rel=1e-5)
-    here, there = (training.checkpoints.load_checkpoint(at / "checkpoints" / "step-00000005")[0] for at in (one, two))
-    assert set(here) == set(there)
-    for name, value in here.items():
-        assert_close(there[name], value, 1e-2)
-    config = json.loads((two / "adapter" / "adapter_config.json").read_text())
-    assert config["host"]["fingerprint"] is None, "no process has all weights to tell the host by"
+    assert_same_run(two, one)
 
 
 @pytest.fixture

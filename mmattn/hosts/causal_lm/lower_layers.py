@@ -56,7 +56,7 @@ class FromStates:
     """A forward whose lower layers are left out: they hand on what they once computed.
 
     Args:
-        states: hidden states (b, l, d) behind them.
+        states: hidden states (b, l, d) after them.
     """
 
     def __init__(self, states: Tensor) -> None:
@@ -71,7 +71,7 @@ class UpToStates:
     """A forward whose upper layers are left out: they hand on what they are given.
 
     Attributes:
-        states: hidden states (b, l, d) behind the lower layers.
+        states: hidden states (b, l, d) after the lower layers.
     """
 
     states: Tensor | None = None
@@ -158,7 +158,7 @@ class LowerLayers:
 
     @torch.no_grad()
     def compute(self, texts: Sequence[Tensor]) -> list[Tensor]:
-        """Hidden states (l, d) behind them of texts that are read together, in evaluation mode; inside `installed`.
+        """Hidden states (l, d) after them of texts that are read together, in evaluation mode; inside `installed`.
 
         Args:
             texts: ids (l,) of each, on the device of the host's embeddings.

@@ -74,7 +74,7 @@ def lower_layers(model: Any) -> LowerLayers:
         raise
     except Exception as error:
         raise ConditionError(
-            f"{name} cannot be run from the hidden states behind layer {count - 1} on, so that these cannot be cached: "
+            f"{name} cannot be run from the hidden states after layer {count - 1} on, so that these cannot be cached: "
             f"{type(error).__name__}: {error}"
         ) from error
     real = mask.bool()
@@ -82,7 +82,7 @@ def lower_layers(model: Any) -> LowerLayers:
     apart = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
     if not torch.equal(whole, again) or not apart <= WITHIN[whole.element_size()]:
         raise ConditionError(
-            f"{name} answers otherwise when it begins with the hidden states behind layer {count - 1}, so that these "
+            f"{name} answers otherwise when it begins with the hidden states after layer {count - 1}, so that these "
             "cannot be cached: its upper layers read more of the lower ones (keys and values that they share, earlier "
             "states), or a token sees later ones. Leave the cache out"
         )
@@ -119,7 +119,7 @@ def _from(lower: LowerLayers, states: Tensor, ids: Tensor, mask: Tensor) -> Tens
 
 
 def _recorded(model: Any, count: int, ids: Tensor, mask: Tensor) -> tuple[LowerLayers, Tensor, Tensor]:
-    """The lower layers as one forward shows them, the hidden states behind them, and its answer.
+    """The lower layers as one forward shows them, the hidden states after them, and its answer.
 
     Raises:
         ConditionError: layers do not run one after the other, or hand on something else than states (b, l, d).

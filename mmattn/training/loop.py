@@ -42,7 +42,7 @@ from mmattn.training.sampling import Batches, derive_seed
 from mmattn.training.step_clock import StepClock
 from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 
-# Settings that may differ when a run is resumed: nothing that is learned depends on them.
+# Settings that may differ when a run is resumed: what is learned depends on none of them, but for rounding.
 _FREE = (
     "save_steps",
     "save_total_limit",

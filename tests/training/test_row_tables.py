@@ -132,9 +132,7 @@ class TestTars:
         with tarfile.open(folder / "part-002.tar") as read:
             place = read.getmembers()[4].offset
         (tmp_path / "flipped.tar").write_bytes(whole[: place + 3] + b"?" + whole[place + 4 :])
-        with pytest.raises(
-            ConfigError, match=rf"flipped.tar is truncated or damaged after its byte {place:,} \(after"
-        ):
+        with pytest.raises(ConfigError, match=rf"flipped.tar is truncated or damaged after its byte {place:,} \(after"):
             training.read_rows(str(tmp_path / "flipped.tar"))
         (tmp_path / "none.tar").write_bytes(b"nothing" * 300)
         with pytest.raises(ConfigError, match="none.tar cannot be read as a tar that is not compressed"):

@@ -171,9 +171,18 @@ DENOISED = (
     "joint decoupled, sd3",
 )
 SLOW = (
+    "mixtral",
+    "opt",
+    "k unet",
     "whisper",
     "vit",
     "t5, in the encoder",
+    "gated, mixtral",
+    "chunked, bloom",
+    "composed, gptj",
+    "prefix, gpt2",
+    "fused cache by head, gpt2",
+    "decoupled with a projection, sdxl",
     "gated, bart, in the encoder",
     "gated, modernbert",
     "decoupled after blocks, flux",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,16 @@ ROWS = 3
 MODEL, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
+@pytest.fixture(scope="module")
+def one_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "adapter"
+    tiny.attach(tiny.make("llama")).save_adapter(folder)
+    return folder
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    tiny.attach(tiny.make("llama")).save_adapter(tmp_path / "adapter")
-    return tmp_path / "adapter"
+def saved(one_saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(one_saved, tmp_path / "adapter"))
 
 
 def hooks(host: nn.Module) -> int:

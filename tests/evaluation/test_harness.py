@@ -22,10 +22,13 @@ from tests.tiny import assert_close
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed; it comes with mmattn[eval]")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
 
+from lm_eval.tasks import TaskManager  # noqa: E402
+
 from mmattn.evaluation import AdaptedLM  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 FLORA = ROOT / "assets" / "flora"
+NO_TASKS = TaskManager(include_defaults=False)  # those of the harness take seconds to list
 NAMES = ("daffodil", "foxglove", "snowdrop", "oxeye daisy")
 
 
@@ -92,7 +95,9 @@ def writing(docs: Path, **options: Any) -> dict[str, Any]:
 
 def run(model: Any, asked: Mapping[str, Any], **options: Any) -> tuple[dict[str, Any], list[Any]]:
     """The results of a task, and the answers to each document in their order."""
-    found = lm_eval.simple_evaluate(model=model, tasks=[dict(asked)], bootstrap_iters=0, **options)
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=[dict(asked)], task_manager=NO_TASKS, bootstrap_iters=0, **options
+    )
     samples = sorted(found["samples"]["flora"], key=lambda sample: sample["doc_id"])
     return found["results"]["flora"], [sample["resps"] for sample in samples]
 

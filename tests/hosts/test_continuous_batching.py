@@ -52,7 +52,9 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("layout")
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen3"))]
+)
 def test_each_request_answers_as_it_does_alone(family: str) -> None:
     """Memories of several lengths, one shared, none, and two prompts that are alike but for their memory."""
     model, inputs = tiny.attach(tiny.make(family)), prompts((4, 9, 2, 6, 4, 11))

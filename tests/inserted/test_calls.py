@@ -64,8 +64,17 @@ def test_padded_prompts(family: str, gate: bool) -> None:
             assert torch.equal(alone[:, len(own) :], written(family, slots(model, memory, row), own[None]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(
+    ("family", "gate"),
+    [
+        ("llama", False),
+        ("gpt2", True),
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in (("llama", True), ("gpt2", False), ("mistral", True))
+        ),
+    ],
+)
 def test_continuous_batching(family: str, gate: bool) -> None:
     """Requests that transformers schedules together write what each writes alone; one without slots, as the host."""
     model = attach(tiny.make(family), gate=gate)

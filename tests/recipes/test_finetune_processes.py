@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.running import call
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune"
 
@@ -19,13 +21,18 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(launch: list[str], out: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    """A run of four steps of the recipe's own settings, on the CPU."""
-    words = [
-        sys.executable, "-m", *launch, "mmattn", "train", str(RECIPE / "config.yaml"), f"out={out}", "progress=false",
+def four_steps(out: Path, *settings: str) -> list[str]:
+    """The words after `mmattn` for a short run of the recipe's own settings, on the CPU."""
+    return [
+        "train", str(RECIPE / "config.yaml"), f"out={out}", "progress=false",
         "device=cpu", "data.held_out=2", f"data.cache={out.parent / 'cache'}", "adapter.every=3", "optim.max_steps=4",
         "optim.batch_size=3", "optim.logging_steps=1", "eval.eval_steps=2", *settings,
     ]  # fmt: skip
+
+
+def start(launch: list[str], out: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    """A run in processes of its own."""
+    words = [sys.executable, "-m", *launch, "mmattn", *four_steps(out, *settings)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(words, capture_output=True, text=True, env=env, timeout=280, cwd=out.parent)
 
@@ -64,7 +71,9 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     ],
     ids=["one process", "alone", "both", "controls", "unet"],
 )
-def test_what_cannot_be(tmp_path: Path, settings: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], said: str
+) -> None:
     """Refused in words, before anything is trained."""
-    found = start([], tmp_path / "run", *settings)
-    assert found.returncode == 2 and said in found.stderr and not (tmp_path / "run" / "metrics.jsonl").exists()
+    code, _, errors = call(capsys, *four_steps(tmp_path / "run", *settings))
+    assert code == 2 and said in errors and not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -241,6 +241,7 @@ def test_lists_visited_by_default(tmp_path: Path, store: str, default: int) -> N
     assert found[None] == found[default] and found[default] not in (found[default - 1], found[default + 1])
 
 
+@pytest.mark.slow
 def test_the_suite_needs_no_pytest() -> None:
     code = "import sys, mmattn.testing, mmattn.retrieval as r; r.HNSWStore; mmattn.testing.check_store(r.InMemoryStore)"
     code += "; print('pytest' in sys.modules)"

@@ -58,6 +58,9 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
         there, here = (json.loads((at / "table.json").read_text())["rows"][0] for at in (two, one))
         assert there["loss"] == pytest.approx(here["loss"], rel=1e-5), name
         assert (two / "adapter" / "adapter_model.safetensors").is_file()
+    plan = start(torchrun, tmp_path / "plan", "--dry-run")
+    assert plan.returncode == 0, plan.stderr[-3000:]
+    assert plan.stdout.count("steps: 4 of 3 rows in 2 processes") == 1 and not (tmp_path / "plan").exists()
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class AttachedModel(nn.Module):
         self._hooks.clear()
         for name in ("_apply", "train", _MARK, *self.replaced):
             self.host.__dict__.pop(name, None)
-        if not has_peft(self.host):
+        if self._frozen and not has_peft(self.host):
             # Since peft came on, what is trained of the host is for peft to say.
             for parameter in self._frozen:
                 parameter.requires_grad_(True)

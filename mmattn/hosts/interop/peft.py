@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from types import FrameType
 from typing import Any
 
@@ -13,11 +14,7 @@ from mmattn.errors import AttachError
 
 def has_peft(host: nn.Module) -> bool:
     """Whether peft has put layers into a host or prompts before it, so that it says what is trained."""
-    return any(_is_of_peft(type(part).__module__) for part in host.modules()) or any(
-        # Prompts leave no mark on the host: only the model around it knows of them.
-        isinstance(one, dict) and one.get("base_model") is host and "prompt_encoder" in one
-        for one in gc.get_referrers(host)
-    )
+    return any(_is_of_peft(type(part).__module__) for part in host.modules()) or _has_prompts(host)
 
 
 def active_lora(host: nn.Module) -> tuple[Any, ...]:
@@ -43,6 +40,17 @@ def refuse_peft(caller: FrameType) -> None:
             "peft was given the adapted model and would freeze its adapters: give it the host, "
             "get_peft_model(model.host, config), before or after attach; or attach to the model that peft returns"
         )
+
+
+def _has_prompts(host: nn.Module) -> bool:
+    # Looking through all objects of the process takes a tenth of a second; peft freezes the host that it gives prompts.
+    if "peft" not in sys.modules or all(parameter.requires_grad for parameter in host.parameters()):
+        return False
+    return any(
+        # Prompts leave no mark on the host: only the model around it knows of them.
+        isinstance(one, dict) and one.get("base_model") is host and "prompt_encoder" in one
+        for one in gc.get_referrers(host)
+    )
 
 
 def _is_of_peft(module: str) -> bool:

@@ -25,7 +25,7 @@ from .settings import Config
 from .world import NAMES, Reading, draw, questions
 
 COLUMNS = {
-    "slots": ("slots", 1, ".0f", ""),
+    "slots": ("slots", 1, ",.0f", ""),
     "accuracy": ("right", 100, ".1f", " %"),
     "share": ("of the whole document's", 100, ".1f", " %"),
     "seconds": ("seconds for all", 1, ".0f", ""),

@@ -35,6 +35,8 @@ ASKED = 30e6
 SLOTS, WIDTH, BATCH, EPOCHS = 256, 768, 8, 3
 STEP = BATCH * SLOTS * WIDTH * 2 / ASKED
 BLOCK_BYTES = 4 << 20
+WINDOW = 40e6
+"""Bytes of rows that are mixed at a time, at most: a run waits for the first of them to arrive."""
 
 
 class ThrottledFiles(fsspec.AbstractFileSystem):
@@ -104,7 +106,7 @@ def main(steps: int = 600, limit: float = 0.02) -> int:
     with tempfile.TemporaryDirectory() as place:
         store = make_store(Path(place) / "store", rows)
         far = training.MemoryStore(f"{ThrottledFiles.protocol}://{store.address}")
-        window = max(BLOCK_BYTES, int(store.row_bytes * rows / 8))
+        window = max(BLOCK_BYTES, int(min(WINDOW, store.row_bytes * rows / 8)))
         ahead = 2 * math.ceil(window / RATE / STEP)
         mixed = [training.StoreBatches(one, BATCH, buffer_bytes=window) for one in (store, far)]
         (disk, loss, used), (throttled, same, given) = (train(one.store, one, steps, ahead) for one in mixed)

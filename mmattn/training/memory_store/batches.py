@@ -48,7 +48,7 @@ class StoreBatches:
         *,
         shuffle: bool = True,
         buffer_bytes: int = BUFFER_BYTES,
-        threads: int = 2,
+        threads: int = 4,
     ) -> None:
         if not len(store):
             raise ConfigError(f"{store!r} has no rows to put into an order")

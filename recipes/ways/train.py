@@ -92,7 +92,7 @@ class Study:
             self.task.lm,
             *self.task.request(),
         )
-        rows = [self.row("no memory", lambda lm, _: Alone(lm, None, 0)), self.row("LoRA, no memory", _lora, count)]
+        rows = self.rows("no memory", lambda lm, _: Alone(lm, None, 0)) + self.rows("LoRA, no memory", _lora, count)
         untrained: dict[str, Make] = {}
         if self.config.task != "pictures":
             untrained = {"in the prompt": lambda lm, n: Prompt(lm, None, n)}
@@ -102,12 +102,12 @@ class Study:
                 "passages read before, keys not turned": lambda lm, n: Passages(lm, n, turned=False),
             }
         for name, make in untrained.items():
-            rows.append(self.row(name, make) | spent.get(name, {}))
+            rows += self.rows(name, make, spent=spent.get(name))
         if untrained:
-            rows.append(self.row("in the prompt, tuned as long", untrained["in the prompt"], count))
+            rows += self.rows("in the prompt, tuned as long", untrained["in the prompt"], count)
         for way, make in makers.items():
             if way in NAMES:
-                rows.append(self.row(NAMES[way], make, count) | spent[way])
+                rows += self.rows(NAMES[way], make, count, spent[way])
         control = rows[1]["nats"]
         for row in rows:
             nats = row.pop("nats")
@@ -131,23 +131,39 @@ class Study:
             chosen["in the prompt"] = lambda lm, n: Prompt(lm, None, n)
         return chosen
 
-    def row(self, name: str, make: Make, parameters: int = 0) -> dict[str, Any]:
-        """Train a way, where it has parameters, and measure it."""
+    def rows(
+        self, name: str, make: Make, parameters: int = 0, spent: dict[str, float] | None = None
+    ) -> list[dict[str, Any]]:
+        """Train a way, where it has parameters, and measure it; passages also with their first tokens read again.
+
+        Args:
+            name: of the row.
+            make: the way.
+            parameters: to train; 0 trains nothing.
+            spent: what a request costs, where that was measured.
+        """
         torch.manual_seed(self.config.seed)
         way, task = make(self.task.lm, parameters), self.task
-        seconds = None
+        row = dict.fromkeys(COLUMNS) | {"name": name}
         if parameters:
-            seconds = learn(
+            row["parameters"] = way.parameters
+            row["seconds"] = learn(
                 way, name, task.batches(), task.batch, self.config.optim, self.config.seed, self.run, self.accelerator,
                 self.config.progress,
             )  # fmt: skip
+        rows = [row | self.measured(way) | (spent or {})]
+        if isinstance(way, Passages) and way.turned:
+            way.recomputed_tokens = self.config.texts.recomputed_tokens
+            rows.append(row | {"name": f"{name}, first tokens again", "seconds": None} | self.measured(way))
+        way.close()
+        return rows
+
+    def measured(self, way: Way) -> dict[str, Any]:
+        """How often a way is right, with its memory and with another's."""
+        task = self.task
         reads = way.memory(task.held_out[[0]]) is not None or isinstance(way, (Prompt, Passages))
         found = task.score(way, task.held_out if reads else None)
-        shuffled = task.score(way, task.shuffled)["accuracy"] if reads else None
-        trained = way.parameters if parameters else None
-        way.close()
-        row = dict.fromkeys(COLUMNS) | {"name": name, "shuffled": shuffled, "parameters": trained, "seconds": seconds}
-        return row | found
+        return found | {"shuffled": task.score(way, task.shuffled)["accuracy"] if reads else None}
 
 
 def _lora(lm: Any, parameters: int) -> Way:

@@ -130,6 +130,9 @@ class Passages(Way):
 
     def __init__(self, lm: Any, parameters: int = 0, turned: bool = True) -> None:
         super().__init__(lm, mmattn.adapters.PassageAdapter(), parameters)
+        self.turned = turned
+        #: Of each passage, how many tokens are read again where they stand, when measured.
+        self.recomputed_tokens = 0
         if not turned:  # as caches do that put keys one after the other as they are
             adapter = self.model.adapter("default")
             adapter.rotations = dict.fromkeys(adapter.layers)
@@ -138,7 +141,8 @@ class Passages(Way):
         """The passages of each request, selected from what the host has read."""
         assert memories.passages is not None
         cache = mmattn.hosts.PassageCache(self.model)
-        return cache.select([cache.add(row, progress=False) for row in memories.passages])
+        rows = [cache.add(row, progress=False) for row in memories.passages]
+        return cache.select(rows, recomputed_tokens=self.recomputed_tokens)
 
     def prepared(self, memories: Memories) -> Any:
         """The same."""

@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {
     "parameters": 30_000,
     "gated": {"every": 1, "num_heads": 2, "head_dim": 8, "feed_forward": 0.0},
     "reader": {"width": 32, "depth": 2, "heads": 4, "max_steps": 2, "tokens": 256},
-    "texts": {"passages": 3, "statements": 5, "entries": 10, "ask": 4, "requests": 3},
+    "texts": {"passages": 3, "statements": 5, "entries": 10, "ask": 4, "requests": 3, "recomputed_tokens": 2},
     "documents": {"documents": 4, "statements": 12, "times_fewer": 8},
     "optim": {"max_steps": 2, "batch_size": 3},
 }
@@ -32,6 +32,7 @@ ROWS = [
     "LoRA, no memory",
     "in the prompt",
     "passages read before",
+    "passages read before, first tokens again",
     "passages read before, keys not turned",
     "in the prompt, tuned as long",
     "gated cross-attention",
@@ -39,6 +40,7 @@ ROWS = [
     "joined in the model's own attention",
     "a trained prefix",
     "passages read before, block-tuned",
+    "passages read before, block-tuned, first tokens again",
 ]
 
 
@@ -147,6 +149,10 @@ def test_what_is_trained_apart_is_what_is_read_apart(recipe: SimpleNamespace, te
         together = recipe.ways.Prompt(texts.lm, None, 0).logits(ids, mask, memories)
     assert torch.isfinite(read).all() and torch.allclose(trained, read, atol=1e-5)
     assert not torch.allclose(together, read, atol=1e-4)
+    way.recomputed_tokens = 20  # all of each passage: as in the prompt
+    with torch.no_grad():
+        again = way.logits(ids, mask, memories)
+    assert torch.isfinite(again).all() and torch.allclose(again, together, atol=1e-5)
     way.close()
     found = []
     for turned in (True, False):
@@ -179,7 +185,7 @@ def test_a_run_has_its_controls(run: Path, recipe: SimpleNamespace) -> None:
     assert rows["LoRA, no memory"]["bits"] == 0
     # 60 tokens in 2 layers, 2 heads of width 8 for keys and for values, in float32
     size = 60 * 2 * 2 * 2 * 8 * 4 / 1e3
-    for name in ("in the prompt", "inserted tokens", "joined in the model's own attention", ROWS[-1]):
+    for name in ("in the prompt", "inserted tokens", "joined in the model's own attention", ROWS[-2]):
         assert rows[name]["kilobytes"] == size and rows[name]["first_ms"] > 0 and rows[name]["token_ms"] > 0
     assert "| passages read before, block-tuned" in (run / "table.md").read_text()
     assert (run / "metrics.jsonl").is_file()
@@ -226,5 +232,5 @@ def test_pictures(recipe: SimpleNamespace, tmp_path: Path) -> None:
         }
     )
     rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
-    assert list(rows) == ["no memory", "LoRA, no memory", *ROWS[6:10]]
+    assert list(rows) == ["no memory", "LoRA, no memory", *ROWS[7:11]]
     assert all(abs(row["parameters"] - 300_000) <= 15_000 for row in rows.values() if row["parameters"])

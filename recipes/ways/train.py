@@ -152,8 +152,9 @@ class Study:
                 self.config.progress,
             )  # fmt: skip
         rows = [row | self.measured(way) | (spent or {})]
-        if isinstance(way, Passages) and way.turned:
-            way.recomputed_tokens = self.config.texts.recomputed_tokens
+        again = self.config.texts.recomputed_tokens
+        if again and isinstance(way, Passages) and way.turned:
+            way.recomputed_tokens = again
             rows.append(row | {"name": f"{name}, first tokens again", "seconds": None} | self.measured(way))
         way.close()
         return rows

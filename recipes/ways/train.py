@@ -37,6 +37,7 @@ NAMES = {
     "joined": "joined in the model's own attention",
     "prefix": "a trained prefix",
     "passages": "passages read before, block-tuned",
+    "again": "passages, first tokens read again, block-tuned",
 }
 Make = Callable[[Any, int], Way]
 
@@ -92,22 +93,24 @@ class Study:
             self.task.lm,
             *self.task.request(),
         )
-        rows = self.rows("no memory", lambda lm, _: Alone(lm, None, 0)) + self.rows("LoRA, no memory", _lora, count)
+        rows = [self.row("no memory", lambda lm, _: Alone(lm, None, 0)), self.row("LoRA, no memory", _lora, count)]
         untrained: dict[str, Make] = {}
         if self.config.task != "pictures":
             untrained = {"in the prompt": lambda lm, n: Prompt(lm, None, n)}
         if "passages" in makers:
             untrained |= {
-                "passages read before": lambda lm, n: Passages(lm, n),
+                "passages read before": makers["passages"],
                 "passages read before, keys not turned": lambda lm, n: Passages(lm, n, turned=False),
             }
+        if "again" in makers:
+            untrained["passages, first tokens read again"] = makers["again"]
         for name, make in untrained.items():
-            rows += self.rows(name, make, spent=spent.get(name))
+            rows.append(self.row(name, make) | spent.get(name, {}))
         if untrained:
-            rows += self.rows("in the prompt, tuned as long", untrained["in the prompt"], count)
+            rows.append(self.row("in the prompt, tuned as long", untrained["in the prompt"], count))
         for way, make in makers.items():
             if way in NAMES:
-                rows += self.rows(NAMES[way], make, count, spent[way])
+                rows.append(self.row(NAMES[way], make, count) | spent[way])
         control = rows[1]["nats"]
         for row in rows:
             nats = row.pop("nats")
@@ -128,43 +131,29 @@ class Study:
             del makers["passages"]  # nothing that a language model could read
         chosen = {way: make for way, make in makers.items() if way in self.config.ways}
         if self.config.task != "pictures":
+            again = config.texts.recomputed_tokens
+            if "passages" in chosen and again:
+                chosen["again"] = lambda lm, n: Passages(lm, n, recomputed_tokens=again)
             chosen["in the prompt"] = lambda lm, n: Prompt(lm, None, n)
         return chosen
 
-    def rows(
-        self, name: str, make: Make, parameters: int = 0, spent: dict[str, float] | None = None
-    ) -> list[dict[str, Any]]:
-        """Train a way, where it has parameters, and measure it; passages also with their first tokens read again.
-
-        Args:
-            name: of the row.
-            make: the way.
-            parameters: to train; 0 trains nothing.
-            spent: what a request costs, where that was measured.
-        """
+    def row(self, name: str, make: Make, parameters: int = 0) -> dict[str, Any]:
+        """Train a way, where it has parameters, and measure it."""
         torch.manual_seed(self.config.seed)
         way, task = make(self.task.lm, parameters), self.task
-        row = dict.fromkeys(COLUMNS) | {"name": name}
+        seconds = None
         if parameters:
-            row["parameters"] = way.parameters
-            row["seconds"] = learn(
+            seconds = learn(
                 way, name, task.batches(), task.batch, self.config.optim, self.config.seed, self.run, self.accelerator,
                 self.config.progress,
             )  # fmt: skip
-        rows = [row | self.measured(way) | (spent or {})]
-        again = self.config.texts.recomputed_tokens
-        if again and isinstance(way, Passages) and way.turned:
-            way.recomputed_tokens = again
-            rows.append(row | {"name": f"{name}, first tokens again", "seconds": None} | self.measured(way))
-        way.close()
-        return rows
-
-    def measured(self, way: Way) -> dict[str, Any]:
-        """How often a way is right, with its memory and with another's."""
-        task = self.task
         reads = way.memory(task.held_out[[0]]) is not None or isinstance(way, (Prompt, Passages))
         found = task.score(way, task.held_out if reads else None)
-        return found | {"shuffled": task.score(way, task.shuffled)["accuracy"] if reads else None}
+        shuffled = task.score(way, task.shuffled)["accuracy"] if reads else None
+        trained = way.parameters if parameters else None
+        way.close()
+        row = dict.fromkeys(COLUMNS) | {"name": name, "shuffled": shuffled, "parameters": trained, "seconds": seconds}
+        return row | found
 
 
 def _lora(lm: Any, parameters: int) -> Way:

@@ -125,14 +125,13 @@ class Passages(Way):
     Args:
         lm: the language model.
         parameters: of a LoRA; 0 is none.
+        recomputed_tokens: how many tokens of each passage are read again where they stand.
         turned: whether keys are turned to the positions where passages now stand.
     """
 
-    def __init__(self, lm: Any, parameters: int = 0, turned: bool = True) -> None:
+    def __init__(self, lm: Any, parameters: int = 0, recomputed_tokens: int = 0, turned: bool = True) -> None:
         super().__init__(lm, mmattn.adapters.PassageAdapter(), parameters)
-        self.turned = turned
-        #: Of each passage, how many tokens are read again where they stand, when measured.
-        self.recomputed_tokens = 0
+        self.recomputed_tokens = recomputed_tokens
         if not turned:  # as caches do that put keys one after the other as they are
             adapter = self.model.adapter("default")
             adapter.rotations = dict.fromkeys(adapter.layers)
@@ -152,14 +151,25 @@ class Passages(Way):
         """The logits of texts (b, l) that see their passages, which do not see each other."""
         if memories is None or not torch.is_grad_enabled():
             return super().logits(ids, mask, memories)
-        before = _joined(memories).to(ids.device)
-        whole = torch.cat([before, ids], 1)
-        owners = torch.cat([_owners(memories).to(ids.device), torch.full_like(ids, -1)], 1)
-        real = torch.cat([torch.ones_like(before), mask], 1).bool()
-        text = owners == -1
-        apart = mmattn.masks.block(owners, owners) | text[..., None]
-        seen = mmattn.masks.causal(whole.shape[1]).to(ids.device) & apart & real[:, None]
-        return self.host(input_ids=whole, attention_mask=seen.tensor).logits[:, before.shape[1] :]
+        before, owners, places = (one.to(ids.device) for one in (_joined(memories), *_owners(memories)))
+        count, length = before.shape[1], ids.shape[1]
+        again = (owners > 0) & (places < self.recomputed_tokens)
+        # Each passage by itself, then the tokens that are read again, then the text.
+        tokens = torch.cat([before, before[:, again], ids], 1)
+        positions = torch.arange(count + length, device=ids.device)
+        positions = torch.cat([positions[:count], positions[:count][again], positions[count:]])
+        owners = torch.cat([owners, torch.full_like(positions[count:], -1)])
+        apart = owners >= 0
+        replaced = torch.cat([again, torch.zeros_like(apart[count:])])
+        own = owners[:, None] == owners
+        seen = (positions[:, None] >= positions) & torch.where(apart[:, None], own, ~replaced)
+        real = torch.cat([torch.ones_like(tokens[:, :-length]), mask], 1).bool()
+        out = self.host(
+            input_ids=tokens,
+            attention_mask=(seen & real[:, None])[:, None],
+            position_ids=positions.expand(len(tokens), -1),
+        )
+        return out.logits[:, -length:]
 
 
 def prefix(lm: Any, parameters: int) -> Any:
@@ -182,7 +192,9 @@ def _joined(memories: Memories) -> Tensor:
     return torch.tensor([[token for passage in row for token in passage] for row in memories.passages])
 
 
-def _owners(memories: Memories) -> Tensor:
-    """The passage of each of these tokens."""
+def _owners(memories: Memories) -> tuple[Tensor, Tensor]:
+    """The passage of each of these tokens and its place in it, (m,); each request has passages of the same lengths."""
     assert memories.passages is not None
-    return torch.tensor([[place for place, passage in enumerate(row) for _ in passage] for row in memories.passages])
+    lengths = [len(passage) for passage in memories.passages[0]]
+    owners = [owner for owner, length in enumerate(lengths) for _ in range(length)]
+    return torch.tensor(owners), torch.tensor([place for length in lengths for place in range(length)])

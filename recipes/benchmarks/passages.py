@@ -4,7 +4,8 @@
 
 Passages of 64 tokens and a question of 32, on hosts of random weights in the shapes of GPT-2 small and of a Llama of
 twelve layers with 4 of 12 heads for keys and values. "Selected" puts keys and values together for the request, as a
-search would; "the same again" is a later request for the same passages.
+search would; "the same again" is a later request for the same passages; "16 tokens again" reads the first tokens of
+each passage again where they stand, which a host with learned positions cannot.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from recipes.benchmarks.decoding import make_host
 from recipes.benchmarks.timing import interleaved, ratio
 
 PASSAGES, QUICK_PASSAGES = 16, 3
+RECOMPUTED = 16
 WORDS = 30_000
 
 
@@ -49,13 +51,15 @@ def measure(shape: str, dtype: torch.dtype, passages: int = PASSAGES, seconds: f
     row, prompt = list(range(passages)), torch.cat([texts.reshape(1, -1), question], 1)
     prepared = cache.select([row])
     given = {"use_cache": True, "logits_to_keep": 1}
-    times = interleaved(
-        {
-            "prompt": lambda: host(prompt, **given),
-            "selected": lambda: model(question, memory=cache.select([row]), **given),
-            "the same again": lambda: model(question, memory=prepared, **given),
-            "the question alone": lambda: host(question, **given),
-        },
-        seconds=seconds,
-    )
-    return {name: ratio(times, name, "prompt") for name in times} | {"MB": cache.nbytes() / 1e6}
+    candidates = {
+        "prompt": lambda: host(prompt, **given),
+        "selected": lambda: model(question, memory=cache.select([row]), **given),
+        "the same again": lambda: model(question, memory=prepared, **given),
+        "the question alone": lambda: host(question, **given),
+    }
+    if shape == "Llama":
+        candidates[f"{RECOMPUTED} tokens again"] = lambda: model(
+            question, memory=cache.select([row], recomputed_tokens=RECOMPUTED), **given
+        )
+    times = interleaved(candidates, seconds=seconds)
+    return {"MB": cache.nbytes() / 1e6} | {name: ratio(times, name, "prompt") for name in times}

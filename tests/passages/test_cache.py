@@ -33,6 +33,19 @@ def test_a_passage_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passages.nbytes() == per_token * 23
 
 
+def test_reading_computes_no_logits() -> None:
+    """Of passages, read or read again, the head sees one token of each row at most."""
+    model, _ = reader("llama")
+    lengths: list[int] = []
+    head = model.host.get_output_embeddings()
+    assert head is not None
+    head.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    passages = mmattn.hosts.PassageCache(model)
+    passages.add(PASSAGES, progress=False)
+    passages.select([[0, 1, 2]], recomputed_tokens=4).slots(model.adapter("default"))
+    assert len(lengths) >= 2 and set(lengths) == {1}
+
+
 def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("the host was called")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.calls import Call
 from mmattn.hosts.causal_lm.before_text import WITHIN, probe_before_text, short_text
-from mmattn.hosts.causal_lm.generation import inner_host
+from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.interop.peft import active_lora
 from mmattn.hosts.recomputation import refuse_reentrant
@@ -35,9 +34,7 @@ class HostEmbeddingReader:
 
     def __init__(self, model: Any, turns_keys: bool) -> None:
         self.model, self.turns_keys = model, turns_keys
-        forward = inspect.signature(type(inner_host(model.host)).forward).parameters
-        # The logits of what is read are of no use.
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
+        self._options = fewest_logits(model.host)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostEmbeddingReader:
         # In a copy of the model it reads with the copy's host; a copy of an adapter alone stays with its host.

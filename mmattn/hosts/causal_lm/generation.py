@@ -82,6 +82,12 @@ def inner_host(host: nn.Module) -> nn.Module:
     return host if base is None else base()
 
 
+def fewest_logits(host: nn.Module) -> dict[str, int]:
+    """The arguments with which a host is read whose logits are of no use: the last token's alone, where it can."""
+    forward = inspect.signature(type(inner_host(host)).forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
+
+
 class TextNotes:
     """What `prepare_inputs_for_generation` is where a memory follows the text: the call under way is told the whole
     text.

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmattn.adapters.joined import Capture, JoinedView
 from mmattn.adapters.language_models import device_of, embeddings_of
 from mmattn.hosts.calls import Call
+from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.passages.entries import Entry
 
@@ -66,5 +67,6 @@ def capture(
             attention_mask=real.long().to(device),
             position_ids=positions.expand(len(ids), -1).to(device),
             use_cache=False,
+            **fewest_logits(host),
         )
     return captured

@@ -21,7 +21,7 @@ LOWEST_TESTS := tests/test_golden.py tests/test_attention.py tests/test_memory.p
     tests/hosts/test_chunked_calls.py tests/hosts/test_composed.py tests/hosts/test_peft.py \
     tests/hosts/test_unet_calls.py tests/hosts/test_unet_host.py tests/hosts/test_unet_training.py \
     tests/hosts/test_unet_pipelines.py tests/training/test_trainer.py tests/training/test_lora.py \
-    tests/training/test_rows.py tests/training/test_checkpoints.py tests/storage/test_tensor_files.py \
+    tests/training/test_rows.py tests/training/test_class_folders.py tests/training/test_checkpoints.py tests/storage/test_tensor_files.py \
     tests/encoders tests/inspect/test_plots.py tests/cli/test_live.py
 # In its loss of an evaluation the oldest Trainer counts the first token of each row, which has no label.
 LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_neo or gptj or bloom or falcon or mpt or \

@@ -7,6 +7,7 @@ in training the other model's states of what it must say.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ class Alone:
         return out[:, prompts["input_ids"].shape[1] :]
 
 
-class Several(Alone):
+class Several(Alone, ABC):
     """A model with an adapter for each of several others.
 
     Args:
@@ -70,9 +71,9 @@ class Several(Alone):
         """What each adapter is given."""
         return {"memory": {name: self.memory(one, batch) for name, one in self.given.items()}}
 
+    @abstractmethod
     def memory(self, lm: mmattn.AugmentingModel, batch: dict[str, Tensor]) -> Any:
         """What an adapter is given of a model."""
-        raise NotImplementedError
 
 
 class Along(Several):

@@ -17,9 +17,7 @@ class TextSettings(Strict):
     entries: int = Field(64, ge=2)  # task facts: statements of a request, each an entry by itself
     ask: int = Field(24, ge=1)  # questions to a request
     requests: int = Field(60, ge=1)  # when measured
-    recomputed_tokens: int = Field(
-        16, ge=0
-    )  # of each passage, in rows with its first tokens read again; 0: no such rows
+    recomputed_tokens: int = Field(16, ge=0)  # the first of each passage, read again in rows of their own; 0: no rows
     reader: str = "runs/ways-reader/reader"  # the folder with the language model that reads
 
 

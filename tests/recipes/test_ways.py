@@ -157,6 +157,7 @@ def test_what_is_trained_apart_is_what_is_read_apart(
 
 
 def test_keys_that_are_not_turned_are_others(recipe: SimpleNamespace, texts: Any) -> None:
+    """Passages put one after the other without turning their keys give other logits, and finite ones."""
     found = []
     for turned in (True, False):
         way = recipe.ways.Passages(texts.lm, turned=turned)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from tests.stress import (
     growth,
     kills_in_stores,
     mutated_files,
+    scripts,
     serving,
     soak,
     store_processes,
@@ -100,10 +98,7 @@ def test_a_full_disk_is_full(tmp_path: Path, disk: Any) -> None:
 
 def test_kills_during_saves() -> None:
     """In a process of its own, which may fork: it has no threads."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.stress.kills_in_save", "5"]
-    found = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240)
-    assert found.returncode == 0, found.stdout + found.stderr
+    scripts.check("kills_in_save", "5")
 
 
 def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:

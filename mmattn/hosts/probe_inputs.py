@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import device_of, embeddings_of
+from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.hosts.probe import LENGTH
 
 
@@ -28,7 +29,8 @@ def token_ids(host: nn.Module, rows: int) -> Tensor:
     config = getattr(host, "config", None)
     end = getattr(config, "eos_token_id", None)
     ids = torch.full((rows, LENGTH), 2 if getattr(config, "pad_token_id", None) == 1 else 1)
-    if isinstance(end, int) and end >= 0:
+    # A small model made from a config's defaults has the end of its large siblings, which is no token of its own.
+    if isinstance(end, int) and 0 <= end < getattr(text_config(host), "vocab_size", math.inf):
         ids[:, -1] = end
     return ids.to(device_of(embeddings_of(host)))
 

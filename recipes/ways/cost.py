@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .memories import Memories
-from .ways import Way
+from .ways import Way, cache_name
 
 
 @torch.no_grad()
@@ -38,8 +38,7 @@ def costs(
             text = way.text(ids, memories)
             out, spent = _timed(lambda way=way, given=given, text=text: way.model(text, use_cache=True, **given))
             first[name].append(spent)
-            # Its name since transformers 5.24, and the one before.
-            kept = "cache" if "cache" in out else "past_key_values"
+            kept = cache_name(out)
             given |= {"input_ids": out.logits[:, -1:].argmax(-1), kept: out[kept]}
             _, spent = _timed(lambda way=way, given=given: way.model(use_cache=True, **given))
             further[name].append(spent)

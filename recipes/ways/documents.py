@@ -20,9 +20,9 @@ from torch import Tensor
 import mmattn
 from mmattn import training
 
-from .reader import load_reader
+from .reader import load_lm
 from .settings import Config
-from .world import NAMES, Reading, draw, questions
+from .world import Reading
 
 COLUMNS = {
     "slots": ("slots", 1, ",.0f", ""),
@@ -44,15 +44,16 @@ class Documents:
 
     def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
         self.config, self.run, self.accelerator = config, run, accelerator
-        self.lm = load_reader(config, accelerator.device)
+        self.lm, self.world = load_lm(config, accelerator.device)
         self.teacher = copy.deepcopy(self.lm)
         one, random = config.documents, Random(f"{config.seed} documents")
         # Each says each thing once; two of them say nothing about the same name.
         self.documents: list[Reading] = []
         for number in range(one.documents):
-            known = NAMES[number % 2 :: 2]
-            self.documents.append(draw(random, known, 1, one.statements, one.statements, again=0.0))
-        self.ids = torch.tensor([document.ids[0] for document in self.documents], device=self.lm.device)
+            known = self.world.names[number % 2 :: 2]
+            self.documents.append(self.world.draw(random, known, 1, one.statements, one.statements, again=0.0))
+        tokens = [self.world.passages(document)[0] for document in self.documents]
+        self.ids = torch.tensor(tokens, device=self.lm.device)
         self.virtual_tokens = max(1, self.ids.shape[1] // one.times_fewer)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -68,6 +69,7 @@ class Documents:
         for name, loss in (("not trained", None), ("next token", self.next_token), ("self-study", self.self_study)):
             model = mmattn.attach(self.lm, self.adapter())
             self.begin(model)
+            self.with_prefix(model)(pairs[:1])(self.ids[:1, :2])  # a host that cannot compose them is refused untrained
             seconds = None if loss is None else self.learn(model, name, loss)
             rows.append(self.row(f"prefix, {name}", self.virtual_tokens, self.with_prefix(model), every))
             rows[-1]["seconds"] = seconds
@@ -149,7 +151,7 @@ class Documents:
     def asked(self, row: Sequence[int], random: Random) -> tuple[list[int], list[int]]:
         """Some questions about the documents of a row with the answers that the host itself gives."""
         known = [one for number in row for one in self.documents[number].asked]
-        return questions(Reading([], random.sample(known, min(self.config.texts.ask, len(known)))))
+        return self.world.questions(random.sample(known, min(self.config.texts.ask, len(known))))
 
     # How a document is had, of rows of one or several documents ------------------------------------------------------
 
@@ -177,7 +179,7 @@ class Documents:
         right: list[bool] = []
         every = [[one for number in row for one in self.documents[number].asked] for row in rows]
         for start in range(0, max(map(len, every)), self.config.texts.ask):
-            asked = [questions(Reading([], some[start : start + self.config.texts.ask])) for some in every]
+            asked = [self.world.questions(some[start : start + self.config.texts.ask]) for some in every]
             ids, labels = (torch.tensor(part, device=self.ids.device) for part in zip(*asked, strict=True))
             said = having(rows)(ids)[:, :-1].argmax(-1)
             wanted = labels[:, 1:]

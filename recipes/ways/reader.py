@@ -7,48 +7,54 @@ followed (induction, arXiv 2209.11895); with questions from the start that takes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from itertools import product
 from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mmattn import training
 from mmattn.errors import ConfigError
 
 from .settings import Config, ReaderSettings
-from .world import IDS, NAMES, PAD, STOP, WORDS, draw, names, questions
+from .world import ASK, MOST_NAMES, PROPERTIES, STOP, World
 
 #: Tokens of a text that goes round.
 ROUND = 64
+#: What is no word.
+PAD = "<pad>"
 Text = tuple[list[int], list[int]]
-
-
 #: What `mmattn train` leaves in the folder of a run.
-FOLDER = "reader"
+FOLDER = "lm"
 
 
-def load_reader(config: Config, device: torch.device) -> Any:
-    """The language model of the settings, frozen.
+def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
+    """The language model of the settings, frozen, and what is said in words that it has.
 
     Raises:
         ConfigError: there is none.
     """
-    folder = Path(config.texts.reader)
-    if not folder.is_dir():
+    name = config.texts.lm
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"texts.reader={str(folder)!r} is no folder: first mmattn train recipes/ways/config_reader.yaml"
-        )
-    return LlamaForCausalLM.from_pretrained(folder).to(device).eval().requires_grad_(False)
+            f"texts.lm={name!r} is neither a folder with a language model nor a name on the hub; that of the default "
+            f"is made by mmattn train recipes/ways/config_reader.yaml: {error}"
+        ) from error
+    return lm.to(device).eval().requires_grad_(False), World(tokenizer)
 
 
 def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
     """Leave a language model that has learned to read in the run's folder; how well it does, and how long it took."""
-    settings = config.reader
-    model = make_reader(settings, config.seed).to(accelerator.device)
+    settings, tokenizer = config.reader, make_tokenizer()
+    world = World(tokenizer)
+    model = make_reader(settings, tokenizer, config.seed).to(accelerator.device)
 
     def loss(rows: Sequence[Text], seeds: Sequence[int]) -> tuple[Tensor, int]:
         length = min(len(ids) for ids, _ in rows)
@@ -61,7 +67,7 @@ def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> d
     done = training.train(
         model,
         loss,
-        _batches(config),
+        _batches(config, world),
         training.TrainingConfig(
             max_steps=settings.max_steps, learning_rate=settings.learning_rate, weight_decay=0.01, warmup_steps=100,
             max_grad_norm=1.0, seed=config.seed,
@@ -74,68 +80,81 @@ def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> d
     if done.interrupted:
         raise KeyboardInterrupt
     model.save_pretrained(run.path / FOLDER)
+    tokenizer.save_pretrained(run.path / FOLDER)
     rows = [
         {"name": f"{count * config.texts.statements} statements", "accuracy": right}
         for count in range(1, config.texts.passages + 1)
-        for right in [_right(model.eval(), config, count)]
+        for right in [_right(model.eval(), config, world, count)]
     ]
     return {"rows": rows, "seconds": done.seconds, "parameters": sum(one.numel() for one in model.parameters())}
 
 
-def make_reader(settings: ReaderSettings, seed: int) -> LlamaForCausalLM:
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each word of the texts, and names of two syllables each."""
+    syllables = [first + second for first, second in product("bdfgklmnprst", "aeio")]
+    names = sorted(Random(0).sample([one + other for one, other in product(syllables, syllables)], MOST_NAMES))
+    words = [PAD, ASK, STOP, *PROPERTIES[:8], *names]
+    tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, unk_token=PAD, eos_token=STOP)
+
+
+def make_reader(settings: ReaderSettings, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """A Llama of random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=settings.width, intermediate_size=2 * settings.width,
+        vocab_size=len(tokenizer), hidden_size=settings.width, intermediate_size=2 * settings.width,
         num_hidden_layers=settings.depth, num_attention_heads=settings.heads, num_key_value_heads=settings.heads // 2,
-        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=IDS[STOP], eos_token_id=IDS[STOP],
-        pad_token_id=IDS[PAD],
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
 @torch.no_grad()
-def _right(model: Any, config: Config, passages: int) -> float:
+def _right(model: Any, config: Config, world: World, passages: int) -> float:
     """How many questions about held-out names are answered rightly, with passages in the prompt."""
     random, right = Random(f"{config.seed} measured"), []
     for _ in range(config.texts.requests):
-        one = draw(random, names(True), passages, config.texts.statements, config.texts.ask)
-        before = [token for passage in one.ids for token in passage]
-        ids, labels = (torch.tensor([part], device=model.device) for part in questions(one))
+        one = world.draw(random, world.some_names(True), passages, config.texts.statements, config.texts.ask)
+        before = [token for passage in world.passages(one) for token in passage]
+        ids, labels = (torch.tensor([part], device=model.device) for part in world.questions(one.asked))
         logits = model(torch.cat([torch.tensor([before], device=model.device), ids], 1)).logits[:, len(before) : -1]
         asked = labels[:, 1:] != -100
         right += (logits.argmax(-1) == labels[:, 1:])[asked].tolist()
     return sum(right) / len(right)
 
 
-def _batches(config: Config) -> Iterator[list[Text]]:
+def _batches(config: Config, world: World) -> Iterator[list[Text]]:
     """Texts of each step: round ones first, then passages, of longer and longer texts."""
     settings, random = config.reader, Random(f"{config.seed} reader")
     for step in range(settings.max_steps):
         share = step / settings.max_steps
         if share < 0.1 or step % 8 == 1:
-            yield [_round(random) for _ in range(max(2, settings.tokens // ROUND))]
+            yield [_round(random, world) for _ in range(max(2, settings.tokens // ROUND))]
             continue
         most = 1 if share < 0.3 else min(4, config.texts.passages) if share < 0.5 else config.texts.passages
-        yield _readings(random, random.randint(1, most), config, random.choice([1, 2, 8]) if share < 0.3 else 8)
+        count, properties = random.randint(1, most), random.choice([1, 2, 8]) if share < 0.3 else 8
+        yield _readings(random, world, count, config, properties)
 
 
-def _round(random: Random) -> Text:
-    """Random tokens over and over; what is asked is all but the first round."""
-    once = [random.randrange(3, len(WORDS)) for _ in range(random.randint(5, ROUND // 2))]
+def _round(random: Random, world: World) -> Text:
+    """Random words over and over; what is asked is all but the first round."""
+    words = [*world.properties, *world.names]
+    once = [world.ids[random.choice(words)] for _ in range(random.randint(5, ROUND // 2))]
     ids = (once * (ROUND // len(once) + 1))[:ROUND]
     return ids, [-100] * (len(once) + 1) + ids[len(once) + 1 :]
 
 
-def _readings(random: Random, passages: int, config: Config, properties: int) -> list[Text]:
+def _readings(random: Random, world: World, passages: int, config: Config, properties: int) -> list[Text]:
     """Passages with questions after them."""
     statements = config.texts.statements
     ask = max(4, passages * statements // 3)
     count = max(2, config.reader.tokens // (4 * passages * statements + 5 * ask))
     made = []
     for _ in range(count):
-        one = draw(random, NAMES, passages, statements, ask, properties=properties)
-        before = [token for passage in one.ids for token in passage]
-        ids, labels = questions(one)
+        one = world.draw(random, world.names, passages, statements, ask, properties=properties)
+        before = [token for passage in world.passages(one) for token in passage]
+        ids, labels = world.questions(one.asked)
         made.append(([*before, *ids], [*[-100] * len(before), *labels]))
     return made

@@ -18,7 +18,7 @@ class TextSettings(Strict):
     ask: int = Field(24, ge=1)  # questions to a request
     requests: int = Field(60, ge=1)  # when measured
     recomputed_tokens: int = Field(16, ge=0)  # the first of each passage, read again in rows of their own; 0: no rows
-    reader: str = "runs/ways-reader/reader"  # the folder with the language model that reads
+    lm: str = "runs/ways-reader/lm"  # a folder or a name on the hub: the language model that reads
 
 
 class DocumentSettings(Strict):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -28,7 +27,7 @@ from .learning import Batch
 from .memories import Memories
 from .settings import Config
 from .ways import Way
-from .world import NAMES, Reading, draw, names, questions
+from .world import Reading, World
 
 #: Numbers that say where a passage stands.
 PLACES = 16
@@ -44,15 +43,16 @@ class Texts:
     Args:
         config: of the run.
         lm: the language model that reads.
+        world: what is said in its words.
     """
 
-    def __init__(self, config: Config, lm: Any) -> None:
-        self.config, self.settings, self.lm = config, config.texts, lm
+    def __init__(self, config: Config, lm: Any, world: World) -> None:
+        self.config, self.settings, self.lm, self.world = config, config.texts, lm, world
         # What memories are made of stays the same while a LoRA is trained on the other one.
         self.encoder = copy.deepcopy(lm).eval()
         self.device = lm.device
         readings = self.readings(Random(f"{config.seed} held out"), self.settings.requests, held_out=True)
-        ids, labels = _asked(readings)
+        ids, labels = self._asked(readings)
         self.asked = Batch(ids, torch.ones_like(ids), labels, None)
         self.held_out = self.memories(readings)
         self.shuffled = self.held_out[[*range(1, len(readings)), 0]]
@@ -68,7 +68,7 @@ class Texts:
             held_out: about which names.
             share: of the statements of a request; more and shorter ones are drawn for less.
         """
-        one, known = self.settings, names(held_out)
+        one, known = self.settings, self.world.some_names(held_out)
         facts = self.config.task == "facts"
         whole = one.entries if facts else one.passages * one.statements
         total = max(FEWEST, round(share * whole))
@@ -76,12 +76,13 @@ class Texts:
         passages = math.ceil(total / length)
         ask = min(one.ask, max(2, passages * length // 2))
         count = max(count, min(MOST * count, count * whole // (passages * length))) if share < 1 else count
-        return [draw(random, known, passages, length, ask, again=0.0 if facts else 0.2) for _ in range(count)]
+        again = 0.0 if facts else 0.2
+        return [self.world.draw(random, known, passages, length, ask, again) for _ in range(count)]
 
     @torch.no_grad()
     def memories(self, readings: Sequence[Reading]) -> Memories:
         """What the requests are given to read."""
-        passages = [one.ids for one in readings]
+        passages = [self.world.passages(one) for one in readings]
         ids = torch.tensor(passages, device=self.device)  # (b, passages, tokens)
         embeddings = self.encoder.get_input_embeddings()(ids)
         if self.config.task == "facts":
@@ -103,7 +104,7 @@ class Texts:
 
     def batch(self, readings: Sequence[Reading]) -> Batch:
         """A batch to train on."""
-        ids, labels = (one.to(self.device) for one in _asked(readings))
+        ids, labels = (one.to(self.device) for one in self._asked(readings))
         return Batch(ids, torch.ones_like(ids), labels, self.memories(readings))
 
     @torch.no_grad()
@@ -127,15 +128,13 @@ class Texts:
 
     def bound(self) -> float:
         """Bits that an answer has."""
-        return math.log2(len(NAMES))
+        return math.log2(len(self.world.names))
 
-
-def _asked(readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
-    """The questions of each request with their answers, (b, l), and labels of the answers alone; as many of each."""
-    count = min(len(one.asked) for one in readings)
-    readings = [replace(one, asked=one.asked[:count]) for one in readings]
-    ids, labels = zip(*(questions(one) for one in readings), strict=True)
-    return torch.tensor(ids), torch.tensor(labels)
+    def _asked(self, readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
+        """The questions of each request with their answers, (b, l), and labels of the answers; as many of each."""
+        count = min(len(one.asked) for one in readings)
+        ids, labels = zip(*(self.world.questions(one.asked[:count]) for one in readings), strict=True)
+        return torch.tensor(ids), torch.tensor(labels)
 
 
 def _places(count: int) -> Tensor:

@@ -16,7 +16,7 @@ from .cost import costs
 from .documents import COLUMNS as DOCUMENT_COLUMNS, Documents
 from .learning import learn
 from .pictures import Pictures
-from .reader import load_reader, train_reader
+from .reader import load_lm, train_reader
 from .settings import Config
 from .texts import Texts
 from .ways import Alone, Passages, Prefix, Prompt, Way, prefix
@@ -80,7 +80,7 @@ class Study:
         if config.task == "pictures":
             self.task = Pictures(config, device)
         else:
-            self.task = Texts(config, load_reader(config, device))
+            self.task = Texts(config, *load_lm(config, device))
         torch.manual_seed(config.seed)
 
     def table(self) -> dict[str, Any]:

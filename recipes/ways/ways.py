@@ -114,9 +114,8 @@ class Prompt(Alone):
 
     def nbytes(self, prepared: None, memories: Memories) -> int:
         """Those of keys and values of the passages."""
-        config = self.lm.config
-        width = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
-        return width * self.lm.dtype.itemsize * _joined(memories).numel()
+        out = self.lm(_joined(memories).to(self.lm.device), use_cache=True)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in out[cache_name(out)].layers)
 
 
 class Passages(Way):
@@ -170,6 +169,11 @@ class Passages(Way):
             position_ids=positions.expand(len(tokens), -1),
         )
         return out.logits[:, -length:]
+
+
+def cache_name(out: Any) -> str:
+    """Under which name a host returns its cache, and takes it: as transformers has it since 5.24, or before."""
+    return "cache" if "cache" in out else "past_key_values"
 
 
 def prefix(lm: Any, parameters: int) -> Any:

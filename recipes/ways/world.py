@@ -1,24 +1,28 @@
 """Texts to read: statements about names, passages of them, and questions. Nothing in them can be guessed.
 
-A statement says what a property of a name is, "home mira tino .", the home of mira is tino; a question is its
+A statement says what a property of a name is, "home mira tino.", the home of mira is tino; a question is its
 beginning, "? home mira", and its answer is what was said last: a fifth of the statements say something anew. A part of
-the names is held out.
+the names is held out. Every word is one token of the language model that reads, so that passages are of equal length
+and an answer is right or wrong.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from random import Random
+from typing import Any
 
-_SYLLABLES = [first + second for first, second in product("bdfgklmnprst", "aeio")]
-#: Of two syllables each.
-NAMES = sorted(Random(0).sample([first + second for first, second in product(_SYLLABLES, _SYLLABLES)], 256))
-PROPERTIES = ["home", "friend", "food", "colour", "trade", "tool", "tree", "song"]
-PAD, ASK, STOP = "<pad>", "?", "."
-WORDS = [PAD, ASK, STOP, *PROPERTIES, *NAMES]
-IDS = {word: number for number, word in enumerate(WORDS)}
+from mmattn.errors import ConfigError
+
+#: The first eight that are tokens.
+PROPERTIES = (
+    "home", "friend", "food", "colour", "trade", "tool", "tree", "song",
+    "book", "city", "color", "hand", "music", "place", "road", "work",
+)  # fmt: skip
+ASK, STOP = "?", "."
+FEWEST_NAMES, MOST_NAMES = 64, 256
 
 
 @dataclass(frozen=True)
@@ -29,21 +33,6 @@ class Statement:
     name: str
     value: str
 
-    @property
-    def ids(self) -> list[int]:
-        """ "home mira tino ." """
-        return encode([self.property, self.name, self.value, STOP])
-
-    @property
-    def question(self) -> list[int]:
-        """ "? home mira" """
-        return encode([ASK, self.property, self.name])
-
-    @property
-    def answer(self) -> int:
-        """ "tino" """
-        return IDS[self.value]
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -52,69 +41,104 @@ class Reading:
     passages: list[list[Statement]]
     asked: list[Statement]
 
-    @property
-    def ids(self) -> list[list[int]]:
-        """The tokens of each passage."""
-        return [[token for one in passage for token in one.ids] for passage in self.passages]
 
-
-def names(held_out: bool, share: float = 0.2) -> list[str]:
-    """All names that are held out, or all others."""
-    every = Random(1).sample(NAMES, len(NAMES))
-    count = round(share * len(every))
-    return every[:count] if held_out else every[count:]
-
-
-def draw(
-    random: Random,
-    known: Sequence[str],
-    passages: int,
-    statements: int,
-    ask: int,
-    again: float = 0.2,
-    properties: int = len(PROPERTIES),
-) -> Reading:
-    """Passages about some names, and questions about some of what they say.
+class World:
+    """Words that are one token each, and what is said with them.
 
     Args:
-        random: draws them.
-        known: the names.
-        passages: how many.
-        statements: of each.
-        ask: questions, at most as many as there are answers.
-        again: share of statements that say anew what was said before.
-        properties: how many there are.
+        tokenizer: of the language model that reads. Names are made-up words where it has them, and others elsewhere.
+
+    Raises:
+        ConfigError: too few words are one token.
     """
-    total = passages * statements
-    about = random.sample(known, min(len(known), max(2, total // min(3, properties))))
-    said: dict[tuple[str, str], Statement] = {}
-    made: list[Statement] = []
-    while len(made) < total:
-        anew = bool(said) and random.random() < again
-        key = random.choice(list(said)) if anew else (random.choice(PROPERTIES[:properties]), random.choice(about))
-        if key in said and not anew and len(said) < len(about) * properties:
-            continue
-        said[key] = Statement(*key, random.choice(NAMES))
-        made.append(said[key])
-    parts = [made[start : start + statements] for start in range(0, total, statements)]
-    return Reading(parts, random.sample(list(said.values()), min(ask, len(said))))
+
+    def __init__(self, tokenizer: Any) -> None:
+        every = [text.strip() for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
+        words = sorted({text for text in every if re.fullmatch("[a-z]{4,8}", text)} - {*PROPERTIES})
+        self.ids = _single_tokens(tokenizer, [ASK, *PROPERTIES, *words])
+        names = [word for word in words if word in self.ids]
+        self.properties = [word for word in PROPERTIES if word in self.ids][:8]
+        if len(names) < FEWEST_NAMES or len(self.properties) < 8 or not {ASK, STOP} <= {*self.ids}:
+            raise ConfigError(
+                f"in the texts every word is one token, and this tokenizer has {len(names)} names of one token (at "
+                f"least {FEWEST_NAMES}), {len(self.properties)} of the words {', '.join(PROPERTIES)} (at least 8), and "
+                f"{' '.join({ASK, STOP} & {*self.ids}) or 'none'} of '? .': take another language model"
+            )
+        self.names = sorted(Random(0).sample(names, min(MOST_NAMES, len(names))))
+
+    def some_names(self, held_out: bool, share: float = 0.2) -> list[str]:
+        """All names that are held out, or all others."""
+        every = Random(1).sample(self.names, len(self.names))
+        count = round(share * len(every))
+        return every[:count] if held_out else every[count:]
+
+    def draw(
+        self,
+        random: Random,
+        known: Sequence[str],
+        passages: int,
+        statements: int,
+        ask: int,
+        again: float = 0.2,
+        properties: int = 8,
+    ) -> Reading:
+        """Passages about some names, and questions about some of what they say.
+
+        Args:
+            random: draws them.
+            known: the names.
+            passages: how many.
+            statements: of each.
+            ask: questions, at most as many as there are answers.
+            again: share of statements that say anew what was said before.
+            properties: how many there are.
+        """
+        total = passages * statements
+        about = random.sample(known, min(len(known), max(2, total // min(3, properties))))
+        said: dict[tuple[str, str], Statement] = {}
+        made: list[Statement] = []
+        while len(made) < total:
+            anew = bool(said) and random.random() < again
+            if anew:
+                key = random.choice(list(said))
+            else:
+                key = random.choice(self.properties[:properties]), random.choice(about)
+            if key in said and not anew and len(said) < len(about) * properties:
+                continue
+            said[key] = Statement(*key, random.choice(self.names))
+            made.append(said[key])
+        parts = [made[start : start + statements] for start in range(0, total, statements)]
+        return Reading(parts, random.sample(list(said.values()), min(ask, len(said))))
+
+    def passages(self, reading: Reading) -> list[list[int]]:
+        """The tokens of each passage: "home mira tino. friend mira bako." """
+        return [
+            [token for one in passage for token in self.encode([one.property, one.name, one.value, STOP])]
+            for passage in reading.passages
+        ]
+
+    def questions(self, asked: Sequence[Statement]) -> tuple[list[int], list[int]]:
+        """Questions one after the other with their answers, "? home mira tino.", and labels of the answers alone."""
+        ids: list[int] = []
+        labels: list[int] = []
+        for one in asked:
+            answer = self.ids[one.value]
+            ids += [*self.encode([ASK, one.property, one.name]), answer, self.ids[STOP]]
+            labels += [-100, -100, -100, answer, -100]
+        return ids, labels
+
+    def encode(self, words: Sequence[str]) -> list[int]:
+        """The token of each word."""
+        return [self.ids[word] for word in words]
 
 
-def questions(reading: Reading) -> tuple[list[int], list[int]]:
-    """The questions of a request one after the other with their answers, and labels of the answers alone."""
-    ids: list[int] = []
-    labels: list[int] = []
-    for one in reading.asked:
-        ids += [*one.question, one.answer, IDS[STOP]]
-        labels += [-100] * len(one.question) + [one.answer, -100]
-    return ids, labels
-
-
-def encode(words: Sequence[str]) -> list[int]:
-    """The ids of words."""
-    return [IDS[word] for word in words]
-
-
-def decode(ids: Sequence[int]) -> str:
-    """The words of ids."""
-    return " ".join(WORDS[one] for one in ids)
+def _single_tokens(tokenizer: Any, words: Sequence[str]) -> dict[str, int]:
+    """The tokens of "." at the end of a word, and of each word that is one token after it."""
+    texts = [PROPERTIES[0], STOP] + [f"{PROPERTIES[0]}{STOP}"] + [f"{STOP} {word}" for word in words]
+    word, stop, ended, *after = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    found = dict(zip([STOP, *words], [(word, ended), *((stop, one) for one in after)], strict=True))
+    return {
+        word: ids[-1]
+        for word, (before, ids) in found.items()
+        if ids[:-1] == before and ids[-1] != tokenizer.unk_token_id
+    }

@@ -305,3 +305,11 @@ def test_a_host_spread_by_a_device_map(ids, tmp_path):
     model = tiny.attach(spread)
     assert torch.equal(model(ids, memory=memory).logits, want)
     assert model.unload() is spread and torch.equal(spread(ids).logits, own(ids))
+
+
+def test_an_end_token_that_is_none_of_the_hosts_refuses_nothing():
+    """A small GPT-2 with the defaults of its config: its end has the number of the large one's."""
+    host = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt2"](vocab_size=53, n_embd=24, n_layer=3, n_head=3))
+    assert host.config.eos_token_id > 53
+    for adapter in (GATED, mmattn.adapters.JoinedAdapter(tiny.MEMORY_DIM, every=1), mmattn.adapters.PassageAdapter()):
+        mmattn.attach(host, adapter).unload()

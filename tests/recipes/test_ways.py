@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import mmattn
 from tests.recipes.comparing import check_compared
+from tests.tiny_texts import tiny_tokenizer
 
 SMALL: dict[str, Any] = {
     "progress": False,
@@ -54,50 +57,111 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
 def small(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of runs that take seconds, with a reader that has hardly learned to read."""
     run = recipe.train.main({**SMALL, "task": "reader", "out": str(tmp_path_factory.mktemp("reader") / "run")})
-    return SMALL | {"texts": {**SMALL["texts"], "reader": str(run / "reader")}}
+    return SMALL | {"texts": {**SMALL["texts"], "lm": str(run / "lm")}}
 
 
 @pytest.fixture
 def texts(recipe: SimpleNamespace, small: dict[str, Any]) -> Any:
     """Requests about passages."""
     config = recipe.settings.Config(**small, task="passages")
-    return recipe.texts.Texts(config, recipe.reader.load_reader(config, torch.device("cpu")))
+    return recipe.texts.Texts(config, *recipe.reader.load_lm(config, torch.device("cpu")))
 
 
 def test_the_reader(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Path) -> None:
     """A run leaves the reader and how well it reads; without one nothing is read, and the error says what to run."""
-    content = json.loads((Path(small["texts"]["reader"]).parent / "table.json").read_text())
+    content = json.loads((Path(small["texts"]["lm"]).parent / "table.json").read_text())
     assert [row["name"] for row in content["rows"]] == ["5 statements", "10 statements", "15 statements"]
     with pytest.raises(mmattn.errors.ConfigError, match=r"config_reader\.yaml"):
-        recipe.train.main({**SMALL, "texts": {"reader": str(tmp_path / "none")}, "out": str(tmp_path / "run")})
+        recipe.train.main({**SMALL, "texts": {"lm": str(tmp_path / "none")}, "out": str(tmp_path / "run")})
+
+
+def _tokenizer(pieces: str) -> PreTrainedTokenizerFast:
+    """A BPE whose pieces are bytes, as GPT-2's, or characters with a mark for spaces, as Llama 2's."""
+    raw = Tokenizer(models.BPE(unk_token="<unk>"))
+    if pieces == "bytes":
+        raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    else:
+        raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    random = Random(0)
+    words = ["home", "friend", "food", "colour", "trade", "tool", "tree", "music", "unheardofword", "Up", "x1"]
+    words += ["".join(random.sample("abcdefghijklmno", 5)) for _ in range(90)]
+    texts = [
+        f"A {first} {second} ? {third}"
+        for first, second, third in zip(words, words[3:] + words[:3], words[7:] + words[:7], strict=True)
+    ]
+    special = ["<s>", "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=special, initial_alphabet=["."], show_progress=False)
+    raw.train_from_iterator(texts * 5, trainer)
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("pieces", ["bytes", "characters"])
+def test_words_of_another_language_model(recipe: SimpleNamespace, pieces: str) -> None:
+    """Each word is the token that its tokenizer makes of it in a text; words of several tokens are not among them."""
+    tokenizer = _tokenizer(pieces)
+    world = recipe.world.World(tokenizer)
+    assert world.properties == ["home", "friend", "food", "colour", "trade", "tool", "tree", "music"]
+    assert len(world.names) >= 64 and not {*world.names} & {*world.properties, "unheardofword"}
+    reading = world.draw(Random(0), world.some_names(True), 2, 7, 3)
+    text = "".join(f" {one.property} {one.name} {one.value}." for one in reading.passages[1])
+    assert world.passages(reading)[1] == tokenizer(f".{text}", add_special_tokens=False)["input_ids"][-28:]
+    asked = "".join(f" ? {one.property} {one.name} {one.value}." for one in reading.asked)
+    assert world.questions(reading.asked)[0] == tokenizer(f".{asked}", add_special_tokens=False)["input_ids"][-15:]
+
+
+def test_a_language_model_without_the_words(recipe: SimpleNamespace) -> None:
+    with pytest.raises(mmattn.errors.ConfigError, match="0 of the words home, .* take another language model"):
+        recipe.world.World(tiny_tokenizer())
+
+
+def test_another_language_model(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    """A GPT-2 with its own tokenizer reads the texts; what its learned positions cannot do is refused beforehand."""
+    tokenizer = _tokenizer("bytes")
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 307, "vocab_size": len(tokenizer)}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "lm")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    small = {**SMALL, "texts": {**SMALL["texts"], "lm": str(tmp_path / "lm"), "recomputed_tokens": 0}}
+    run = recipe.train.main({**small, "task": "facts", "out": str(tmp_path / "run")})
+    rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
+    assert list(rows) == [name for name in ROWS if "read again" not in name]
+    # 40 tokens in 2 layers, 4 heads of width 8 for keys and for values, in float32
+    assert rows["in the prompt"]["kilobytes"] == 40 * 2 * 2 * 4 * 8 * 4 / 1e3
+    with pytest.raises(mmattn.errors.ConditionError, match="cannot be turned to stand one after the other"):
+        one_step = {**small, "optim": {"max_steps": 1, "batch_size": 3}}
+        recipe.train.main({**one_step, "task": "documents", "out": str(tmp_path / "documents")})
+    assert (tmp_path / "documents" / "metrics.jsonl").read_text() == "", "nothing was trained"
 
 
 def test_the_last_statement_holds(recipe: SimpleNamespace) -> None:
     """A question is the beginning of a statement, and its answer what the last statement with it says."""
-    world, random = recipe.world, Random(0)
+    world, random = recipe.world.World(recipe.reader.make_tokenizer()), Random(0)
+    words = {token: word for word, token in world.ids.items()}
     anew = 0
     for _ in range(50):
-        reading = world.draw(random, world.names(False), 3, 7, 6)
+        reading = world.draw(random, world.some_names(False), 3, 7, 6)
         said = [one for passage in reading.passages for one in passage]
         assert [len(passage) for passage in reading.passages] == [7, 7, 7] and len(reading.asked) == 6
         for one in reading.asked:
             same = [other for other in said if (other.property, other.name) == (one.property, one.name)]
             assert same[-1] == one
             anew += len({other.value for other in same}) > 1
-        ids, labels = world.questions(reading)
-        assert [world.WORDS[label] for label in labels if label != -100] == [one.value for one in reading.asked]
-        assert world.decode(ids).startswith(f"? {reading.asked[0].property} {reading.asked[0].name} ")
+        ids, labels = world.questions(reading.asked)
+        assert [words[label] for label in labels if label != -100] == [one.value for one in reading.asked]
+        first = reading.asked[0]
+        assert [words[one] for one in ids[:5]] == ["?", first.property, first.name, first.value, "."]
         assert [ids[place] for place, label in enumerate(labels) if label != -100] == [x for x in labels if x != -100]
     assert anew > 20, "what was said before and holds no more is asked for, too"
 
 
-def test_no_held_out_name_is_trained_on(recipe: SimpleNamespace, texts: Any) -> None:
+def test_no_held_out_name_is_trained_on(texts: Any) -> None:
     """Rows to train on are about other names than those that are measured."""
-    world = recipe.world
-    trained, held_out = set(world.names(False)), set(world.names(True))
-    assert not trained & held_out and trained | held_out == set(world.NAMES)
+    world = texts.world
+    trained, held_out = set(world.some_names(False)), set(world.some_names(True))
+    assert not trained & held_out and trained | held_out == set(world.names)
     seen = {one.name for rows in texts.batches() for row in rows for passage in row.passages for one in passage}
-    asked = {world.WORDS[row[2]] for row in texts.asked.ids.tolist()}
+    words = {token: word for word, token in world.ids.items()}
+    asked = {words[row[2]] for row in texts.asked.ids.tolist()}
     assert seen <= trained and asked <= held_out and seen and asked
 
 

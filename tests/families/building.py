@@ -84,6 +84,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "xlstm": {"num_heads": 2, "head_dim": None, "chunk_size": None},
     "reformer": {"axial_pos_embds": False},

@@ -61,7 +61,7 @@ _NO_TYPES = {"layer_types": None}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"]
-        + ["minicpm3", "youtu", "dots3_note_text"],
+        + ["minicpm3", "youtu", "dots3_note_text", "sarvam_mla"],
         _OWN_HEADS,
     ),
     **dict.fromkeys(

@@ -30,7 +30,7 @@ def token_ids(host: nn.Module, rows: int) -> Tensor:
     end = getattr(config, "eos_token_id", None)
     ids = torch.full((rows, LENGTH), 2 if getattr(config, "pad_token_id", None) == 1 else 1)
     # A small model made from a config's defaults has the end of its large siblings, which is no token of its own.
-    if isinstance(end, int) and 0 <= end < getattr(text_config(host), "vocab_size", math.inf):
+    if isinstance(end, int) and 0 <= end < (getattr(text_config(host), "vocab_size", None) or math.inf):
         ids[:, -1] = end
     return ids.to(device_of(embeddings_of(host)))
 

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mmattn import training
 from mmattn.errors import ConfigError
 
+from .pictures import vision
 from .settings import Config, ReaderSettings
-from .world import ASK, MOST_NAMES, PROPERTIES, STOP, World
+from .world import ASK, KINDS, MOST_NAMES, PROPERTIES, STOP, World
 
 #: Tokens of a text that goes round.
 ROUND = 64
@@ -38,16 +39,13 @@ def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
     Raises:
         ConfigError: there is none.
     """
-    name = config.texts.lm
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        lm, tokenizer = vision("seeing").load_lm(config.texts.lm, device)
+    except ConfigError as error:
         raise ConfigError(
-            f"texts.lm={name!r} is neither a folder with a language model nor a name on the hub; that of the default "
-            f"is made by mmattn train recipes/ways/config_reader.yaml: {error}"
+            f"the default of texts.lm is made by mmattn train recipes/ways/config_reader.yaml: {error}"
         ) from error
-    return lm.to(device).eval().requires_grad_(False), World(tokenizer)
+    return lm.requires_grad_(False), World(tokenizer)
 
 
 def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
@@ -93,7 +91,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """A token for each word of the texts, and names of two syllables each."""
     syllables = [first + second for first, second in product("bdfgklmnprst", "aeio")]
     names = sorted(Random(0).sample([one + other for one, other in product(syllables, syllables)], MOST_NAMES))
-    words = [PAD, ASK, STOP, *PROPERTIES[:8], *names]
+    words = [PAD, ASK, STOP, *PROPERTIES[:KINDS], *names]
     tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, unk_token=PAD, eos_token=STOP)
@@ -134,7 +132,7 @@ def _batches(config: Config, world: World) -> Iterator[list[Text]]:
             yield [_round(random, world) for _ in range(max(2, settings.tokens // ROUND))]
             continue
         most = 1 if share < 0.3 else min(4, config.texts.passages) if share < 0.5 else config.texts.passages
-        count, properties = random.randint(1, most), random.choice([1, 2, 8]) if share < 0.3 else 8
+        count, properties = random.randint(1, most), random.choice([1, 2, KINDS]) if share < 0.3 else KINDS
         yield _readings(random, world, count, config, properties)
 
 

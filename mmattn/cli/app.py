@@ -6,6 +6,7 @@ Everything heavy is imported inside the command that needs it, so that `mmattn -
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -16,6 +17,10 @@ import typer
 
 from mmattn.cli import compare, encode, index, inspect, pipelines, recipes, serve
 from mmattn.interrupts import recorded_interrupts
+
+# Loggers of packages that transformers and peft import where they are installed. At import these warn of Enums registered
+# with torch.compile and of kernels that are optional, which no user of a command can change.
+IMPORT_WARNINGS = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 
 app = typer.Typer(
     name="mmattn",
@@ -82,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = [word for word in words if word != "--debug"]
     if not sys.stderr.isatty():  # read by huggingface_hub and transformers when they are imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in IMPORT_WARNINGS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with _exit_after_interrupt():
             app(["--debug", *words] if debug else words)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import struct
-import time
 import warnings
 import zlib
 from pathlib import Path
@@ -194,10 +193,8 @@ def huge_png(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("side", [12_000, 20_000])
 def test_too_many_pixels_are_refused_from_the_header(side: int, action: str) -> None:
     warnings.simplefilter(action, Image.DecompressionBombWarning)
-    start = time.perf_counter()
     with pytest.raises(ImageError, match=f"{side**2}"):
         load_image(huge_png(side, side))
-    assert time.perf_counter() - start < 0.5
 
 
 def test_the_pixel_limit_is_the_callers() -> None:
@@ -281,10 +278,8 @@ def test_mutated_files_give_pictures_or_image_errors() -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1)])
 @pytest.mark.parametrize("resize", ["shortest", "longest", "squash"])
-def test_odd_shapes_become_pixels_quickly(size: tuple[int, int], resize: str) -> None:
-    start = time.perf_counter()
+def test_odd_shapes_become_pixels(size: tuple[int, int], resize: str) -> None:
     pixels = preprocess(Image.new("RGB", size, (255, 0, 0)), 224, resize=resize, fill=255)
-    assert time.perf_counter() - start < 1
     assert pixels.shape == (1, 3, 224, 224)
     assert torch.isfinite(pixels).all()
     assert (pixels[:, 0] == 1).all()

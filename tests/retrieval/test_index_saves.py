@@ -60,7 +60,9 @@ def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
     done, wrong, seen = threading.Event(), [], set()
 
     def read() -> None:
-        while not done.is_set():
+        last = False
+        while not last:
+            last = done.is_set()
             try:
                 loaded = Index.load(tmp_path / "index")
                 versions = {loaded[name].metadata for name in loaded.ids}
@@ -80,7 +82,7 @@ def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
     done.set()
     for reader in readers:
         reader.join()
-    assert not wrong and len(seen) > 1
+    assert not wrong and 29 in seen
 
 
 # ---- crashes
@@ -89,7 +91,7 @@ def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_kills_during_saves(tmp_path: Path, seeded: int) -> None:
     """Two hundred of them, and more: `tests.stress.kills_in_index`."""
-    assert len(killed_saves(tmp_path / "index", 8, seeded)) > 1
+    assert killed_saves(tmp_path / "index", 8, seeded)
 
 
 STEPS = (

@@ -15,7 +15,7 @@ from mmattn.adapters.augmented_text import AugmentedText, token_places
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.text_state import TextState
 from mmattn.core.cache_names import cache_name, given_cache
-from mmattn.core.key_rotation import DISTANCE, KeyRotation, find_rotations
+from mmattn.core.key_rotation import BEYOND, DISTANCE, KeyRotation, check_frequencies, find_rotations, has_frequencies
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.memory import Memory
 
@@ -105,16 +105,21 @@ class AugmentingModel:
             return None
         most = getattr(text_config(self.lm), "max_position_embeddings", None) or DISTANCE + 7
         distance = max(min(DISTANCE, most - 7), 1)
-        here, there = (dict(enumerate(self._read_at(start))) for start in (0, distance))
+        places = torch.arange(7, device=device_of(embeddings_of(self.lm)))[None]
+        beyond = torch.cat([places, places[:, :1] + BEYOND], 1)
+        longer = self._keys_at(beyond) if has_frequencies(self.lm) else None
+        here, there = self._keys_at(places), self._keys_at(places + distance)
+        if longer is not None:
+            check_frequencies(type(self.lm).__name__, here, longer)
         return find_rotations(self.lm, here, there, distance)
 
-    def _read_at(self, start: int) -> list[Tensor]:
-        """The keys of a short text that begins at a position."""
-        device = device_of(embeddings_of(self.lm))
+    def _keys_at(self, positions: Tensor) -> dict[int, Tensor]:
+        """Keys by layer of a short text whose tokens stand at these positions (1, l)."""
         size = getattr(text_config(self.lm), "vocab_size", None) or 2
-        ids = torch.randint(size, (1, 7), generator=torch.Generator().manual_seed(0)).to(device)
+        ids = torch.randint(size, (1, 8), generator=torch.Generator().manual_seed(0))[:, : positions.shape[1]]
+        ids = ids.to(positions.device)
         real = torch.ones_like(ids, dtype=torch.bool)
-        return [keys for keys, _ in self._cached(ids, real, token_places(real) + start)]
+        return {layer: keys for layer, (keys, _) in enumerate(self._cached(ids, real, positions))}
 
     def _cached(self, ids: Tensor, real: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values (b, g, p, k) that it caches of a text in each layer."""

@@ -18,8 +18,8 @@ import typer
 from mmattn.cli import compare, encode, index, inspect, pipelines, recipes, serve
 from mmattn.interrupts import recorded_interrupts
 
-# Loggers of packages that transformers and peft import where they are installed. At import these warn of Enums registered
-# with torch.compile and of kernels that are optional, which no user of a command can change.
+# What transformers and peft import where it is installed warns of Enums registered with torch.compile and of optional
+# kernels, which no user of a command can change.
 IMPORT_WARNINGS = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 
 app = typer.Typer(

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mmattn.errors import AttachError
+
 #: By how many positions the text is moved: far enough that slow frequencies are told apart.
 DISTANCE = 37
+#: Position of a token beyond the length for which any host was trained.
+BEYOND = 1 << 23
 #: Relative errors of keys that were turned, by bytes of a number.
 WITHIN = {8: 1e-4, 4: 1e-4, 2: 3e-2}
 
@@ -75,6 +79,34 @@ def candidates(host: nn.Module, width: int) -> Iterator[KeyRotation]:
         for start in sorted({0, width - size}):
             for interleaved in (False, True):
                 yield KeyRotation(frequencies.detach().float().cpu(), start, interleaved)
+
+
+def has_frequencies(model: nn.Module) -> bool:
+    """Return whether a model computes rotary positions from frequencies."""
+    return any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+
+
+def check_frequencies(name: str, keys: Mapping[int, Tensor], longer: Mapping[int, Tensor]) -> None:
+    """Refuse a model whose keys depend on the length of the text after them.
+
+    Dynamic NTK scaling and LongRoPE (arXiv 2402.13753, section 3) change the frequencies of all positions once the text
+    is longer than in pretraining.
+
+    Args:
+        name: class of the model.
+        keys: (b, g, m, k) of a text by layer.
+        longer: (b, g, m + 1, k), the same with one more token at position `BEYOND`.
+
+    Raises:
+        AttachError: the keys of the text differ.
+    """
+    for layer, one in keys.items():
+        wanted, found = one.float(), longer[layer][:, :, : one.shape[2]].float()
+        if (found - wanted).norm() / wanted.norm().clamp(min=1e-30) > WITHIN[one.element_size()]:
+            raise AttachError(
+                f"the rotary frequencies of {name} change with the length of the text (dynamic NTK, LongRoPE), so keys "
+                "read before it would not fit a longer one: take a GatedAdapter for this host"
+            )
 
 
 def find_rotations(

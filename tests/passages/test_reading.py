@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 import mmattn
 from mmattn.core import key_rotation
 from mmattn.testing.case import no_trace, traces
-from tests import tiny
+from tests import composing, tiny
 from tests.passages.reading import CLOSE, LEARNED, PASSAGES, ROTARY, TEXT, blocks, distance, reader, text
 
 READING = [*ROTARY, *LEARNED]
@@ -72,6 +76,51 @@ def test_alibi_and_chunks_are_refused() -> None:
     host.config.layer_types = ["chunked_attention"] * tiny.LAYERS
     with pytest.raises(mmattn.errors.AttachError, match="within chunks"):
         mmattn.attach(host, mmattn.adapters.PassageAdapter())
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "factor": 4.0}
+BY_LENGTH = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 50, **LONGROPE},
+    "longrope within the probe": {"rope_type": "longrope", "original_max_position_embeddings": 16, **LONGROPE},
+    "longrope from 4096": {"rope_type": "longrope", "original_max_position_embeddings": 4096, **LONGROPE},
+}
+
+
+def by_length(rope: str, family: str = "llama") -> nn.Module:
+    settings = {"rope_theta": 10000.0, **BY_LENGTH[rope]}
+    return tiny.make(family, rope_parameters=settings, max_position_embeddings=8192 if "4096" in rope else 128)
+
+
+@pytest.mark.parametrize("rope", BY_LENGTH)
+@pytest.mark.parametrize("kind", ["passages", "prefix", "inserted", "fused"])
+def test_frequencies_that_follow_the_length_of_the_text_are_refused(kind: str, rope: str) -> None:
+    """Invariant 140: keys that were read before a text would keep the frequencies of a short one."""
+    adapters = {
+        "passages": mmattn.adapters.PassageAdapter,
+        "prefix": lambda: mmattn.adapters.PrefixAdapter(num_virtual_tokens=3),
+        "inserted": lambda: mmattn.adapters.InsertedAdapter(memory_dim=13),
+        "fused": lambda: mmattn.adapters.FusedCacheAdapter(memory_dim=composing.along().cache_dim),
+    }
+    host, ids = by_length(rope), torch.arange(3, 3 + 60)[None]
+    short, long, before = answer(host, ids[:, :7]), answer(host, ids), traces(host)
+    with pytest.raises(mmattn.errors.AttachError, match="frequencies of LlamaForCausalLM change with the length"):
+        mmattn.attach(host, adapters[kind]())
+    no_trace(host, before, "a refused host")
+    assert torch.equal(answer(host, ids[:, :7]), short) and torch.equal(answer(host, ids), long)
+
+
+@pytest.mark.parametrize("rope", BY_LENGTH)
+def test_a_second_model_whose_frequencies_follow_the_length_is_refused(rope: str) -> None:
+    """Invariant 140: its cache of a long prompt could not be turned to where a host has it."""
+    with pytest.raises(mmattn.errors.AttachError, match="change with the length"):
+        mmattn.AugmentingModel(by_length(rope)).prefill(torch.arange(3, 9)[None])
+
+
+@pytest.mark.parametrize("kind", [mmattn.adapters.JoinedAdapter, mmattn.GatedAdapter])
+def test_what_has_no_position_is_not_refused(kind: Callable[..., Any]) -> None:
+    model = tiny.open_gates(mmattn.attach(by_length("dynamic"), kind(memory_dim=13, every=1)))
+    assert answer(model, torch.arange(3, 3 + 60)[None], memory=tiny.memory(1)).isfinite().all()
 
 
 def test_another_attention_function_is_refused() -> None:

@@ -15,7 +15,7 @@ from mmattn.adapters.joined import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
-from mmattn.core.key_rotation import DISTANCE, KeyRotation, find_rotations
+from mmattn.core.key_rotation import BEYOND, DISTANCE, KeyRotation, check_frequencies, find_rotations, has_frequencies
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.calls import ForwardStep
 from mmattn.hosts.eval_mode import in_eval_mode
@@ -164,14 +164,19 @@ def _read_at_two_places(
     """What the host computes of a short passage, and how its keys are turned with their positions."""
     most = getattr(text_config(host), "max_position_embeddings", None) or PASSAGE + DISTANCE
     distance = max(min(DISTANCE, most - PASSAGE), 1)
-    found = []
-    for start in (0, distance):
+    ids = short_text(host)[:, : PASSAGE + 1]
+    places = torch.arange(PASSAGE, device=ids.device)[None]
+
+    def read(positions: Tensor) -> Capture:
         captured = Capture()
-        ids, positions = _short_text_at(host, start)
         with attention_hooks(_listeners(modules, captured)):
-            _logits(host, ids[:, :PASSAGE], positions[:, :PASSAGE])
-        found.append(captured)
-    here, there = found
+            _logits(host, ids[:, : positions.shape[1]], positions)
+        return captured
+
+    longer = read(torch.cat([places, places[:, :1] + BEYOND], 1)) if has_frequencies(host) else None
+    here, there = read(places), read(places + distance)
+    if longer is not None:
+        check_frequencies(type(host).__name__, here.keys, longer.keys)
     return here, find_rotations(host, here.keys, there.keys, distance)
 
 

@@ -102,11 +102,30 @@ class RequestBoundary:
             kwargs: likewise.
         """
         if not (may_read(key_states) and all_finite(key_states, value_states)):
-            broken = ~torch.isfinite(_sizes(key_states) + _sizes(value_states))
-            self._broken = broken if self._broken is None else self._broken | broken.to(self._broken.device)
+            broken = self._note(_sizes(key_states) + _sizes(value_states))
             hidden = broken[None, None, :, None]
             key_states, value_states = key_states.masked_fill(hidden, 0), value_states.masked_fill(hidden, 0)
         return self._own["update"](key_states, value_states, *args, **kwargs)
+
+    def keep(self, x: Tensor, adapted: Tensor) -> Tensor:
+        """What adapters made of hidden states, those as they were whose tokens are not finite now.
+
+        Some matrix products take NaN from one token to the next.
+
+        Args:
+            x: (1, t, d), hidden states of all requests.
+            adapted: (1, t, d), with what was found in memories.
+        """
+        if may_read(adapted) and all_finite(adapted):
+            return adapted
+        broken = self._note(adapted[0].sum(-1, dtype=torch.promote_types(adapted.dtype, torch.float32)))
+        return torch.where(broken[None, :, None], x, adapted)
+
+    def _note(self, sizes: Tensor) -> Tensor:
+        """Which tokens of the forward under way are not finite, of a number (t,) for each; remembered."""
+        broken = ~torch.isfinite(sizes)
+        self._broken = broken if self._broken is None else self._broken | broken.to(self._broken.device)
+        return broken
 
     def _sample(self, scores: Tensor, *args: Any, **kwargs: Any) -> None:
         """Choose the next tokens; of scores (1, n, v) that are not finite one of no meaning, which nobody is given.

@@ -234,7 +234,8 @@ class AdaptedCausalLM(AdaptedModel):
         """Refuse logits that are not finite in the first forward of a text, those of its last token.
 
         What overflows in keys and values of a memory is refused before; this is what overflows after, in a product of
-        the adapter's or in the host. Tokens that go on with a cache are not looked at.
+        the adapter's or in the host, and what a memory holds that was not checked. A matrix product may take NaN from
+        one row to the next (bfloat16 on the CPU, odd widths). Tokens that go on with a cache are not looked at.
 
         Raises:
             NonFiniteError: there are such; the message names the rows.
@@ -242,7 +243,8 @@ class AdaptedCausalLM(AdaptedModel):
         text, logits = step.details, getattr(output, "logits", None)
         if text is None or text.past or step.call is None or not isinstance(logits, Tensor) or not readable(logits):
             return
-        if logits.dim() != 3 or not (logits.shape[1] and text.length) or self._may_overflow(step.call, text):
+        # Requests of continuous batching are looked at one by one.
+        if logits.dim() != 3 or not logits.numel() or (text.packed is not None and text.cache is not None):
             return
         with torch.no_grad():
             last = logits[:, -1] if text.packed is None else logits.flatten(0, 1)[text.packed.last.to(logits.device)]
@@ -255,15 +257,6 @@ class AdaptedCausalLM(AdaptedModel):
                 f"the logits of {what} {', '.join(map(str, rows))} are not finite: with its memory it overflows in "
                 f"{str(logits.dtype).removeprefix('torch.')}; scale its vectors, or use a wider dtype"
             )
-
-    @staticmethod
-    def _may_overflow(call: Call, text: TextState) -> bool:
-        """Whether logits need not be finite: a request's are looked at elsewhere, a memory may be told not to be."""
-        if text.packed is not None:
-            return text.cache is not None
-        given = (getattr(source, "neighbours", source) for source in call.sources.values())
-        memories = (getattr(getattr(one, "prepared", None), "memory", None) for one in given)
-        return any(isinstance(one, Memory) and not one.finite_checked for one in memories)
 
     def install_hooks(self) -> list[Any]:
         """Hook the adapters to the host and its layers, and have `generate` note texts where memory follows them."""

@@ -226,7 +226,8 @@ class RequestMemories:
 
         if not names:
             return None
-        return Call({name: step_memories(name, [one.get(name) for one in given], join) for name in names})
+        keep = self.boundary.keep
+        return Call({name: step_memories(name, [one.get(name) for one in given], join, keep) for name in names})
 
 
 def requested_call(model: Any, kwargs: Mapping[str, Any]) -> Call | None:

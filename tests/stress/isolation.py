@@ -6,9 +6,9 @@ Each batch has several rows, one or two of them spoilt: NaN, infinity, numbers t
 a norm or a product, numbers too small to be normal; in a number, a slot, or all of a row, in the vectors or the scores.
 Batches are of every dtype and kind of adapter, as rows, packed documents, texts that are generated, and requests of a
 manager that runs on, which is what a server has. The others must be bit for bit what they are beside a sound row; for
-requests, which do not run in the same steps then, the same tokens, but where two are as likely to rounding. A spoilt row
-must be refused, end with an error, or be answered with finite numbers, as it is alone. Prints one line and exits with 1
-otherwise.
+requests, which do not run in the same steps then, the same tokens, but where two are as likely to rounding. A spoilt
+row must be refused, end with an error, or be answered with finite numbers, as it is alone. Prints one line and exits
+with 1 otherwise.
 """
 
 from __future__ import annotations

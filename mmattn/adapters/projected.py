@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -203,10 +204,13 @@ def check_read(
     if rows:
         weight = adapter.weight
         dtype = autocast_dtype(weight.device) or weight.dtype
+        which = f"row {', '.join(map(str, rows))} of the memory of adapter {adapter.name!r}"
+        largest = float(_largest(memory[rows[0]]))
+        if not math.isfinite(largest):
+            raise NonFiniteError(f"{which} is not finite: repair its vectors, or mask such slots out")
         raise NonFiniteError(
-            f"row {rows[0]} of the memory of adapter {adapter.name!r} overflows in {str(dtype).removeprefix('torch.')}"
-            + (f", and so do rows {rows[1:]}" if rows[1:] else "")
-            + f" (its largest value is {float(_largest(memory[rows[0]])):.3g}): scale its vectors, or use a wider dtype"
+            f"{which} overflows in {str(dtype).removeprefix('torch.')} (values up to {largest:.3g}): scale its "
+            "vectors, or use a wider dtype"
         )
 
 

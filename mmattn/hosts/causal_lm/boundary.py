@@ -56,6 +56,7 @@ class RequestBoundary:
         for owner, name in (
             (processor.cache, "update"),
             (processor.model_runner, "_sample"),
+            (processor, "_generation_step"),
             (processor, "update_batch"),
             (router, "deliver"),
             (router, "deliver_batch"),
@@ -91,6 +92,19 @@ class RequestBoundary:
         return {} if request_id in self.refused else sources
 
     # In place of what transformers has -------------------------------------------------------------------------------
+
+    def _generation_step(self, model: Any) -> None:
+        """Run a step; once more where a memory was edited after it had been admitted, without that.
+
+        Args:
+            model: the host.
+        """
+        try:
+            self._own["_generation_step"](model)
+        except NonFiniteError:
+            self._read.clear()
+            self._broken = None
+            self._own["_generation_step"](model)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Write the keys and values (1, g, t, k) of the tokens of a step to the cache, 0 for those that are not finite.

@@ -155,7 +155,9 @@ class RequestBoundary:
         lost = ~torch.isfinite(scores[0].amax(-1))
         self._steps.append((list(batches.requests_in_batch), self._broken, lost))
         self._broken = None
-        self._own["_sample"](scores.masked_fill(lost[None, :, None], 0), *args, **kwargs)
+        if not may_read(lost) or bool(lost.any()):
+            scores = scores.masked_fill(lost[None, :, None], 0)
+        self._own["_sample"](scores, *args, **kwargs)
 
     def update_batch(self) -> None:
         """Hand out the tokens of a step, and end the requests that are not finite."""

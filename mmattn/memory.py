@@ -190,7 +190,7 @@ class Memory:
             _joined(memories, "scores", 1),
             _sources([memory._source_rows() for memory in memories], memories, rowwise=False),
             check_finite=False,
-        )
+        )._checked_as(*memories)
 
     @classmethod
     def stack(cls, memories: Sequence[Memory]) -> Memory:
@@ -215,7 +215,7 @@ class Memory:
             _joined(memories, "scores", 0),
             _sources([memory._source_rows() for memory in memories], memories, rowwise=True),
             check_finite=False,
-        )
+        )._checked_as(*memories)
 
     def expand(self, rows: int) -> Memory:
         """This one row shared by `rows` rows of text, without a copy.
@@ -266,7 +266,10 @@ class Memory:
                 return None
             return tensor.to(tokens.device, tokens.dtype if tensor.is_floating_point() else tensor.dtype, **beside)
 
-        return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
+        moved = Memory(
+            tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False
+        )
+        return moved._checked_as(self)
 
     def pin_memory(self) -> Memory:
         """The memory in page-locked memory, from which a device reads it while it computes."""
@@ -287,7 +290,10 @@ class Memory:
         def move(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(tokens.device)
 
-        return Memory(tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False)
+        moved = Memory(
+            tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False
+        )
+        return moved._checked_as(self)
 
     def real_slots(self) -> Tensor:
         """Which slots may be attended to, (b, m) bool: the mask, or all True where there is none."""
@@ -314,7 +320,7 @@ class Memory:
         remaining = torch.rand(self.batch, 1, generator=generator).to(self.device) >= p
         return Memory(
             self.tokens, self.real_slots() & remaining, self.segments, self.scores, self.sources, check_finite=False
-        )
+        )._checked_as(self)
 
     def detach(self) -> Memory:
         """The memory without its autograd graph."""
@@ -373,7 +379,12 @@ class Memory:
     def _map(self, change: Any, sources: list[Any]) -> Memory:
         mask, segments, scores = (None if x is None else change(x) for x in (self.mask, self.segments, self.scores))
         named = None if self.sources is None else sources
-        return Memory(change(self.tokens), mask, segments, scores, named, check_finite=False)
+        return Memory(change(self.tokens), mask, segments, scores, named, check_finite=False)._checked_as(self)
+
+    def _checked_as(self, *others: Memory) -> Memory:
+        """This memory, made of others whose values were checked, or need not be."""
+        self.finite_checked = all(other.finite_checked for other in others)
+        return self
 
     def _filled(self, name: str) -> Tensor:
         value: Tensor | None = getattr(self, name)
@@ -402,7 +413,7 @@ class Memory:
             sources=None if self.sources is None else [row + [None] * extra for row in self.sources],
             check_finite=False,
             **padded,
-        )
+        )._checked_as(self)
 
 
 def _countable(tensor: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.inserted_memory import EmbeddingReader, InsertedMemory
 from mmattn.adapters.join_slots import JoinSlots
 from mmattn.adapters.joined import JoinedSlots
+from mmattn.adapters.projected import check_read
 from mmattn.adapters.protocols import Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
@@ -149,7 +150,16 @@ class InsertedLayers(AdapterLayers):
 
         Args:
             memory: as it was given. The real slots of each row stand one after the other, whatever lies between them.
+
+        Raises:
+            NonFiniteError: what the host computes of a row overflows.
         """
+        inserted = self._insert(memory)
+        if inserted is not None:
+            check_read(self, memory, _tensors(inserted), lambda row: _tensors(self._insert(row)))
+        return inserted
+
+    def _insert(self, memory: Memory) -> JoinedSlots | None:
         assert self.reader is not None
         read = self.read(memory)
         real = read.real_slots().to(read.device)
@@ -168,3 +178,8 @@ class InsertedLayers(AdapterLayers):
         keys, values = self.reader.read(self.name, embeddings, mask, positions)
         offsets = torch.zeros_like(counts[:, 0]) if gated else counts[:, 0]
         return JoinedSlots(keys, values, mask, positions, offsets)
+
+
+def _tensors(slots: JoinedSlots | None) -> list[Tensor]:
+    """Keys and values of slots, where there are any."""
+    return [] if slots is None else [*slots.keys.values(), *slots.values.values()]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
 from mmattn.adapters.decoupled import sites_of_blocks
-from mmattn.adapters.projected import PreparedMemory
+from mmattn.adapters.projected import PreparedMemory, check_read
 from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState
@@ -207,14 +207,21 @@ class TimedMemory:
 
         Raises:
             ConditionError: the time step is not known.
+            NonFiniteError: the memory overflows where it is resampled.
         """
         if text.timestep is None:
             raise ConditionError(
                 f"adapter {self.adapter.name!r} follows the time step, and only a part of the host was called, or it "
                 "was given none, or several for one row: call the whole host with one timestep for each row"
             )
-        memory = self.prepared.read(self.adapter)
-        return TimedView(*self.adapter.resample(memory, text.timestep))
+        latents, time = self.adapter.resample(self.prepared.read(self.adapter), text.timestep)
+
+        def resample_row(row: Memory) -> list[Tensor]:
+            assert text.timestep is not None
+            return [self.adapter.resample(self.adapter.read(row), text.timestep[:1])[0].tokens]
+
+        check_read(self.adapter, self.prepared.memory, [latents.tokens], resample_row)
+        return TimedView(latents, time)
 
     def as_memory(self, text: TextState) -> Memory:
         """The memory itself."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.chunk_rows import chunk_slots, grouped
-from mmattn.adapters.projected import PreparedMemory
+from mmattn.adapters.projected import PreparedMemory, check_projected
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import visible_rows
 from mmattn.core.kv import KeyValue
@@ -165,6 +165,8 @@ class NeighbourView:
         found: KeyValue = adapter.attention(layer).project(
             memory.tokens, mask=memory.mask, scores=scores, queries=queries
         )
+        for batch in batches:
+            check_projected(adapter, layer, batch.memory, found)
         return found
 
 

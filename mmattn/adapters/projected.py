@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from mmattn.adapters.graph_inputs import GraphInputs
 from mmattn.adapters.text_state import TextState
-from mmattn.core.attention import combine_masks, visible_rows
+from mmattn.core.attention import all_finite, combine_masks, visible_rows
 from mmattn.core.kv import KeyValue
 from mmattn.core.tensor_cache import ModuleVersion, TensorCache, TensorVersion, autocast_dtype
-from mmattn.errors import ConditionError
+from mmattn.core.tracing import readable
+from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.memory import Memory
 
 # Cached keys and values decode faster at every size measured, but the memory itself is stored once for all layers:
@@ -87,15 +89,15 @@ class PreparedMemory:
             layer: number of the host's layer.
             memory: what `read` returned.
             queries: how many attend to each row of the memory.
+
+        Raises:
+            NonFiniteError: they overflow, though the memory is finite.
         """
         projection = adapter.kv_projection(layer)
-        scores = memory.scores if adapter.score_bias else None
 
         def project(absorb: bool = False, queries: int | None = None) -> KeyValue:
-            tokens = memory.tokens.to(projection.projecting_parameters()[0].device)
-            projected: KeyValue = projection.project(
-                tokens, mask=memory.mask, scores=scores, absorb=absorb, queries=queries
-            )
+            projected = project_layer(adapter, layer, memory, absorb, queries)
+            check_projected(adapter, layer, self.memory, projected)
             return projected
 
         if self.is_uncached(adapter):
@@ -105,7 +107,7 @@ class PreparedMemory:
         if absorb and queries > ABSORB_BELOW:
             return project(queries=queries)
         # Absorbed, every layer reads the same tensor: computed once.
-        shared = absorb and scores is None
+        shared = absorb and not (adapter.score_bias and memory.scores is not None)
         sources = [memory.tokens, *(() if shared else projection.projecting_parameters())]
         cached: KeyValue = self.cache_of(adapter).get(-1 if shared else layer, sources, lambda: project(absorb))
         return cached
@@ -138,6 +140,87 @@ class PreparedMemory:
     def nbytes(self) -> int:
         """Bytes of cached keys and values."""
         return sum(entry.cache.nbytes() for entry in self._entries.values())
+
+
+def project_layer(
+    adapter: Reader, layer: int, memory: Memory, absorb: bool = False, queries: int | None = None
+) -> KeyValue:
+    """Keys and values of a memory for the block at a host layer.
+
+    Args:
+        adapter: the trainable part that reads.
+        layer: number of the host's layer.
+        memory: what `read` returned.
+        absorb: as in `CrossAttention.project`.
+        queries: as in `CrossAttention.project`.
+    """
+    projection = adapter.kv_projection(layer)
+    tokens = memory.tokens.to(projection.projecting_parameters()[0].device)
+    scores = memory.scores if adapter.score_bias else None
+    projected: KeyValue = projection.project(tokens, mask=memory.mask, scores=scores, absorb=absorb, queries=queries)
+    return projected
+
+
+def check_projected(adapter: Reader, layer: int, memory: Memory, projected: KeyValue) -> None:
+    """Refuse a memory of which keys, values or biases are not finite, as the values of the memory itself are.
+
+    A cast to half precision, a norm or a product loses what is finite on arrival; NaN in one row would reach others by
+    masked attention, in which 0 · NaN is NaN.
+
+    Args:
+        adapter: the trainable part that reads.
+        layer: number of the host's layer.
+        memory: as it was given.
+        projected: what was computed of it.
+
+    Raises:
+        NonFiniteError: they are not; the message names the rows.
+    """
+
+    def project_row(row: Memory) -> list[Tensor]:
+        return project_layer(adapter, layer, adapter.read(row)).unchecked()
+
+    check_read(adapter, memory, projected.unchecked(), project_row)
+
+
+def check_read(
+    adapter: Reader, memory: Memory, read: Sequence[Tensor], read_row: Callable[[Memory], Sequence[Tensor]]
+) -> None:
+    """Refuse a memory of which an adapter computes something that is not finite.
+
+    Args:
+        adapter: the trainable part that reads.
+        memory: as it was given; one that need not be finite is not refused.
+        read: what was computed.
+        read_row: computes the same of one row.
+
+    Raises:
+        NonFiniteError: there is something; the message names the rows.
+    """
+    if not (read and memory.finite_checked and all(map(readable, read))) or all_finite(*read):
+        return
+    with torch.no_grad():
+        rows = [row for row in range(memory.batch) if not all(map(_is_finite, read_row(memory[row])))]
+    if rows:
+        weight = adapter.weight
+        dtype = autocast_dtype(weight.device) or weight.dtype
+        which = f"row {', '.join(map(str, rows))} of the memory of adapter {adapter.name!r}"
+        largest = float(_largest(memory[rows[0]]))
+        if not math.isfinite(largest):
+            raise NonFiniteError(f"{which} is not finite: repair its vectors, or mask such slots out")
+        raise NonFiniteError(
+            f"{which} overflows in {str(dtype).removeprefix('torch.')} (values up to {largest:.3g}): scale its "
+            "vectors, or use a wider dtype"
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _largest(memory: Memory) -> Tensor:
+    """The largest absolute value of the slots that may be attended to."""
+    return memory.tokens.detach().abs().masked_fill(~memory.real_slots()[..., None], 0).max()
 
 
 class ProjectedView:

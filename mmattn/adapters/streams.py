@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
-from mmattn.adapters.projected import PreparedMemory, ProjectedMemory, ProjectedView
+from mmattn.adapters.projected import PreparedMemory, ProjectedMemory, ProjectedView, check_projected
 from mmattn.adapters.protocols import MemorySource
 from mmattn.adapters.text_state import TextState
 from mmattn.core.kv import KeyValue
@@ -78,7 +78,7 @@ class ProjectedSlots:
         begin = keys.stop // n
         if stop > begin:
             with torch.inference_mode(False), torch.no_grad():
-                projected = project(adapter, layer, Memory(stream.tokens(begin, stop), check_finite=False))
+                projected = project(adapter, layer, Memory(stream.tokens(begin, stop)))
                 keys.append(projected.keys)
                 values.append(projected.values)
         return KeyValue(keys.get(n * start, n * stop), values.get(n * start, n * stop), finite=True)
@@ -166,9 +166,13 @@ def project(adapter: Any, layer: int, memory: Memory) -> KeyValue:
         adapter: the trainable part that reads them.
         layer: number of the host's layer.
         memory: the slots as they arrived.
+
+    Raises:
+        NonFiniteError: keys or values overflow.
     """
     read = adapter.read(memory)
     projected: KeyValue = adapter.attention(layer).project(read.tokens)
+    check_projected(adapter, layer, memory, projected)
     return projected.without_null()
 
 

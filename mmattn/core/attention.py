@@ -246,13 +246,14 @@ def _fold_mask(allowed: Tensor, rows: int, h: int, l: int, b: int, g: int) -> Te
     return _fold(allowed.expand(rows, h, l, allowed.shape[3]), b, g)
 
 
-def all_finite(first: Tensor, second: Tensor | None = None) -> bool:
-    """Whether no value of one or two tensors is NaN or infinite; values whose sum overflows count as infinite, too."""
+def all_finite(first: Tensor, *more: Tensor) -> bool:
+    """Whether no value of some tensors is NaN or infinite; values whose sum overflows count as infinite, too."""
     # A sum is finite only if every term is, and reads the tensor once without an intermediate.
     wide = torch.float64 if first.dtype is torch.float64 else torch.float32
     total = first.detach().sum(dtype=wide)
-    if second is not None and second is not first:
-        total += second.detach().sum(dtype=wide)
+    for one in more:
+        if one is not first:
+            total += one.detach().sum(dtype=wide)
     return math.isfinite(total)
 
 

@@ -145,6 +145,11 @@ class KeyValue:
         bias = None if self.bias is None else self.bias[:, 1:]
         return replace(self, keys=self.keys[:, :, 1:], values=self.values[:, :, 1:], bias=bias, null=False)
 
+    def unchecked(self) -> list[Tensor]:
+        """What of keys, values and bias is not known to be finite."""
+        own = [] if self.finite else [self.keys, self.values]
+        return own if self.bias is None else [*own, self.bias]
+
     def nbytes(self) -> int:
         """Bytes held, counting storage shared by keys and values once."""
         size = self.keys.nbytes

@@ -153,7 +153,7 @@ class AudioEncoder(FrozenEncoder):
             return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
         memory = Memory.pad(rows)
         named = [row + [None] * (memory.length - len(row)) for row in sources]
-        return Memory(memory.tokens, memory.mask, sources=named, check_finite=False)
+        return Memory(memory.tokens, memory.mask, sources=named)
 
     encode = forward
 

@@ -96,14 +96,14 @@ class HybridEncoder(FrozenEncoder):
         dense = self.dense.encode(texts, batch_size=batch_size, progress=progress)
         counts = self._spelled(texts).to(dense.tokens)
         both = nn.functional.normalize(torch.cat([dense.tokens[:, 0], counts], 1), dim=1)
-        return Memory(both[:, None], sources=dense.sources, check_finite=False)
+        return Memory(both[:, None], sources=dense.sources)
 
     encode = forward
 
     def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
         """The memory (b, 1, e) of b queries. Arguments and errors as for `encode`."""
         memory = self.encode(texts, batch_size=batch_size, progress=progress)
-        return Memory(self.project_queries(memory.tokens), sources=memory.sources, check_finite=False)
+        return Memory(self.project_queries(memory.tokens), sources=memory.sources)
 
     def project_queries(self, vectors: Tensor) -> Tensor:
         """The vectors of queries (…, e), of what `encode` gives for their texts; as they are before `fit_queries`.

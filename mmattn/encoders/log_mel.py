@@ -153,7 +153,7 @@ class LogMelEncoder(FrozenEncoder):
             self._origins(number, 0, length) + [None] * (memory.length - length)
             for number, length in enumerate(map(len, rows))
         ]
-        return Memory(memory.tokens, memory.mask, sources=sources, check_finite=False)
+        return Memory(memory.tokens, memory.mask, sources=sources)
 
     encode = forward
 

@@ -109,7 +109,7 @@ class MultiVectorEncoder(FrozenEncoder):
             [{"text": number, "token": token} if token < length else None for token in range(memory.length)]
             for number, length in enumerate(memory.lengths)
         ]
-        return Memory(memory.tokens, memory.mask, sources=sources, check_finite=False)
+        return Memory(memory.tokens, memory.mask, sources=sources)
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.model.state_dict().items() if _UNUSED not in name.split(".")}

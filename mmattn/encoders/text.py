@@ -137,7 +137,7 @@ class TextEncoder(FrozenEncoder):
         if not slots:
             return Memory(torch.zeros(0, int(self.pooling != "none"), self.dim, dtype=self.dtype, device=self.device))
         memory = Memory.pad(slots)
-        return Memory(memory.tokens, memory.mask, sources=self._origins(memory), check_finite=False)
+        return Memory(memory.tokens, memory.mask, sources=self._origins(memory))
 
     encode = forward
 

@@ -145,9 +145,9 @@ class VideoEncoder(FrozenEncoder):
         parts: list[Memory] = []
         while some := list(itertools.islice(frames, batch_size)):
             parts.append(self._encoded(some, number, sum(part.length for part in parts) // self.images.length))
-        memory = Memory.cat([Memory(part.tokens, sources=part.sources, check_finite=False) for part in parts])
+        memory = Memory.cat([Memory(part.tokens, sources=part.sources) for part in parts])
         segments = torch.arange(memory.length, device=memory.device)[None] // self.images.length
-        return Memory(memory.tokens, segments=segments, sources=memory.sources, check_finite=False)
+        return Memory(memory.tokens, segments=segments, sources=memory.sources)
 
     def _encoded(self, frames: Iterable[Frame], video: int, first: int) -> Memory:
         """One row (1, n × m, e) of frames, numbered from `first`."""

@@ -328,6 +328,17 @@ class AdaptedModel(NamedAdapters):
                 "attached, so memory did not reach them: unload() before the host is changed, and attach again after it"
             )
 
+    def check_answer(self, step: ForwardStep, output: Any) -> None:
+        """Refuse an answer to a memory that is not finite.
+
+        Args:
+            step: the forward.
+            output: what the host gave.
+
+        Raises:
+            NonFiniteError: it is not.
+        """
+
     # For looking on ------------------------------------------------------------------------------------------------
 
     def attentions(self) -> dict[tuple[str, int], nn.Module]:

@@ -155,3 +155,4 @@ class AfterHost:
             lost = {layer for layer, _ in step.actions} - step.visited
             if lost:
                 self.model.check_reached(sorted(lost))
+            self.model.check_answer(step, output)

@@ -53,4 +53,6 @@ def _slots(memory: Memory, order: Tensor) -> Memory:
     if sources is not None:
         sources = [[row[slot] for slot in slots] for row, slots in zip(sources, order.tolist(), strict=True)]
     tokens = memory.tokens.gather(1, order[..., None].expand(-1, -1, memory.dim))
-    return Memory(tokens, None, chosen(memory.segments), chosen(memory.scores), sources, check_finite=False)
+    return Memory(
+        tokens, None, chosen(memory.segments), chosen(memory.scores), sources, check_finite=memory.finite_checked
+    )

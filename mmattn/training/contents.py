@@ -129,7 +129,7 @@ def given_memory(memory: Any) -> Memory:
     if given.batch != 1:
         raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {given.batch}")
     scores = None if given.scores is None else given.scores.float()
-    return Memory(given.tokens.float(), given.mask, given.segments, scores, check_finite=False)
+    return Memory(given.tokens.float(), given.mask, given.segments, scores, check_finite=given.finite_checked)
 
 
 def encoders_fingerprint(fingerprints: Sequence[str]) -> str | None:

@@ -87,4 +87,4 @@ def _ordered(memory: Memory, order: Sequence[int]) -> Memory:
     """The rows of a memory in this order; -1 is one without any slot."""
     chosen, present = memory[[max(0, row) for row in order]], torch.tensor(order, device=memory.device) >= 0
     mask = chosen.real_slots() & present[:, None]
-    return Memory(chosen.tokens, mask, chosen.segments, chosen.scores, check_finite=False)
+    return Memory(chosen.tokens, mask, chosen.segments, chosen.scores, check_finite=chosen.finite_checked)

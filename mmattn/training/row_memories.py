@@ -148,7 +148,7 @@ class RowMemories:
             parts.append(given_memory(row.memory))
         parts = [self._widened(part) for part in parts]
         # Segments say which picture or passage a slot is of.
-        numbered = [Memory(p.tokens, p.mask, _filled(p), p.scores, check_finite=False) for p in parts]
+        numbered = [Memory(p.tokens, p.mask, _filled(p), p.scores, check_finite=p.finite_checked) for p in parts]
         return Memory.cat(numbered) if numbered else Memory(torch.zeros(1, 0, self.dim))
 
     def _widened(self, memory: Memory) -> Memory:

@@ -120,6 +120,25 @@ def test_many_at_once(server: Server, pipe: Any) -> None:
     assert server.until(server.is_idle)
 
 
+def test_a_client_whose_vectors_overflow(server: Server, pipe: Any) -> None:
+    """Invariant 114. Whether they do is a kernel's matter; the answers of the others are theirs."""
+    wanted = {question: pipe(question).text for question in QUESTIONS[:8]}
+    body = {"model": "tiny", "prompt": "a", "memory": [[1e20] + [0.0] * 1279] * 3, "max_tokens": 40}
+
+    def ask(question: str | None) -> bool:
+        if question is None:
+            made = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            return made.status_code == 200 or (
+                made.status_code == 400 and "overflows" in made.json()["error"]["message"]
+            )
+        made = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": question}, timeout=60)
+        return made.status_code == 200 and made.json()["choices"][0]["text"] == wanted[question]
+
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(ask, [None, *QUESTIONS[:4], None, *QUESTIONS[4:8], None]))
+    assert server.until(server.is_idle)
+
+
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [

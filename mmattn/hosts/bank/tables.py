@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.core.attention import all_finite
 from mmattn.core.tensor_cache import TensorVersion
-from mmattn.errors import ConditionError, ShapeError
+from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.bank.page_formats import PageFormat
 from mmattn.hosts.bank.pages import make_pages, projection_of
 from mmattn.memory import Memory
@@ -127,6 +128,7 @@ def page_rows(model: Any, names: Iterable[str], form: PageFormat, memory: Memory
 
     Raises:
         ConfigError: keys depend on their position in the memory.
+        NonFiniteError: keys or values of an entry overflow.
     """
     pages = {}
     for name in names:
@@ -136,6 +138,11 @@ def page_rows(model: Any, names: Iterable[str], form: PageFormat, memory: Memory
             mask = pages[f"{name}.mask"] = read.real_slots()
             for layer in adapter.layers:
                 made = make_pages(projection_of(adapter.attention(layer)), read.tokens)
+                if not all_finite(*made) and not all(bool(torch.isfinite(one).all()) for one in made):
+                    raise NonFiniteError(
+                        f"keys or values of an entry overflow in adapter {name!r} "
+                        f"({str(read.dtype).removeprefix('torch.')}): scale its vectors, or use a wider dtype"
+                    )
                 pages |= {f"{name}.{layer}.{part}": row for part, row in form.encode(*made, mask).items()}
     return pages
 

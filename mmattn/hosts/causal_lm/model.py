@@ -18,7 +18,8 @@ from mmattn.adapters.packed_text import packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.core.cache_names import given_cache
-from mmattn.errors import ConditionError
+from mmattn.core.tracing import readable
+from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
 from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
@@ -149,6 +150,7 @@ class AdaptedCausalLM(AdaptedModel):
                 length=packed.longest,
                 inputs=packed.unpack(inputs),
                 past=0,
+                cache=given_cache(kwargs),
                 attention_mask=packed.real.to(inputs.device),
                 images=None if call.images is None else packed.unpack(call.images),
                 arrivals=call.arrivals and replace(call.arrivals, count=packed.unpack(call.arrivals.count)),
@@ -227,6 +229,34 @@ class AdaptedCausalLM(AdaptedModel):
             f"reach them (its config says num_hidden_layers={depth_of(self.host)}): unload() before the host is "
             "changed, and attach again after it"
         )
+
+    def check_answer(self, step: ForwardStep, output: Any) -> None:
+        """Refuse logits that are not finite in the first forward of a text, those of its last token.
+
+        What overflows in keys and values of a memory is refused before; this is what overflows after, in a product of
+        the adapter's or in the host, and what a memory holds that was not checked. A matrix product may take NaN from
+        one row to the next (bfloat16 on the CPU, odd widths). Tokens that go on with a cache are not looked at.
+
+        Raises:
+            NonFiniteError: there are such; the message names the rows.
+        """
+        text, logits = step.details, getattr(output, "logits", None)
+        if text is None or text.past or step.call is None or not isinstance(logits, Tensor) or not readable(logits):
+            return
+        # Requests of continuous batching are looked at one by one.
+        if logits.dim() != 3 or not logits.numel() or (text.packed is not None and text.cache is not None):
+            return
+        with torch.no_grad():
+            last = logits[:, -1] if text.packed is None else logits.flatten(0, 1)[text.packed.last.to(logits.device)]
+            # A host may hide tokens by -inf.
+            lost = ~torch.isfinite(last.amax(-1))
+        rows = lost.nonzero()[:, 0].tolist() if bool(lost.any()) else []
+        if rows:
+            what = "row" if text.packed is None else "document"
+            raise NonFiniteError(
+                f"the logits of {what} {', '.join(map(str, rows))} are not finite: with its memory it overflows in "
+                f"{str(logits.dtype).removeprefix('torch.')}; scale its vectors, or use a wider dtype"
+            )
 
     def install_hooks(self) -> list[Any]:
         """Hook the adapters to the host and its layers, and have `generate` note texts where memory follows them."""

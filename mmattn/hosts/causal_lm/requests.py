@@ -21,8 +21,9 @@ from mmattn.adapters.parts import PartedMemory
 from mmattn.adapters.projected import ProjectedMemory
 from mmattn.core.kv import KeyValue
 from mmattn.core.kv_rows import KeyValueRows
-from mmattn.errors import ConditionError, ShapeError
+from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.calls import Call
+from mmattn.hosts.causal_lm.boundary import RequestBoundary
 from mmattn.hosts.causal_lm.step_memories import step_memories
 
 #: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
@@ -64,6 +65,7 @@ class RequestMemories:
         self._by_memory: dict[int, Shared] = {}
         self._joined: dict[tuple[str, int], tuple[list[KeyValue], KeyValue]] = {}
         self._releases = 0
+        self.boundary = RequestBoundary()
         router, self._own = manager.output_router, {}
         for owner, names in (
             (manager, ("add_request", "cancel_request", "stop", "_create_batch_processor")),
@@ -110,12 +112,16 @@ class RequestMemories:
             memory = next(pending)
         if memory is None:
             self.model.check_not_required()
+        refused = memory if isinstance(memory, NonFiniteError) else None
+        memory = None if refused is not None else memory
         if request_id is None:
             with self.manager._request_lock:
                 request_id = f"req_{self.manager._request_counter}"
                 self.manager._request_counter += 1
         if memory is not None:
             self._hold(request_id, memory)
+        if refused is not None:
+            self.boundary.refused[request_id] = str(refused)
         added = None
         try:
             added = self._own["add_request"](input_ids, request_id, *args, **kwargs)
@@ -152,6 +158,7 @@ class RequestMemories:
         """What runs the steps; its cache, which each forward is given, leads back here."""
         processor = self._own["_create_batch_processor"]()
         processor.cache.memories = self
+        self.boundary.guard(processor)
         return processor
 
     def _hold(self, request_id: str, memory: Any) -> None:
@@ -200,7 +207,8 @@ class RequestMemories:
             held = [self._by_request.get(_base(one.state.request_id)) for one in batches.requests_in_batch]
             releases = self._releases
         given: list[Mapping[str, ProjectedMemory | JoinedMemory]] = [
-            {} if one is None else one.shared.sources for one in held
+            {} if one is None else self.boundary.admit(request.state.request_id, one.shared.sources)
+            for request, one in zip(batches.requests_in_batch, held, strict=True)
         ]
         names = sorted({name for one in given for name in one})
 
@@ -218,7 +226,8 @@ class RequestMemories:
 
         if not names:
             return None
-        return Call({name: step_memories(name, [one.get(name) for one in given], join) for name in names})
+        keep = self.boundary.keep
+        return Call({name: step_memories(name, [one.get(name) for one in given], join, keep) for name in names})
 
 
 def requested_call(model: Any, kwargs: Mapping[str, Any]) -> Call | None:
@@ -284,6 +293,8 @@ def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory | Join
 def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
     """Memories of requests, all of them checked, and prepared where the host reads them itself.
 
+    In place of one that is not finite is the error with which its request ends.
+
     Args:
         model: the adapted model.
         memories: of each request; None is none.
@@ -297,8 +308,12 @@ def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
         if one is None:
             model.check_not_required()
             continue
-        prepared = model.prepare_by_name(one)
-        bind_request(model, prepared)
+        try:
+            prepared = model.prepare_by_name(one)
+            bind_request(model, prepared)
+        except NonFiniteError as error:  # the other requests are answered
+            found[id(one)] = error
+            continue
         host_reads = any(model.adapter(name).read_by_host for name in prepared)
         found[id(one)] = prepared if host_reads else one
     return [found.get(id(one)) for one in memories]

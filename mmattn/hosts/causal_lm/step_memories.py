@@ -19,6 +19,7 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.packing import PackedView
 
 Join = Callable[[tuple[str, int], list[KeyValue]], "KeyValue | KeyValueRows"]
+Keep = Callable[[Tensor, Tensor], Tensor]
 
 
 class RequestsView:
@@ -26,16 +27,18 @@ class RequestsView:
 
     Args:
         views: of each group.
+        keep: of hidden states and what they become, those that are finite.
     """
 
-    def __init__(self, views: Sequence[PackedView]) -> None:
-        self.views = views
+    def __init__(self, views: Sequence[PackedView], keep: Keep) -> None:
+        self.views, self._keep = views, keep
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
         """What x (b, l, d) becomes at a site."""
+        out = x
         for view in self.views:
-            x = view.apply(x, block, layer, adapter_scale)
-        return x
+            out = view.apply(out, block, layer, adapter_scale)
+        return self._keep(x, out)
 
 
 def packed_view(view: View, text: PackedText) -> View:
@@ -51,7 +54,7 @@ def packed_view(view: View, text: PackedText) -> View:
 
 
 def step_memories(
-    name: str, sources: Sequence[ProjectedMemory | JoinedMemory | None], join: Join
+    name: str, sources: Sequence[ProjectedMemory | JoinedMemory | None], join: Join, keep: Keep
 ) -> StepMemories | JoinedRequests | JoinedSteps:
     """The memories of the requests of one step for one adapter; the arguments are those of `StepMemories`."""
     projected = [one for one in sources if not isinstance(one, JoinedMemory)]
@@ -59,7 +62,7 @@ def step_memories(
     if joined:
         return JoinedSteps([one if isinstance(one, JoinedProjectedMemory) else None for one in sources], name)
     if len(projected) == len(sources):
-        return StepMemories(name, projected, join)
+        return StepMemories(name, projected, join, keep)
     return JoinedRequests([one.slots if isinstance(one, JoinedMemory) else None for one in sources], name)
 
 
@@ -70,12 +73,13 @@ class StepMemories:
         name: of the adapter.
         sources: of each request; None where it has none.
         join: puts keys and values of one layer together, by the adapter's name and the layer.
+        keep: as in `RequestsView`.
     """
 
     follows_text = False
 
-    def __init__(self, name: str, sources: Sequence[ProjectedMemory | None], join: Join) -> None:
-        self.name, self.sources, self._join = name, sources, join
+    def __init__(self, name: str, sources: Sequence[ProjectedMemory | None], join: Join, keep: Keep) -> None:
+        self.name, self.sources, self._join, self._keep = name, sources, join, keep
         self.rows: int | None = len(sources)
 
     def step(self, text: TextState) -> RequestsView:
@@ -92,7 +96,7 @@ class StepMemories:
         # Requests that write have one token each; a prompt is as long as it is.
         writing = [number for number in sees if lengths[number] == 1]
         groups = [[number] for number in sees if lengths[number] > 1] + ([writing] if writing else [])
-        return RequestsView([PackedView(self._view(group, text), packed.select(group)) for group in groups])
+        return RequestsView([PackedView(self._view(group, text), packed.select(group)) for group in groups], self._keep)
 
     def _view(self, group: Sequence[int], text: TextState) -> ProjectedView:
         sources = [source for source in (self.sources[number] for number in group) if source is not None]

@@ -61,7 +61,7 @@ class Entry:
         tokens = tokens.clone() if copy and self.scales is None else tokens
         segments = torch.zeros(len(tokens), dtype=torch.long) if self.segments is None else self.segments.long()
         scores = None if self.scores is None else self.scores[None]
-        return Memory(tokens[None], None, segments[None], scores, check_finite=False)
+        return _stored(Memory(tokens[None], None, segments[None], scores, check_finite=False))
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,13 @@ def stacked(entries: Sequence[Entry]) -> Memory | None:
     tokens = torch.stack([entry.tokens for entry in entries]).float()
     scales = [entry.scales for entry in entries if entry.scales is not None]
     tokens = tokens * torch.stack(scales) if scales else tokens
-    return Memory(tokens, None, torch.zeros(tokens.shape[:2], dtype=torch.long), check_finite=False)
+    return _stored(Memory(tokens, None, torch.zeros(tokens.shape[:2], dtype=torch.long), check_finite=False))
+
+
+def _stored(memory: Memory) -> Memory:
+    """A memory that need not be read through now: its values were checked when they were stored."""
+    memory.finite_checked = True
+    return memory
 
 
 class _MadeMemory:

@@ -40,7 +40,7 @@ class Arrivals:
     window: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TextState:
     """The tokens of one forward of a host, and what is known of the text that they continue.
 

@@ -21,12 +21,13 @@ from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
-from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
+from mmattn.hosts.calls import NOTED, Action, Call, ForwardStep, prepared_for_graphs
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
 from mmattn.hosts.causal_lm.before_text import joined_sites, probe_before_text, probe_rotations, shift_text
 from mmattn.hosts.causal_lm.embedding_reader import embedding_reader
 from mmattn.hosts.causal_lm.generation import (
     asked,
+    bound_method,
     expansions_of,
     forget_texts,
     guard_threads,
@@ -79,7 +80,7 @@ class AdaptedCausalLM(AdaptedModel):
     attaches_bare: ClassVar[bool] = False
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
-    replaced = ("generate",)
+    replaced = ("generate", "_expand_inputs_for_generation")
     positions: ClassVar[tuple[str, ...]] = ("after", "before", "joined")
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
@@ -138,7 +139,10 @@ class AdaptedCausalLM(AdaptedModel):
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""
         inputs = inputs_of(args, kwargs)
-        generation, call.generation = call.generation, None
+        noted = NOTED.get()
+        generation = noted[1] if noted is not None and noted[0] is call else None
+        if noted is not None:
+            NOTED.set(None)
         if inputs is None:
             return TextState(0, 0)  # the host says itself what it misses
         # `generate` writes a text in each row; under a static cache its mask does not show which positions are padding.
@@ -444,7 +448,7 @@ class AdaptedCausalLM(AdaptedModel):
             call,
             prompt=prompt,
             expansions=expansions_of(self.host, kwargs),
-            generation=None,
+            rows=rows,
             early_exit=call.early_exit or asked(self.host, kwargs, "assistant_early_exit") is not None,
         )
         with torch.no_grad():
@@ -452,17 +456,40 @@ class AdaptedCausalLM(AdaptedModel):
         with self.open_blocks.conditioned(inner):
             return own.generate(self.host, *args, **kwargs)
 
+    def _expand_inputs(self, expand_size: int = 1, **kwargs: Any) -> Any:
+        """What `generate` repeats its rows by; those that it was called with, or that are known to be left of them.
+
+        Raises:
+            ConditionError: it goes on with other rows.
+        """
+        inner: Any = inner_host(self.host)
+        call, given = self.open_blocks.in_force().call, kwargs.get("input_ids")
+        if call is not None and call.rows and given is not None:
+            left = call.rows_left
+            known = {n * call.rows for n in call.expansions} if left is None else {max(len(left.now), left.padded)}
+            if given.shape[0] not in known or (left is None and given.shape[0] < call.rows):
+                raise ConditionError(
+                    f"{type(inner).__name__}.generate goes on with {given.shape[0]} rows of the {call.rows} that it was "
+                    "given, and which memory is theirs is not known: generate one row at a time"
+                )
+        return bound_method(inner, "_expand_inputs_for_generation")(expand_size=expand_size, **kwargs)
+
     def join(self) -> None:
         """Freeze the host, and take part in its ways to generate."""
         super().join()
         if hasattr(type(self.host), "generate"):
             self.host.__dict__["generate"] = self._host_generate
+        inner = inner_host(self.host)
+        if hasattr(type(inner), "_expand_inputs_for_generation"):
+            inner.__dict__["_expand_inputs_for_generation"] = self._expand_inputs
         guard_threads(self, self.host)
 
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         forget_texts(self.host)
         unguard_threads(self.host)
+        for name in self.replaced:
+            inner_host(self.host).__dict__.pop(name, None)
         return super().unload()
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------

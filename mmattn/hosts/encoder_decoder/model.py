@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any, ClassVar
@@ -17,12 +19,13 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Action, Call, ForwardStep
-from mmattn.hosts.causal_lm.generation import past_length
+from mmattn.hosts.causal_lm.generation import bound_method, inner_host, past_length
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 from mmattn.hosts.encoder_decoder.stacks import DECODER, ENCODER, find_stacks
 from mmattn.hosts.probe import LENGTH, check_sees_all, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs, token_ids
 from mmattn.hosts.registry import register_host
+from mmattn.hosts.rows_left import RowsLeft, RowsView, whole_text
 from mmattn.storage.pretrained import load_model
 
 
@@ -51,6 +54,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     kind: ClassVar[str] = "encoder_decoder"
     positions: ClassVar[tuple[str, ...]] = ("after", "before")
+    replaced = (*AdaptedCausalLM.replaced, "generate_with_fallback", "_need_fallback")
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         AdaptedModel.__init__(self, host, require_memory)
@@ -128,7 +132,15 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
     ) -> dict[tuple[int, str], list[Action]]:
         """What the active adapters do at each site of the decoder, or at one site."""
-        actions = AdaptedModel.actions(self, call, disabled, text, site)
+        left = call.rows_left
+        if left is None:
+            actions = AdaptedModel.actions(self, call, disabled, text, site)
+        else:
+            text, places = whole_text(left, text)
+            actions = {
+                own: [(RowsView(view, places, text.rows), *rest) for view, *rest in those]  # type: ignore[misc]
+                for own, those in AdaptedModel.actions(self, call, disabled, text, site).items()
+            }
         return actions if site is not None else {own: one for own, one in actions.items() if not self.is_apart(own[0])}
 
     def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
@@ -137,6 +149,36 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         if call is not None and self.is_apart(site[0]):
             call.encoded = True
         return super().actions_of_part(x, site)
+
+    def join(self) -> None:
+        """Freeze the host, and follow the rows that its `generate` goes on with, where it says which."""
+        super().join()
+        inner = inner_host(self.host)
+        if hasattr(type(inner), "generate_with_fallback"):
+            own = {"generate_with_fallback": self._write_segment, "_need_fallback": self._written}
+            inner.__dict__.update(own)
+
+    def _write_segment(self, *args: Any, **kwargs: Any) -> Any:
+        """What Whisper's `generate_with_fallback` is: one segment of the recordings that have not ended."""
+        inner = inner_host(self.host)
+        own = bound_method(inner, "generate_with_fallback")
+        call = self.open_blocks.in_force().call
+        if call is None or call.rows is None:
+            return own(*args, **kwargs)
+        given = inspect.signature(own).bind(*args, **kwargs).arguments
+        is_static = given["generation_config"].cache_implementation == "static"
+        left = RowsLeft(given["batch_idx_map"], len(given["seek"]), given["batch_size"] if is_static else 0)
+        with self.open_blocks.conditioned(replace(call, rows_left=left)):
+            return own(*args, **kwargs)
+
+    def _written(self, seek_sequence: Any, seek_outputs: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+        """What Whisper's `_need_fallback` is: whether a row of a segment is written again."""
+        own = bound_method(inner_host(self.host), "_need_fallback")
+        again, skipped = own(seek_sequence, seek_outputs, index, *args, **kwargs)
+        call = self.open_blocks.in_force().call
+        if call is not None and call.rows_left is not None:
+            call.rows_left.wrote(index, again)
+        return again, skipped
 
     def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
         """Refused: transformers batches requests continuously for decoder-only models.

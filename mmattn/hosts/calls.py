@@ -31,7 +31,6 @@ class Call:
         rows: inside `generate`, how many rows its first pass over the prompt had.
         rows_left: inside a `generate` that goes on with some rows only, which.
         early_exit: inside a `generate` whose drafts leave out the last layers.
-        encoded: an encoder has run with these memories.
         reads_memory: it is no call of the caller's: a memory is read by the host itself.
     """
 
@@ -44,7 +43,6 @@ class Call:
     rows: int | None = None
     rows_left: RowsLeft | None = None
     early_exit: bool = False
-    encoded: bool = False
     reads_memory: bool = False
 
     def prepare_graphs(self) -> None:

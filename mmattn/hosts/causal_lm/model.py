@@ -469,8 +469,8 @@ class AdaptedCausalLM(AdaptedModel):
             known = {n * call.rows for n in call.expansions} if left is None else {max(len(left.now), left.padded)}
             if given.shape[0] not in known or (left is None and given.shape[0] < call.rows):
                 raise ConditionError(
-                    f"{type(inner).__name__}.generate goes on with {given.shape[0]} rows of the {call.rows} that it was "
-                    "given, and which memory is theirs is not known: generate one row at a time"
+                    f"{type(inner).__name__}.generate was given {call.rows} rows and goes on with {given.shape[0]}, and "
+                    "which memory is theirs is not known: generate one row at a time"
                 )
         return bound_method(inner, "_expand_inputs_for_generation")(expand_size=expand_size, **kwargs)
 

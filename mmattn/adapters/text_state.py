@@ -96,6 +96,11 @@ class TextState:
                 f"the packed rows hold {rows} documents and the memory of adapter {name!r} has {memory_rows} rows: "
                 f"give one row of memory for each document, in order{hint.replace('all rows', 'all of them')}"
             )
+        if self.expansions and rows < memory_rows:
+            raise ShapeError(
+                f"generate goes on with {rows} rows and the memory of adapter {name!r} has {memory_rows}: which of them "
+                "are left is not known; generate one row at a time"
+            )
         raise ShapeError(
             f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory "
             f"for each row of text{hint}"

@@ -80,7 +80,7 @@ class AdaptedCausalLM(AdaptedModel):
     attaches_bare: ClassVar[bool] = False
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
-    replaced = ("generate", "_expand_inputs_for_generation")
+    replaced: tuple[str, ...] = ("generate", "_expand_inputs_for_generation")
     positions: ClassVar[tuple[str, ...]] = ("after", "before", "joined")
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
@@ -469,7 +469,7 @@ class AdaptedCausalLM(AdaptedModel):
             known = {n * call.rows for n in call.expansions} if left is None else {max(len(left.now), left.padded)}
             if given.shape[0] not in known or (left is None and given.shape[0] < call.rows):
                 raise ConditionError(
-                    f"{type(inner).__name__}.generate was given {call.rows} rows and goes on with {given.shape[0]}, and "
+                    f"{type(inner).__name__}.generate was given {call.rows} rows and goes on with {given.shape[0]}; "
                     "which memory is theirs is not known: generate one row at a time"
                 )
         return bound_method(inner, "_expand_inputs_for_generation")(expand_size=expand_size, **kwargs)

@@ -216,7 +216,8 @@ class RequestMemories:
         return self._own["fork"](source, names, *args)
 
     def _hold(self, request_id: Any, memory: Any) -> None:
-        shared, sources = None, {}
+        shared: Shared | None = None
+        sources: Mapping[str, ProjectedMemory | JoinedMemory] = {}
         if memory is not None:
             given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.model.active, memory)
             # What is held below keeps these numbers from being given to other objects.

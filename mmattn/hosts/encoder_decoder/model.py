@@ -177,7 +177,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         else:
             text, places = whole_text(left, text)
             actions = {
-                own: [(RowsView(view, places, text.rows), *rest) for view, *rest in those]  # type: ignore[misc]
+                own: [(RowsView(view, places, text.rows), *rest) for view, *rest in those]
                 for own, those in AdaptedModel.actions(self, call, disabled, text, site).items()
             }
         return actions if site is not None else {own: one for own, one in actions.items() if not self.is_apart(own[0])}

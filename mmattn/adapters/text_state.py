@@ -98,8 +98,8 @@ class TextState:
             )
         if self.expansions and rows < memory_rows:
             raise ShapeError(
-                f"generate goes on with {rows} rows and the memory of adapter {name!r} has {memory_rows}: which of them "
-                "are left is not known; generate one row at a time"
+                f"generate goes on with {rows} rows and the memory of adapter {name!r} has {memory_rows}: which are "
+                "left is not known; generate one row at a time"
             )
         raise ShapeError(
             f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory "

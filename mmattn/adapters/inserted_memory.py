@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -73,8 +74,8 @@ class InsertedMemory:
     def __init__(self, prepared: PreparedMemory, adapter: Inserts) -> None:
         self.prepared, self.adapter = prepared, adapter
         self.rows: int | None = prepared.batch
-        self._joined: JoinedMemory | None = None
-        self._read: tuple[TensorVersion, Any, JoinedSlots | None] | None = None
+        # By cache of the host: a block may hold several texts, in several threads.
+        self._read: WeakKeyDictionary[Any, tuple[TensorVersion, Any, JoinedSlots | None]] = WeakKeyDictionary()
 
     def step(self, text: TextState) -> JoinedView | NothingBefore:
         """What this forward sees.
@@ -84,38 +85,34 @@ class InsertedMemory:
             ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
         """
         check_text(text, self.rows, self.adapter.name)
-        joined = self.joined(goes_on=bool(text.past))
+        joined = self.joined(text)
         return NothingBefore() if joined is None else joined.step(text)
 
-    def joined(self, goes_on: bool = False) -> JoinedMemory | None:
+    def joined(self, text: TextState | None = None) -> JoinedMemory | None:
         """The slots as the host has read them; None without any.
 
         Args:
-            goes_on: a text goes on whose first part is in the host's own cache, and with it the weights of the host.
+            text: one that may go on: then its first part is in the host's own cache, and with it the host's weights.
         """
-        slots = self._slots(goes_on)
-        if slots is None:
-            return None
-        if self._joined is None or self._joined.slots is not slots:
-            self._joined = JoinedMemory(slots, self.adapter.name)
-        return self._joined
+        slots = self._slots(None if text is None else text.cache, text is not None and bool(text.past))
+        return None if slots is None else JoinedMemory(slots, self.adapter.name)
 
-    def _slots(self, goes_on: bool) -> JoinedSlots | None:
+    def _slots(self, cache: Any, goes_on: bool) -> JoinedSlots | None:
         prepared, adapter, reader = self.prepared, self.adapter, self.adapter.reader
         assert reader is not None
         own = [*prepared.memory.tensors(), *adapter.reading_parameters()]
         dtype, needs = autocast_dtype(adapter.weight.device), torch.is_grad_enabled()
-        last = self._read
+        last = None if cache is None else self._read.get(cache)
         if goes_on and not needs and last is not None and last[1] == dtype and last[0].holds(own):
             return last[2]
         sources = [*own, *reader.tensors()]
         if reader.is_training or (needs and any(one.requires_grad for one in sources)):
-            self._read = None
             return adapter.insert(prepared.memory)
         slots: JoinedSlots | None = prepared.cache_of(adapter).get(
             ("inserted", reader.state()), sources, lambda: adapter.insert(prepared.memory)
         )
-        self._read = TensorVersion(own), dtype, slots
+        if cache is not None:
+            self._read[cache] = TensorVersion(own), dtype, slots
         return slots
 
     def as_memory(self, text: TextState) -> Memory:

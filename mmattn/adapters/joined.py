@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from mmattn.errors import ConditionError
 from mmattn.memory import Memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JoinedSlots:
     """Keys and values of a memory for the attention layers of a host.
 
@@ -32,6 +32,7 @@ class JoinedSlots:
     mask: Tensor
     positions: Tensor
     offsets: Tensor
+    _repeated: dict[int, JoinedSlots] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def batch(self) -> int:
@@ -43,9 +44,17 @@ class JoinedSlots:
         return sum(one.nbytes for part in (self.keys, self.values) for one in part.values())
 
     def repeated(self, times: int) -> JoinedSlots:
-        """Each row several times, one after the other, for the beams of a text."""
+        """Each row several times, one after the other, for the beams of a text; put together once without gradients."""
         if times == 1:
             return self
+        if torch.is_grad_enabled():
+            return self._repeat(times)
+        if times not in self._repeated:
+            with torch.inference_mode(False), torch.no_grad():
+                self._repeated[times] = self._repeat(times)
+        return self._repeated[times]
+
+    def _repeat(self, times: int) -> JoinedSlots:
         keys, values = (
             {layer: one.repeat_interleave(times, 0) for layer, one in part.items()} for part in (self.keys, self.values)
         )
@@ -98,7 +107,6 @@ class JoinedMemory:
         self._slots, self.name = slots, name
         self.prepared: Any = slots
         self.rows: int | None = slots.batch
-        self._repeated: tuple[JoinedSlots, int, JoinedSlots] | None = None
 
     @property
     def slots(self) -> JoinedSlots:
@@ -113,12 +121,7 @@ class JoinedMemory:
             ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
         """
         check_text(text, self.rows, self.name)
-        slots, times = self.slots, text.rows // max(self.rows or 1, 1)
-        if times == 1:
-            return JoinedView(slots)
-        if self._repeated is None or self._repeated[0] is not slots or self._repeated[1] != times:
-            self._repeated = slots, times, slots.repeated(times)
-        return JoinedView(self._repeated[2])
+        return JoinedView(self.slots.repeated(text.rows // max(self.rows or 1, 1)))
 
     def as_memory(self, text: TextState) -> Memory:
         """There is none: keys and values differ by layer.

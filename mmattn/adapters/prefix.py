@@ -227,7 +227,6 @@ class PrefixMemory(JoinedMemory):
         self.prepared = prepared
         self.adapter, self.name = adapter, adapter.name
         self.rows = prepared.batch
-        self._repeated = None
 
     @property
     def slots(self) -> JoinedSlots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ class PreparedStream:
 
     def __init__(self, stream: MemoryStream) -> None:
         self.stream = stream
-        self._forward: tuple[Any, tuple[int, int]] | None = None
+        self._seen: WeakKeyDictionary[TextState, tuple[int, int]] = WeakKeyDictionary()
 
     @property
     def batch(self) -> int:
@@ -38,10 +39,9 @@ class PreparedStream:
 
     def seen(self, text: TextState) -> tuple[int, int]:
         """The numbers of the first slot that a forward sees, and one past the last."""
-        known = self._forward
-        if known is None or known[0]() is not text:
-            known = self._forward = (weakref.ref(text), self.stream.seen())
-        return known[1]
+        if text not in self._seen:
+            self._seen[text] = self.stream.seen()
+        return self._seen[text]
 
 
 class ProjectedSlots:

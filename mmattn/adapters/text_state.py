@@ -40,7 +40,7 @@ class Arrivals:
     window: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TextState:
     """The tokens of one forward of a host, and what is known of the text that they continue.
 
@@ -95,6 +95,11 @@ class TextState:
             raise ShapeError(
                 f"the packed rows hold {rows} documents and the memory of adapter {name!r} has {memory_rows} rows: "
                 f"give one row of memory for each document, in order{hint.replace('all rows', 'all of them')}"
+            )
+        if self.expansions and rows < memory_rows:
+            raise ShapeError(
+                f"generate goes on with {rows} rows and the memory of adapter {name!r} has {memory_rows}: which are "
+                "left is not known; generate one row at a time"
             )
         raise ShapeError(
             f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory "

@@ -14,6 +14,7 @@ from mmattn.adapters.projected import ProjectedMemory
 from mmattn.adapters.protocols import MemorySource, View
 from mmattn.adapters.text_state import Arrivals, GenerationInput
 from mmattn.errors import ConfigError, check_float
+from mmattn.hosts.rows_left import RowsLeft
 
 
 @dataclass
@@ -27,9 +28,9 @@ class Call:
         arrivals: how many slots of the memory had arrived at each token, where the caller says so.
         prompt: ids (b, l) or embeddings (b, l, d) that `generate` was called with.
         expansions: inside `generate`, how many rows of text a row of the prompt may become.
-        generation: what `generate` last prepared for the host.
+        rows: inside `generate`, how many rows its first pass over the prompt had.
+        rows_left: inside a `generate` that goes on with some rows only, which.
         early_exit: inside a `generate` whose drafts leave out the last layers.
-        encoded: an encoder has run with these memories.
         reads_memory: it is no call of the caller's: a memory is read by the host itself.
     """
 
@@ -39,9 +40,9 @@ class Call:
     arrivals: Arrivals | None = None
     prompt: Tensor | None = None
     expansions: Collection[int] = ()
-    generation: GenerationInput | None = None
+    rows: int | None = None
+    rows_left: RowsLeft | None = None
     early_exit: bool = False
-    encoded: bool = False
     reads_memory: bool = False
 
     def prepare_graphs(self) -> None:
@@ -125,6 +126,10 @@ class ForwardStep:
 
 
 FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=None)
+
+
+# What `generate` has prepared for the next forward of this thread, and of which call.
+NOTED: ContextVar[tuple[Call, GenerationInput] | None] = ContextVar("mmattn_noted", default=None)
 
 
 def is_reading_memory() -> bool:

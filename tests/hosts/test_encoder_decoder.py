@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoModelForSpeechSeq2Seq
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    GenerationConfig,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from transformers.modeling_outputs import BaseModelOutput
 
 import mmattn
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, ShapeError
@@ -126,6 +135,116 @@ def test_whisper_repeats_its_sounds_for_each_text() -> None:
     for row in range(2):
         alone = model.generate(input_features=heard[row : row + 1], memory=memory()[row], **settings)
         assert torch.equal(alone, texts[2 * row : 2 * row + 2])
+
+
+def long_whisper(where: str | None = None) -> Any:
+    """One that writes recordings of more than a segment, of which the rows end at different times."""
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = WhisperConfig(
+        vocab_size=120, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=50,
+        max_target_positions=40, decoder_start_token_id=1, pad_token_id=5, bos_token_id=2, eos_token_id=2,
+        suppress_tokens=None, begin_suppress_tokens=None, **sizes,
+    )  # fmt: skip
+    host: Any = WhisperForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in host.parameters():
+            parameter.mul_(3)
+    host.generation_config = GenerationConfig(
+        decoder_start_token_id=1, pad_token_id=5, eos_token_id=2, no_timestamps_token_id=60, max_length=None,
+        begin_suppress_tokens=[], suppress_tokens=[],
+    )  # fmt: skip
+    host.generation_config.is_multilingual, host.generation_config.max_initial_timestamp_index = False, None
+    host.generation_config.prev_sot_token_id = 3
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2, where=where))
+    return tiny.open_gates(model, 2.0)
+
+
+FALLBACK = {"top_k": 1, "temperature": (0.0, 0.5), "logprob_threshold": -0.5, "compression_ratio_threshold": 1.0}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+@pytest.mark.parametrize(
+    "ways",
+    [{}, {"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}, FALLBACK, FALLBACK | {"num_beams": 2}],
+    ids=str,
+)
+def test_recordings_that_are_left_keep_their_memories(where: str, ways: dict[str, Any]) -> None:
+    """Invariant 118: rows end at different times, and some are written again at another temperature."""
+    model, frames, count = long_whisper(where), (110, 260, 180), ways.get("num_return_sequences", 1)
+    heard = torch.randn(3, 8, 260, generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(260) < torch.tensor(frames)[:, None]).long()
+    given, memories = {"return_timestamps": True, "max_new_tokens": 12, "return_segments": True} | ways, memory(1, 3)
+
+    def written(rows: list[int], length: int) -> list[list[int]]:
+        heard_rows = {"input_features": heard[rows, :, :length], "attention_mask": mask[rows, :length]}
+        segments = model.generate(**heard_rows, memory=mmattn.Memory(memories.tokens[rows]), **given)["segments"]
+        return [[t for one in row for t in one["tokens"].tolist() if t not in (2, 5)] for row in segments]
+
+    together = written([0, 1, 2], 260)
+    alone = [row for number, length in enumerate(frames) for row in written([number], length)]
+    assert together == alone and len(together) == 3 * count
+    memories = mmattn.Memory(torch.cat([memory(2, 1).tokens, memories.tokens[1:]]))
+    other = written([0, 1, 2], 260)
+    assert other[count:] == together[count:] and other[:count] != together[:count]
+
+
+class Halves(T5ForConditionalGeneration):
+    """A host whose `generate` goes through its rows one by one."""
+
+    def generate(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return [super(Halves, self).generate(row[None], **kwargs) for row in input_ids]
+
+
+@pytest.mark.parametrize("ways", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+def test_rows_that_are_left_and_not_known_are_refused(ways: dict[str, Any], where: str) -> None:
+    """Invariant 118: never the memory of another row, where rows and beams happen to be as many."""
+    host = tiny_model("t5", AutoModelForSeq2SeqLM)
+    host.__class__ = Halves
+    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS, where=where)))
+    refused = (ConditionError, ShapeError) if where == "encoder" else ConditionError
+    with pytest.raises(refused, match="one row at a time|give one row of memory"):
+        model.generate(IDS, memory=memory(), max_new_tokens=2, **ways)
+    assert len(model.generate(IDS[:1], memory=memory(rows=1), max_new_tokens=2, **ways)) == 1
+
+
+@torch.no_grad()
+def test_outputs_of_an_encoder_belong_to_a_memory() -> None:
+    """Invariant 120."""
+    model, seen = adapted("encoder"), memory(2)
+    encoder, wanted = model.host.get_encoder(), logits(model, memory=seen)
+
+    def answer(states: Any, **given: Any) -> torch.Tensor:
+        found: torch.Tensor = model(encoder_outputs=(states,), decoder_input_ids=WRITTEN, **given).logits
+        return found
+
+    blind = encoder(input_ids=IDS)[0]
+    with model.condition(memory(1)):
+        other = encoder(input_ids=IDS)[0]
+    with model.condition(seen, adapter_scale=0.5):
+        weak = encoder(input_ids=IDS)[0]
+    with model.condition(seen):
+        states = encoder(input_ids=IDS)[0]
+        with model.disable_adapter():
+            off = encoder(input_ids=IDS)[0]
+        for wrong in (blind, other, weak, off, states + 1e-3):
+            with pytest.raises(ConditionError, match=r"did not see the memory of \['default'\] as it is in this call"):
+                answer(wrong)
+            with pytest.raises(ConditionError, match="did not see the memory"):
+                model.generate(encoder_outputs=(wrong,), max_new_tokens=2)
+        for same in (states, states.detach(), states.clone(), states.double().float()):
+            assert torch.equal(answer(same), wanted)
+        beams = {"max_new_tokens": 3, "num_beams": 3, "do_sample": False}
+        made = model.generate(encoder_outputs=BaseModelOutput(states), **beams)
+        assert torch.equal(made, model.generate(IDS, **beams))
+        # The decoder sees no memory: its rows may be in any order.
+        assert torch.allclose(answer(states[[1, 1]])[1], wanted[1], atol=1e-5)
+    assert torch.equal(answer(states, memory=seen), wanted), "the same memory in another call"
+    seen.tokens.mul_(2)
+    with pytest.raises(ConditionError, match="as it is in this call"):
+        answer(states, memory=seen)
 
 
 def test_what_is_refused() -> None:

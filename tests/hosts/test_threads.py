@@ -316,3 +316,48 @@ def test_continuous_batching_without_a_memory_is_the_hosts_own(ids):
             out = IN_THREADS["generate_batch"](host, ids)
         assert sorted(one.generated_tokens for one in out.values()) == sorted(want)
     assert "generate_batch" not in model.unload().__dict__
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_text_goes_on_with_what_it_began_with_whatever_another_thread_begins(beams: int) -> None:
+    """Invariant 121: a thread writes its text while another begins one in its block, by a host edited since."""
+    torch.manual_seed(0)
+    model = mmattn.attach(tiny.make("llama"), mmattn.adapters.InsertedAdapter(memory_dim=tiny.MEMORY_DIM))
+    tiny.open_gates(model, 2.0)
+    edited = [layer.mlp.down_proj.weight for layer in model.host.model.layers[:2]]
+    ids, memory = torch.tensor([[5, 6, 7], [8, 9, 4]]), tiny.memory(2)
+    answer = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+
+    def written(meanwhile) -> torch.Tensor:
+        forwards = itertools.count()
+
+        def third(host, args, kwargs) -> None:
+            here, text = threading.current_thread() is threading.main_thread(), kwargs.get("input_ids")
+            if here and text is not None and text.shape[1] == 1 and next(forwards) == 1:
+                with torch.no_grad():
+                    for one in edited:
+                        one.mul_(-1.5)
+                meanwhile()
+
+        own = [one.detach().clone() for one in edited]
+        hook = model.host.register_forward_pre_hook(third, with_kwargs=True)
+        try:
+            with model.condition(memory):
+                return model.host.generate(ids, **answer)
+        finally:
+            hook.remove()
+            with torch.no_grad():
+                for one, before in zip(edited, own, strict=True):
+                    one.copy_(before)
+
+    def begin() -> None:
+        texts = []
+        inside = contextvars.copy_context()
+        work = functools.partial(model.host.generate, ids[:, :2], **(answer | {"num_beams": 3, "max_new_tokens": 2}))
+        thread = threading.Thread(target=lambda: texts.append(inside.run(work)))
+        thread.start()
+        thread.join(60)
+        assert len(texts) == 1
+
+    alone = written(lambda: None)
+    assert torch.equal(written(begin), alone)

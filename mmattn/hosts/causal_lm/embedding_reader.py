@@ -16,6 +16,7 @@ from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.calls import Call
 from mmattn.hosts.causal_lm.before_text import WITHIN, probe_before_text, short_text
 from mmattn.hosts.causal_lm.generation import fewest_logits
+from mmattn.hosts.causal_lm.requests import paused
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.interop.peft import active_lora
 from mmattn.hosts.recomputation import refuse_reentrant
@@ -89,7 +90,7 @@ class HostEmbeddingReader:
         device, like = device_of(embeddings_of(host)), self._embed(torch.zeros(1, 1, dtype=torch.long))
         # A row without a slot has one that nobody looks at, so that its numbers are finite.
         seen = (real | (torch.arange(real.shape[1], device=real.device) == 0)).long()
-        with self.model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
+        with paused(self.model), self.model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
             host(
                 inputs_embeds=embeddings.to(device, like.dtype),
                 attention_mask=seen.to(device),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmattn.adapters.text_state import GenerationInput
 from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
+from mmattn.hosts.calls import NOTED
 from mmattn.hosts.causal_lm.requests import take_memories
 
 # Ways of transformers to generate in a thread of its own.
@@ -82,6 +83,11 @@ def inner_host(host: nn.Module) -> nn.Module:
     return host if base is None else base()
 
 
+def bound_method(host: nn.Module, name: str) -> Any:
+    """A method of the host as its class has it, also where another stands in its place on the object."""
+    return inspect.getattr_static(type(host), name).__get__(host, type(host))
+
+
 def fewest_logits(host: nn.Module) -> dict[str, int]:
     """The arguments with which a host is read whose logits are of no use: the last token's alone, where it can."""
     forward = inspect.signature(type(inner_host(host)).forward).parameters
@@ -108,7 +114,7 @@ class TextNotes:
         call = self.model.open_blocks.in_force().call
         if call is not None:
             mask = kwargs.get("attention_mask")
-            call.generation = GenerationInput(input_ids, None if mask is None else mask.bool())
+            NOTED.set((call, GenerationInput(input_ids, None if mask is None else mask.bool())))
         return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
 
 

@@ -103,24 +103,25 @@ class LowerLayers:
     def __init__(self, model: Any, count: int, reader: Any, outputs: Sequence[int | None], dtype: torch.dtype) -> None:
         self.model, self.count, self.reader, self.outputs, self.dtype = model, count, reader, outputs, dtype
         self.layers = list(model.layers)
-        self._seen: tuple[ModuleVersion, TensorVersion, list[Tensor], Any] | None = None
-        self._fingerprint = ""
+        self._seen: tuple[ModuleVersion, TensorVersion, list[Tensor], Any, str] | None = None
 
     def fingerprint(self) -> str:
         """A sha256 of their weights and of which LoRA acts in them; computed again when one has changed."""
         lora = active_lora(self.reader)
-        if self._seen is not None:
-            parts, version, tensors, lora_then = self._seen
+        seen = self._seen
+        if seen is not None:
+            parts, version, tensors, lora_then, fingerprint_then = seen
             if parts.holds() and version.holds(tensors) and lora == lora_then:
-                return self._fingerprint
+                return fingerprint_then
         upper = {part for layer in self.layers[self.count :] for part in layer.modules()}
         lower = {name: part for name, part in self.reader.named_modules() if part not in upper}
         # What accelerate has offloaded comes from a file that stays, and is another tensor after every call.
         here = [part for part in lower.values() if not _is_offloaded(part)]
         tensors = [value for part in here for _, value in _frozen(part)]
-        self._seen = ModuleVersion(here), TensorVersion(tensors), tensors, lora
-        self._fingerprint = f"{fingerprint(_Weights(lower))} {lora}"
-        return self._fingerprint
+        versions = ModuleVersion(here), TensorVersion(tensors)
+        found = f"{fingerprint(_Weights(lower))} {lora}"
+        self._seen = (*versions, tensors, lora, found)
+        return found
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

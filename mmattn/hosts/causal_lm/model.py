@@ -22,12 +22,13 @@ from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
-from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs
+from mmattn.hosts.calls import NOTED, Action, Call, ForwardStep, prepared_for_graphs
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
 from mmattn.hosts.causal_lm.before_text import joined_sites, probe_before_text, probe_rotations, shift_text
 from mmattn.hosts.causal_lm.embedding_reader import embedding_reader
 from mmattn.hosts.causal_lm.generation import (
     asked,
+    bound_method,
     expansions_of,
     forget_texts,
     guard_threads,
@@ -80,7 +81,7 @@ class AdaptedCausalLM(AdaptedModel):
     attaches_bare: ClassVar[bool] = False
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
-    replaced = ("generate",)
+    replaced: tuple[str, ...] = ("generate", "_expand_inputs_for_generation")
     positions: ClassVar[tuple[str, ...]] = ("after", "before", "joined")
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
@@ -139,7 +140,10 @@ class AdaptedCausalLM(AdaptedModel):
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""
         inputs = inputs_of(args, kwargs)
-        generation, call.generation = call.generation, None
+        noted = NOTED.get()
+        generation = noted[1] if noted is not None and noted[0] is call else None
+        if noted is not None:
+            NOTED.set(None)
         if inputs is None:
             return TextState(0, 0)  # the host says itself what it misses
         # `generate` writes a text in each row; under a static cache its mask does not show which positions are padding.
@@ -474,7 +478,7 @@ class AdaptedCausalLM(AdaptedModel):
             call,
             prompt=prompt,
             expansions=expansions_of(self.host, kwargs),
-            generation=None,
+            rows=rows,
             early_exit=call.early_exit or asked(self.host, kwargs, "assistant_early_exit") is not None,
         )
         with torch.no_grad():
@@ -482,17 +486,40 @@ class AdaptedCausalLM(AdaptedModel):
         with self.open_blocks.conditioned(inner):
             return own.generate(self.host, *args, **kwargs)
 
+    def _expand_inputs(self, expand_size: int = 1, **kwargs: Any) -> Any:
+        """What `generate` repeats its rows by; those that it was called with, or that are known to be left of them.
+
+        Raises:
+            ConditionError: it goes on with other rows.
+        """
+        inner: Any = inner_host(self.host)
+        call, given = self.open_blocks.in_force().call, kwargs.get("input_ids")
+        if call is not None and call.rows and given is not None:
+            left = call.rows_left
+            known = {n * call.rows for n in call.expansions} if left is None else {max(len(left.now), left.padded)}
+            if given.shape[0] not in known or (left is None and given.shape[0] < call.rows):
+                raise ConditionError(
+                    f"{type(inner).__name__}.generate was given {call.rows} rows and goes on with {given.shape[0]}; "
+                    "which memory is theirs is not known: generate one row at a time"
+                )
+        return bound_method(inner, "_expand_inputs_for_generation")(expand_size=expand_size, **kwargs)
+
     def join(self) -> None:
         """Freeze the host, and take part in its ways to generate."""
         super().join()
         if hasattr(type(self.host), "generate"):
             self.host.__dict__["generate"] = self._host_generate
+        inner = inner_host(self.host)
+        if hasattr(type(inner), "_expand_inputs_for_generation"):
+            inner.__dict__["_expand_inputs_for_generation"] = self._expand_inputs
         guard_threads(self, self.host)
 
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         forget_texts(self.host)
         unguard_threads(self.host)
+        for name in self.replaced:
+            inner_host(self.host).__dict__.pop(name, None)
         return super().unload()
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------

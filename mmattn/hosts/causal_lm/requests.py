@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from mmattn.hosts.causal_lm.step_memories import step_memories
 #: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
 _PENDING: ContextVar[Iterator[Any] | None] = ContextVar("mmattn_pending", default=None)
 
+#: Of every manager that runs requests with memories.
+_MEMORIES: WeakSet[RequestMemories] = WeakSet()
+
 #: Where requests that write attend one by one. Elsewhere that would be many small kernels, and their keys and values
 #: are put together instead, a copy that is made anew whenever a request comes or goes.
 ROW_BY_ROW = {"cpu"}
@@ -36,19 +40,37 @@ ROW_BY_ROW = {"cpu"}
 
 @dataclass
 class Shared:
-    """A memory bound to the adapters, and how many requests use it."""
+    """What several requests were given under the same name.
 
-    memory: Any
-    sources: Mapping[str, ProjectedMemory | JoinedMemory]
+    Args:
+        given: by adapter, as it was given.
+        prepared: by adapter, what computed keys and values are cached in.
+        users: how many requests use it.
+    """
+
+    given: Mapping[str, Any]
+    prepared: Mapping[str, Any]
     users: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
-    """The memory of a request, and which of its answers have ended: there may be several, forked from one prompt."""
+    """What a request attends to, and its answers that have not ended: there may be several, forked from one prompt.
 
-    shared: Shared
-    ended: set[str] = field(default_factory=set)
+    Args:
+        shared: the memory; None is none.
+        sources: the memory, bound to the adapters.
+        names: of its answers, those that are still to be forked as well.
+        running: the names of those that have been added or forked, and have not ended.
+    """
+
+    shared: Shared | None
+    sources: Mapping[str, ProjectedMemory | JoinedMemory]
+    names: tuple[Any, ...]
+    running: set[Any] = field(default_factory=set)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return self  # transformers copies the state of a request for each further answer
 
 
 class RequestMemories:
@@ -61,14 +83,15 @@ class RequestMemories:
 
     def __init__(self, model: Any, manager: Any) -> None:
         self.model, self.manager, self._lock = model, manager, threading.Lock()
-        self._by_request: dict[str, Held] = {}
-        self._by_memory: dict[int, Shared] = {}
+        self._by_request: dict[Any, Held] = {}
+        self._by_memory: dict[tuple[tuple[str, int], ...], Shared] = {}
         self._joined: dict[tuple[str, int], tuple[list[KeyValue], KeyValue]] = {}
         self._releases = 0
         self.boundary = RequestBoundary()
+        _MEMORIES.add(self)
         router, self._own = manager.output_router, {}
         for owner, names in (
-            (manager, ("add_request", "cancel_request", "stop", "_create_batch_processor")),
+            (manager, ("add_request", "add_requests", "cancel_request", "stop", "_create_batch_processor")),
             (router, ("deliver", "deliver_batch")),
         ):
             for name in names:
@@ -77,14 +100,15 @@ class RequestMemories:
 
     def __len__(self) -> int:
         """Requests with a memory that have not ended."""
-        return len(self._by_request)
+        with self._lock:
+            return len({held for held in self._by_request.values() if held.shared is not None})
 
     def nbytes(self) -> int:
         """Bytes of cached keys and values of all memories in use, those put together for the last step included."""
         with self._lock:
-            shared = list(self._by_memory.values())
+            held = list(self._by_request.values())
             joined = sum(one.nbytes() for _, one in self._joined.values())
-        prepared = {id(source.prepared): source.prepared for one in shared for source in one.sources.values()}
+        prepared = {id(source.prepared): source.prepared for one in held for source in one.sources.values()}
         return joined + sum(one.nbytes() for one in prepared.values())
 
     # What the manager does -------------------------------------------------------------------------------------------
@@ -116,10 +140,9 @@ class RequestMemories:
         memory = None if refused is not None else memory
         if request_id is None:
             with self.manager._request_lock:
-                request_id = f"req_{self.manager._request_counter}"
+                request_id = self._next_names(1)[0]
                 self.manager._request_counter += 1
-        if memory is not None:
-            self._hold(request_id, memory)
+        self._hold(request_id, memory)
         if refused is not None:
             self.boundary.refused[request_id] = str(refused)
         added = None
@@ -127,8 +150,25 @@ class RequestMemories:
             added = self._own["add_request"](input_ids, request_id, *args, **kwargs)
         finally:
             if added is None:
-                self._release(request_id)
+                self._end(request_id)
         return request_id if added is not None else None
+
+    def add_requests(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
+        """Queue several requests under names that no running one has."""
+        with self.manager._request_lock:
+            self._next_names(len(inputs))
+        added: list[str] = self._own["add_requests"](inputs, *args, **kwargs)
+        return added
+
+    def _next_names(self, count: int) -> list[str]:
+        """The names that the manager makes up next; it goes past those that users have chosen for running requests."""
+        manager = self.manager
+        while True:
+            first = manager._request_counter
+            names = [f"req_{number}" for number in range(first, first + count)]
+            if not any(name in self._by_request for name in names):
+                return names
+            manager._request_counter += 1
 
     def cancel_request(self, request_id: str) -> None:
         """Take a request back; what was computed for it alone is freed."""
@@ -136,10 +176,11 @@ class RequestMemories:
         self._end(request_id)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the manager, and forget all memories."""
+        """Stop the manager, and forget all memories once no request runs any more."""
         self._own["stop"](*args, **kwargs)
-        for request_id in list(self._by_request):
-            self._release(request_id)
+        if not self.manager.is_running():
+            for request_id in list(self._by_request):
+                self._end(request_id)
 
     def deliver(self, output: Any) -> None:
         """Hand out what a request has written; one that has ended needs its memory no more."""
@@ -155,44 +196,69 @@ class RequestMemories:
         self._own["deliver_batch"](outputs)
 
     def _create_batch_processor(self) -> Any:
-        """What runs the steps; its cache, which each forward is given, leads back here."""
+        """What runs the steps; its cache, which each forward is given, leads back here, and says who is forked."""
         processor = self._own["_create_batch_processor"]()
-        processor.cache.memories = self
+        cache = processor.cache
+        if getattr(cache, "memories", None) is None:
+            name = "prepare_fork_request" if hasattr(cache, "prepare_fork_request") else "fork_request"
+            self._own["fork"] = getattr(cache, name)
+            setattr(cache, name, self._fork)
+        cache.memories = self
         self.boundary.guard(processor)
         return processor
 
-    def _hold(self, request_id: str, memory: Any) -> None:
-        known = self._by_memory.get(id(memory))
-        sources = bind_request(self.model, memory) if known is None else known.sources
+    def _fork(self, source: Any, names: list[str], *args: Any) -> Any:
+        """Begin further answers to a prompt, which attend to what the first one does.
+
+        Args:
+            source: the state of the request, or its name.
+            names: of the further answers.
+            args: transformers' own.
+        """
         with self._lock:
-            if request_id in self._by_request:
+            held = getattr(source, "held", None) or self._by_request.get(getattr(source, "request_id", source))
+            if held is not None:
+                held.running.update(names)
+                self._by_request.update(dict.fromkeys(names, held))
+        return self._own["fork"](source, names, *args)
+
+    def _hold(self, request_id: Any, memory: Any) -> None:
+        shared: Shared | None = None
+        sources: Mapping[str, ProjectedMemory | JoinedMemory] = {}
+        if memory is not None:
+            given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.model.active, memory)
+            # What is held below keeps these numbers from being given to other objects.
+            key = tuple((name, id(one)) for name, one in given.items())
+            shared = self._by_memory.get(key) or Shared(given, self.model.prepare_by_name(memory))
+            # Bound anew for each request: the memory may have been edited since.
+            sources = bind_request(self.model, shared.prepared)
+        count = self.manager.num_return_sequences
+        names = (request_id, *(f"{request_id}__child#{number}" for number in range(count - 1)))
+        with self._lock:
+            running = set(self._by_request)
+            if count > 1:  # those that transformers will fork are taken, too
+                running.update(name for held in self._by_request.values() for name in held.names)
+            if running.intersection(names):
                 raise ConditionError(
                     f"the request {request_id!r} has not ended, and another was added under its name: choose another"
                 )
-            shared = self._by_memory.setdefault(id(memory), Shared(memory, sources))
-            shared.users += 1
-            self._by_request[request_id] = Held(shared)
+            if shared is not None:
+                shared = self._by_memory.setdefault(key, shared)
+                shared.users += 1
+            self._by_request[request_id] = Held(shared, sources, names, {request_id})
 
-    def _end(self, request_id: str) -> None:
-        """One answer of a request has ended, the last one perhaps."""
-        with self._lock:
-            held = self._by_request.get(_base(request_id))
-            if held is None:
-                return
-            held.ended.add(request_id)
-            last = len(held.ended) >= self.manager.num_return_sequences
-        if last:
-            self._release(_base(request_id))
-
-    def _release(self, request_id: str) -> None:
-        """Forget the memory of a request, and with its last request what was computed of it."""
+    def _end(self, request_id: Any) -> None:
+        """One answer of a request has ended; with the last one its memory is let go, if no other request has it."""
         with self._lock:
             held = self._by_request.pop(request_id, None)
             if held is None:
                 return
+            held.running.discard(request_id)
+            if held.running or held.shared is None:
+                return
             held.shared.users -= 1
             if not held.shared.users:
-                self._by_memory.pop(id(held.shared.memory), None)
+                self._by_memory = {key: one for key, one in self._by_memory.items() if one.users}
             self._joined.clear()
             self._releases += 1
 
@@ -204,11 +270,13 @@ class RequestMemories:
         if hasattr(batches, "io_pairs"):  # on a GPU the next batch is prepared while this one runs
             batches = batches.io_pairs[batches.current_pair].host_io
         with self._lock:
-            held = [self._by_request.get(_base(one.state.request_id)) for one in batches.requests_in_batch]
+            states = [one.state for one in batches.requests_in_batch]
+            for state in states:
+                # Kept with the state: a request that is cancelled goes on until transformers takes it out.
+                state.held = getattr(state, "held", None) or self._by_request.get(state.request_id)
             releases = self._releases
         given: list[Mapping[str, ProjectedMemory | JoinedMemory]] = [
-            {} if one is None else self.boundary.admit(request.state.request_id, one.shared.sources)
-            for request, one in zip(batches.requests_in_batch, held, strict=True)
+            {} if state.held is None else self.boundary.admit(state.request_id, state.held.sources) for state in states
         ]
         names = sorted({name for one in given for name in one})
 
@@ -319,9 +387,21 @@ def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
     return [found.get(id(one)) for one in memories]
 
 
-def _base(request_id: str) -> str:
-    """The request that a further answer to the same prompt was forked from."""
-    return request_id.split("__child#")[0]
+@contextmanager
+def paused(model: Any) -> Iterator[None]:
+    """Inside the block no manager runs a step of this model.
+
+    transformers keeps on the config of a model what holds for the step under way: a forward in another thread, beside
+    it, attends otherwise than it does alone.
+
+    Args:
+        model: the adapted model.
+    """
+    with ExitStack() as stack:
+        for one in list(_MEMORIES):
+            if one.model is model and one.manager.is_running():
+                stack.enter_context(one.manager.pause())
+        yield
 
 
 @contextmanager

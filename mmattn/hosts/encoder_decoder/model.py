@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers
 from mmattn.adapters.language_models import text_config
@@ -17,12 +19,14 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Action, Call, ForwardStep
-from mmattn.hosts.causal_lm.generation import past_length
+from mmattn.hosts.causal_lm.generation import bound_method, inner_host, past_length
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.encoder_decoder.encoder_outputs import EncoderOutputs
 from mmattn.hosts.encoder_decoder.stacks import DECODER, ENCODER, find_stacks
 from mmattn.hosts.probe import LENGTH, check_sees_all, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs, token_ids
 from mmattn.hosts.registry import register_host
+from mmattn.hosts.rows_left import RowsLeft, RowsView, whole_text
 from mmattn.storage.pretrained import load_model
 
 
@@ -51,10 +55,12 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     kind: ClassVar[str] = "encoder_decoder"
     positions: ClassVar[tuple[str, ...]] = ("after", "before")
+    replaced = (*AdaptedCausalLM.replaced, "generate_with_fallback", "_need_fallback")
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         AdaptedModel.__init__(self, host, require_memory)
         self.stacks = find_stacks(host)
+        self.encoder_outputs = EncoderOutputs()
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -112,31 +118,99 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         """What the adapters do in one forward of the host.
 
         Raises:
-            ConditionError: what an encoder said without the memory is given.
+            ConditionError: what an encoder said without the memory is given, or with another.
         """
-        acting = [name for name in call.sources if name in self.active and name not in disabled]
-        encoders = [name for name in acting if self.adapter(name).sites[0].part == ENCODER]
-        if kwargs.get("encoder_outputs") is not None and encoders and not call.encoded:
-            raise ConditionError(
-                f"encoder_outputs were given, and the encoder did not see the memory of {encoders}: run it inside the "
-                "same block, with model.condition(memory): model.get_encoder()(…), model(encoder_outputs=…)"
-            )
+        if call.rows is None:  # inside generate it was checked before, or is what the encoder said there
+            self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
         text = self.text_state(call, args, kwargs)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
+
+    def _encoder_sources(self, call: Call, disabled: frozenset[str]) -> dict[str, tuple[Any, Any]]:
+        """By adapter that acts in the encoder, what it reads and what multiplies its result."""
+        return {
+            name: (source, call.scales.get(name, 1.0))
+            for name, source in call.sources.items()
+            if name in self.active and name not in disabled and self.adapter(name).sites[0].part == ENCODER
+        }
+
+    def _check_encoded(self, call: Call, disabled: frozenset[str], outputs: Any) -> None:
+        """Refuse outputs of the encoder that are not what it says with these memories.
+
+        Raises:
+            ConditionError: they are of other memories, or of none, or it is not known of which.
+        """
+        sources = self._encoder_sources(call, disabled)
+        if outputs is None or self.encoder_outputs.saw(outputs, sources):
+            return
+        fault = f"did not see the memory of {list(sources)} as it is in this call" if sources else "saw a memory"
+        raise ConditionError(
+            f"encoder_outputs were given, and the encoder {fault}: run it inside the same block, with "
+            "model.condition(memory): model.get_encoder()(…), model(encoder_outputs=…), and give what it returned"
+        )
+
+    def install_hooks(self) -> list[Any]:
+        """Hook the adapters to the host and its layers, and note with which memories the encoder was run."""
+        hooks = super().install_hooks()
+        if any(self.is_apart(layer) for layer, _ in self.hooked):
+            host: Any = self.host
+            hooks.append(host.get_encoder().register_forward_hook(self._note_encoder))
+        return hooks
+
+    def _note_encoder(self, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call, disabled = self.open_blocks.in_force()[1:]
+        if call is not None and not torch.compiler.is_compiling():
+            self.encoder_outputs.add(output, self._encoder_sources(call, disabled))
+
+    def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
+        call, disabled = self.current_call()
+        if call is not None:
+            self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
+        return super()._host_generate(*args, **kwargs)
 
     def actions(
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
     ) -> dict[tuple[int, str], list[Action]]:
         """What the active adapters do at each site of the decoder, or at one site."""
-        actions = AdaptedModel.actions(self, call, disabled, text, site)
+        left = call.rows_left
+        if left is None:
+            actions = AdaptedModel.actions(self, call, disabled, text, site)
+        else:
+            text, places = whole_text(left, text)
+            actions = {
+                own: [(RowsView(view, places, text.rows), *rest) for view, *rest in those]
+                for own, those in AdaptedModel.actions(self, call, disabled, text, site).items()
+            }
         return actions if site is not None else {own: one for own, one in actions.items() if not self.is_apart(own[0])}
 
-    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
-        """What the adapters do to hidden states x (b, l, d) of the encoder, or where only a part was called."""
-        call, _ = self.current_call()
-        if call is not None and self.is_apart(site[0]):
-            call.encoded = True
-        return super().actions_of_part(x, site)
+    def join(self) -> None:
+        """Freeze the host, and follow the rows that its `generate` goes on with, where it says which."""
+        super().join()
+        inner = inner_host(self.host)
+        if hasattr(type(inner), "generate_with_fallback"):
+            own = {"generate_with_fallback": self._write_segment, "_need_fallback": self._written}
+            inner.__dict__.update(own)
+
+    def _write_segment(self, *args: Any, **kwargs: Any) -> Any:
+        """What Whisper's `generate_with_fallback` is: one segment of the recordings that have not ended."""
+        inner = inner_host(self.host)
+        own = bound_method(inner, "generate_with_fallback")
+        call = self.open_blocks.in_force().call
+        if call is None or call.rows is None:
+            return own(*args, **kwargs)
+        given = inspect.signature(own).bind(*args, **kwargs).arguments
+        is_static = given["generation_config"].cache_implementation == "static"
+        left = RowsLeft(given["batch_idx_map"], len(given["seek"]), given["batch_size"] if is_static else 0)
+        with self.open_blocks.conditioned(replace(call, rows_left=left)):
+            return own(*args, **kwargs)
+
+    def _written(self, seek_sequence: Any, seek_outputs: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+        """What Whisper's `_need_fallback` is: whether a row of a segment is written again."""
+        own = bound_method(inner_host(self.host), "_need_fallback")
+        again, skipped = own(seek_sequence, seek_outputs, index, *args, **kwargs)
+        call = self.open_blocks.in_force().call
+        if call is not None and call.rows_left is not None:
+            call.rows_left.wrote(index, again)
+        return again, skipped
 
     def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
         """Refused: transformers batches requests continuously for decoder-only models.

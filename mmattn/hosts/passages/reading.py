@@ -12,6 +12,7 @@ from mmattn.adapters.joined import Capture, JoinedView
 from mmattn.adapters.language_models import device_of, embeddings_of
 from mmattn.hosts.calls import Call
 from mmattn.hosts.causal_lm.generation import fewest_logits
+from mmattn.hosts.causal_lm.requests import paused
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.passages.entries import Entry
 
@@ -60,6 +61,7 @@ def capture(
         in_eval_mode(host),
         torch.inference_mode(False),
         torch.no_grad(),
+        paused(model),
         model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)),
     ):
         host(

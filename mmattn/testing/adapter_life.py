@@ -100,7 +100,8 @@ def check_saved_is_loaded(case: Case) -> None:
         package = type(case.adapter).__module__.partition(".")[0]
         assert written["package"] == package, f"the file says it is from {written['package']!r}"
         loaded = load(case.make_host(), folder, case.name, **case.options)
-    assert loaded.adapter(case.name).config == case.adapter, f"settings: {loaded.adapter(case.name).config}"
+    settings = loaded.adapter(case.name).config
+    assert settings == model.adapter(case.name).config, f"settings: {settings}"
     before, after = (one.adapter(case.name).state_dict() for one in (model, loaded))
     assert list(before) == list(after), "the weights have other names"
     for name, value in after.items():

@@ -53,8 +53,11 @@ class Memory:
         if not isinstance(tokens, Tensor):
             raise ShapeError(f"tokens must be a tensor (b, m, e), got {type(tokens).__name__}")
         if tokens.dim() != 3:
-            hint = "; add the row dimension with tokens[None]" if tokens.dim() == 2 else ""
-            raise ShapeError(f"tokens must be (b, m, e), got {tuple(tokens.shape)}{hint}")
+            hints = {
+                1: ": one number for each row is tokens[:, None, None]",
+                2: ": one vector for each row is tokens[:, None], the vectors of a single row are tokens[None]",
+            }
+            raise ShapeError(f"tokens must be (b, m, e), got {tuple(tokens.shape)}{hints.get(tokens.dim(), '')}")
         if not tokens.is_floating_point():
             raise ShapeError(f"tokens must be floating point, got {tokens.dtype}: embed them first")
         rows = tuple(tokens.shape[:2])

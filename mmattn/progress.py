@@ -13,7 +13,7 @@ PATIENCE = 60.0
 
 @contextlib.contextmanager
 def counted(
-    total: int | None, label: str, progress: bool = True, note: Callable[[], str] = lambda: ""
+    total: int | None, label: str, progress: bool = True, note: Callable[[], str] = lambda: "", first: int = 0
 ) -> Iterator[Callable[[int], None]]:
     """A context that shows the progress of `total` things on stderr, and gives the function that counts them.
 
@@ -24,6 +24,7 @@ def counted(
         label: before the progress.
         progress: show it.
         note: called for text after the progress, such as the current loss.
+        first: how many of them were done before.
 
     >>> with counted(7, "encoding", progress=False) as advance:
     ...     advance(3)
@@ -33,7 +34,7 @@ def counted(
     elif sys.stderr.isatty():
         from tqdm import tqdm
 
-        with tqdm(total=total, desc=label, dynamic_ncols=True) as bar:
+        with tqdm(total=total, initial=first, desc=label, dynamic_ncols=True) as bar:
 
             def advance_bar(count: int) -> None:
                 bar.update(count)
@@ -41,7 +42,7 @@ def counted(
 
             yield advance_bar
     else:
-        done, began = 0, time.perf_counter()
+        done, began = first, time.perf_counter()
         printed = began
 
         def advance(count: int) -> None:
@@ -56,17 +57,20 @@ def counted(
         yield advance
 
 
-def tracked(total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: "") -> Iterator[int]:
-    """Iterate over 0 … total - 1 and show the progress on stderr.
+def tracked(
+    total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: "", first: int = 0
+) -> Iterator[int]:
+    """Iterate over first … total - 1 and show the progress on stderr.
 
     Args:
         total: number of steps.
         label: before the progress.
         progress: show it.
         note: called for text after the progress, such as the current loss.
+        first: steps that were done before.
     """
-    with counted(total, label, progress, note) as advance:
-        for step in range(total):
+    with counted(total, label, progress, note, first) as advance:
+        for step in range(first, total):
             yield step
             advance(1)
 

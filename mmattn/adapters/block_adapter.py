@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
+from mmattn.adapters.default_sizes import default_heads, normalises
 from mmattn.adapters.gated_block import GATES, BlockLayout, GatedBlock, check_bool
 from mmattn.adapters.layer_choice import check_layers, chosen_sites
 from mmattn.adapters.protocols import Host, Site
@@ -29,8 +30,8 @@ class BlockAdapter:
         memory_dim: e, width of the memory.
         every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
         layers: or the explicit list of host layers, counted from 0.
-        num_heads: h of the cross-attention.
-        head_dim: k of the cross-attention.
+        num_heads: h of the cross-attention; None is 8, and fewer beside a narrow host, see `default_sizes`.
+        head_dim: k of the cross-attention; None is 64, and less beside a narrow host.
         num_kv_heads: g of the cross-attention, h by default.
         feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 keeps decoding fast);
             0 leaves it out.
@@ -46,8 +47,8 @@ class BlockAdapter:
     memory_dim: int
     every: int | None = None
     layers: tuple[int, ...] | None = None
-    num_heads: int = 8
-    head_dim: int = 64
+    num_heads: int | None = None
+    head_dim: int | None = None
     num_kv_heads: int | None = None
     feed_forward: float = 1.0
     gate: str = "scalar"
@@ -63,10 +64,11 @@ class BlockAdapter:
     def __post_init__(self) -> None:
         check_int("memory_dim", self.memory_dim, at_most=65536)
         object.__setattr__(self, "layers", check_layers(self.every, self.layers))
-        heads = check_int("num_heads", self.num_heads, at_most=1024)
-        check_int("head_dim", self.head_dim, at_most=1024)
-        if self.num_kv_heads is not None and heads % check_int("num_kv_heads", self.num_kv_heads, at_most=1024):
-            raise ConfigError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {heads}")
+        for name in ("num_heads", "head_dim", "num_kv_heads"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_most=1024)
+        if self.num_kv_heads is not None and self.num_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
         check_float("feed_forward", self.feed_forward, at_least=0, below=64.1)
         check_choice("gate", self.gate, GATES)
         check_choice("position", self.position, POSITIONS)
@@ -76,6 +78,8 @@ class BlockAdapter:
             check_float("length_norm", self.length_norm, at_least=1)
         check_float("dropout", self.dropout, at_least=0, below=1)
         as_settings(self, "layout", BlockLayout)
+        layout = replace(self.layout, memory_norm=normalises(self.layout.memory_norm, self.memory_dim))
+        object.__setattr__(self, "layout", layout)
 
     def sites(self, host: Host) -> list[Site]:
         """The layers that `layers` or `every` names.
@@ -88,6 +92,18 @@ class BlockAdapter:
     def offered(self, host: Host) -> list[Site]:
         """The sites among which `layers` and `every` choose; of a host with an encoder and a decoder the decoder's."""
         return [site for site in host.sites(self.position) if site.part != "encoder"]
+
+    def sized(self, host_dim: int) -> BlockAdapter:
+        """These settings with the numbers of heads that they have on a host of width d.
+
+        Args:
+            host_dim: d.
+
+        Raises:
+            ConfigError: `num_kv_heads` does not divide the default `num_heads`.
+        """
+        heads, width = default_heads(host_dim, self.memory_dim, self.num_heads, self.head_dim)
+        return replace(self, num_heads=heads, head_dim=width)
 
     def attention_settings(self) -> dict[str, Any]:
         """Further arguments of the cross-attention of the blocks."""
@@ -120,7 +136,7 @@ class SlotAdapter(BlockAdapter):
         super().__post_init__()
         check_bool("score_bias", self.score_bias)
         check_score_settings(self.score_bias, self.score_mean, self.score_std)
-        as_settings(self, "resampler", Resampler, optional=True)
+        resampler_settings(self)
         if self.resampler is not None and self.score_bias:
             raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
 
@@ -150,6 +166,17 @@ def as_settings(config: Any, name: str, kind: type, optional: bool = False) -> N
         raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
 
 
+def resampler_settings(config: Any) -> None:
+    """Turn the field `resampler`, where it is there, into a `Resampler` with the sizes that it has on this memory.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    as_settings(config, "resampler", Resampler, optional=True)
+    if config.resampler is not None:
+        object.__setattr__(config, "resampler", config.resampler.sized(config.memory_dim))
+
+
 class BlockLayers(AdapterLayers):
     """Gated blocks at some layers of one host, and how the memory is read for them.
 
@@ -159,6 +186,7 @@ class BlockLayers(AdapterLayers):
     """
 
     def __init__(self, config: BlockAdapter, sites: Sequence[Site]) -> None:
+        config = config.sized(sites[0].width)
         super().__init__(config, sites)
         self.score_bias = getattr(config, "score_bias", False)
         # A null slot weighs as much as one of them, a length norm counts them.

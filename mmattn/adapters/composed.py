@@ -75,12 +75,12 @@ class ComposedAdapter(BlockAdapter):
         check_bool("own_place", self.own_place)
         if self.own_place and not self.rotary:
             raise ConfigError("own_place needs rotary, by which a token tells its own place: leave rotary=False out")
-        if self.rotary and self.head_dim % 2:
+        if self.rotary and self.head_dim is not None and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of channels: head_dim must be even, got {self.head_dim}")
 
     def attention_settings(self) -> dict[str, Any]:
         """Rotary positions, and biases on queries, keys and values."""
-        rotary = Rotary(self.head_dim) if self.rotary else None
+        rotary = Rotary(self.head_dim) if self.rotary and self.head_dim is not None else None
         return {"rotary": rotary, "bias": self.own_place, "out_bias": False}
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
+from mmattn.adapters.block_adapter import resampler_settings
+from mmattn.adapters.default_sizes import settle_norm
 from mmattn.adapters.projected import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
 from mmattn.adapters.registry import register_adapter
@@ -70,6 +72,8 @@ class DecoupledAdapter:
         start: "nothing", or "host": as a copy of the host's own K and V projections, as IP-Adapter starts.
         resampler: turn the memory into few latents first.
         layout: as in published adapters.
+        memory_norm: normalise what the blocks read; None is where it comes from `tokens`, or is 16 wide or more: of few
+            numbers a norm leaves little more than signs.
 
     >>> DecoupledAdapter(memory_dim=24, tokens=4).tokens
     4
@@ -81,6 +85,7 @@ class DecoupledAdapter:
     start: str = "nothing"
     resampler: Resampler | None = None
     layout: DecoupledLayout = field(default_factory=DecoupledLayout)
+    memory_norm: bool | None = None
 
     kind: ClassVar[str] = "decoupled"
     positions: ClassVar[tuple[str, ...]] = ("inside",)
@@ -99,8 +104,10 @@ class DecoupledAdapter:
                 raise ConfigError(f"blocks must be a list of beginnings of block names, got {self.blocks!r}")
             object.__setattr__(self, "blocks", tuple(self.blocks))
         check_choice("start", self.start, STARTS)
-        if self.resampler is not None and not isinstance(self.resampler, Resampler):
-            raise ConfigError(f"resampler must be a Resampler, got {self.resampler!r}")
+        resampler_settings(self)
+        if self.memory_norm is None and self.tokens is not None:
+            object.__setattr__(self, "memory_norm", True)
+        settle_norm(self)
         if not isinstance(self.layout, DecoupledLayout):
             raise ConfigError(f"layout must be a DecoupledLayout, got {self.layout!r}")
         if self.layout.slot_dim is not None and self.tokens is None:
@@ -171,7 +178,7 @@ class DecoupledLayers(AdapterLayers):
         if config.tokens is not None:
             self.projection = nn.Linear(width, config.tokens * self.slot_dim)
             width = self.slot_dim
-        self.memory_norm = nn.LayerNorm(width)
+        self.memory_norm = nn.LayerNorm(width) if config.memory_norm else None
         blocks = {}
         for site in self.sites:
             assert site.heads is not None
@@ -184,7 +191,9 @@ class DecoupledLayers(AdapterLayers):
 
     @property
     def weight(self) -> Tensor:
-        """A weight of the memory's norm."""
+        """A weight of the memory's norm, or of the first block where there is none."""
+        if self.memory_norm is None:
+            return self.attention(self.layers[0]).k_proj.weight
         return self.memory_norm.weight
 
     def attention(self, layer: int) -> DecoupledBlock:
@@ -222,13 +231,16 @@ class DecoupledLayers(AdapterLayers):
         if self.resampler is not None:
             memory = self.resampler(memory)
         if self.projection is None:
-            return memory.replace(self.memory_norm(memory.tokens))
+            return memory.replace(self._normalised(memory.tokens))
         b, m, n = memory.batch, memory.length, self.config.tokens
-        slots = self.memory_norm(self.projection(memory.tokens).view(b, m * n, self.slot_dim))
+        slots = self._normalised(self.projection(memory.tokens).view(b, m * n, self.slot_dim))
         mask, segments = (
             None if given is None else given.repeat_interleave(n, 1) for given in (memory.mask, memory.segments)
         )
         return Memory(slots, mask, segments, check_finite=False)
+
+    def _normalised(self, slots: Tensor) -> Tensor:
+        return slots if self.memory_norm is None else self.memory_norm(slots)
 
 
 class DecoupledView(ProjectedView):

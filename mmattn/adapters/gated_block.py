@@ -25,13 +25,14 @@ class BlockLayout:
     Args:
         norm: "layer" or "rms", of what goes into the attention and the feed-forward.
         norm_eps: ε of these norms and of qk_norm; what torch and `CrossAttention` have by default.
-        memory_norm: normalise the memory, once for all layers.
+        memory_norm: normalise the memory, once for all layers; None is where it is 16 wide or more: of few numbers a
+            norm leaves little more than signs.
         activation: "gelu", or "swiglu", which has a third matrix (arXiv 2002.05202).
     """
 
     norm: str = "layer"
     norm_eps: float | None = None
-    memory_norm: bool = True
+    memory_norm: bool | None = None
     activation: str = "gelu"
 
     def __post_init__(self) -> None:
@@ -39,7 +40,8 @@ class BlockLayout:
         check_choice("activation", self.activation, ACTIVATIONS)
         if self.norm_eps is not None:
             check_float("norm_eps", self.norm_eps, at_least=1e-12, below=1)
-        check_bool("memory_norm", self.memory_norm)
+        if self.memory_norm is not None:
+            check_bool("memory_norm", self.memory_norm)
 
     def make_norm(self, dim: int) -> nn.LayerNorm | nn.RMSNorm:
         """The norm in front of an attention or a feed-forward."""

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
-from mmattn.adapters.block_adapter import as_settings
+from mmattn.adapters.block_adapter import resampler_settings
+from mmattn.adapters.default_sizes import settle_norm
 from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.inserted_memory import EmbeddingReader, InsertedMemory
 from mmattn.adapters.join_slots import JoinSlots
@@ -53,6 +54,8 @@ class InsertedAdapter:
             that a fresh adapter is the host. False is LLaVA's own form, in which even a fresh one changes every answer:
             the one kind of adapter that does not start as nothing, and only where this is asked for.
         resampler: turn the memory into few latents first.
+        memory_norm: normalise the memory; None is where it is 16 wide or more: of few numbers a norm leaves little more
+            than signs.
 
     >>> InsertedAdapter(memory_dim=24).gate
     True
@@ -62,6 +65,7 @@ class InsertedAdapter:
     projection: str = "mlp"
     gate: bool = True
     resampler: Resampler | None = None
+    memory_norm: bool | None = None
 
     kind: ClassVar[str] = "inserted"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
@@ -71,7 +75,8 @@ class InsertedAdapter:
         check_int("memory_dim", self.memory_dim, at_most=65536)
         check_choice("projection", self.projection, PROJECTIONS)
         check_bool("gate", self.gate)
-        as_settings(self, "resampler", Resampler, optional=True)
+        resampler_settings(self)
+        settle_norm(self)
 
     def sites(self, host: Host) -> list[Site]:
         """The attention of every layer.
@@ -105,7 +110,7 @@ class InsertedLayers(AdapterLayers):
     def __init__(self, config: InsertedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         e, d = config.memory_dim, self.sites[0].width
-        self.memory_norm = nn.LayerNorm(e)
+        self.memory_norm = nn.LayerNorm(e) if config.memory_norm else None
         self._add_resampler(config.resampler)
         layers = [nn.Linear(e, d)] if config.projection == "linear" else [nn.Linear(e, d), nn.GELU(), nn.Linear(d, d)]
         self.projector = nn.Sequential(*layers)
@@ -115,8 +120,10 @@ class InsertedLayers(AdapterLayers):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the memory's norm."""
-        return self.memory_norm.weight
+        """A weight of the memory's norm, or of the projector where there is none."""
+        weight = (self.projector[0] if self.memory_norm is None else self.memory_norm).weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def recorded_attention(self, layer: int) -> Any:
         """Where the tokens are joined at a layer."""
@@ -136,7 +143,8 @@ class InsertedLayers(AdapterLayers):
     def read(self, memory: Memory) -> Memory:
         """The slots as embeddings (b, m, d) of the host."""
         read = self._cast_memory(memory)
-        read = read.replace(self.memory_norm(read.tokens))
+        if self.memory_norm is not None:
+            read = read.replace(self.memory_norm(read.tokens))
         if self.resampler is not None:
             read = self.resampler(read)
         return read.replace(self.projector(read.tokens))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
+from mmattn.adapters.default_sizes import settle_norm
 from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.join_slots import JoinSlots
 from mmattn.adapters.joined_rows import JoinedProjectedMemory
@@ -55,6 +56,8 @@ class JoinedAdapter:
         length_norm: C; m slots together weigh as much as C would that are like them. None is as they are.
         local_window: of the text, the last so many tokens share the softmax with the slots, a token itself among them
             (CASA); None is all that a token sees (KBLaM).
+        memory_norm: normalise the memory; None is where it is 16 wide or more: of few numbers a norm leaves little more
+            than signs.
 
     >>> JoinedAdapter(memory_dim=24, layers=[3, 1]).layers
     (1, 3)
@@ -66,6 +69,7 @@ class JoinedAdapter:
     gate: str = "scalar"
     length_norm: float | None = None
     local_window: int | None = None
+    memory_norm: bool | None = None
 
     kind: ClassVar[str] = "joined"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
@@ -79,6 +83,7 @@ class JoinedAdapter:
             check_float("length_norm", self.length_norm, at_least=1)
         if self.local_window is not None:
             check_int("local_window", self.local_window)
+        settle_norm(self)
 
     def sites(self, host: Host) -> list[Site]:
         """The attention of the layers that `layers` or `every` names.
@@ -174,7 +179,7 @@ class JoinedLayers(AdapterLayers):
         super().__init__(config, sites)
         # A slot that is there twice weighs twice as much beside the text.
         self.counts_slots = config.length_norm is None
-        self.memory_norm = nn.LayerNorm(config.memory_dim)
+        self.memory_norm = nn.LayerNorm(config.memory_dim) if config.memory_norm else None
         blocks = {}
         for site in self.sites:
             assert site.heads is not None
@@ -183,7 +188,9 @@ class JoinedLayers(AdapterLayers):
 
     @property
     def weight(self) -> Tensor:
-        """A weight of the memory's norm."""
+        """A weight of the memory's norm, or of the first block where there is none."""
+        if self.memory_norm is None:
+            return self.kv_projection(self.layers[0]).k_proj.weight
         return self.memory_norm.weight
 
     def recorded_attention(self, layer: int) -> Any:
@@ -197,9 +204,9 @@ class JoinedLayers(AdapterLayers):
         return block
 
     def read(self, memory: Memory) -> Memory:
-        """The memory as every block sees it: normalised."""
+        """The memory as every block sees it: normalised where the adapter has it so."""
         read = self._cast_memory(memory)
-        return read.replace(self.memory_norm(read.tokens))
+        return read if self.memory_norm is None else read.replace(self.memory_norm(read.tokens))
 
     def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
         """The source of one call, of what `prepare` returned."""

@@ -16,6 +16,7 @@ from mmattn.core.state_names import upgrade_state_names
 Value = TypeVar("Value")
 
 _LAYOUT = ("norm", "norm_eps", "memory_norm", "activation", "feed_forward_all")
+_BLOCKS, _NORMED = ("gated", "chunked", "composed"), ("joined", "inserted", "decoupled")
 _POSITIONS = {"behind": "after"}
 
 
@@ -24,7 +25,18 @@ def migrate_config(config: Mapping[str, Any]) -> dict[str, Any]:
     migrated = dict(config)
     while migrated["format_version"] < FORMAT_VERSION:
         migrated = _STEPS[migrated["format_version"]](migrated)
-    return migrated
+    return {**migrated, "adapter": _with_norms(migrated["kind"], migrated["adapter"])}
+
+
+def _with_norms(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings from before norms could be left out: there was one, however narrow the memory."""
+    own = {} if kind not in _NORMED else {"memory_norm": True}
+    resampler = settings.get("resampler")
+    if kind in (*_BLOCKS, *_NORMED) and isinstance(resampler, dict):
+        own["resampler"] = {"norm": True, **resampler}
+    if kind in _BLOCKS:
+        own["layout"] = {"memory_norm": True, **settings.get("layout", {})}
+    return {**own, **settings, **{name: own[name] for name in ("resampler", "layout") if name in own}}
 
 
 def migrate_names(named: Mapping[str, Value], version: int) -> dict[str, Value]:

@@ -10,14 +10,15 @@ Departure: the segments of a row (its images) are resampled separately, each to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.adapters.default_sizes import default_heads, normalises
 from mmattn.core.layers import CrossAttention
-from mmattn.errors import check_float, check_int
+from mmattn.errors import check_bool, check_float, check_int
 from mmattn.memory import Memory
 
 
@@ -28,9 +29,11 @@ class Resampler:
     Args:
         num_latents: n, slots of the output for each segment (image).
         depth: number of layers.
-        num_heads: h of its attention.
-        head_dim: k of its attention.
+        num_heads: h of its attention; None is 8, and fewer for a narrow memory, see `default_sizes`.
+        head_dim: k of its attention; None is 64, and less for a narrow memory.
         feed_forward: hidden width of its feed-forward as a multiple of e.
+        norm: normalise slots and latents; None is where they are 16 wide or more, since of few numbers a norm leaves
+            little more than signs.
 
     Raises:
         ConfigError: a setting outside what is allowed.
@@ -38,16 +41,29 @@ class Resampler:
 
     num_latents: int = 64
     depth: int = 2
-    num_heads: int = 8
-    head_dim: int = 64
+    num_heads: int | None = None
+    head_dim: int | None = None
     feed_forward: float = 4.0
+    norm: bool | None = None
 
     def __post_init__(self) -> None:
         check_int("num_latents", self.num_latents, at_most=65536)
         check_int("depth", self.depth, at_most=64)
-        check_int("num_heads", self.num_heads, at_most=1024)
-        check_int("head_dim", self.head_dim, at_most=1024)
+        for name in ("num_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_most=1024)
+        if self.norm is not None:
+            check_bool("norm", self.norm)
         check_float("feed_forward", self.feed_forward, at_least=0.01, below=64.1)
+
+    def sized(self, memory_dim: int) -> Resampler:
+        """These settings with nothing left open.
+
+        Args:
+            memory_dim: e, width of the memory.
+        """
+        heads, width = default_heads(memory_dim, memory_dim, self.num_heads, self.head_dim)
+        return replace(self, num_heads=heads, head_dim=width, norm=normalises(self.norm, memory_dim))
 
 
 class PerceiverResampler(nn.Module):
@@ -64,9 +80,10 @@ class PerceiverResampler(nn.Module):
 
     def __init__(self, config: Resampler, memory_dim: int) -> None:
         super().__init__()
+        config = config.sized(memory_dim)
         self.latents = nn.Parameter(torch.randn(config.num_latents, memory_dim) * 0.02)
         self.layers = nn.ModuleList(ResamplerLayer(config, memory_dim) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(memory_dim)
+        self.norm = nn.LayerNorm(memory_dim) if config.norm else nn.Identity()
 
     def forward(self, memory: Memory) -> Memory:
         """The latents (b, n, e) of each row, or of each segment of each row, as a memory.
@@ -101,16 +118,17 @@ class ResamplerLayer(nn.Module):
     """Cross-attention of latents over the memory and themselves, then a feed-forward, both with residuals.
 
     Args:
-        config: settings of the resampler.
+        config: settings of the resampler, with nothing left open.
         dim: e.
     """
 
     def __init__(self, config: Resampler, dim: int) -> None:
         super().__init__()
-        self.memory_norm = nn.LayerNorm(dim)
-        self.latent_norm = nn.LayerNorm(dim)
+        norms = [nn.LayerNorm(dim) if config.norm else nn.Identity() for _ in range(3)]
+        self.memory_norm, self.latent_norm, norm = norms
+        assert config.num_heads is not None
         self.attention = CrossAttention(dim, dim, config.num_heads, head_dim=config.head_dim)
-        self.norm = nn.LayerNorm(dim)
+        self.norm = norm
         hidden = int(config.feed_forward * dim)
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from mmattn.adapters.file_format import check_tensors, parse_config
 from mmattn.adapters.folder import CONFIG, TENSORS, load_folder
 from mmattn.adapters.published import read_published
 from mmattn.adapters.registry import adapter_kinds
-from mmattn.errors import AdapterFileError, AttachError
+from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.attach import adapted_model, attach, check_same_options
 from mmattn.hosts.attached import adapted
@@ -33,8 +34,12 @@ def load(
     *,
     path: str | None = None,
     revision: str | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> Any:
     """Put a saved adapter on a host; on a UNet also the single file of a published IP-Adapter.
+
+    In whatever precision an adapter was saved, and whatever the host has, it comes in float32, as `attach` makes it and
+    as peft's `autocast_adapter_dtype` does.
 
     Args:
         host: as in `attach`.
@@ -43,13 +48,18 @@ def load(
         name: as in `attach`; where the folder has an adapter in a folder of this name, that one is loaded.
         path: as in `attach`.
         revision: branch, tag or commit of that repository.
+        dtype: of the adapter, where it is not to be that of `attach`; "auto" is the one it was saved in. Gates stay in
+            float32 at least.
 
     Returns:
         as `attach` does.
 
     Raises:
         AdapterFileError: the folder does not hold an adapter for this host; nothing is changed.
+        ConfigError: `dtype` is none in which an adapter can run.
+        NonFiniteError: a weight is NaN or infinite, or beyond the range of `dtype`; nothing is changed.
     """
+    check_dtype(dtype)
     folder = _folder_of(local_folder(folder, revision), name)
     if isinstance(host, AdaptedModel):
         host = host.host
@@ -65,7 +75,20 @@ def load(
             settings, tensors = _read_state(model, folder, name) or _read_folder(model, folder)
     except AttachError as error:
         raise AdapterFileError(f"cannot load an adapter onto {type(host).__name__}: {error}") from error
-    return _attach_with(host, settings, tensors, name, path)
+    return _attach_with(host, settings, tensors, name, path, dtype)
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuse what no adapter can run in.
+
+    Raises:
+        ConfigError: no floating-point dtype of 16 bits or more, "auto" or None.
+    """
+    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if not (dtype is None or dtype == "auto" or floats):
+        raise ConfigError(
+            f'dtype must be torch.float32, torch.bfloat16, torch.float16, torch.float64, "auto" or None, got {dtype!r}'
+        )
 
 
 def _folder_of(folder: str | PathLike[str], name: str) -> str | PathLike[str]:
@@ -97,8 +120,13 @@ def _check_fits(model: Any, config: dict[str, Any], shapes: Any) -> Any:
             f"the config says layers {config['layers']} and its settings give {layers} on this host: one was edited"
         )
     with torch.device("meta"):
-        expected = settings.build(sites).state_dict()
-    check_tensors({key: (tuple(value.shape), value.dtype) for key, value in expected.items()}, shapes)
+        needed = settings.build(sites).state_dict()
+    expected = {key: (tuple(value.shape), value.dtype) for key, value in needed.items()}
+    for key, (shape, dtype) in expected.items():
+        # Weights are cast where they are loaded, from whatever precision they were saved in.
+        if key in shapes and dtype.is_floating_point and shapes[key][1].is_floating_point:
+            expected[key] = shape, shapes[key][1]
+    check_tensors(expected, shapes)
     return settings
 
 
@@ -140,16 +168,45 @@ def _read_folder(model: Any, folder: str | PathLike[str]) -> tuple[Any, dict[str
 
 
 def _fingerprints(model: Any) -> Iterator[str | None]:
-    """Of the host as it is, and as it would be in float32."""
+    """Of the host as it is, and as it would be in the dtypes that hosts are stored in."""
     yield host_fingerprint(model)
-    if any(value.is_floating_point() and value.dtype != torch.float32 for value in model.host.parameters()):
-        yield host_fingerprint(model, torch.float32)
+    there = {value.dtype for value in model.host.parameters() if value.is_floating_point()}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if there != {dtype}:
+            yield host_fingerprint(model, dtype)
 
 
-def _attach_with(host: nn.Module, settings: Any, tensors: Mapping[str, Tensor], name: str, path: str | None) -> Any:
+def _attach_with(
+    host: nn.Module,
+    settings: Any,
+    tensors: Mapping[str, Tensor],
+    name: str,
+    path: str | None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
+) -> Any:
+    wanted = _saved_dtype(tensors) if dtype == "auto" else dtype
+    target = wanted or torch.get_default_dtype()
+    for key, tensor in tensors.items():
+        if tensor.dtype != target and tensor.is_floating_point() and not tensor.to(target).isfinite().all():
+            raise NonFiniteError(
+                f"the weights {key!r} reach {float(tensor.abs().max()):.3g}, beyond the range of {target}: give dtype= "
+                'one of a wider range, or "auto" for that of the file'
+            )
     model = attach(host, settings, name, path=path)
-    model.adapter(name).load_state_dict(tensors)
+    adapter = model.adapter(name)
+    if wanted is not None:
+        adapter.to(wanted)
+    adapter.load_state_dict(tensors)
     return model
+
+
+def _saved_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
+    """The dtype of most of the saved numbers; None where it is none that an adapter can run in."""
+    counts = Counter[torch.dtype]()
+    for tensor in tensors.values():
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            counts[tensor.dtype] += tensor.numel()
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def load_published(

@@ -28,6 +28,8 @@ def has_rows(memory: Any) -> bool:
 def shuffled(memory: Any, where: Tensor | None = None) -> Any:
     """Another memory of the same statistics: the channels of every vector in another order, or the rows.
 
+    A vector that another order leaves as it is, such as one number, changes its sign, and one of zeros becomes ones.
+
     Args:
         memory: (b, m, e), or one of b rows.
         where: (b,) or (b, m) bool, which rows or slots change; None for all.
@@ -40,6 +42,8 @@ def shuffled(memory: Any, where: Tensor | None = None) -> Any:
         return replace(moved, ids=None) if isinstance(moved, AugmentedPrompt) else moved
     order = torch.randperm(memory.dim, generator=torch.Generator().manual_seed(0)).to(memory.device)
     tokens = memory.tokens[..., order]
+    alike = (tokens == memory.tokens).all(-1, keepdim=True)
+    tokens = torch.where(alike, torch.where(tokens == 0, 1, -tokens), tokens)
     if where is not None:
         where = where.to(memory.device)
         tokens = torch.where(where[..., None] if where.dim() == 2 else where[:, None, None], tokens, memory.tokens)

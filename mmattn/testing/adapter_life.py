@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from unittest import SkipTest
@@ -16,7 +17,7 @@ from mmattn.adapters.folder import CONFIG, TENSORS
 from mmattn.errors import AttachError, ConfigError, MmattnError
 from mmattn.hosts.attach import attach
 from mmattn.hosts.load import load
-from mmattn.testing.case import Case, close, differ, no_trace, refuses, same, stir, traces
+from mmattn.testing.case import Case, cast, close, differ, no_trace, refuses, same, stir, traces
 from mmattn.testing.running import Check
 
 
@@ -99,13 +100,40 @@ def check_saved_is_loaded(case: Case) -> None:
         package = type(case.adapter).__module__.partition(".")[0]
         assert written["package"] == package, f"the file says it is from {written['package']!r}"
         loaded = load(case.make_host(), folder, case.name, **case.options)
-    assert loaded.adapter(case.name).config == case.adapter, f"settings: {loaded.adapter(case.name).config}"
+    settings = loaded.adapter(case.name).config
+    assert settings == model.adapter(case.name).config, f"settings: {settings}"
     before, after = (one.adapter(case.name).state_dict() for one in (model, loaded))
     assert list(before) == list(after), "the weights have other names"
     for name, value in after.items():
         same(value, before[name], name)
     same(case.ask(loaded, memory), answer, "the loaded adapter")
     same(case.ask(loaded), case.host, "the loaded adapter without a memory")
+
+
+def check_any_saved_precision_is_loaded(case: Case) -> None:
+    """What was saved in half or double precision is loaded beside a host in any, in float32 or as asked."""
+    memory = case.memory()
+    for saved in (torch.float16, torch.bfloat16, torch.float64):
+        model = case.trained()
+        model.adapter(case.name).to(saved)
+        kept = {name: value.clone() for name, value in model.adapter(case.name).state_dict().items()}
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_adapter(folder, case.name)
+            whole = load(case.make_host(), folder, case.name, **case.options)
+            asked = load(case.make_host(), folder, case.name, dtype="auto", **case.options)
+            with warnings.catch_warnings():  # what it was trained on cannot be told from weights that were rounded
+                warnings.filterwarnings("ignore", message="the weights of this .* are not those")
+                beside_half = load(case.make_host().to(torch.bfloat16), folder, case.name, **case.options)
+        model.adapter(case.name).float()
+        for name, value in whole.adapter(case.name).state_dict().items():
+            same(value, model.adapter(case.name).state_dict()[name], f"{name}, saved in {saved}")
+        same(case.ask(whole, memory), case.ask(model, memory), f"saved in {saved}, loaded in float32")
+        for name, value in asked.adapter(case.name).state_dict().items():
+            assert value.dtype == kept[name].dtype, f"{name} was saved in {kept[name].dtype} and is in {value.dtype}"
+            same(value, kept[name], f"{name}, saved in {saved}, loaded as saved")
+        for other, batch in ((asked, case.batch), (beside_half, cast(case.batch, torch.bfloat16))):
+            answer = case.ask(other, memory, batch)
+            assert bool(torch.isfinite(answer).all()), f"saved in {saved}: NaN or infinity"
 
 
 def check_damaged_files_are_refused(case: Case) -> None:
@@ -175,5 +203,6 @@ CHECKS: list[Check] = [
     check_adapters_stack,
     check_merging,
     check_saved_is_loaded,
+    check_any_saved_precision_is_loaded,
     check_damaged_files_are_refused,
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -234,7 +235,9 @@ class _Run:
 
     def train(self, log: Callable[..., None] | None, label: str, progress: bool) -> TrainingResult:
         done, config, began, recent = self.done, self.config, time.perf_counter(), self.state.recent
-        bar = tracked(max(0, self.total - done.global_step), label, progress, self._status)
+        if done.resumed_from_step and progress:
+            print(f"{label} resumes at step {done.global_step} of {self.total}", file=sys.stderr, flush=True)
+        bar = tracked(self.total, label, progress, self._status, done.global_step)
         self.model.train()
         next(bar, None)
         fetched = Prefetched(self._fetcher(), config.dataloader_prefetch_factor)

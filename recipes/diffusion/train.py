@@ -10,6 +10,7 @@ import torch
 import mmattn
 from mmattn import inspect, training
 from mmattn.encoders import StyleEncoder
+from mmattn.errors import import_extra
 from mmattn.pipelines import DiffusionHost, EncoderReference, ModelReference, PipelineConfig, load_diffusion_host
 from mmattn.recipes import resolve_asset
 
@@ -30,6 +31,7 @@ EXPLORED = 4  # sentences, or examples, that `mmattn explore` shows, at most
 def main(settings: dict[str, Any]) -> Path:
     """Train one stage and leave settings, metrics, plots, samples, weights and the table in the run's folder."""
     config = Config(**settings)
+    import_extra("matplotlib", "viz")  # rather missed now than after the last step
     run = training.RunFolder(config.out)
     if run.begin(config.model_dump(mode="json")):
         accelerator = training.make_accelerator(device=config.device)

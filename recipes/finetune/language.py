@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 import mmattn
 from mmattn import pipelines, training
-from mmattn.errors import ConfigError
+from mmattn.errors import ConfigError, TextError
 from mmattn.recipes import resolve_asset
 
 from .settings import Config
@@ -22,6 +23,7 @@ class Language:
 
     Attributes:
         host: the language model, with a LoRA where one is asked for. tokenizer: its own.
+        max_new_tokens: of what it writes after a prompt.
     """
 
     def __init__(self, settings: Config, accelerator: Any) -> None:
@@ -37,6 +39,7 @@ class Language:
         self.host = self.lm
         known = getattr(self.lm.config, "max_position_embeddings", None)
         self.longest = min(filter(None, (settings.data.max_length, known)), default=None)
+        self.max_new_tokens = settings.caption.max_new_tokens
 
     def collator(self, memories: training.RowMemories | None) -> training.RowCollator:
         """Rows to batches, with these memories beside them or none."""
@@ -47,6 +50,25 @@ class Language:
     def check(self, rows: Any) -> None:
         """Refuse rows that this host cannot learn, before anything is trained."""
         self.collator(None).check(rows)
+
+    def check_prompts(self, prompts: Sequence[str]) -> str:
+        """Shorten what is written after these prompts to what the language model has positions for; says if it did.
+
+        Raises:
+            TextError: a prompt fills them all.
+        """
+        positions = getattr(self.lm.config, "max_position_embeddings", None)
+        counts = [len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else 0 for text in prompts]
+        room = self.max_new_tokens if positions is None else positions - 1 - max(counts)
+        if room < 1:
+            raise TextError(
+                f"a prompt of {max(counts)} tokens and its begin leave no room to write in the {positions} of "
+                f"{self.settings.lm!r}: shorten it ({max(prompts, key=len)!r:.60})"
+            )
+        if room >= self.max_new_tokens:
+            return ""
+        asked, self.max_new_tokens = self.max_new_tokens, room
+        return f"texts have at most {room} tokens instead of {asked}: {self.settings.lm!r} has no positions for more"
 
     def attach(self, memories: training.RowMemories) -> Any:
         """The language model with the adapter of the settings, and with a LoRA if asked for."""
@@ -84,7 +106,7 @@ class Language:
     def pipeline_config(self, results: str = "", pooled: bool = False) -> pipelines.PipelineConfig:
         """How to run the trained adapter from pictures, pooled or not, to texts, with the table of its run."""
         settings = self.settings
-        given = settings.caption.model_dump()
+        given = settings.caption.model_dump() | {"max_new_tokens": self.max_new_tokens}
         data = settings.data.path
         return pipelines.PipelineConfig(
             task="image-to-text",

@@ -49,7 +49,8 @@ def language_traces(
     """
     if any(adapter.resampler is not None for adapter in model.adapters.values()):
         return []
-    collator, made = training.RowCollator(tokenizer), []
+    longest = getattr(model.config, "max_position_embeddings", None)
+    collator, made = training.RowCollator(tokenizer, max_length=longest, truncation=True), []
     for row, text in zip(rows[:EXPLORED], texts, strict=False):
         # The row itself may be longer than what was written of it; its own text would not be what was attended from.
         written = training.Row(text or " ", row.prompt)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmattn import training
+from mmattn.errors import import_extra
 
 from .memory_use import WAYS
 from .series import ATTRIBUTES
@@ -34,6 +35,7 @@ COLUMNS = {
 def main(settings: dict[str, Any]) -> Path:
     """Leave settings, metrics, the adapter, samples, plots and the table with its controls in the run's folder."""
     config = Config(**settings)
+    import_extra("matplotlib", "viz")  # rather missed now than after the last step
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path

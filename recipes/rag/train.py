@@ -13,6 +13,7 @@ import torch
 import mmattn
 from mmattn import inspect, training
 from mmattn.encoders import HybridEncoder
+from mmattn.errors import import_extra
 
 from .answering import adapter_settings, answer_batch, describe, learn, load_lm
 from .entries import Entries
@@ -29,6 +30,7 @@ Question = tuple[str, str, mmattn.Memory]
 def main(settings: dict[str, Any]) -> Path:
     """Leave settings, metrics, adapter, plots and the table with its controls in the run's folder."""
     config = Config(**settings)
+    import_extra("matplotlib", "viz")  # rather missed now than after the last step
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import mmattn
 from mmattn import inspect, training
-from mmattn.errors import ConfigError
+from mmattn.errors import ConfigError, import_extra
 
 from .alignment import draw
 from .measure import measure, measure_pages
@@ -37,6 +37,7 @@ COLUMNS = {
 def main(settings: dict[str, Any]) -> Path:
     """Leave settings, metrics, model, tokenizer, translations, alignments and the table in the run's folder."""
     config = Config(**settings)
+    import_extra("matplotlib", "viz")  # rather missed now than after the last step
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path

@@ -16,6 +16,7 @@ import torch
 
 import mmattn
 from mmattn import inspect, training
+from mmattn.errors import import_extra
 
 from . import report
 from .data import Data, load_data
@@ -31,6 +32,7 @@ Losses = list[tuple[int, float]]
 def main(config: dict[str, Any]) -> Path:
     """Run with these settings (see settings.py) and return the run's folder."""
     settings = Config.model_validate(config)
+    import_extra("matplotlib", "viz")  # rather missed now than after the last step
     run = training.RunFolder(settings.out)
     if not run.begin(settings.model_dump(mode="json")):
         return run.path

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import mmattn
@@ -81,7 +82,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "1 of another shape",
     ),
     "dtype": (
-        lambda f: rewrite(f, lambda t, c: t.update({first(t): t[first(t)].half()})),
+        lambda f: rewrite(f, lambda t, c: t.update({first(t): t[first(t)].int()})),
         AdapterFileError,
         "1 of another dtype",
     ),
@@ -196,3 +197,102 @@ def test_a_host_that_is_stored_in_half_precision_is_the_one_of_the_training(
     tiny.attach(tiny.make("llama")).save_adapter(tmp_path / "whole")
     with pytest.warns(UserWarning, match="another revision, a fine-tuned copy, or another dtype"):
         mmattn.load(tiny.make("llama").to(dtype), tmp_path / "whole")
+
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+WAYS: dict[str, Callable[[Any, torch.dtype], object]] = {
+    "model.to": lambda model, dtype: model.to(dtype),
+    "host.to": lambda model, dtype: model.host.to(dtype),
+    "adapters.to": lambda model, dtype: model.adapters.to(dtype),
+    "part of it": lambda model, dtype: model.adapter("default").memory_norm.to(dtype),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+def test_an_adapter_in_any_precision_is_loaded_beside_a_host_in_any(
+    tmp_path: Path, dtype: torch.dtype, way: str
+) -> None:
+    """Invariant 130: what half precision saved is the trained adapter to its rounding, beside every host."""
+    memory = tiny.memory(ROWS)
+    model = tiny.attach(tiny.make("llama"))
+    want = logits(model, memory=memory)
+    WAYS[way](model, dtype)
+    model.save_adapter(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "pretrained")
+    with warnings.catch_warnings():  # a host in another precision has other weights, it says
+        warnings.filterwarnings("ignore", message="the weights of this")
+        for there in FLOATS:
+            for folder in ("adapter", "pretrained"):
+                again = mmattn.load(tiny.make("llama").to(there), tmp_path / folder)
+                assert {value.dtype for value in again.adapters.parameters()} == {torch.float32}
+                tiny.assert_close(logits(again, memory=memory).float(), want, 0.1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_dtype_that_is_asked_for(saved: Path, dtype: torch.dtype) -> None:
+    """Invariant 130: all weights in it, gates in float32 at least."""
+    model = mmattn.load(tiny.make("llama"), saved, dtype=dtype)
+    for name, value in model.adapter("default").named_parameters():
+        assert value.dtype == (torch.promote_types(dtype, torch.float32) if name.endswith("gate") else dtype), name
+    model.save_adapter(saved)
+    assert mmattn.load(tiny.make("llama"), saved, dtype="auto").adapter("default").memory_norm.weight.dtype == dtype
+    whole = mmattn.load(model.unload(), saved)
+    assert {value.dtype for value in whole.adapters.parameters()} == {torch.float32}
+
+
+def test_the_dtype_of_a_mixed_folder_is_that_of_most_weights(saved: Path) -> None:
+    """Invariant 130."""
+    rewrite(saved, lambda tensors, config: tensors.update({first(tensors): tensors[first(tensors)].double()}))
+    model = mmattn.load(tiny.make("llama"), saved, dtype="auto")
+    assert {value.dtype for value in model.adapters.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+def test_the_state_dict_of_a_trainer_in_any_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Invariant 130: `transformers.Trainer` writes the state dict of the model as it is."""
+    model = tiny.attach(tiny.make("llama")).to(dtype)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    again = mmattn.load(tiny.make("llama"), tmp_path)
+    for name, value in again.adapter("default").state_dict().items():
+        assert torch.equal(value, model.adapter("default").state_dict()[name].float())
+
+
+def test_a_second_adapter_is_loaded_into_a_model_in_half_precision(saved: Path) -> None:
+    """Invariant 130."""
+    model = tiny.attach(tiny.make("llama")).to(torch.bfloat16)
+    with pytest.warns(UserWarning, match="not those the adapter"):
+        mmattn.load(model, saved, "second")
+    assert logits(model, memory={"second": tiny.memory(ROWS)}).dtype == torch.bfloat16
+    assert {value.dtype for value in model.adapter("second").parameters()} == {torch.float32}
+
+
+def test_a_weight_beyond_the_range_is_refused_and_never_infinite(tmp_path: Path) -> None:
+    """Invariant 130: neither at saving in half precision nor at loading in it."""
+    model = tiny.attach(tiny.make("llama"))
+    with torch.no_grad():
+        model.adapter("default").memory_norm.weight[3] = 70_000.0
+    model.save_adapter(tmp_path)
+    host = tiny.make("llama")
+    with pytest.raises(NonFiniteError, match=r"memory_norm.weight' reach 7e\+04, beyond the range of torch.float16"):
+        mmattn.load(host, tmp_path, dtype=torch.float16)
+    assert hooks(host) == 0
+    assert mmattn.load(host, tmp_path, dtype=torch.bfloat16).adapter("default").memory_norm.weight.isfinite().all()
+    model.half()
+    with pytest.raises(NonFiniteError):
+        model.save_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "half", 16])
+def test_a_dtype_that_no_adapter_can_have(saved: Path, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="dtype must be torch.float32"):
+        mmattn.load(tiny.make("llama"), saved, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_host_in_whole_precision_is_the_one_that_was_rounded_for_the_training(
+    tmp_path: Path, dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    tiny.attach(tiny.make("llama").to(dtype)).save_adapter(tmp_path)
+    mmattn.load(tiny.make("llama"), tmp_path)
+    assert not recwarn.list

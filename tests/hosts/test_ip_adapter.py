@@ -174,6 +174,19 @@ def test_written_and_read_back(kind, tmp_path):
         assert path.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
 
 
+@torch.no_grad()
+def test_written_in_half_precision(tmp_path):
+    """Invariant 130: what a model in half precision wrote is read beside one in float32, and in its own if asked."""
+    model, path = tiny_unets.attach(tiny_unets.make(), tokens=TOKENS).half(), tmp_path / "ip.safetensors"
+    model.save_ip_adapter(path)
+    for dtype in (None, torch.float16, "auto"):
+        again = mmattn.load(tiny_unets.make(), path, dtype=dtype)
+        for name, value in again.adapter("default").state_dict().items():
+            assert value.dtype == (torch.float32 if dtype is None else torch.float16)
+            assert torch.equal(value.float(), model.adapter("default").state_dict()[name].float())
+        assert run(again, tiny.memory(ROWS)).isfinite().all()
+
+
 def test_what_is_no_ip_adapter_is_not_written_as_one(tmp_path):
     few = mmattn.Resampler(3, 1, 2, 4)
     for settings in ({}, {"tokens": 2, "blocks": ("up",)}, {"tokens": 2, "resampler": few}):

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 import mmattn
 from mmattn import training
 from mmattn.cli.app import main
-from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, TextError
 from mmattn.recipes import read_settings
 from tests.recipes.comparing import check_compared
 from tests.tiny import assert_close
@@ -423,3 +423,51 @@ def test_a_table_without_a_shuffled_memory(recipe: SimpleNamespace) -> None:
     line = recipe.train.Line("adapter, shuffled memory", float("nan"), 5, 1.0)
     text = recipe.report.table([recipe.train.Line("LoRA, text only", 2.0, 5, 1.0), line], "language")
     assert "nan" not in text and "fewer than two held-out rows" in text
+
+
+class TestBeforeTheFirstStep:
+    """Invariant 131: what can be known before the first step is not found out after the last one."""
+
+    @pytest.fixture
+    def short_lm(self, tmp_path: Path) -> Path:
+        """A language model with 64 learned positions."""
+        from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "lm")
+        torch.manual_seed(0)
+        sizes = GPT2Config(vocab_size=2048, n_positions=64, n_embd=32, n_layer=3, n_head=2, bos_token_id=0)
+        GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "lm")
+        tokenizer.save_pretrained(tmp_path / "lm")
+        return tmp_path / "lm"
+
+    def test_a_language_model_without_room_for_the_captions(
+        self, recipe: SimpleNamespace, short_lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Invariant 131: they are shorter, in the samples and in the pipeline of the adapter, and it says so."""
+        asked = short(tmp_path, lm=str(short_lm), eval={"eval_steps": 0}, caption={})
+        recipe.train.main(asked)
+        assert "at most 63 tokens instead of 64" in capsys.readouterr().out
+        assert (tmp_path / "run" / "samples.txt").read_text()
+        assert mmattn.pipeline(tmp_path / "run" / "adapter")(FLORA / "daffodil.png") is not None
+
+    def test_a_prompt_without_room_is_refused(self, recipe: SimpleNamespace, short_lm: Path, tmp_path: Path) -> None:
+        asked = short(tmp_path, lm=str(short_lm), caption={"prompt": "a flower " * 40})
+        with pytest.raises(TextError, match="leave no room to write in the 64 of"):
+            recipe.train.main(asked)
+        assert not (tmp_path / "run" / "checkpoints").exists()
+
+    def test_a_control_that_cannot_be(
+        self, recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "peft", None)
+        with pytest.raises(MissingExtraError, match="peft"):
+            recipe.train.main(short(tmp_path))
+        assert not (tmp_path / "run" / "checkpoints").exists()
+
+    def test_plots_that_cannot_be(
+        self, recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(MissingExtraError, match="matplotlib"):
+            recipe.train.main(short(tmp_path))
+        assert not (tmp_path / "run" / "checkpoints").exists()

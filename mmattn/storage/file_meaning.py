@@ -53,9 +53,11 @@ def making_sense(path: Path, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (AdapterFileError, OSError, MemoryError):
+    except (AdapterFileError, MemoryError):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # pyarrow raises some without one, of what it reads
+            raise
         named = str(error) if isinstance(error, MmattnError) else f"{type(error).__name__}: {error}"
         reason = " ".join(named.split())
         raise AdapterFileError(

@@ -113,7 +113,7 @@ class HarnessModel:
         pairs: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
-            ids = self._ids(request.args[0])[1:]
+            ids = self._ids(request.args[0])
             for rolling in windows.get_rolling_token_windows(ids, self.begin, self.max_length, 1):
                 before, after = windows.make_disjoint_window(rolling)
                 pairs.append((list(before), list(after)))
@@ -179,14 +179,17 @@ class HarnessModel:
         super().set_cache_hook(cache_hook)  # type: ignore[misc]
 
     def _ids(self, text: str) -> list[int]:
-        """Ids of a text after the begin token, which a chat template may have written already."""
-        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return ids if ids[:1] == [self.begin] else [self.begin, *ids]
+        """Ids of a text with what the tokenizer puts around it, which a chat template may have written already."""
+        begins = text.startswith(str(self.tokenizer.decode([self.begin])))
+        return list(self.tokenizer(text, add_special_tokens=not begins, verbose=False)["input_ids"])
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a context, and of what follows it together with the blanks at its end."""
-        before = self._ids(context.rstrip())
-        after = self._ids(context + continuation)[len(before) :][-self.max_length :]
+        before, whole = self._ids(context.rstrip()), self._ids(context + continuation)
+        if not context.rstrip():  # what the tokenizer puts before every text is no text
+            before = [self.begin]
+            whole = whole if whole[:1] == before else before + whole
+        after = whole[len(before) :][-self.max_length :]
         if not after:
             raise ConfigError(f"nothing is to be scored after {context!r:.60}: {continuation!r:.60} has no tokens")
         return before[-(self.max_length + 1 - len(after)) :], after
@@ -211,7 +214,7 @@ class HarnessModel:
                 f"{options['max_new_tokens']} tokens are to be written, and the host reads {self.max_length} in all: "
                 "lower max_gen_toks in the task's generation_kwargs, or with --gen_kwargs"
             )
-        contexts = [self._ids(request.args[0])[-room:] for request in requests]
+        contexts = [self._ids(request.args[0])[-room:] or [self.begin] for request in requests]
 
         def write(chosen: Sequence[int], memory: Memory | None) -> list[str]:
             rows = [contexts[i] for i in chosen]

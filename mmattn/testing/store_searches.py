@@ -130,7 +130,8 @@ def check_filter_values(make: MakeStore) -> None:
 def check_filter_spellings(make: MakeStore) -> None:
     """A filter is compared as JSON: a tuple is a list, a number as a key its text; what JSON lacks is refused."""
     index = filled(make, "ip", normal(2), [{"a": [1, 2], "b": {"2": 3}, "3": "c"}, {"a": (2, 1)}])
-    for wanted in ({"a": (1, 2)}, {"b": {2: 3}}, {3: "c"}, {"a": [1.0, True + 1]}):
+    spelt: list[Any] = [{"a": (1, 2)}, {"b": {2: 3}}, {3: "c"}, {"a": [1.0, True + 1]}]
+    for wanted in spelt:
         assert ids_of(index, normal(1, seed=1), 2, wanted) == [[0, None]], wanted
     for refused in ({"a": {1, 2}}, {"a": float("nan")}, {"a": object()}, {"b": {2: 3, "2": 3}}):
         try:

@@ -120,7 +120,10 @@ def _check_tables(
         AdapterFileError: they are not.
     """
     total = len(tables["ids"])
-    expected = {"ids": ((total,), torch.int64), "lengths": ((tables["lengths"].numel(),), torch.int64)}
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "ids": ((total,), torch.int64),
+        "lengths": ((tables["lengths"].numel(),), torch.int64),
+    }
     for site in adapter.sites:
         kind = tables[f"keys.{site.layer}"].dtype
         widths = {"keys": site.heads.head_dim, "values": site.heads.value_dim or site.heads.head_dim}

@@ -7,6 +7,7 @@ hidden states) for a frozen host. Names are loaded when first used, so that impo
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -97,7 +98,11 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name not in _HOME:
-        raise AttributeError(f"module 'mmattn' has no attribute {name!r}")
+        # Names of tools that look for attributes begin with an underscore, and no room is imported for them.
+        rooms = [] if name.startswith("_") else [importlib.import_module(f"mmattn.{room}") for room in _ROOMS]
+        rooms = [room for room in rooms if name in getattr(room, "__all__", ())]
+        where = f"; it is {rooms[0].__name__}.{name}" if rooms else ""
+        raise AttributeError(f"module 'mmattn' has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__])
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

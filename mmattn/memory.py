@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_float, check_int
+from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
 FORMAT = "mmattn-memory"
@@ -357,16 +358,14 @@ class Memory:
             AdapterFileError: the file is torn, changed or something else.
             NonFiniteError: NaN or infinity.
         """
-        # The constructor checks for NaN: masked slots may hold some.
-        tensors, metadata = read_tensors(path, FORMAT, check_finite=False)
-        return cls(
-            tensors["tokens"],
-            tensors.get("mask"),
-            tensors.get("segments"),
-            tensors.get("scores"),
-            json.loads(metadata["sources"]),
-            check_finite=check_finite,
-        )
+        with making_sense(path, "memory"):
+            tensors, metadata = read_tensors(path, FORMAT, check_finite=False)
+            sources = validated("sources", list[list[Any]] | None, json.loads(metadata["sources"]))
+            memory = cls(**tensors, sources=sources, check_finite=False)
+        if check_finite:
+            memory.check_finite()  # masked slots may hold NaN
+        memory.finite_checked = check_finite
+        return memory
 
     def __len__(self) -> int:
         return self.batch

@@ -99,3 +99,14 @@ def test_a_missing_dependency_is_named_with_its_extra() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "mmattn[vision]" in done.stdout
+
+
+def test_a_name_of_a_room_says_where_it_is() -> None:
+    """Invariant 139."""
+    import mmattn
+
+    for room, name in (("hosts", "PassageCache"), ("adapters", "InsertedAdapter"), ("retrieval", "chunk")):
+        with pytest.raises(AttributeError, match=rf"it is mmattn\.{room}\.{name}"):
+            getattr(mmattn, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
+        mmattn.nothing  # noqa: B018

@@ -10,11 +10,18 @@ import typer
 #: The score that an entry must have at least where scores are cosines and no other threshold is given: the default
 #: encoder gives texts that have nothing in common up to 0.2.
 COSINE_THRESHOLD = 0.2
+#: Words of a chunk of a text; the default encoder reads 256 tokens.
+_CHUNK = 128
 _ENCODER = typer.Option(help="Any encoder of Hugging Face, or the encoder.safetensors of an adapter.")
 
 
 def build_index(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="JSON lines, or plain text: an entry per line.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…|FOLDER", help="JSON lines, or plain text: an entry per line; a folder of texts is cut."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the index; what is there is replaced.")],
     field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
     id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
@@ -30,7 +37,9 @@ def build_index(
         typer.Option(help="A language model, a folder or ORG/NAME, that reads the texts to answer from them."),
     ] = None,
 ) -> None:
-    """Embed the lines of files and make an index of them.
+    """Embed the lines of files, or the texts in a folder, and make an index of them.
+
+    Of a folder every .txt and .md in it is cut into chunks; the source of each is the name of its file.
 
     An interrupted build goes on where it was: the finished part lies beside the index until that is saved. With --for
     the lines are JSON objects with the fields that the adapter reads, such as {"title": …, "value": …}, and the encoder
@@ -48,9 +57,15 @@ def build_index(
     from mmattn.retrieval.index import Index
     from mmattn.storage.pretrained import without_progress_bars
 
+    folders = [file for file in files if file.is_dir()]
     for file in files:
-        if not file.is_file():
-            raise AdapterFileError(f"cannot embed {file}: there is no such file")
+        if not file.is_file() and file not in folders:
+            raise AdapterFileError(f"cannot embed {file}: there is no such file or folder")
+    if folders and (len(files) > 1 or field != "text" or id_field is not None or for_ is not None):
+        raise ConfigError(
+            f"{folders[0]} is a folder of texts, which goes alone and without --field, --id-field and --for: name the "
+            "files in it, or make an index of each"
+        )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"an index is a folder, and --out {out} is a file: name another place")
     if for_ is not None:
@@ -68,6 +83,10 @@ def build_index(
         text_encoder = load_text_encoder(resolve_asset(encoder))
     # Before anything is embedded: a misspelt store, or one that is not installed, is refused at once.
     index = Index.build([], encoder=text_encoder, store=store)
+    chunks = out.with_name(f"{out.name}.chunks.jsonl")
+    if folders:
+        _write_chunks(folders[0], chunks, skip_broken)
+        files, id_field = [chunks], "id"
     parts = embed_corpus(
         files,
         shards,
@@ -87,9 +106,34 @@ def build_index(
     index.add(torch.cat(vectors), ids=ids, texts=texts, metadata=metadata)
     index.save(out)
     shutil.rmtree(shards)
+    chunks.unlink(missing_ok=True)
     typer.echo(f"{index} in {out}")
     if host is not None:
         _read_by(host, texts, out.with_name(f"{out.name}.passages"), encoder, text_encoder.fingerprint)
+
+
+def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
+    """Cut the texts in a folder into chunks, and write them as JSON lines."""
+    import json
+
+    from mmattn.errors import TextError
+    from mmattn.retrieval.chunking import chunk
+    from mmattn.storage.atomic import write_text
+
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".txt", ".md") and path.is_file())
+    texts: dict[str, str] = {}
+    for path in paths:
+        try:
+            texts[path.relative_to(folder).as_posix()] = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            if not skip_broken:
+                raise TextError(f"{path} is not UTF-8: convert the file, or leave it out with --skip-broken") from error
+    cut = chunk(list(texts.values()), size=_CHUNK, overlap=_CHUNK // 8, sources=list(texts))
+    if not cut:
+        raise TextError(f"the folder {folder} has no .txt or .md file with a text: name one that has, or files")
+    about = ({"id": f"{one.source}:{one.start}", "text": one.text, "source": one.source} for one in cut)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in about))
 
 
 def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: str | None) -> None:

@@ -183,6 +183,15 @@ class _Source:
             self.duration = float(stream.duration * stream.time_base)
         elif self.container.duration is not None:
             self.duration = self.container.duration / av.time_base
+            if "matroska" in self.container.format.name and stream.start_time is not None:
+                self.duration -= float(stream.start_time * stream.time_base)  # it counts from 0, and not from a frame
+
+    def _square(self, frame: Any, aspect: Any) -> Any:
+        """The frame as wide as it is shown; `aspect` is the width of a pixel by its height."""
+        width = round(frame.width * aspect) if aspect else frame.width
+        if width == frame.width or not 0 < width * frame.height <= self.max_pixels:
+            return frame
+        return frame.reformat(width=width)
 
     def _decoded(self) -> Iterator[tuple[float, Any]]:
         av = import_extra("av", "video")
@@ -208,7 +217,7 @@ class _Source:
                     continue
                 first = time if not number else first
                 number, last = number + 1, time
-                yield time, _upright(frame)
+                yield time, _upright(self._square(frame, stream.sample_aspect_ratio))
         seconds = last - first + (1 / rate if rate else 0.0)
         if self.duration is not None and number and seconds + max(_SLACK[1], _SLACK[0] * self.duration) < self.duration:
             raise VideoError(
@@ -218,9 +227,19 @@ class _Source:
 
 def _upright(frame: Any) -> Any:
     numpy = import_extra("numpy", "video")
-    pixels = frame.to_ndarray(format="rgb24")
-    turns = round(frame.rotation / 90)
-    return numpy.ascontiguousarray(numpy.rot90(pixels, turns)) if turns else pixels
+    if any(component.is_alpha for component in frame.format.components):
+        seen = frame.to_ndarray(format="rgba").astype(numpy.uint16)
+        pixels = ((seen[..., :3] * seen[..., 3:] + 255 * (255 - seen[..., 3:]) + 127) // 255).astype(numpy.uint8)
+    else:
+        pixels = frame.to_ndarray(format="rgb24")
+    data = next((one for one in frame.side_data if one.type.name == "DISPLAYMATRIX"), None)
+    if data is None:
+        return pixels
+    # x' = a x + c y and y' = b x + d y, with y downwards (ISO 14496-12, 6.2.2); to the nearest quarter turn.
+    a, b, _, c, d = numpy.frombuffer(bytes(data), numpy.int32)[:5].tolist()
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    return numpy.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
 
 
 def _words(error: BaseException) -> str:

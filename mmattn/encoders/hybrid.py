@@ -15,6 +15,7 @@ from mmattn.encoders.frozen import FrozenEncoder
 from mmattn.encoders.text import MINILM, TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
 from mmattn.memory import Memory
+from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 
@@ -171,13 +172,10 @@ class HybridEncoder(FrozenEncoder):
             AdapterFileError: the file is missing, damaged or something else, or names a text encoder of another width.
         """
         state, told = read_tensors(Path(path), _FORMAT)
-        try:
-            name, pooling, ngrams = told["name"], told["pooling"], told["ngrams"]
-            down, up = state["down"], state["up"]
-        except KeyError as error:
-            raise AdapterFileError(
-                f"{os.fspath(path)!r} lacks {error} of a HybridEncoder; get the file again"
-            ) from error
+        with making_sense(path, "HybridEncoder"):
+            name, pooling = (validated(key, str, told[key]) for key in ("name", "pooling"))
+            ngrams = check_int("ngrams", told["ngrams"], at_most=1 << 24)
+            down, up = state["down"].float(), state["up"].float()
         encoder = cls(name, pooling=pooling, ngrams=ngrams, device=device)
         if not (down.dim() == up.dim() == 2 and len(down) == up.shape[1] == encoder.dim and down.shape[1] == len(up)):
             raise AdapterFileError(

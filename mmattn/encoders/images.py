@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 89_478_485
 """Pixels of the largest image that is decoded by default: where Pillow begins to warn, 256 MB as RGB."""
+MAX_SIDE = 1 << 18
+"""Pixels of the longest side that is decoded: Pillow takes seconds for the rows of 1 x 80,000,000."""
 
 _ACCEPTED = (
     "a path, bytes, an open binary file, a PIL image, a numpy array or a torch tensor "
@@ -190,6 +192,10 @@ def _decoded(image: Image, name: str, max_pixels: int) -> Image:
         )
     if not width * height:
         raise ImageError(f"{name} is {width} x {height}: it has no pixels")
+    if max(width, height) > MAX_SIDE:
+        raise ImageError(
+            f"{name} ({kind}) is {width} x {height}: a side has at most {MAX_SIDE:,} pixels; cut it into pictures"
+        )
     try:
         frame = image.tell()
         try:
@@ -228,7 +234,12 @@ def _orientation(image: Image) -> Any:
 def _rgb(image: Image) -> Image:
     pil = import_extra("PIL.Image", "vision")
     if image.mode.startswith(("I", "F")):
-        return _grey(import_extra("numpy", "vision").asarray(image))
+        return _grey(import_extra("numpy", "vision").asarray(image), image.info.get("transparency"))
+    seen_through = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(seen_through, tuple) and max(seen_through) > 255:
+        # Of 16 bits, as the file has them; Pillow keeps the upper 8 of each pixel.
+        image = image.copy()
+        image.info["transparency"] = tuple(level >> 8 for level in seen_through)
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
@@ -241,7 +252,7 @@ def _rgb(image: Image) -> Image:
         raise ImageError(f"has the colour mode {image.mode}, which cannot become RGB; save it as RGB") from error
 
 
-def _grey(array: Any) -> Image:
+def _grey(array: Any, seen_through: Any = None) -> Image:
     numpy, pil = import_extra("numpy", "vision"), import_extra("PIL.Image", "vision")
     exact = array.dtype == numpy.uint16 or array.dtype == numpy.dtype(">u2")
     values = array.astype(numpy.float64)
@@ -254,7 +265,10 @@ def _grey(array: Any) -> Image:
         scale = 65535.0
     else:
         scale = 1.0 if array.dtype.kind == "f" and high <= 1 else 255.0
-    return pil.fromarray((values * (255 / scale)).round().astype(numpy.uint8)).convert("RGB")
+    levels = (values * (255 / scale)).round().astype(numpy.uint8)
+    if isinstance(seen_through, int):
+        levels[values == seen_through] = 255
+    return pil.fromarray(levels).convert("RGB")
 
 
 def _from_array(given: Any, max_pixels: int) -> Image:

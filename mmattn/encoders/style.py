@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from mmattn.encoders.frozen import ImageEncoder
 from mmattn.encoders.images import MAX_PIXELS
 from mmattn.encoders.preprocessing import ImageProcessor, each_image
-from mmattn.errors import AdapterFileError, ImageError
+from mmattn.errors import ImageError, check_int
 from mmattn.storage.atomic import replacing
+from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.storage.released_weights import read_weights
 
 WIDTH = 64
@@ -142,13 +143,15 @@ class StyleEncoder(ImageEncoder):
         from safetensors import safe_open
 
         state = {name: value.float() for name, value in read_weights(path).items()}
-        with safe_open(path, "pt") as file:
-            settings = json.loads((file.metadata() or {}).get("style_encoder", "null"))
-        if settings is None or not {"body.0.weight", "head.bias"} <= state.keys():
-            raise AdapterFileError(f"{os.fspath(path)!r} is no StyleEncoder: name a file that its save wrote")
-        network = StyleNetwork(state["body.0.weight"].shape[1], len(state["head.bias"]))
-        network.load_state_dict(state)
-        return cls(network, settings["size"], settings["ink"], device)
+        with making_sense(path, "StyleEncoder, as its save writes them"):
+            with safe_open(path, "pt") as file:
+                settings = validated(
+                    "its settings", dict[str, int | bool], json.loads(file.metadata()["style_encoder"])
+                )
+            network = StyleNetwork(state["body.0.weight"].shape[1], len(state["head.bias"]))
+            network.load_state_dict(state)
+            encoder = cls(network, check_int("size", settings["size"], at_most=4096), bool(settings["ink"]))
+        return encoder.to(device or "cpu")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a safetensors file.

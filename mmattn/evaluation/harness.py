@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mmattn.errors import ConfigError, check_int, import_extra
+from mmattn.errors import ConfigError, check_bool, check_int, import_extra
 from mmattn.evaluation.document_memories import DocumentMemories
 from mmattn.evaluation.likelihoods import log_likelihoods
 from mmattn.memory import Memory
@@ -37,8 +37,6 @@ def adapted_lm() -> type:
 class HarnessModel:
     """An adapted language model under lm-evaluation-harness, with a memory for each document.
 
-    Every text begins with the begin token of the tokenizer, as in training and in pipelines.
-
     Args:
         adapter: the folder of an adapter that names its host, tokenizer and encoder, as for `mmattn.pipeline`; or an
             adapted language model.
@@ -53,6 +51,8 @@ class HarnessModel:
         max_length: tokens that the host reads at most; by default what its config says. Longer texts lose their
             beginning.
         device: of a folder's models, as for `mmattn.pipeline`.
+        add_bos_token: True puts the begin token before every text, as training and pipelines do; False nothing; None
+            what the tokenizer puts there, as the harness's own class does.
 
     Raises:
         ConfigError: arguments that contradict each other, or a model that writes no text.
@@ -70,6 +70,7 @@ class HarnessModel:
         batch_size: int | str = 8,
         max_length: int | None = None,
         device: str | None = None,
+        add_bos_token: bool | None = None,
     ) -> None:
         super().__init__()
         read: Callable[[Any], Any] | None = None
@@ -94,6 +95,9 @@ class HarnessModel:
         known = getattr(adapter.config, "max_position_embeddings", None) or _LENGTH
         self.max_length = check_int("max_length", known if max_length is None else max_length, at_least=2)
         self.begin, _ = bos_and_eos(tokenizer)
+        if add_bos_token is not None:
+            check_bool("add_bos_token", add_bos_token)
+        self.add_bos_token = add_bos_token
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Of each continuation log p after its context in nats, and whether greedy decoding would write it.
@@ -113,7 +117,8 @@ class HarnessModel:
         pairs: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
-            ids = self._ids(request.args[0])[1:]
+            ids = self._ids(request.args[0])
+            ids = ids[1:] if self.add_bos_token else ids  # the first window begins with it
             for rolling in windows.get_rolling_token_windows(ids, self.begin, self.max_length, 1):
                 before, after = windows.make_disjoint_window(rolling)
                 pairs.append((list(before), list(after)))
@@ -179,14 +184,18 @@ class HarnessModel:
         super().set_cache_hook(cache_hook)  # type: ignore[misc]
 
     def _ids(self, text: str) -> list[int]:
-        """Ids of a text after the begin token, which a chat template may have written already."""
-        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return ids if ids[:1] == [self.begin] else [self.begin, *ids]
+        """Ids of a text after what is put before it, which a chat template may have written already."""
+        plain = self.add_bos_token is not None or text.startswith(str(self.tokenizer.decode([self.begin])))
+        ids = list(self.tokenizer(text, add_special_tokens=not plain, verbose=False)["input_ids"])
+        return [self.begin, *ids] if self.add_bos_token and ids[:1] != [self.begin] else ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a context, and of what follows it together with the blanks at its end."""
-        before = self._ids(context.rstrip())
-        after = self._ids(context + continuation)[len(before) :][-self.max_length :]
+        before, whole = self._ids(context.rstrip()), self._ids(context + continuation)
+        if not context.rstrip():  # what the tokenizer puts before every text is no text
+            before = [self.begin]
+            whole = whole if whole[:1] == before else before + whole
+        after = whole[len(before) :][-self.max_length :]
         if not after:
             raise ConfigError(f"nothing is to be scored after {context!r:.60}: {continuation!r:.60} has no tokens")
         return before[-(self.max_length + 1 - len(after)) :], after
@@ -211,7 +220,7 @@ class HarnessModel:
                 f"{options['max_new_tokens']} tokens are to be written, and the host reads {self.max_length} in all: "
                 "lower max_gen_toks in the task's generation_kwargs, or with --gen_kwargs"
             )
-        contexts = [self._ids(request.args[0])[-room:] for request in requests]
+        contexts = [self._ids(request.args[0])[-room:] or [self.begin] for request in requests]
 
         def write(chosen: Sequence[int], memory: Memory | None) -> list[str]:
             rows = [contexts[i] for i in chosen]

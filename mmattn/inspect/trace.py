@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, check_choice
+from mmattn.storage.file_meaning import making_sense
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 
@@ -236,11 +237,9 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
         raise AdapterFileError(
             f"{file} is of version {version}, and this mmattn reads up to version {VERSION}: install a newer mmattn"
         )
-    try:
+    with making_sense(file, "traces"):
         described = [_migrated(one, version) for one in about["traces"]]
         return [_restored(number, one, tensors) for number, one in enumerate(described)]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise AdapterFileError(f"{file} is not as its version demands: {error!r}; write it again") from error
 
 
 def _migrated(about: dict[str, Any], version: int) -> dict[str, Any]:

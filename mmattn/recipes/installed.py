@@ -9,6 +9,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import posixpath
 import re
 import shutil
 import sys
@@ -125,6 +126,9 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
     existed = target.is_dir()
     try:
         shutil.copytree(source, target, ignore=waste, dirs_exist_ok=True)
+        for page in target.rglob("*.md"):
+            place = "assets" if name == "assets" else f"recipes/{name}"
+            page.write_text(_with_addresses(page.read_text("utf-8"), page.relative_to(target).parent, place), "utf-8")
     except BaseException:  # Ctrl-C too: half a copy would stand in the way of the next one
         shutil.rmtree(target, ignore_errors=True)
         if existed:
@@ -156,6 +160,23 @@ def load_recipe(folder: Path, name: str) -> ModuleType:
         sys.modules[package] = importlib.util.module_from_spec(spec)
     importlib.invalidate_caches()
     return importlib.import_module(f"{package}.{name}")
+
+
+def _with_addresses(text: str, folder: Path, place: str) -> str:
+    """A page whose links out of its recipe lead to the repository, wherever the page lies."""
+
+    def addressed(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(place, folder.as_posix(), link["path"]))
+        if path == place or path.startswith(f"{place}/"):
+            return link[0]
+        kind = "raw" if link["picture"] else "blob"
+        return f"{link['picture']}[{link['words']}]({_REPOSITORY}/{kind}/main/{path}{link['part'] or ''})"
+
+    return _LINK.sub(addressed, text)
+
+
+_REPOSITORY = "https://github.com/mmattn/mmattn"
+_LINK = re.compile(r"(?P<picture>!?)\[(?P<words>[^\]]*)\]\((?P<path>\.\./[^)\s#]*)(?P<part>#[^)\s]*)?\)")
 
 
 def _carried(name: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,16 @@ from typing import Any
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_int
 from mmattn.tokenization import check_text
 
-_WORD = re.compile(r"\S+")
+# Scripts that put no spaces between words: Thai, Lao, Tibetan, Myanmar, Khmer; Chinese and Japanese with their marks.
+_SPACELESS = (
+    "\u0e01-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff"
+    "\u2e80-\u2fdf\u3001-\u312f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff9f\U00020000-\U0003ffff"
+)
+_MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.category(mark)[0] == "M")
+_MARKS += "\ufe00-\ufe0f\uff9e\uff9f\U000e0100-\U000e01ef"
+# A word, or in such a script a character with what is written on it.
+_WORD = re.compile(rf"[{_SPACELESS}][{_MARKS}]*|[^\s{_SPACELESS}]+")
 # An end is a full stop and the like before a gap, one of the full-width ones, or an empty line.
 _SENTENCE_END = re.compile(
     r"""(?P<stop>[.!?…]+["'”’»)\]]*)(?=\s)|[。！？]+[”’」』）]*|\n[^\S\n]*\n""",
@@ -58,8 +68,9 @@ def chunk(
         size: tokens or sentences of a chunk.
         overlap: of these, how many a chunk shares with the one before it.
         by: "tokens" or "sentences".
-        tokenizer: a fast Hugging Face tokenizer that counts the tokens; None counts words. Characters that make
-            several tokens are not cut apart, so a chunk of one such character may exceed `size`.
+        tokenizer: a fast Hugging Face tokenizer that counts the tokens; None counts words, and characters in scripts
+            without spaces between words, such as Chinese, Japanese and Thai. Characters that make several tokens are
+            not cut apart, so a chunk of one such character may exceed `size`.
         sources: what names each document; its number by default.
         unique: return only the first of chunks with equal text, in whichever documents they are.
 

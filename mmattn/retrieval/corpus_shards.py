@@ -7,7 +7,6 @@ manifest.json          rows and sha256 of each shard; written when all shards ar
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,10 @@ from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConditionError, import_extra
 from mmattn.storage.atomic import write_text
+from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.storage.fingerprints import file_fingerprint
-from mmattn.storage.json_files import dump_json, read_json
+from mmattn.storage.json_files import dump_json, parse_json, read_json
+from mmattn.storage.tensor_files import check_values
 
 FORMAT = "mmattn-corpus"
 MAX_JSON = 256 << 20
@@ -75,14 +76,16 @@ class CorpusShards:
                     f"{str(path)!r} is missing or was changed after it was written (wrong checksum); delete it and run "
                     "embed_corpus again, which makes what is missing"
                 )
-            try:
+            with making_sense(path, f"shard of width {self.dim}"):
                 table = parquet.read_table(path)
                 flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
                 vectors = torch.from_numpy(flat.copy()).view(shard["rows"], self.dim)
-                metadata = [json.loads(text) for text in table["metadata"].to_pylist()]
-                row = table["id"].to_pylist(), table["text"].to_pylist(), metadata, vectors
-            except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-                raise AdapterFileError(f"{str(path)!r} is no shard of width {self.dim}: {error}") from error
+                check_values("vector", vectors)
+                if vectors.dtype != torch.float32:
+                    raise AdapterFileError(f"{str(path)!r} has vectors in {vectors.dtype}, and float32 was written")
+                ids, texts = (validated(name, list[str], table[name].to_pylist()) for name in ("id", "text"))
+                said = [parse_json("metadata", text.encode(), MAX_JSON) for text in table["metadata"].to_pylist()]
+                row = ids, texts, validated("metadata", list[dict[str, Any]], said), vectors
             yield row
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -265,10 +266,7 @@ def as_vectors(what: str, given: Any, *, dim: int | None = None, single: bool = 
                 "give memories of several slots as tokens=, beside the vectors"
             )
         given = given.tokens[:, 0]
-    try:
-        vectors = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ShapeError(f"{what} must be numbers (b, e), got {type(given).__name__}: {error}") from error
+    vectors = as_numbers(f"{what} must be numbers (b, e)", given)
     if vectors.dtype == torch.bool or vectors.is_complex():
         raise ShapeError(f"{what} must be real numbers, got {vectors.dtype}")
     if single and vectors.dim() == 1:
@@ -282,6 +280,33 @@ def as_vectors(what: str, given: Any, *, dim: int | None = None, single: bool = 
             "were cut; encode them as the entries of the index were encoded"
         )
     return vectors.float()
+
+
+def as_numbers(what: str, given: Any) -> Tensor:
+    """A tensor of whatever has numbers: a tensor, an array of any layout and byte order, a table, or lists of these.
+
+    Args:
+        what: what is wanted, in messages.
+        given: what was given.
+
+    Raises:
+        ShapeError: no numbers, rows of different lengths, or an array with masked values.
+    """
+    try:
+        if isinstance(given, (list, tuple)) and any(hasattr(one, "shape") and len(one.shape) for one in given):
+            return torch.stack([as_numbers(what, one) for one in given])
+        if isinstance(given, Tensor) or not hasattr(given, "__array__"):
+            return torch.as_tensor(given)
+        numpy = importlib.import_module("numpy")
+        if numpy.ma.is_masked(given):
+            raise ValueError("some of its values are masked, and every number counts; fill them, or leave the rows out")
+        array = numpy.asarray(given)
+        kind = numpy.float64 if array.dtype == numpy.longdouble else array.dtype.newbyteorder("=")
+        return torch.from_numpy(numpy.array(array, dtype=kind, order="C"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ShapeError):
+            raise
+        raise ShapeError(f"{what}, got {type(given).__name__}: {error}") from error
 
 
 def check_vectors(what: str, vectors: Tensor, metric: str) -> None:

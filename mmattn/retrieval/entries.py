@@ -63,7 +63,7 @@ class Entries:
     def entry(self, row: int) -> Entry:
         """The entry of a row."""
         tokens = None if self.tokens is None else self.tokens[row]
-        return Entry(self.ids[row], self.texts[row], self.metadata[row], self.vectors[row], tokens)
+        return Entry(self.ids[row], self.texts[row], copied(self.metadata[row]), self.vectors[row], tokens)
 
     def joined(self, other: Entries) -> Entries:
         """These entries and then the others, none of whose ids is here."""
@@ -129,13 +129,24 @@ class Entries:
         if isinstance(chosen, Mapping):
             found = [_has(metadata, chosen) for metadata in self.metadata]
         elif callable(chosen):
-            found = [bool(chosen(metadata)) for metadata in self.metadata]
+            found = [bool(chosen(copied(metadata))) for metadata in self.metadata]
         else:
             raise ConfigError(
                 f"filter must be a dict of metadata that must be equal, or a function of an entry's metadata that says "
                 f"True or False; got {type(chosen).__name__}"
             )
         return torch.tensor(found, dtype=torch.bool, device=self.vectors.device)
+
+
+def copied(value: Any) -> Any:
+    """A JSON value that shares nothing with another, to be handed out: whoever edits it edits no index.
+
+    Args:
+        value: to be copied.
+    """
+    if isinstance(value, dict):
+        return {key: copied(one) for key, one in value.items()}
+    return [copied(one) for one in value] if isinstance(value, list) else value
 
 
 def _has(metadata: Any, wanted: Mapping[str, Any]) -> bool:

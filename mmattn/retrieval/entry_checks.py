@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
 from mmattn.memory import Memory
-from mmattn.retrieval.entries import Entries, Id
+from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.storage.json_files import dump_json
 
 MAX_METADATA = 4 << 30
@@ -131,6 +131,24 @@ def check_metadata(metadata: Iterable[Any], count: int) -> tuple[Any, ...]:
         for row, value in enumerate(found):
             dump_json(f"metadata {row}", value, MAX_METADATA)  # says which
         raise
+
+
+def check_filter(chosen: Filter | None) -> Filter | None:
+    """A filter as every store compares it: a dict of metadata as JSON has it, in which metadata is kept.
+
+    Args:
+        chosen: the filter; a function stays as it is.
+
+    Raises:
+        ConfigError: a dict of values that JSON does not have.
+    """
+    if not isinstance(chosen, Mapping):
+        return chosen
+    try:
+        found: dict[str, Any] = json.loads(dump_json("filter", dict(chosen), MAX_METADATA))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; metadata is JSON, and a filter is compared with it") from error
+    return found
 
 
 def check_tokens(tokens: Any, count: int) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_bool_mask, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import as_vectors
-from mmattn.retrieval.entries import Entries
+from mmattn.retrieval.entries import Entries, copied
 from mmattn.retrieval.scoring import gather
 from mmattn.retrieval.stores.protocol import VectorStore
 
@@ -288,7 +288,7 @@ def hits_of_rows(
     numbers = rows.tolist()
 
     def column(values: Sequence[Any]) -> list[list[Any]]:
-        return [[values[row] if row >= 0 else None for row in line] for line in numbers]
+        return [[copied(values[row]) if row >= 0 else None for row in line] for line in numbers]
 
     return Hits(
         scores,

@@ -17,6 +17,7 @@ from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
 from mmattn.retrieval.entries import Entries, Entry, Filter, Id
 from mmattn.retrieval.entry_checks import (
     as_id_list,
+    check_filter,
     check_known,
     check_lines,
     check_metadata,
@@ -291,7 +292,7 @@ class Index:
         values = self.space.queries(queries, encoder, self.device)
         with torch.autocast(values.device.type, enabled=False):
             with torch.no_grad():
-                found = self.store.search(values.detach(), top_k, filter)
+                found = self.store.search(values.detach(), top_k, check_filter(filter))
                 vectors = found.entries.vectors
                 rows = best_rows(values.detach(), vectors, found.rows, self.metric, top_k)
             near = gather(vectors, rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexMismatchError, check_float, check_int
 from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
 from mmattn.retrieval.entries import Filter
+from mmattn.retrieval.entry_checks import check_filter
 from mmattn.retrieval.hits import Hits, hits_of_rows
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.maxsim import best_entries, mean_vectors, scores_of
@@ -119,7 +120,7 @@ class MultiVectorIndex(Index):
         asked = self.space.query_parts(queries, encoder, self.device)
         with torch.autocast(self.device.type, enabled=False):
             with torch.no_grad():
-                found = self._candidates(asked, filter, num_candidates)
+                found = self._candidates(asked, check_filter(filter), num_candidates)
                 tokens = found.entries.tokens or ()
                 rows = best_entries(asked, tokens, found.rows, self.metric, top_k)
             scores = scores_of(asked, tokens, rows, self.metric)

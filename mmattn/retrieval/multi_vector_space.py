@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError, ShapeError, check_choice
 from mmattn.memory import Memory
-from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder, are_texts, as_vectors, check_vectors
+from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder, are_texts, as_numbers, as_vectors, check_vectors
 from mmattn.retrieval.maxsim import mean_vectors
 
 
@@ -97,9 +97,11 @@ def as_parts(what: str, given: Any, *, single: bool = False) -> list[Tensor]:
     if isinstance(given, Memory):
         parts = [row[real] for row, real in zip(given.tokens, given.real_slots(), strict=True)]
     else:
+        if hasattr(given, "__array__"):
+            given = as_numbers(f"{what} must be numbers (n, m, e)", given)
         try:
-            parts = [torch.as_tensor(part) for part in given]
-        except (TypeError, ValueError, RuntimeError) as error:
+            parts = [as_numbers(f"{what} must be numbers (m, e) each", part) for part in given]
+        except TypeError as error:
             raise ShapeError(f"{what} must be numbers (m, e) each, got {type(given).__name__}: {error}") from error
         if single and parts and all(part.dim() == 1 for part in parts):
             parts = [torch.stack(parts)]

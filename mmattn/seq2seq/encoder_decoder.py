@@ -30,6 +30,7 @@ from mmattn.errors import (
 from mmattn.memory import Memory
 from mmattn.seq2seq.checks import check_ids, check_memory
 from mmattn.seq2seq.generation import beam_search, greedy
+from mmattn.storage.file_meaning import making_sense
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
 POSITIONS = ("sinusoidal", "learned", "rotary", "alibi")
@@ -336,7 +337,7 @@ class EncoderDecoder(nn.Module):
             )
         if version < 2:
             weights = upgrade_state_names(weights)
-        try:
+        with making_sense(path, "model whose weights are those of its settings"):
             settings = metadata["settings"]
             layers = len({name.split(".")[1] for name in weights if name.startswith("decoder.")})
             if settings["layers"] != layers:
@@ -345,9 +346,9 @@ class EncoderDecoder(nn.Module):
             with torch.device("meta"):
                 model = cls(**settings)
             model.load_state_dict(weights, assign=True)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise AdapterFileError(f"{path}: its settings and its weights do not belong together ({reason})") from error
+            dtypes = {weight.dtype for weight in model.parameters()}
+            if len(dtypes) > 1 or any(not one.is_floating_point or one.itemsize == 1 for one in dtypes):
+                raise ConfigError(f"weights have one floating point dtype, and there are {dtypes}")
         return model
 
     @property

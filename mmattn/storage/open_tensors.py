@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError
@@ -16,7 +15,8 @@ from mmattn.storage.tensor_layout import read_layout
 class TensorFile:
     """A file that `write_tensors` wrote, whose header is read at once and each tensor when it is asked for.
 
-    The checksum of a tensor is compared the first time it is read. Safe in several threads at once; no file stays open.
+    The checksum of a tensor is compared the first time it is read, and NaN and infinity are refused. Safe in several
+    threads at once; no file stays open.
 
     Args:
         folder: where the file lies.
@@ -24,7 +24,7 @@ class TensorFile:
         expect_format: the format name that the file must have.
 
     Attributes:
-        shapes: of each tensor, by its name.
+        tensors: shape and dtype of each tensor, by its name.
         metadata: the JSON object that was written with them.
         sha256: of the header, which stands for the content of the whole file.
 
@@ -36,8 +36,8 @@ class TensorFile:
     >>> with tempfile.TemporaryDirectory() as place:
     ...     write_tensors(f"{place}/a", {"x": torch.arange(3), "y": torch.zeros(5, 7)}, {"format": "example"})
     ...     file = TensorFile(FileFolder(place), "a", "example")
-    ...     file.shapes["y"], file.read("x")
-    (torch.Size([5, 7]), tensor([0, 1, 2]))
+    ...     file.tensors["y"], file.read("x")
+    (((5, 7), torch.float32), tensor([0, 1, 2]))
     """
 
     def __init__(self, folder: FileFolder, name: str, expect_format: str) -> None:
@@ -51,7 +51,7 @@ class TensorFile:
 
         layout = read_layout(path, read, size, expect_format)
         self._places, self.metadata, self.sha256 = layout.places, layout.metadata, layout.sha256
-        self.shapes = {one: torch.Size(place.shape) for one, place in layout.places.items()}
+        self.tensors = {one: (place.shape, place.dtype) for one, place in layout.places.items()}
         self._checked: set[str] = set()
         self._mapped: Tensor | None = None
 
@@ -64,6 +64,7 @@ class TensorFile:
 
         Raises:
             AdapterFileError: the values were changed after they were written, or the file is shorter or not there.
+            NonFiniteError: NaN or infinity.
             OSError: the file cannot be reached.
             KeyError: there is no tensor of this name.
         """
@@ -75,7 +76,8 @@ class TensorFile:
         else:
             values = self.folder.read(self.name, place.start, place.end)
         path = self.folder.path(self.name)
-        tensor = as_tensor(path, name, place, values, check_sha256=name not in self._checked)
+        new = name not in self._checked
+        tensor = as_tensor(path, name, place, values, check_sha256=new, check_finite=new)
         self._checked.add(name)
         return tensor
 

@@ -127,6 +127,36 @@ def check_filter_values(make: MakeStore) -> None:
     assert sorted(name for name in names if name is not None) == list(range(13)), "{} allows all"
 
 
+def check_filter_spellings(make: MakeStore) -> None:
+    """A filter is compared as JSON: a tuple is a list, a number as a key its text; what JSON lacks is refused."""
+    index = filled(make, "ip", normal(2), [{"a": [1, 2], "b": {"2": 3}, "3": "c"}, {"a": (2, 1)}])
+    spelt: list[Any] = [{"a": (1, 2)}, {"b": {2: 3}}, {3: "c"}, {"a": [1.0, True + 1]}]
+    for wanted in spelt:
+        assert ids_of(index, normal(1, seed=1), 2, wanted) == [[0, None]], wanted
+    for refused in ({"a": {1, 2}}, {"a": float("nan")}, {"a": object()}, {"b": {2: 3, "2": 3}}):
+        try:
+            index.search(normal(1, seed=1), 1, filter=refused)
+        except ConfigError:
+            continue
+        raise AssertionError(f"the filter {refused} was not refused")
+
+
+def check_metadata_is_handed_out_as_a_copy(make: MakeStore) -> None:
+    """Whoever edits metadata that was given to an index, or by it, edits no index."""
+    given = [{"k": [row], "d": {"n": row}} for row in range(3)]
+    index = filled(make, "ip", normal(3), given)
+    found = index.search(normal(1, seed=1), 3)
+    assert found.metadata is not None and found.ids is not None
+    for one in (*given, index[0].metadata, index[1].metadata, *found.metadata[0]):
+        one["k"].append(99)
+        one["d"]["n"] = 99
+    for row in range(3):
+        assert index[row].metadata == {"k": [row], "d": {"n": row}}, index[row].metadata
+    again = index.search(normal(1, seed=1), 3)
+    assert again.metadata is not None and again.ids is not None
+    assert [one["d"]["n"] for one in again.metadata[0]] == again.ids[0], again.metadata
+
+
 def check_filter_functions(make: MakeStore) -> None:
     """A function of the metadata filters as it says, or is refused by ConfigError."""
     index = filled(make, "ip", normal(31), list(range(31)))

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from mmattn.core.state_names import upgrade_state_names
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.atomic import sync_folder
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.file_meaning import making_sense
+from mmattn.storage.tensor_files import check_values, read_tensors, write_tensors
 
 FORMAT = "mmattn-checkpoint"
 STATE = "state.safetensors"
@@ -99,17 +100,25 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint, and the JSON object that was written with them, in today's names.
 
     Raises:
-        AdapterFileError: it is damaged, or of a newer format; the message says which.
+        AdapterFileError: it is damaged, or of a newer format, or has weights that are not finite; the message says
+            which.
     """
-    tensors, about = read_tensors(path / STATE, FORMAT, check_finite=False)
-    version = about.get("version", 1)
-    if version not in (1, VERSION):
-        raise AdapterFileError(
-            f"{path} has format version {version!r} and this mmattn reads up to {VERSION}: update mmattn"
-        )
-    if version == 1:
-        return _tensors_of_version_1(tensors, path), _from_version_1(about)
-    return tensors, about
+    with making_sense(path / STATE, "state of a run"):
+        tensors, about = read_tensors(path / STATE, FORMAT, check_finite=False)
+        version = about.get("version", 1)
+        if version not in (1, VERSION):
+            raise AdapterFileError(
+                f"{path} has format version {version!r} and this mmattn reads up to {VERSION}: update mmattn"
+            )
+        for name, tensor in tensors.items():
+            if name.startswith(_WEIGHTS):  # what a loader of batches keeps may be anything
+                check_values(name, tensor)
+        if version == 1:
+            return _tensors_of_version_1(tensors, path), _from_version_1(about)
+        return tensors, about
+
+
+_WEIGHTS = ("weights.", "averaged.", "best.", "moments.")
 
 
 # What settings and results were called in version 1.
@@ -188,15 +197,29 @@ def load_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, T
     Raises:
         AdapterFileError: other names or shapes; nothing is changed then.
     """
+    check_fits(parameters, tensors, where)
+    assign(parameters, tensors)
+
+
+def check_fits(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors of other names or shapes than those of the parameters, or that are no floating point.
+
+    Args:
+        parameters: by name.
+        tensors: by name.
+        where: the file they are from, for messages.
+
+    Raises:
+        AdapterFileError: there is one.
+    """
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    there = {name: tuple(tensor.shape) if tensor.is_floating_point() else None for name, tensor in tensors.items()}
     if wanted != there:
         differing = [name for name in {**wanted, **there} if wanted.get(name) != there.get(name)]
         raise AdapterFileError(
             f"{where} holds {len(there)} trained tensors and this model trains {len(wanted)}; {len(differing)} differ "
             f"({', '.join(differing[:5])}): another adapter or other settings. Name another folder for this run"
         )
-    assign(parameters, tensors)
 
 
 @torch.no_grad()
@@ -224,6 +247,24 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def check_moments(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse moments that are not those of the parameters of an optimizer.
+
+    Args:
+        optimizer: that is to have them.
+        tensors: as `optimizer_tensors` names them; none before the first step.
+
+    Raises:
+        AdapterFileError: one is of no parameter, or an average of another shape.
+    """
+    shapes = [tuple(one.shape) for group in optimizer.param_groups for one in group["params"]]
+    for name, tensor in tensors.items():
+        index, _, key = name.partition(".")
+        own = shapes[int(index)] if index.isdecimal() and int(index) < len(shapes) else None
+        if own is None or not key or (key.startswith("exp_avg") and tuple(tensor.shape) != own):
+            raise AdapterFileError(f"it has a moment {name[:100]!r} {tuple(tensor.shape)}, which no parameter has")
 
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

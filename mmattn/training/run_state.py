@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.errors import ConfigError
+from mmattn.errors import ConfigError, check_int
+from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.training import checkpoints
 from mmattn.training.training_config import TrainingResult
 
@@ -137,26 +138,52 @@ class RunState:
         if not found:
             return
         tensors, about = checkpoints.load_checkpoint(found[-1])
+        with making_sense(found[-1], "checkpoint"):
+            done = _resumed(about["at"])
+            recent = [(float(loss), float(norm)) for loss, norm in about["recent"]]
+            there = validated("its run", dict[str, Any], about["run"])
+            data_state = checkpoints.with_tensors(about.get("data"), checkpoints.with_prefix(tensors, "data"))
+            scaler = validated("its scaler", dict[str, Any] | None, about["scaler"])
         differing = [
-            f"{name}: {about['run'].get(name)!r} there, {self.identity.get(name)!r} here"
-            for name in {**about["run"], **self.identity}
-            if about["run"].get(name) != self.identity.get(name)
+            f"{name}: {there.get(name)!r} there, {self.identity.get(name)!r} here"
+            for name in {**there, **self.identity}
+            if there.get(name) != self.identity.get(name)
         ]
         if differing:
             raise ConfigError(
                 f"{found[-1]} is of a run with other settings ({'; '.join(differing[:5])}): start it with those again, "
                 "name another folder, or begin anew with resume=false"
             )
-        checkpoints.load_weights(self.parameters, checkpoints.with_prefix(tensors, "weights"), str(found[-1]))
-        checkpoints.load_optimizer(self.optimizer, checkpoints.with_prefix(tensors, "moments"))
-        averaged = checkpoints.with_prefix(tensors, "averaged")
-        self.averaged = {name: value.to(device) for name, value in averaged.items()}
-        self.best = checkpoints.with_prefix(tensors, "best")
-        self.data_state = checkpoints.with_tensors(about.get("data"), checkpoints.with_prefix(tensors, "data"))
-        for name, text in about["at"].items():
-            kind = type(getattr(self.done, name))
-            setattr(self.done, name, text == "True" if kind is bool else kind(text))
-        self.done.resumed_from_step = self.done.global_step
-        self.recent = [(float(loss), float(norm)) for loss, norm in about["recent"]]
-        if self.scaler is not None and about["scaler"] is not None:
-            self.scaler.load_state_dict(about["scaler"])
+        groups = {name: checkpoints.with_prefix(tensors, name) for name in ("weights", "averaged", "best", "moments")}
+        with making_sense(found[-1], "checkpoint of this run"):
+            checkpoints.check_moments(self.optimizer, groups["moments"])
+            for name in ("averaged", "best"):
+                if groups[name]:
+                    checkpoints.check_fits(self.parameters, groups[name], str(found[-1]))
+            checkpoints.load_weights(self.parameters, groups["weights"], str(found[-1]))
+            checkpoints.load_optimizer(self.optimizer, groups["moments"])
+            if self.scaler is not None and scaler is not None:
+                self.scaler.load_state_dict(scaler)
+        self.averaged = {name: value.to(device) for name, value in groups["averaged"].items()}
+        self.best, self.data_state, self.recent = groups["best"], data_state, recent
+        for name in (*_RESUMED, "resumed_from_step"):
+            setattr(self.done, name, getattr(done, name))
+
+
+def _resumed(at: Mapping[str, str]) -> TrainingResult:
+    """The result of a run so far, of the texts that a checkpoint has of it.
+
+    Raises:
+        ConfigError: it lacks some, or they are no counts.
+    """
+    done = TrainingResult()
+    if not set(at) <= set(_RESUMED):
+        raise ConfigError(f"it says {sorted(at)[:10]} of the run, known are {', '.join(_RESUMED)}")
+    for name, text in at.items():
+        kind = type(getattr(done, name))
+        value = text == "True" if kind is bool else kind(text)
+        if kind is int:
+            check_int(name, value, at_least=0)
+        setattr(done, name, value)
+    done.resumed_from_step = done.global_step
+    return done

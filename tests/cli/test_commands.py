@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shlex
 import subprocess
 import sys
@@ -122,6 +123,47 @@ class TestWords:
                 owners = {name.lower().replace("_", "-") for name in homes[module]}
                 names = [name for one in EXTRAS.values() for name in one]
                 assert owners & {name.lower().replace("_", "-") for name in names}, (module, extra, owners)
+
+    def test_every_extra_of_the_project_is_listed(self) -> None:
+        """Invariant 139."""
+        import tomllib
+
+        from mmattn.inspect.environment import EXTRAS
+
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert set(EXTRAS) == set(project["optional-dependencies"]) - {"all"}
+
+    def test_links_of_a_copy_lead_somewhere(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        """Invariant 139. Those out of its folder lead to the repository."""
+        from mmattn.recipes import list_recipes
+
+        for recipe in list_recipes():
+            assert call(capsys, "cp", recipe.name, tmp_path / recipe.name)[0] == 0
+            for page in (tmp_path / recipe.name).rglob("*.md"):
+                for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+                    if link.startswith("https://github.com/mmattn/mmattn/"):
+                        assert (ROOT / link.split("/main/")[1]).exists(), link
+                    else:
+                        assert "://" in link or (page.parent / link).exists(), f"{page}: {link}"
+
+    def test_an_index_of_a_folder_of_texts(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        """Invariant 139. Each text is cut, each chunk names its file, and nothing but the index stays."""
+        from mmattn import Index
+
+        (tmp_path / "texts" / "more").mkdir(parents=True)
+        (tmp_path / "texts" / "a.txt").write_text("Snowdrops flower in January. " * 60)
+        (tmp_path / "texts" / "more" / "b.md").write_text("# Tulips\n\nTulips come from Asia.")
+        (tmp_path / "texts" / "c.png").write_bytes(b"\x89PNG")
+        code, out, err = call(capsys, "index", "build", tmp_path / "texts", "-o", tmp_path / "index")
+        assert code == 0, err
+        index = Index.load(tmp_path / "index")
+        assert {index[name].metadata["source"] for name in index.ids} == {"a.txt", "more/b.md"}
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "texts"]
+        (tmp_path / "none").mkdir()
+        for words in (["none"], ["texts", "texts/a.txt"], ["texts", "--field", "title"], ["nowhere"]):
+            given = [tmp_path / words[0], *words[1:]]
+            assert call(capsys, "index", "build", *given, "-o", tmp_path / "other")[0] == 2
+        assert not (tmp_path / "other").exists()
 
     def test_env(self, capsys: pytest.CaptureFixture[str]) -> None:
         import torch

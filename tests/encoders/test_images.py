@@ -338,3 +338,38 @@ def test_collections_are_told_from_pictures() -> None:
 def test_settings_are_checked(settings: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ImageProcessor(**settings)
+
+
+@pytest.mark.parametrize("size", [(1, 80_000_000), (80_000_000, 1), (2, 1 << 19)])
+def test_absurd_sides_are_refused_from_the_header(size: tuple[int, int]) -> None:
+    """Invariant 139. A side has a limit of its own: rows cost time, however short."""
+    with pytest.raises(ImageError, match="a side has at most"):
+        load_image(huge_png(*size))
+    with pytest.raises(ImageError, match="a side has at most"):
+        load_image(np.zeros((1 << 19, 1), np.uint8))
+
+
+def png(depth: int, kind: int, raw: bytes, transparent: bytes) -> bytes:
+    """A PNG of one row of 256 pixels, of which one level or colour is transparent."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 256, 1, depth, kind, 0, 0, 0)) + chunk(b"tRNS", transparent)
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" + raw)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("level", [0, 7, 255])
+def test_one_transparent_level_is_white(level: int) -> None:
+    """Invariant 139. In 8 and 16 bits, grey and in colour."""
+    want = np.arange(256)
+    want[level] = 255
+    ramp = (np.arange(256) * 257).astype(">u2")
+    colours = np.repeat(ramp, 3)
+    pictures = [
+        png(8, 0, bytes(range(256)), struct.pack(">H", level)),
+        png(16, 0, ramp.tobytes(), struct.pack(">H", level * 257)),
+        png(16, 2, colours.tobytes(), struct.pack(">HHH", *[level * 257] * 3)),
+    ]
+    for picture in pictures:
+        assert np.asarray(load_image(picture))[0, :, 0].tolist() == want.tolist()

@@ -6,6 +6,7 @@ import doctest
 import io
 import math
 import struct
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,69 @@ def test_gradients_stop_and_the_memory_trains_an_adapter(eye: TinyEye, film: byt
     layer = mmattn.CrossAttention(11, 7, 1)
     layer(torch.randn(1, 3, 11), memory).square().sum().backward()
     assert all(weight.grad is not None for weight in layer.parameters())
+
+
+def turned(film: bytes, matrix: tuple[int, int, int, int]) -> bytes:
+    """A film with a display matrix (a, b, c, d) in the header of its track."""
+    at = film.find(b"tkhd") + 44
+    a, b, c, d = (part << 16 for part in matrix)
+    return film[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + film[at + 36 :]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "change"),
+    {
+        (1, 0, 0, 1): lambda x: x,
+        (0, 1, -1, 0): lambda x: np.rot90(x, -1),
+        (-1, 0, 0, -1): lambda x: np.rot90(x, 2),
+        (0, -1, 1, 0): lambda x: np.rot90(x),
+        (-1, 0, 0, 1): np.fliplr,
+        (1, 0, 0, -1): np.flipud,
+        (0, 1, 1, 0): lambda x: x.swapaxes(0, 1),
+        (0, -1, -1, 0): lambda x: np.rot90(x.swapaxes(0, 1), 2),
+    }.items(),
+)
+def test_frames_are_seen_as_players_show_them(matrix: tuple[int, int, int, int], change: Any) -> None:
+    """Invariant 139. Turned and mirrored, by the whole display matrix."""
+    film = filmed(2)
+    plain, seen = (next(stream_frames(one)).image for one in (film, turned(film, matrix)))
+    assert np.array_equal(seen, change(plain))
+
+
+def other_film(kind: str, codec: str, form: str, frames: list[Any], start: int = 0, aspect: Any = None) -> bytes:
+    """A film of frames, four a second, whose first one is shown late."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=4)
+        stream.width, stream.height, stream.pix_fmt = frames[0].shape[1], frames[0].shape[0], form
+        if aspect is not None:
+            stream.codec_context.sample_aspect_ratio = aspect
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgba" if pixels.shape[2] == 4 else "rgb24")
+            frame = frame.reformat(format=form)
+            frame.pts = number + start
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("matroska", "mpeg4"), ("webm", "libvpx"), ("mp4", "mpeg4"), ("mpegts", "mpeg4")]
+)
+@pytest.mark.parametrize("start", [0, 40])
+def test_a_first_frame_that_is_shown_late(kind: str, codec: str, start: int) -> None:
+    """Invariant 139. Times are counted from it, in every container, and a part of the frames is spread over them."""
+    film = other_film(kind, codec, "yuv420p", [np.full((32, 32, 3), 40 * n, np.uint8) for n in range(6)], start)
+    assert [frame.time for frame in stream_frames(film)] == pytest.approx([n / 4 for n in range(6)], abs=0.01)
+    grey = [float(frame.image.mean()) for frame in stream_frames(film, count=3)]
+    assert grey == pytest.approx([40, 120, 200], abs=12)
+
+
+def test_pixels_that_are_no_squares_and_frames_that_are_seen_through() -> None:
+    """Invariant 139. A frame is as wide as it is shown, and white where nothing is, as a picture is."""
+    grey = np.full((32, 32, 3), 90, np.uint8)
+    wide = next(stream_frames(other_film("mp4", "mpeg4", "yuv420p", [grey] * 2, aspect=Fraction(2, 1)))).image
+    assert wide.shape == (32, 64, 3)
+    clear = np.dstack([grey, np.where(np.arange(32) < 16, 0, 255).astype(np.uint8)[None].repeat(32, 0)])
+    seen = next(stream_frames(other_film("mov", "png", "rgba", [clear] * 2))).image
+    assert (seen[:, :16] == 255).all() and (seen[:, 16:] == 90).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -104,9 +105,10 @@ def run(model: Any, asked: Mapping[str, Any], **options: Any) -> tuple[dict[str,
 
 @torch.no_grad()
 def log_p(model: Any, tokenizer: Any, text: str, memory: Any = None, context: str = "") -> float:
-    """log p of a text after a context, one text at a time, without padding."""
-    ids = [tokenizer.bos_token_id, *tokenizer(context + text, add_special_tokens=False)["input_ids"]]
-    before = 1 + len(tokenizer(context, add_special_tokens=False)["input_ids"])
+    """log p of a text after a context or the begin token, one text at a time, without padding."""
+    begin = [] if context else [tokenizer.bos_token_id]
+    ids = begin + tokenizer(context + text, add_special_tokens=False)["input_ids"]
+    before = len(begin + tokenizer(context, add_special_tokens=False)["input_ids"])
     given = {} if memory is None else {"memory": memory}
     logits = model(torch.tensor([ids]), **given).logits[0].double()
     wanted = torch.tensor(ids[before:])
@@ -162,7 +164,7 @@ class TestLikelihoods:
 
         def both(asked: dict[str, Any], **given: Any) -> tuple[Any, Any]:
             ours = AdaptedLM(pipe.model, pipe.tokenizer, control="none", batch_size=3, **given)
-            named = {"tokenizer": pipe.tokenizer, "add_bos_token": True, "device": "cpu"}
+            named = {"tokenizer": pipe.tokenizer, "device": "cpu"}
             theirs = HFLM(pipe.model.host, batch_size=3, **named, **given)
             return run(theirs, asked), run(ours, asked)
 
@@ -173,10 +175,29 @@ class TestLikelihoods:
         (want, _), (got, _) = both(rolling(docs), max_length=11)
         for name in ("bits_per_byte,none", "word_perplexity,none"):
             assert got[name] == pytest.approx(want[name], rel=1e-4)
-        # Theirs puts a begin token before texts only where the tokenizer does so by itself; ours has it once.
+        # A begin token that stands in the text already is not put before it again.
         asked = {**writing(docs, max_gen_toks=5), "doc_to_text": f"{pipe.tokenizer.bos_token}The {{{{begin}}}}"}
         (_, right), (_, answers) = both(asked, max_length=11)
         assert answers == right
+
+    @pytest.mark.parametrize("adds", [False, True])
+    def test_the_begin_token_is_the_tokenizers_matter(self, pipe: Any, adds: bool) -> None:
+        """Invariant 138. Without a memory each score is that of the harness's own class."""
+        from lm_eval.models.huggingface import HFLM
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer = copy.deepcopy(pipe.tokenizer)
+        if adds:
+            begin = (tokenizer.bos_token, tokenizer.bos_token_id)
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin[0]} $A", None, [begin])
+        assert (tokenizer("A red")["input_ids"][0] == tokenizer.bos_token_id) == adds
+        ours = AdaptedLM(pipe.model, tokenizer, control="none")
+        theirs = HFLM(pipe.model.host, tokenizer=tokenizer, device="cpu")
+        for pair in (("A red", " flower"), ("", "A red flower"), ("A\n", "\nred"), (f"{tokenizer.bos_token}A", " red")):
+            asked = [request({}, 0, *pair)]
+            assert ours.loglikelihood(asked)[0][0] == pytest.approx(theirs.loglikelihood(asked)[0][0], rel=1e-4)
+        asked = [request({}, 0, "A red flower. A white flower in the grass.")]
+        assert ours.loglikelihood_rolling(asked) == [pytest.approx(theirs.loglikelihood_rolling(asked)[0], rel=1e-4)]
 
     def test_what_would_be_written_greedily_is_known(self, pipe: Any) -> None:
         image = FLORA / "daffodil.png"
@@ -235,7 +256,8 @@ class TestWriting:
     @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
     def test_each_goes_on_from_its_own_beginning_and_picture(self, pipe: Any, docs: Path, batch_size: int) -> None:
         """Beginnings of unequal length are padded on the left; what is written is that of one at a time."""
-        model = AdaptedLM("assets/vision/adapter", memory="image", device="cpu", batch_size=batch_size)
+        given = {"memory": "image", "device": "cpu", "batch_size": batch_size, "add_bos_token": True}
+        model = AdaptedLM("assets/vision/adapter", **given)
         _, answers = run(model, writing(docs))
         for row, ((text,),) in zip(read(docs), answers, strict=True):
             begin, memory = (

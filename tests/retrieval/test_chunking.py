@@ -141,3 +141,35 @@ def test_settings_that_cannot_be(options: dict[str, Any], error: type[Exception]
 def test_what_is_no_text_is_named(texts: Any) -> None:
     with pytest.raises(TextError):
         chunk(texts, size=3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    {
+        "Japanese": "".join(f"これは第{number}章の長い文章です。" for number in range(60)),
+        "Chinese": "".join(f"第{number}章讲述了一个很长的故事，" for number in range(60)),
+        "Thai": "".join(f"นี่คือข้อความยาวที่{number}" for number in range(60)),
+        "in one line with English": "words and 漢字かな交じり文 " * 40,
+        "accents of their own": "か\u3099き\u3099" * 200,
+    }.values(),
+)
+def test_scripts_without_spaces_are_cut_too(text: str) -> None:
+    """Invariant 138. No chunk of them has more than its size in characters, and together they are the text."""
+    pieces = chunk(text, size=50, unique=False)
+    assert len(pieces) > 3 and all(0 < len(piece.text) <= 50 * 12 for piece in pieces)
+    bare = "".join(text.split())
+    assert "".join("".join(piece.text.split()) for piece in pieces) == bare
+    assert all(text[piece.start : piece.end] == piece.text for piece in pieces)
+    assert not any(piece.text.startswith(("\u3099", "\u0e35", "\u0e48")) for piece in pieces)
+
+
+def test_words_of_other_scripts_stay_whole() -> None:
+    """Invariant 138."""
+    for text in (
+        "한국어 문장은 띄어쓰기를 한다",
+        "x" * 5000,
+        "naïve cafe\u0301 — ok",
+        "👨\u200d👩\u200d👧 family",
+        "שלום עולם",
+    ):
+        assert [piece.text for piece in chunk(text, size=1)] == text.split()

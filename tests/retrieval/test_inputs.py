@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from qdrant_client import QdrantClient
@@ -160,3 +161,56 @@ except mmattn.errors.MissingExtraError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[[1]]\n") and "mmattn[rag]" in done.stdout
+
+
+class TestArrays:
+    """Vectors in whatever holds numbers."""
+
+    given = np.random.RandomState(0).randn(6, 4)
+
+    @pytest.mark.parametrize(
+        "as_given",
+        [
+            lambda a: a[::-1][::-1],
+            lambda a: np.asfortranarray(a),
+            lambda a: a.astype(">f8"),
+            lambda a: a.astype(np.longdouble),
+            lambda a: np.ma.masked_array(a),
+            lambda a: [*a],
+            lambda a: [*torch.tensor(a)],
+            lambda a: tuple(map(list, a)),
+            lambda a: pd.DataFrame(a),
+            lambda a: pd.DataFrame(a, columns=list("abcd")),
+        ],
+    )
+    def test_of_any_layout(self, as_given: Any) -> None:
+        """Invariant 138. A caller's array stays as it is, and is not held."""
+        given = as_given(self.given)
+        index = Index.build(given)
+        assert torch.allclose(torch.stack([index[n].vector for n in range(6)]), torch.tensor(self.given).float())
+        assert index.search(as_given(self.given), 1).ids == [[n] for n in range(6)]
+
+    def test_negative_strides_and_read_only_ones(self) -> None:
+        """Invariant 138."""
+        fixed = self.given.copy()
+        fixed.flags.writeable = False
+        for given in (fixed, fixed[::-1], fixed[:, ::-1], fixed[::2]):
+            index = Index.build(given)
+            assert torch.allclose(index[0].vector, torch.tensor(given[0].copy()).float())
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            (np.ma.masked_array(given, given > 1), "masked"),
+            (given.astype(object), "object"),
+            (given > 0, "real numbers"),
+            (given + 1j, "real numbers"),
+            ([given[0], given[1][:3]], "numbers"),
+            (pd.DataFrame({"a": [1.0], "b": ["x"]}), "DataFrame"),
+            (np.array(["a", "b"]), "ndarray"),
+        ],
+    )
+    def test_what_has_no_numbers_is_refused(self, given: Any, match: str) -> None:
+        """Invariant 138."""
+        with pytest.raises(ShapeError, match=match):
+            Index.build(given)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mmattn import __version__
 from mmattn.adapters.file_format import Shapes, check_tensors
-from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.errors import AdapterFileError
 from mmattn.hosts.bank.page_formats import PageFormat, describe_format, described_format
 from mmattn.hosts.bank.tables import blank_tables, weights
+from mmattn.storage.file_meaning import making_sense
 from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.tensor_files import read_header, read_tensors, write_tensors
 
@@ -52,16 +53,16 @@ def read_bank(path: str | PathLike[str], model: Any, mapped: bool) -> tuple[list
     Raises:
         AdapterFileError: the file is torn, changed or something else, or the pages are of another adapter.
     """
-    shapes, metadata = read_header(path, FORMAT)
-    names = check_adapters(path, model, metadata.get("adapters"))
-    try:
+    with making_sense(path, "bank"):
+        shapes, metadata = read_header(path, FORMAT)
+        names = check_adapters(path, model, metadata.get("adapters"))
         form = described_format(metadata)
-    except ConfigError as error:
-        raise AdapterFileError(f"cannot read the pages in {str(path)!r}: {error}") from error
-    check_tables(model, names, form, shapes)
-    tables, again = read_tensors(path, FORMAT, check_finite=False, mapped=mapped)
-    if again != metadata or {name: (tuple(x.shape), x.dtype) for name, x in tables.items()} != shapes:
-        raise AdapterFileError(f"{str(path)!r} was replaced while it was read")
+        check_tables(model, names, form, shapes)
+        tables, again = read_tensors(path, FORMAT, mapped=mapped)
+        if again != metadata or {name: (tuple(x.shape), x.dtype) for name, x in tables.items()} != shapes:
+            raise AdapterFileError(f"{str(path)!r} was replaced while it was read")
+        if bool(tables["mask"][0].any()) or int(tables["edition"].min()) < 0:
+            raise AdapterFileError(f"{str(path)!r} has an entry in the first row, which a bank leaves empty")
     return names, form, tables
 
 

@@ -169,7 +169,9 @@ class PassageCache:
             AdapterFileError: the file is torn, changed or something else, or another host has read them.
         """
         cache = cls(model, tokenizer)
-        cache._entries = read_entries(path, cache._fingerprint(), model.adapter(cache.name), mapped)
+        cache._entries = read_entries(
+            path, cache._fingerprint(), model.adapter(cache.name), mapped, cache._vocabulary()
+        )
         cache._numbers = {entry.ids: number for number, entry in enumerate(cache._entries)}
         cache._remember()
         return cache
@@ -209,6 +211,9 @@ class PassageCache:
     def _fingerprint(self) -> str:
         return fingerprint(self.model.host.state_dict())
 
+    def _vocabulary(self) -> int | None:
+        return getattr(text_config(self.model.host), "vocab_size", None)
+
     def _entry(self, number: int) -> Entry:
         if not 0 <= number < len(self._entries):
             raise IndexError(f"there is no passage {number}: this cache has {len(self)}, counted from 0")
@@ -222,7 +227,7 @@ class PassageCache:
         ids = tuple(torch.as_tensor(passage).flatten().tolist())
         if not ids:
             raise ShapeError("a passage has no tokens: leave it out")
-        size = getattr(text_config(self.model.host), "vocab_size", None)
+        size = self._vocabulary()
         if size is not None and not 0 <= min(ids) <= max(ids) < size:
             raise ShapeError(
                 f"a passage has ids from {min(ids)} to {max(ids)}, and the vocabulary of "

@@ -7,6 +7,7 @@ entries.jsonl        id, text and metadata of each entry, one JSON object per li
 from __future__ import annotations
 
 import json
+import math
 import os
 from typing import Any
 
@@ -115,7 +116,7 @@ def _tokens(tokens: Tensor | None, lengths: Tensor | None, count: int) -> tuple[
 
 def _read_lines(path: str, vectors: Tensor, tokens: tuple[Tensor, ...] | None) -> Entries:
     columns: dict[str, list[Any]] = {"id": [], "text": [], "metadata": []}
-    decoder = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse)
+    decoder = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
     try:
         with open(path, "rb") as file:
             for number, raw in enumerate(file, 1):
@@ -147,5 +148,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not a finite number")
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number

@@ -22,9 +22,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch import Tensor
 
+from mmattn.errors import AdapterFileError
 from mmattn.memory import Memory
+from mmattn.storage.file_meaning import validated
 from mmattn.training.rows import Row
 
 Part = tuple[int, int]
@@ -86,6 +89,11 @@ class Columns:
     lengths: Sequence[int]
     scored: Sequence[int] | None = None
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Rows, entries and slots."""
+        return len(self.texts), len(self.lengths), self.starts[-1]
+
     @cached_property
     def text_lengths(self) -> list[int]:
         """`Row.text_length` of each row."""
@@ -135,15 +143,38 @@ class Columns:
         Args:
             raw: the JSON.
             shard: number of the own shard.
+
+        Raises:
+            AdapterFileError: it says something else.
         """
         given = json.loads(raw.decode("utf-8", "surrogatepass"))
-        first, parts = given["first"], given.get("parts")
-        if parts is None:
-            parts = [((shard, number),) for number in range(first, first + len(given["lengths"]))]
-        else:
-            parts = [tuple((part[0], part[1]) for part in row) for row in parts]
-        known = {name: given.get(name) for name in ("prompts", "sources", "scored")}
-        return cls(texts=given["texts"], parts=parts, first=first, lengths=given["lengths"], **known)
+        known = validated("the JSON of a block", _Said, given)
+        first, lengths, count = known.first, known.lengths, len(known.texts)
+        parts = [[(shard, first + number)] for number in range(len(lengths))] if known.parts is None else known.parts
+        for name, column in {"parts": parts, "prompts": known.prompts, "sources": known.sources}.items():
+            if column is not None and len(column) != count:
+                raise AdapterFileError(f"a block has {count} texts and {len(column)} {name}")
+        texts = itertools.chain(known.texts, known.prompts or (), *(known.sources or ()))
+        if not all(isinstance(text, str) for text in texts) or any(len(part) != 2 for row in parts for part in row):
+            raise AdapterFileError("a block has texts that are none, or parts that are no shard and number")
+        if not all(first <= number < first + len(lengths) for number in known.scored or ()):
+            raise AdapterFileError("a block has scores of entries that are not its own")
+        rows = [tuple((part[0], part[1]) for part in row) for row in parts]
+        return cls(known.texts, known.prompts, rows, known.sources, first, lengths, known.scored)
+
+
+class _Said(BaseModel):
+    """The JSON of a block. Its texts may have halves of surrogate pairs, which pydantic has no strings for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    first: NonNegativeInt
+    lengths: list[NonNegativeInt]
+    texts: list[Any]
+    parts: list[list[list[int]]] | None = None
+    prompts: list[Any] | None = None
+    sources: list[list[Any]] | None = None
+    scored: list[int] | None = None
 
 
 @dataclass(frozen=True)

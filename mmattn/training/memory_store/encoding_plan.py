@@ -27,7 +27,7 @@ from mmattn.training.memory_store.manifest import (
     read_description,
     write_description,
 )
-from mmattn.training.memory_store.shards import DTYPES, open_shard, shard_name
+from mmattn.training.memory_store.shards import DTYPES, open_shard, read_shard_header, shard_name
 from mmattn.training.rows import Row
 
 SHARD_BYTES = 512 << 20
@@ -135,22 +135,25 @@ def finish(plan: Plan, folder: Path, shards: range, left_out: Sequence[str]) -> 
     files = FileFolder(folder)
     earlier = read_description(files, MANIFEST, Manifest)
     opened = [open_shard(files, number) for number in shards]
-    about = [one.metadata for one in opened]
-    left_out = [*left_out, *(line for one in about for line in one["left_out"])]
-    made = [StoredShard(blocks=one.metadata["blocks"], size=files.sizes[one.name], sha256=one.sha256) for one in opened]
+    about = [read_shard_header(one) for one in opened]
+    left_out = [*left_out, *(line for one in about for line in one.left_out)]
+    made = [
+        StoredShard(blocks=said.blocks, size=files.sizes[one.name], sha256=one.sha256)
+        for one, said in zip(opened, about, strict=True)
+    ]
     if not sum(block[0] for one in made for block in one.blocks):
         for number in shards:
             (folder / shard_name(number)).unlink()
         _remove_plan(folder)
         raise ConfigError(f"nothing of {plan.source} can be used:\n  " + "\n  ".join(left_out[:10]))
-    kinds = {kind for one in about for kind in one["kinds"]}
+    kinds = {kind for one in about for kind in one.kinds}
     encoders = {} if earlier is None else dict(earlier.encoders)
     encoders |= {kind: plan.encoders[kind] for kind in KINDS if kind in kinds}
-    rows = sum(one["rows"] for one in about)
+    rows = sum(one.rows for one in about)
     source = StoredSource(
         name=plan.source, fingerprint=plan.fingerprint, rows=rows, shards=len(shards), left_out=left_out
     )
-    squares = [sum(one["squares"][i] for one in about) + (earlier.squares[i] if earlier else 0) for i in (0, 1)]
+    squares = [sum(one.squares[i] for one in about) + (earlier.squares[i] if earlier else 0) for i in (0, 1)]
     manifest = Manifest(
         dim=plan.dim,
         dtype=plan.dtype,

@@ -7,15 +7,17 @@ plan.json, contents/           of an encoding that is under way
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import itertools
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, model_validator
 
-from mmattn.errors import AdapterFileError
 from mmattn.storage.atomic import write_text
 from mmattn.storage.file_folders import FileFolder
+from mmattn.storage.file_meaning import validated
 from mmattn.storage.json_files import dump_json, parse_json
 from mmattn.training.contents import encoders_fingerprint
 
@@ -29,7 +31,7 @@ Described = TypeVar("Described", bound=BaseModel)
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class StoredEncoder(_Strict):
@@ -88,15 +90,42 @@ class StoredShard(_Strict):
         sha256: of the file's header, which has the checksums of all it holds.
     """
 
-    blocks: list[tuple[int, int, int]]
-    size: int
+    blocks: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]]
+    size: NonNegativeInt
     sha256: str
+
+    @property
+    def rows(self) -> int:
+        """Rows that it holds."""
+        return sum(block[0] for block in self.blocks)
+
+
+class ShardHeader(_Strict):
+    """What the header of a shard's file says besides its tensors.
+
+    Args:
+        format: of the file.
+        blocks: as in `StoredShard`.
+        squares: as in `Manifest`.
+        plan: sha256 of the plan that it is of.
+        kinds: of the parts of its rows.
+        rows: those of the source that it stands for, the ones left out too.
+        left_out: what could not be used, and why.
+    """
+
+    format: str
+    blocks: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]]
+    squares: tuple[NonNegativeFloat, NonNegativeFloat]
+    plan: str
+    kinds: list[Literal["pictures", "passages", "memories"]]
+    rows: NonNegativeInt
+    left_out: list[str]
 
 
 class _Encoded(_Strict):
     """What all shards of a store have in common."""
 
-    dim: int = Field(ge=1)
+    dim: int = Field(ge=1, le=1 << 24)
     dtype: Dtype
     encoders: dict[Kind, StoredEncoder]
 
@@ -121,7 +150,22 @@ class Manifest(_Encoded):
     given_memories: bool
     sources: list[StoredSource]
     shards: list[StoredShard]
-    squares: tuple[float, float]
+    squares: tuple[NonNegativeFloat, NonNegativeFloat]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Manifest:
+        if sum(source.shards for source in self.sources) != len(self.shards):
+            raise ValueError(
+                f"its sources have {[one.shards for one in self.sources]} shards, listed: {len(self.shards)}"
+            )
+        shards = iter(self.shards)
+        for source in self.sources:
+            rows = sum(shard.rows for shard in itertools.islice(shards, source.shards))
+            if not source.rows - len(source.left_out) <= rows <= source.rows:
+                raise ValueError(
+                    f"{source.name} had {source.rows} rows, {len(source.left_out)} left out, and its shards have {rows}"
+                )
+        return self
 
     @property
     def relative_error(self) -> float:
@@ -210,12 +254,10 @@ def read_description(folder: FileFolder, name: str, kind: type[Described]) -> De
     if name not in folder.sizes:
         return None
     path = folder.path(name)
-    given = parse_json(repr(path), folder.read(name, 0, folder.sizes[name]).numpy().tobytes(), MAX_JSON)
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
-        raise AdapterFileError(f"{path!r} does not describe a store that this version reads: {wrong}") from error
+    raw = folder.read(name, 0, folder.sizes[name]).numpy().tobytes()
+    parse_json(repr(path), raw, MAX_JSON)
+    described: Described = validated(f"{path!r}, which describes a store,", kind, raw.removeprefix(codecs.BOM_UTF8))
+    return described
 
 
 def _dumped(described: BaseModel) -> bytes:

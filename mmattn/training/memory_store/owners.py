@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.adapters.file_format import check_tensors
 from mmattn.errors import AdapterFileError
+from mmattn.storage.file_meaning import making_sense
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 from mmattn.training.contents import content_sha256, encoded_parts
 from mmattn.training.rows import Row
@@ -76,10 +78,17 @@ class Contents:
             plan: sha256 of the plan.
         """
         try:
-            tensors, about = read_tensors(path, FORMAT)
+            with making_sense(path, "contents"):
+                tensors, about = read_tensors(path, FORMAT)
+                found = cls(tensors["keys"], tensors["counts"])
+                check_tensors(
+                    {"keys": ((len(found.keys), 32), torch.uint8), "counts": ((len(found.counts),), torch.int32)},
+                    tensors,
+                )
         except AdapterFileError:
             return None
-        return cls(tensors["keys"], tensors["counts"]) if about.get("plan") == plan else None
+        counted = found.counts.min() >= 0 and int(found.counts.sum()) == len(found.keys) if len(found.counts) else True
+        return found if about.get("plan") == plan and counted else None
 
 
 def parts_of(row: Row | str) -> list[tuple[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError
+from mmattn.adapters.file_format import check_tensors
+from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.bank.quantization import quantize
 from mmattn.storage.file_folders import FileFolder
+from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.storage.open_tensors import TensorFile
 from mmattn.storage.tensor_files import write_tensors
 from mmattn.training.memory_store.blocks import Columns, Entry, Part
+from mmattn.training.memory_store.manifest import ShardHeader, StoredShard
 
 FORMAT = "mmattn-store-shard"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -169,18 +174,74 @@ def open_shard(folder: FileFolder, number: int) -> TensorFile:
     return TensorFile(folder, shard_name(number), FORMAT)
 
 
-def read_columns(file: TensorFile, shard: int, block: int) -> Columns:
+def read_shard_header(file: TensorFile) -> ShardHeader:
+    """What the header of a shard says besides its tensors, checked.
+
+    Args:
+        file: of the shard.
+
+    Raises:
+        AdapterFileError: it says something else.
+    """
+    header: ShardHeader = validated(f"the header of {file.name!r}", ShardHeader, json.dumps(file.metadata).encode())
+    return header
+
+
+def check_shard(file: TensorFile, shard: StoredShard, dim: int, dtype: str) -> None:
+    """Refuse a shard whose tensors are not those of its blocks.
+
+    Args:
+        file: of the shard.
+        shard: what the store says of it.
+        dim: width e of the vectors.
+        dtype: in which they are stored.
+
+    Raises:
+        AdapterFileError: they are not.
+    """
+    if read_shard_header(file).blocks != shard.blocks:
+        raise AdapterFileError(f"{file.folder.path(file.name)!r} says that it has other blocks than the store says")
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "keys": ((sum(block[1] for block in shard.blocks), 32), torch.uint8)
+    }
+    for number, (_, _, slots) in enumerate(shard.blocks):
+        expected[f"{number:04d}.tokens"] = ((slots, dim), DTYPES[dtype])
+        if dtype == "int8":
+            expected[f"{number:04d}.scales"] = ((slots, 1), torch.bfloat16)
+        more = {f"{number:04d}.{name}": ((slots,), kind) for name, kind in _OPTIONAL.items()}
+        expected |= {name: sizes for name, sizes in more.items() if name in file}
+        if (rows := f"{number:04d}.rows") in file:
+            expected[rows] = ((math.prod(file.tensors[rows][0]),), torch.uint8)
+    check_tensors(expected, file.tensors)
+
+
+def read_columns(
+    file: TensorFile, shard: int, block: int, counts: tuple[int, int, int], ends: Sequence[Sequence[int]]
+) -> Columns:
     """The rows of a block without their vectors.
 
     Args:
         file: of the shard.
         shard: its number.
         block: number of the block in it.
+        counts: its rows, entries and slots, as the store says.
+        ends: of every block of every shard the first entry after it, as the store says.
 
     Raises:
-        AdapterFileError: the block was changed after it was written.
+        AdapterFileError: the block was changed after it was written, or does not say what a block says.
     """
-    return Columns.load(file.read(f"{block:04d}.rows").numpy().tobytes(), shard)
+    path = file.folder.path(file.name)
+    with making_sense(path, f"block {block}"):
+        columns = Columns.load(file.read(f"{block:04d}.rows").numpy().tobytes(), shard)
+        if columns.counts != counts or columns.first != ends[shard][block] - counts[1]:
+            raise AdapterFileError(
+                f"block {block} of {path!r} begins at entry {columns.first} with {columns.counts} rows, entries and "
+                f"slots, and the store says {counts}"
+            )
+        entries = [one[-1] if one else 0 for one in ends]
+        if any(not 0 <= other < len(ends) or not 0 <= n < entries[other] for row in columns.parts for other, n in row):
+            raise AdapterFileError(f"block {block} of {path!r} names entries that no shard of the store has")
+    return columns
 
 
 def read_vectors(file: TensorFile, block: int) -> dict[str, Tensor]:
@@ -193,7 +254,8 @@ def read_vectors(file: TensorFile, block: int) -> dict[str, Tensor]:
     Raises:
         AdapterFileError: the block was changed after it was written.
     """
-    return {name: file.read(full) for name in _VECTORS if (full := f"{block:04d}.{name}") in file}
+    with making_sense(file.folder.path(file.name), f"vectors of block {block}"):
+        return {name: file.read(full) for name in _VECTORS if (full := f"{block:04d}.{name}") in file}
 
 
 def read_entry(file: TensorFile, block: int, columns: Columns, number: int) -> Entry:
@@ -210,11 +272,12 @@ def read_entry(file: TensorFile, block: int, columns: Columns, number: int) -> E
     """
     found = {}
     start, end = columns.span(number)
-    for name in _VECTORS:
-        full = f"{block:04d}.{name}"
-        if full in file and not columns.lacks(name, number):
-            is_local = file.folder.is_local
-            found[name] = file.read(full, mapped=True)[start:end] if is_local else file.read_rows(full, start, end)
+    with making_sense(file.folder.path(file.name), f"vectors of block {block}"):
+        for name in _VECTORS:
+            full = f"{block:04d}.{name}"
+            if full in file and not columns.lacks(name, number):
+                is_local = file.folder.is_local
+                found[name] = file.read(full, mapped=True)[start:end] if is_local else file.read_rows(full, start, end)
     return Entry(**found)
 
 

@@ -19,7 +19,14 @@ from mmattn.storage.file_folders import FileFolder, is_address
 from mmattn.storage.open_tensors import TensorFile
 from mmattn.training.memory_store.blocks import Block, Columns, Entry, Part, StoredRow
 from mmattn.training.memory_store.manifest import MANIFEST, PLAN, Manifest, StoredEncoder, read_description
-from mmattn.training.memory_store.shards import open_shard, read_columns, read_entry, read_vectors, shard_name
+from mmattn.training.memory_store.shards import (
+    check_shard,
+    open_shard,
+    read_columns,
+    read_entry,
+    read_vectors,
+    shard_name,
+)
 
 # Blocks whose texts stay in memory after a row of theirs was asked for.
 _TEXTS = 64
@@ -167,7 +174,7 @@ class MemoryStore(Sequence[StoredRow]):
         """
         shard, place = self._places[number]
         file = self._file(shard)
-        columns = read_columns(file, shard, place)
+        columns = self._read_columns(number)
         own = range(columns.first, columns.first + len(columns.lengths))
         others = {part for row in columns.parts for part in row if part[0] != shard or part[1] not in own}
         elsewhere = {part: self._entry(part) for part in sorted(others)}
@@ -189,11 +196,13 @@ class MemoryStore(Sequence[StoredRow]):
                 f"{self.folder.path(file.name)!r} is not the shard that {MANIFEST} describes: it is of another store, "
                 "or was made anew"
             )
+        check_shard(file, self.manifest.shards[shard], self.dim, self.manifest.dtype)
         return file
 
     def _read_columns(self, block: int) -> Columns:
         shard, place = self._places[block]
-        return read_columns(self._file(shard), shard, place)
+        counts = self.manifest.shards[shard].blocks[place]
+        return read_columns(self._file(shard), shard, place, counts, self._entry_ends)
 
     def __reduce__(self) -> Any:
         return _opened, (self.address, self._numbers)

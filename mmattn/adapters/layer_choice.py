@@ -75,7 +75,7 @@ def chosen_sites(offered: Sequence[Site], every: int | None, layers: Sequence[in
         if layers[-1] >= depth:
             raise AttachError(f"layers {list(layers)} were asked for and the host has layers 0 to {depth - 1}")
         return [offered[layer] for layer in layers]
-    every = EVERY if every is None else every
-    if every > depth:
+    if every is not None and every > depth:
         raise AttachError(f"every={every} was asked for and the host has only {depth} layers: choose at most {depth}")
+    every = min(EVERY, depth) if every is None else every
     return list(offered[every - 1 :: every])

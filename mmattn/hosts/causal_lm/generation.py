@@ -12,6 +12,7 @@ from mmattn.adapters.text_state import GenerationInput
 from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.requests import take_memories
+from mmattn.hosts.interop.peft import inner_host
 
 # Ways of transformers to generate in a thread of its own.
 IN_THREADS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -74,12 +75,6 @@ def inputs_of(args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
     """The ids (b, l) or embeddings (b, l, d) among the arguments of a forward."""
     inputs = kwargs.get("input_ids", args[0] if args else None)
     return kwargs.get("inputs_embeds") if inputs is None else inputs
-
-
-def inner_host(host: nn.Module) -> nn.Module:
-    """The model that peft has wrapped, or the host itself."""
-    base: Any = getattr(host, "get_base_model", None)
-    return host if base is None else base()
 
 
 def fewest_logits(host: nn.Module) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText, packed_text
 from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
-from mmattn.hosts.calls import FORWARD
+from mmattn.hosts.calls import step_of
 from mmattn.hosts.causal_lm.generation import inputs_of
 
 _BOUNDARIES = (*BOUNDARIES, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -62,8 +62,8 @@ def texts_read(model: Any, config: Any, args: tuple[Any, ...], kwargs: Mapping[s
         ConditionError: the texts are not given as ids from their first token on, or with something that hidden states
             may depend on, besides.
     """
-    step = FORWARD.get()
-    text = step.details if step is not None and step.model is model else None
+    step = step_of(model)
+    text = None if step is None else step.details
     if given_cache(kwargs) is not None or kwargs.get("use_cache"):
         return None
     if text is not None and text.prompt is not None:

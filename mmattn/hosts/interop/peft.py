@@ -17,6 +17,12 @@ def has_peft(host: nn.Module) -> bool:
     return any(_is_of_peft(type(part).__module__) for part in host.modules()) or _has_prompts(host)
 
 
+def inner_host(host: nn.Module) -> nn.Module:
+    """The model that peft has wrapped, or the host itself."""
+    base: Any = getattr(host, "get_base_model", None)
+    return host if base is None else base()
+
+
 def active_lora(host: nn.Module) -> tuple[Any, ...]:
     """Which LoRA adapters of peft change what a host computes."""
     return tuple(

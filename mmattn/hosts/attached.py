@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.interop.peft import has_peft, refuse_peft
+from mmattn.hosts.interop.peft import has_peft, of_host, refuse_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
 from mmattn.hosts.recomputation import forget_context
@@ -99,7 +99,7 @@ class AttachedModel(nn.Module):
                 raise
             if name == "peft_config":
                 refuse_peft(sys._getframe(1))
-            return getattr(super().__getattr__("host"), name)
+            return of_host(super().__getattr__("host"), name)
 
     # What peft looks at before it changes a model, with prompts and with layers.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
 from typing import Any
 
+import torch
 from torch import nn
 
 from mmattn.errors import ConfigError
@@ -111,15 +112,20 @@ def shown_as(kind: type, host: type, inner: type) -> type:
     """
     own: Any = kind.forward  # type: ignore[attr-defined]
 
+    @torch.compiler.disable(recursive=False)  # the adapted model stays outside of the graph of its host
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_keywords(self, kwargs)
         return own(self, *args, **kwargs)
 
-    theirs = inspect.signature(host.forward)  # type: ignore[attr-defined]
-    parameters = dict(theirs.parameters)
-    for name, one in (_parameters(inner.forward) | _parameters(own)).items():  # type: ignore[attr-defined]
-        parameters.setdefault(name, one.replace(kind=Parameter.KEYWORD_ONLY))
+    theirs, ours = inspect.signature(host.forward), inspect.signature(own)  # type: ignore[attr-defined]
+    # A kind that names what it is given by its place says the order.
+    first = theirs if any(one.kind is Parameter.VAR_POSITIONAL for one in ours.parameters.values()) else ours
+    parameters = {name: one for name, one in first.parameters.items() if one.kind is not Parameter.VAR_KEYWORD}
+    for known in (_parameters(host.forward), _parameters(inner.forward), _parameters(own)):  # type: ignore[attr-defined]
+        for name, one in known.items():
+            parameters.setdefault(name, one.replace(kind=Parameter.KEYWORD_ONLY))
+    parameters |= {name: one for name, one in theirs.parameters.items() if one.kind is Parameter.VAR_KEYWORD}
     ordered = sorted(parameters.values(), key=lambda one: one.kind)
     forward.__signature__ = theirs.replace(parameters=ordered)  # type: ignore[attr-defined]
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}

@@ -49,6 +49,25 @@ class AdaptedUNet(AdaptedDenoiser):
         """Whether it has attention layers as the models of diffusers have, or is one of those."""
         return is_of_diffusers(model) and not takes_hidden_states(model)
 
+    def forward(  # type: ignore[override]
+        self,
+        sample: Tensor,
+        timestep: Tensor | float | int,
+        encoder_hidden_states: Tensor | None = None,
+        memory: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the host with a memory; returns what the host returns.
+
+        Args:
+            sample: the host's own.
+            timestep: the host's own.
+            encoder_hidden_states: the host's own.
+            memory: as in `AdaptedDenoiser.forward`, as all further arguments.
+            kwargs: `adapter_scale`, `text_mask`, and the host's own.
+        """
+        return super().forward(sample, timestep, encoder_hidden_states, memory=memory, **kwargs)
+
     def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
         """One picture of the sample's height and width."""
         sample = given["sample"]

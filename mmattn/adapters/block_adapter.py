@@ -27,7 +27,8 @@ class BlockAdapter:
 
     Args:
         memory_dim: e, width of the memory.
-        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
+        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given
+            either, or the depth of a host with fewer.
         layers: or the explicit list of host layers, counted from 0.
         num_heads: h of the cross-attention.
         head_dim: k of the cross-attention.

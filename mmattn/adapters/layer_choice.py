@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConfigError, check_int
 
-#: An adapter acts at every n-th layer where nothing else is asked for.
+#: An adapter acts at every n-th layer where nothing else is asked for and the host has so many.
 EVERY = 4
 
 
@@ -64,7 +64,8 @@ def chosen_sites(offered: Sequence[Site], every: int | None, layers: Sequence[in
 
     Args:
         offered: a site for each layer of the host.
-        every: a site at every n-th layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
+        every: a site at every n-th layer (layers n-1, 2n-1, …); 4 where `layers` is not given either,
+            or the depth of a host with fewer.
         layers: or the list of layers, sorted.
 
     Raises:

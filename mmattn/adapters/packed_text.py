@@ -91,8 +91,8 @@ class PackedText:
 def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText | None:
     """Where the documents of a call lie, or None where each row is one.
 
-    A document begins where positions do not rise, or where `cu_seq_lens_q` or `seq_idx` say so. A mask that says of each
-    token what it sees (four dimensions, or an object of the host's) means that positions do not: those of a tree repeat.
+    A document begins where positions do not rise, or where `cu_seq_lens_q` or `seq_idx` say so. Where a mask says of
+    each token what it sees (four dimensions, or another object), positions say nothing: those of a tree repeat.
 
     Args:
         kwargs: of the call.

@@ -18,7 +18,15 @@ from mmattn.hosts.causal_lm.generation import inputs_of
 _BOUNDARIES = (*BOUNDARIES, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: What a text may be given with, and what says nothing of it.
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", *_BOUNDARIES}
-_KNOWN |= {"labels", "logits_to_keep", "num_items_in_batch", "return_dict"}
+_KNOWN |= {
+    "labels",
+    "shift_labels",
+    "ignore_index",
+    "num_items_in_batch",
+    "return_loss",
+    "logits_to_keep",
+    "return_dict",
+}
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from mmattn.errors import AttachError
 
-
 #: Verbs of peft, transformers and diffusers for the adapters of peft in a host, and what does the same for ours.
 VERBS = {
     "load_adapter": "mmattn.load(model, folder, name)",

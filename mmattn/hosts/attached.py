@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.interop.peft import has_peft, of_host, refuse_peft
+from mmattn.hosts.interop.peft import has_peft, inner_host, of_host, refuse_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
 from mmattn.hosts.recomputation import forget_context
@@ -100,6 +100,10 @@ class AttachedModel(nn.Module):
             if name == "peft_config":
                 refuse_peft(sys._getframe(1))
             return of_host(super().__getattr__("host"), name)
+
+    def _get_name(self) -> str:
+        # By this name a Trainer of transformers knows whose labels are to be shifted.
+        return type(inner_host(self.host)).__name__
 
     # What peft looks at before it changes a model, with prompts and with layers.
 

@@ -9,7 +9,14 @@ import inspect
 import peft
 import pytest
 import torch
-from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification, DynamicCache
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.utils import TransformersKwargs, generic
 
 import mmattn
@@ -24,6 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 ROWS = 3
 
 
+BERT = BertConfig(
+    vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=53, num_hidden_layers=2, num_attention_heads=4
+)
 #: What ordinary code sends, and hosts that take any keyword drop or read in their loss.
 SENT = {
     "shift_labels": tiny.text(ROWS, seed=1),
@@ -94,10 +104,8 @@ def test_what_the_bare_host_takes_is_taken_with_a_memory(family):
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_encoders_take_what_their_hosts_take():
     """Invariant 122."""
-    sizes = {"hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = BertConfig(vocab_size=tiny.VOCAB, **sizes)
-    for kind in (BertForSequenceClassification, BertForQuestionAnswering):
-        host = kind(config).eval()
+    for kind in (BertForSequenceClassification, BertForTokenClassification):
+        host = kind(BERT).eval()
         model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1))
         ids, memory = tiny.text(ROWS), tiny.memory(ROWS)
         for given in (
@@ -211,6 +219,36 @@ def test_positions_by_their_place():
     with torch.no_grad():
         want = model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, memory=memory).logits
         assert torch.equal(model(ids, torch.ones_like(ids), positions, memory=memory).logits, want)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers' Trainer
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reads", ["llama", "bert"])
+def test_a_trainer_gives_what_the_host_reads(reads, smoothing, tmp_path):
+    """Invariant 124: it keeps the columns of the host and its labels, and shifts those of a language model."""
+    ids, losses = tiny.text(ROWS), []
+    labels = ids if reads == "llama" else torch.arange(ROWS) % 2
+    rows = [{"input_ids": ids[row], "labels": labels[row], "position_ids": torch.arange(7) + 2} for row in range(ROWS)]
+    settings = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, label_smoothing_factor=smoothing
+    )
+    for adapted in (False, True):
+        torch.manual_seed(0)
+        model = tiny.make("llama") if reads == "llama" else BertForSequenceClassification(BERT)
+        if adapted:
+            model = mmattn.attach(model, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1))
+            rows = [row | {"memory": tokens} for row, tokens in zip(rows, tiny.memory(ROWS).tokens, strict=True)]
+        losses.append(Trainer(model=model, args=settings, eval_dataset=rows).evaluate()["eval_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_packed_rows_with_a_cache_of_any_name():
+    """Packed rows cannot go on with a cache, and say so whatever it is called."""
+    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(1), tiny.memory(2)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    for name in ("past_key_values", next(iter(tiny.going_on(None)))):
+        with pytest.raises(ConditionError, match="cannot go on with a cache"):
+            model(ids, position_ids=positions, memory=memory, **{name: DynamicCache()})
 
 
 @torch.no_grad()

@@ -201,6 +201,12 @@ def checkpoint(lm: PreTrainedModel, use_reentrant: bool) -> None:
     getattr(lm, name if hasattr(lm, name) else "gradient_checkpointing_enable")({"use_reentrant": use_reentrant})
 
 
+def without_checkpoints(lm: PreTrainedModel) -> None:
+    """Undo `checkpoint`."""
+    name = "activation_checkpointing_disable"
+    getattr(lm, name if hasattr(lm, name) else "gradient_checkpointing_disable")()
+
+
 def cache_settings(families: list[str], settings: dict[str, dict[str, Any]]) -> list[Any]:
     """Pairs of a family and one of some settings of `generate`, for a parametrisation: those that transformers has.
 

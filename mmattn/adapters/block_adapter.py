@@ -28,7 +28,8 @@ class BlockAdapter:
 
     Args:
         memory_dim: e, width of the memory.
-        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
+        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given
+            either, or the depth of a host with fewer.
         layers: or the explicit list of host layers, counted from 0.
         num_heads: h of the cross-attention; None is 8, and fewer beside a narrow host, see `default_sizes`.
         head_dim: k of the cross-attention; None is 64, and less beside a narrow host.

@@ -50,7 +50,8 @@ class JoinedAdapter:
 
     Args:
         memory_dim: e, width of the memory.
-        every: slots are joined at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
+        every: slots are joined at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given
+            either, or the depth of a host with fewer.
         layers: or the explicit list of host layers, counted from 0.
         gate: "scalar" or "head": how many numbers the gate of a layer has.
         length_norm: C; m slots together weigh as much as C would that are like them. None is as they are.

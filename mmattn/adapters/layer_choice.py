@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConfigError, check_int
 
-#: An adapter acts at every n-th layer where nothing else is asked for.
+#: An adapter acts at every n-th layer where nothing else is asked for and the host has so many.
 EVERY = 4
 
 
@@ -64,7 +64,8 @@ def chosen_sites(offered: Sequence[Site], every: int | None, layers: Sequence[in
 
     Args:
         offered: a site for each layer of the host.
-        every: a site at every n-th layer (layers n-1, 2n-1, …); 4 where `layers` is not given either.
+        every: a site at every n-th layer (layers n-1, 2n-1, …); 4 where `layers` is not given either,
+            or the depth of a host with fewer.
         layers: or the list of layers, sorted.
 
     Raises:
@@ -75,7 +76,7 @@ def chosen_sites(offered: Sequence[Site], every: int | None, layers: Sequence[in
         if layers[-1] >= depth:
             raise AttachError(f"layers {list(layers)} were asked for and the host has layers 0 to {depth - 1}")
         return [offered[layer] for layer in layers]
-    every = EVERY if every is None else every
-    if every > depth:
+    if every is not None and every > depth:
         raise AttachError(f"every={every} was asked for and the host has only {depth} layers: choose at most {depth}")
+    every = min(EVERY, depth) if every is None else every
     return list(offered[every - 1 :: every])

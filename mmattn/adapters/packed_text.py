@@ -96,7 +96,8 @@ class PackedText:
 def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText | None:
     """Where the documents of a call lie, or None where each row is one.
 
-    A document begins where positions do not rise, or where `cu_seq_lens_q` or `seq_idx` say so.
+    A document begins where positions do not rise, or where `cu_seq_lens_q` or `seq_idx` say so. Where a mask says of
+    each token what it sees (four dimensions, or another object), positions say nothing: those of a tree repeat.
 
     Args:
         kwargs: of the call.
@@ -116,11 +117,13 @@ def _numbers(kwargs: Mapping[str, Any], rows: int, length: int) -> Tensor | None
         place = torch.arange(rows * length, device=boundaries.device)
         number = torch.searchsorted(boundaries, place, right=True) - 1
         return number.masked_fill(place >= boundaries[-1], -1).view(rows, length)
-    real = _real(kwargs.get("attention_mask"), rows, length)
-    index, positions = kwargs.get("seq_idx"), kwargs.get("position_ids")
+    mask, index, positions = (kwargs.get(name) for name in ("attention_mask", "seq_idx", "position_ids"))
+    real = _real(mask, rows, length)
     if index is not None:
         real = index >= 0 if real is None else real.to(index.device) & (index >= 0)
         starts = index[:, 1:] != index[:, :-1]
+    elif mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        return None
     elif isinstance(positions, Tensor) and positions.dim() == 2 and length > 1:
         positions = positions.expand(rows, -1)
         real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(positions.device)

@@ -17,7 +17,7 @@ def given_cache(values: Mapping[str, Any]) -> Any:
     Args:
         values: by name.
 
-    >>> given_cache({"input_ids": [1, 2], "past_key_values": "what was read"})
+    >>> given_cache({"input_ids": [1, 2], "cache": "what was read"})
     'what was read'
     """
     return next((values[name] for name in NAMES if values.get(name) is not None), None)

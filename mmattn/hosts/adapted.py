@@ -19,6 +19,8 @@ from mmattn.hosts.attached import adapted, forget_compiled
 from mmattn.hosts.blocks import OpenBlocks
 from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs, scale_by_adapter
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
+from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.keywords import shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
 
 
@@ -44,6 +46,7 @@ class AdaptedModel(NamedAdapters):
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         super().__init__(host)
+        self.__class__ = shown_as(type(self), type(host), type(inner_host(host)))
         self.require_memory = require_memory
         self.open_blocks = OpenBlocks()
 
@@ -170,6 +173,9 @@ class AdaptedModel(NamedAdapters):
                 memory of the surrounding `condition` block, or the host's own output.
             adapter_scale: as in `condition`.
             kwargs: the host's own.
+
+        Raises:
+            ConfigError: a keyword that is a near miss of ours.
         """
         if memory is None:
             check_unused(adapter_scale)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.interop.peft import has_peft, refuse_peft
+from mmattn.hosts.interop.peft import has_peft, inner_host, of_host, refuse_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
 from mmattn.hosts.recomputation import forget_context
@@ -99,7 +99,11 @@ class AttachedModel(nn.Module):
                 raise
             if name == "peft_config":
                 refuse_peft(sys._getframe(1))
-            return getattr(super().__getattr__("host"), name)
+            return of_host(super().__getattr__("host"), name)
+
+    def _get_name(self) -> str:
+        # By this name a Trainer of transformers knows whose labels are to be shifted.
+        return type(inner_host(self.host)).__name__
 
     # What peft looks at before it changes a model, with prompts and with layers.
 

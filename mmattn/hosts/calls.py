@@ -132,7 +132,21 @@ FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=N
 NOTED: ContextVar[tuple[Call, GenerationInput] | None] = ContextVar("mmattn_noted", default=None)
 
 
+def step_of(model: Any) -> ForwardStep | None:
+    """The forward of a model's host that is under way; those of hosts that are parts of it may run inside.
+
+    Args:
+        model: the adapted model.
+    """
+    step = FORWARD.get()
+    while step is not None and step.model is not model:
+        step = step.outer
+    return step
+
+
 def is_reading_memory() -> bool:
     """Whether the forward under way is one in which a host reads a memory, not one of a text."""
     step = FORWARD.get()
-    return step is not None and step.call is not None and step.call.reads_memory
+    while step is not None and (step.call is None or not step.call.reads_memory):
+        step = step.outer
+    return step is not None

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError
-from mmattn.hosts.calls import FORWARD, ForwardStep
+from mmattn.hosts.calls import FORWARD, ForwardStep, step_of
 from mmattn.hosts.joined_attention import hook_attention
+from mmattn.hosts.keywords import arguments_by_name
 from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
 from mmattn.hosts.residual_streams import change_streams
 
@@ -36,11 +37,9 @@ class CrossAttentionHook:
 
     def adapt(self, x: Tensor) -> Tensor:
         """What hidden states x (b, l, d) become in the current forward."""
-        step = FORWARD.get()
-        if step is not None and step.model is self.model:
+        step = step_of(self.model)
+        if step is not None:
             step.visited.add(self.layer)
-        else:
-            step = None
         if step is None or self.apart:
             actions = self.model.actions_of_part(x, self.site)
         else:
@@ -112,11 +111,12 @@ class BeforeHost:
             return None
         if torch.compiler.is_compiling() and not any(source.follows_text for source in call.sources.values()):
             return None  # a compiler cannot follow the variable, and the layers can do without
-        step = model.forward_step(call, disabled, host, args, kwargs)
-        kwargs = model.host_inputs(step, kwargs)
+        places, by_name = arguments_by_name(host, args, kwargs)
+        step = model.forward_step(call, disabled, host, places, by_name)
+        changed = model.host_inputs(step, by_name)
         step.outer, step.call = outer, call
         FORWARD.set(step)
-        return args, kwargs
+        return None if changed is by_name else (places, changed)
 
 
 def refuse_misplaced(host: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.calls import FORWARD
+from mmattn.hosts.calls import step_of
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.probe_inputs import text_inputs
 
@@ -86,9 +86,9 @@ class JoinMemory:
 
     def __call__(self, x: HostAttention) -> HostAttention:
         """The attention with what the adapters joined to it."""
-        step = FORWARD.get()
+        step = step_of(self.model)
         site = self.layer, "joined"
-        if step is not None and step.model is self.model:
+        if step is not None:
             step.visited.add(self.layer)
             actions = step.actions.get(site, ())
         else:

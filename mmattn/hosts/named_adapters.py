@@ -59,7 +59,7 @@ class NamedAdapters(SavedModel):
             self.adapter(name)
         self.active = selected
 
-    def add_adapter(self, name: str, adapter: Any) -> None:
+    def add_adapter(self, name: str, adapter: Any = None) -> None:
         """Put another adapter on the host, active beside those that are.
 
         Args:
@@ -70,6 +70,11 @@ class NamedAdapters(SavedModel):
             AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
             ConditionError: memory cannot reach its layers, or the adapters were unloaded.
         """
+        if not isinstance(name, str):
+            raise AttachError(
+                f"add_adapter takes a name and then the settings, and got {type(name).__name__} as the name: "
+                "model.add_adapter(name, settings); a LoRA is put on by model.host.add_adapter or peft"
+            )
         self._check_new(name)
         fits = is_adapter(adapter) and set(adapter.positions) & set(self.positions)
         if not fits:

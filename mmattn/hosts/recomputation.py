@@ -84,7 +84,7 @@ def refuse_reentrant(host: nn.Module) -> None:
         if getattr(own, "keywords", {}).get("use_reentrant", True):
             raise ConditionError(
                 f"reentrant gradient checkpointing of {type(host).__name__} loses the gradients of keys and values "
-                'that are joined with its own: call gradient_checkpointing_enable({"use_reentrant": False})'
+                'that are joined with its own: call activation_checkpointing_enable({"use_reentrant": False})'
             )
 
 
@@ -101,11 +101,10 @@ def refuse_other_context(layer: nn.Module) -> None:
         raise ConditionError(
             f"{type(layer).__name__} was called without its host or is being compiled, and gradient checkpointing of "
             "this transformers runs its hooks a second time in the backward pass, when the memory may be another: "
-            "call the host, upgrade transformers, or call gradient_checkpointing_disable()"
+            "call the host, upgrade transformers, or switch it off"
         )
     if getattr(kept.checkpoint, "keywords", {}).get("use_reentrant", True):
         raise ConditionError(
             "reentrant gradient checkpointing of this transformers runs adapters inside of the checkpoint, which loses "
-            'the gradients of a memory: call gradient_checkpointing_enable({"use_reentrant": False}), or upgrade '
-            "transformers"
+            'the gradients of a memory: enable it with {"use_reentrant": False}, or upgrade transformers'
         )

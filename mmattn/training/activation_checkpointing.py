@@ -18,7 +18,7 @@ def gradient_checkpointing(model: Any) -> Iterator[None]:
     """Gradient checkpointing (arXiv 1604.06174) of every block of every adapter, inside this context.
 
     The gradients are the same bit for bit. The host has a setting of its own:
-    `model.gradient_checkpointing_enable()`.
+    `model.activation_checkpointing_enable()`.
 
     Args:
         model: what `mmattn.attach` returned.

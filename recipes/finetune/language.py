@@ -82,7 +82,9 @@ class Language:
         resampler = None if latents is None else mmattn.Resampler(num_latents=latents, **heads)
         model = mmattn.attach(self.host, mmattn.GatedAdapter(memory_dim=memories.dim, resampler=resampler, **given))
         if self.settings.optim.host_gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            host: Any = self.host  # since transformers 5.24 by another name
+            enable = getattr(host, "activation_checkpointing_enable", None) or host.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         return model
 
     def collate(self, memories: training.RowMemories | None) -> training.Collate:

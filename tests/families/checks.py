@@ -14,13 +14,25 @@ import torch
 from torch import Tensor, nn
 
 import mmattn
+from mmattn.core.cache_names import given_cache
 from mmattn.errors import MmattnError
 from mmattn.hosts.attached import adapted
 from mmattn.hosts.probe_inputs import host_inputs
 from tests.families.building import MEMORY_DIM, tiny_model
+from tests.tiny import checkpoint, without_checkpoints
 
 IDS = torch.tensor([[5, 9, 3, 7, 2, 8, 11], [4, 4, 6, 12, 9, 3, 20]])
 NEW = 5  # tokens that are generated
+CACHES = ("cache", "past_key_values", "cache_params")
+#: Of arguments that some host takes, with a value that any host can be given.
+NAMES: dict[str, Any] = dict.fromkeys((*CACHES, "past_key_value", "head_mask", "mems", "encoder_hidden_states"))
+NAMES |= dict.fromkeys(("attention_mask", "decoder_attention_mask"), torch.ones_like(IDS))
+NAMES |= {"token_type_ids": torch.zeros_like(IDS), "position_ids": torch.arange(7).expand(2, -1)}
+NAMES |= {"ignore_index": 3, "num_items_in_batch": torch.tensor(4), "return_loss": True, "return_dict": True}
+NAMES |= {"cache_position": torch.arange(7), "logits_to_keep": 0, "num_logits_to_keep": 0, "use_cache": False}
+NAMES |= {"output_attentions": True, "output_hidden_states": True, "image_sizes": None, "image_grid_thw": None}
+NAMES |= {"vision_feature_layer": -1, "vision_feature_layers": -1, "pixel_values_images": None, "foo": 1}
+OF_LOSSES = ("shift_labels", "ignore_index", "num_items_in_batch", "return_loss")
 #: Relative to the largest: of two ways to compute the same, and of steps with a cache.
 CLOSE, CACHED = 2e-4, 1e-3
 
@@ -220,6 +232,37 @@ def with_cache(case: Family) -> None:
     check(case.model, memory=case.memory)
 
 
+@torch.no_grad()
+def names(case: Family) -> None:
+    """What the bare host is called with, by names of before and of today, it is called with beside a memory, too."""
+    labels = IDS if case.writes else torch.tensor([0, 1])
+    for name, value in (NAMES | {"labels": labels, "shift_labels": labels}).items():
+        called = case.given(IDS) | {name: value} | ({"labels": labels} if name in OF_LOSSES else {})
+        try:
+            case.host(**called)
+        except Exception:  # nor does the host take it
+            continue
+        case.model(**called, memory=case.memory)
+    for name in CACHES if case.writes else ():
+        try:
+            near(token_by_token(case, case.host, name), case.alone, CACHED)
+        except Exception:  # it does not read a cache of this name, or answers otherwise
+            continue
+        found = token_by_token(case, case.model, name, memory=case.memory)
+        near(found, case.logits(case.model, memory=case.memory), CACHED, f"token by token, {name}=")
+
+
+def token_by_token(case: Family, model: Any, name: str, **given: Any) -> Tensor:
+    """The logits of a text that is read as everybody's loop of decoding does it, with the cache under this name."""
+    logits, cached = [], dict[str, Any]()
+    for token in IDS.split(1, 1):
+        read = {"input_ids": token} if case.where is None else case.read(IDS) | {"decoder_input_ids": token}
+        out = model(**read, **cached, **given, use_cache=True)
+        logits.append(answer_of(out))
+        cached = {name: given_cache(out)}
+    return torch.cat(logits, 1)
+
+
 def padding(case: Family) -> None:
     """Prompts of two lengths, padded on the left, each with its memory, go on as alone; encoders pad on the right."""
     if case.main not in ("input_ids", "inputs"):
@@ -284,7 +327,7 @@ def gradients(case: Family) -> None:
     def loss(memory: mmattn.Memory | None, recompute: dict[str, Any]) -> Tensor:
         model.train()
         if recompute:
-            host.gradient_checkpointing_enable(recompute)
+            checkpoint(host, recompute["use_reentrant"])
         if recompute.get("use_reentrant"):
             host.enable_input_require_grads()
         try:
@@ -297,7 +340,7 @@ def gradients(case: Family) -> None:
             if recompute.get("use_reentrant"):
                 host.disable_input_require_grads()
             if recompute:
-                host.gradient_checkpointing_disable()
+                without_checkpoints(host)
             model.eval()
         return value
 
@@ -345,6 +388,7 @@ CHECKS: dict[str, Callable[[Family], None]] = {
     "memory by row": changes,
     "row without memory": empty_row,
     "row by row": rows,
+    "names": names,
     "cache": with_cache,
     "padding": padding,
     "beams": beams,

@@ -177,6 +177,7 @@ it, experts whose answer changes with the batch); ✗ is a refusal in words.
 | memory by row | a memory changes its own row, from the first token on, and no other |
 | row without memory | where all slots are hidden, the host's own answer: bit for bit, with experts to 1e-5 |
 | row by row | a batch and its rows one by one, hidden slots left out |
+| names | what the bare host takes, old names and new, it takes beside a memory; token by token is one pass |
 | cache | `generate` with its cache, without it, and the forward |
 | padding | prompts of two lengths in one batch and alone: padded on the left, what an encoder reads on the right |
 | beams | beams of a batch and of its rows |

@@ -1,18 +1,29 @@
-"""Keywords: what no one would read is refused by name, and what any part of a host reads passes."""
+"""Keywords: near misses of ours are refused, and all others are the host's."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 
 import peft
 import pytest
 import torch
-from transformers.utils import TransformersKwargs
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.utils import TransformersKwargs, generic
 
 import mmattn
-from mmattn.errors import ConditionError, ConfigError, MmattnError
+from mmattn.adapters import InsertedAdapter, JoinedAdapter, PrefixAdapter
+from mmattn.errors import AttachError, ConditionError, ConfigError, MmattnError, ShapeError
 from tests import tiny, tiny_unets
-from tests.tiny import FAMILIES
+from tests.tiny import DISTINCT, FAMILIES
 
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -20,9 +31,34 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 ROWS = 3
 
 
+BERT = BertConfig(
+    vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=53, num_hidden_layers=2, num_attention_heads=4
+)
+#: What ordinary code sends, and hosts that take any keyword drop or read in their loss.
+SENT = {
+    "shift_labels": tiny.text(ROWS, seed=1),
+    "ignore_index": 7,
+    "num_items_in_batch": torch.tensor(3),
+    "return_loss": True,
+    "token_type_ids": torch.zeros(ROWS, 7, dtype=torch.long),
+    "cache_position": torch.arange(7),
+    "vision_feature_layers": -1,
+    "image_sizes": None,
+    "image_grid_thw": None,
+    "mems": None,
+    "past_key_values": None,
+    "cache_params": None,
+    "head_mask": None,
+    "foo": 1,
+}
+NEAR = {"memroy": "memory", "memmory": "memory", "memories": "memory", "adaptor_scale": "adapter_scale"}
+NEAR |= {"adapter_scales": "adapter_scale", "image": "images", "arived": "arrived", "windows": "window"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_every_keyword_of_a_family_passes_and_a_misspelt_one_does_not(family):
+def test_every_keyword_of_a_family_passes_and_a_near_miss_of_ours_does_not(family):
+    """Invariant 122: on every path."""
     lm, ids, memory = tiny.make(family), tiny.text(ROWS), tiny.memory(ROWS)
     model = tiny.attach(lm)
     want = model(ids, memory=memory).logits
@@ -32,24 +68,241 @@ def test_every_keyword_of_a_family_passes_and_a_misspelt_one_does_not(family):
         known |= dict.fromkeys(TransformersKwargs.__annotations__)
     for name, value in known.items():
         assert torch.equal(model(ids, memory=memory, **{name: value}).logits, want), name
-    for name in ("memroy", "adapter_scales", "attention_maks", "strength"):
-        with pytest.raises((MmattnError, TypeError), match=name):
-            model(ids, memory=memory, **{name: None})
-        with pytest.raises((MmattnError, TypeError), match=name):
-            model(ids, **{name: None})
-        with pytest.raises((MmattnError, TypeError, ValueError), match=name):
-            model.generate(ids, memory=memory, max_new_tokens=2, **{name: 1})
-        with pytest.raises((MmattnError, TypeError), match=name), model.condition(memory, **{name: 1}):
-            pytest.fail("the block was entered")
-        with pytest.raises((MmattnError, TypeError), match=name):
-            model.prepare(memory, **{name: 1})
+    for name, meant in NEAR.items():
+        said = f"{name}=.*did you mean {meant}="
+        for call in (model, model.base_model, model.generate):
+            for given in ({"memory": memory}, {}):
+                with pytest.raises(ConfigError, match=said):
+                    call(ids, **given, **{name: None})
+        for given in (model.condition, model.prepare):
+            with pytest.raises(TypeError, match=name), contextlib.ExitStack() as stack:
+                stack.enter_context(given(memory, **{name: None}))
 
 
-def test_a_misspelt_keyword_is_told_the_right_one():
-    model, ids = tiny.attach(tiny.make("llama")), tiny.text(ROWS)
-    for wrong, right in (("memroy", "memory"), ("atention_mask", "attention_mask"), ("adapter_scal", "adapter_scale")):
-        with pytest.raises(ConfigError, match=f"{wrong}=.*did you mean {right}="):
-            model(ids, **{wrong: tiny.memory(ROWS)})
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("family", DISTINCT)
+@torch.no_grad()
+def test_what_the_bare_host_takes_is_taken_with_a_memory(family):
+    """Invariant 122: fresh, with the answer of the bare host; the loss reads what it read."""
+    lm, ids, memory = tiny.make(family), tiny.text(ROWS), tiny.memory(ROWS)
+    bare = {}
+    for name, value in SENT.items():
+        with contextlib.suppress(TypeError):
+            bare[name] = lm(ids, labels=ids, **{name: value})
+    model = tiny.attach(lm, opened=False)
+    for name, want in bare.items():
+        for got in (
+            model(ids, labels=ids, **{name: SENT[name]}),
+            model(ids, labels=ids, memory=memory, **{name: SENT[name]}),
+        ):
+            assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss), name
+        with model.condition(memory):
+            assert torch.equal(lm(ids, labels=ids, **{name: SENT[name]}).loss, want.loss), name
+    assert set(bare) == set(SENT) or family == "mamba" or "kwargs" not in inspect.signature(lm.forward).parameters
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_encoders_take_what_their_hosts_take():
+    """Invariant 122."""
+    for kind in (BertForSequenceClassification, BertForTokenClassification):
+        host = kind(BERT).eval()
+        model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1))
+        ids, memory = tiny.text(ROWS), tiny.memory(ROWS)
+        for given in (
+            {"return_loss": True},
+            {"foo": 1},
+            {"past_key_values": None},
+            {"cache_position": torch.arange(7)},
+        ):
+            assert torch.equal(model(ids, memory=memory, **given)[0], host(ids, **given)[0])
+        with pytest.raises(ConfigError, match="memroy=.*did you mean memory="):
+            model(ids, memroy=memory)
+        assert generic.find_labels(type(model)) == generic.find_labels(kind)
+
+
+GATED = mmattn.GatedAdapter(tiny.MEMORY_DIM, layers=(0, 2))
+ADAPTERS = (
+    GATED,
+    mmattn.ChunkedAdapter(tiny.MEMORY_DIM, layers=(0, 2), chunk_size=3),
+    InsertedAdapter(tiny.MEMORY_DIM),
+    JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2)),
+    PrefixAdapter(num_virtual_tokens=5),
+)
+
+
+#: Of a family, the names under which its host takes a cache.
+CACHES = {"llama": ["past_key_values", "by its place"], "mamba": ["cache_params"]}
+if tiny.IS_5_24:
+    CACHES = {family: ["cache", *names] for family, names in CACHES.items()}
+LOOPS = [("mamba", GATED, name) for name in CACHES["mamba"]]
+LOOPS += [("llama", adapter, name) for adapter in ADAPTERS for name in CACHES["llama"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize(("family", "adapter", "name"), LOOPS, ids=lambda one: getattr(one, "kind", one))
+@torch.no_grad()
+def test_token_by_token_with_a_cache_of_any_name(family, adapter, name):
+    """Invariant 123: in the call, in a block, and without the head."""
+    host, ids = tiny.make(family), tiny.text(ROWS)
+
+    def token_by_token(model, **given):
+        logits, cache = [], DynamicCache(config=host.config)
+        for token in ids.split(1, 1):
+            if name == "by its place":
+                out = model(token, None, None, cache, **given)
+            else:
+                out = model(token, **{name: cache}, use_cache=True, **given)
+            logits.append(out.logits if hasattr(out, "logits") else host.get_output_embeddings()(out[0]))
+        return torch.cat(logits, 1)
+
+    tiny.assert_close(token_by_token(host), host(ids).logits)
+    model = tiny.open_gates(mmattn.attach(host, adapter))
+    memory = adapter.example_memory(torch.Generator().manual_seed(0), ROWS)
+    want = model(ids, memory=memory).logits
+    assert tiny.differs(want, host(ids).logits)
+    for called in (model, model.base_model):
+        tiny.assert_close(token_by_token(called, memory=memory), want)
+    with model.condition(memory):
+        tiny.assert_close(token_by_token(host), want)
+
+
+@pytest.mark.parametrize("adapter", [one for one in ADAPTERS if one.kind != "chunked"], ids=lambda one: one.kind)
+@torch.no_grad()
+def test_a_tree_of_texts_in_one_row(adapter):
+    """Invariant 123: under a mask of four dimensions positions repeat, and the row has one memory."""
+    host = tiny.make("llama")
+    model = tiny.open_gates(mmattn.attach(host, adapter))
+    memory = adapter.example_memory(torch.Generator().manual_seed(0), 1)
+    trunk, ends = tiny.text(1, 3), tiny.text(1, 2, seed=1)
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    seen[4, 3] = False
+    mask = torch.zeros(1, 1, 5, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
+    positions = torch.tensor([[0, 1, 2, 3, 3]])
+    tree = {"input_ids": torch.cat([trunk, ends], 1), "attention_mask": mask, "position_ids": positions}
+    got = model(**tree, memory=memory).logits
+    for number, end in enumerate(ends.split(1, 1)):
+        want = model(torch.cat([trunk, end], 1), memory=memory).logits
+        tiny.assert_close(got[:, 3 + number], want[:, 3])
+    if adapter.kind == "gated":
+        with pytest.raises(ShapeError, match="1 rows and the memory of adapter 'default' has 2"):
+            model(**tree, memory=memory.expand(2))
+
+
+def test_forward_shows_the_signature_of_the_host():
+    """Invariant 124: with ours; of a host with a LoRA also what peft hands on."""
+    hosts = [tiny.make("gpt2"), tiny.make("llama")]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for host in (*hosts, peft.get_peft_model(tiny.make("llama"), config)):
+        inner = host.get_base_model() if isinstance(host, peft.PeftModel) else host
+        model = tiny.attach(host)
+        shown = inspect.signature(model.forward).parameters
+        theirs = inspect.signature(host.forward).parameters
+        assert set(theirs) | set(inspect.signature(inner.forward).parameters) <= set(shown)
+        assert set(shown) >= {"memory", "adapter_scale", "images", "arrived", "window"}
+        assert list(shown)[: len(theirs) - 1] == list(theirs)[:-1]
+        assert all(shown[name].default == one.default for name, one in theirs.items())
+        assert generic.find_labels(type(model)) == generic.find_labels(type(inner))
+        ids, memory = tiny.text(ROWS), tiny.memory(ROWS)
+        want = model(input_ids=ids, attention_mask=torch.ones_like(ids), memory=memory).logits
+        assert torch.equal(model(ids, *([None] if "gpt2" in type(host).__module__ else []), memory=memory).logits, want)
+        assert isinstance(model, mmattn.hosts.AdaptedCausalLM) and isinstance(copy.deepcopy(model), type(model))
+        model.unload()
+    unet = tiny_unets.attach(tiny_unets.make())
+    assert set(inspect.signature(unet.host.forward).parameters) <= set(inspect.signature(unet.forward).parameters)
+
+
+def test_positions_by_their_place():
+    """Invariant 124: arguments by place are those of the host, in its order."""
+    host, ids, memory = tiny.make("llama"), tiny.text(ROWS), tiny.memory(ROWS)
+    model = tiny.attach(host)
+    positions = torch.arange(7).expand(ROWS, -1) + 3
+    with torch.no_grad():
+        want = model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, memory=memory).logits
+        assert torch.equal(model(ids, torch.ones_like(ids), positions, memory=memory).logits, want)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers' Trainer
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reads", ["llama", "bert"])
+def test_a_trainer_gives_what_the_host_reads(reads, smoothing, tmp_path):
+    """Invariant 124: it keeps the columns of the host and its labels, and shifts those of a language model."""
+    ids, losses = tiny.text(ROWS), []
+    labels = ids if reads == "llama" else torch.arange(ROWS) % 2
+    rows = [{"input_ids": ids[row], "labels": labels[row], "position_ids": torch.arange(7) + 2} for row in range(ROWS)]
+    settings = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, label_smoothing_factor=smoothing
+    )
+    for adapted in (False, True):
+        torch.manual_seed(0)
+        model = tiny.make("llama") if reads == "llama" else BertForSequenceClassification(BERT)
+        if adapted:
+            model = mmattn.attach(model, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1))
+            rows = [row | {"memory": tokens} for row, tokens in zip(rows, tiny.memory(ROWS).tokens, strict=True)]
+        losses.append(Trainer(model=model, args=settings, eval_dataset=rows).evaluate()["eval_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_packed_rows_with_a_cache_of_any_name():
+    """Packed rows cannot go on with a cache, and say so whatever it is called."""
+    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(1), tiny.memory(2)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    for name in ("past_key_values", next(iter(tiny.going_on(None)))):
+        with pytest.raises(ConditionError, match="cannot go on with a cache"):
+            model(ids, position_ids=positions, memory=memory, **{name: DynamicCache()})
+
+
+@torch.no_grad()
+def test_adapters_on_a_part_of_a_host_and_on_the_host():
+    """Invariant 125: each sees its own memory, whichever is called."""
+    for adapter in (GATED, JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2))):
+        lm, ids, one, other = tiny.make("llama"), tiny.text(ROWS), tiny.memory(ROWS), tiny.memory(ROWS, seed=1)
+        inner = tiny.attach(lm.model)
+        states = inner(ids, memory=one)[0]
+        outer = tiny.open_gates(mmattn.attach(lm, adapter))
+        answer = outer(ids, memory=other).logits
+        assert torch.equal(inner(ids, memory=one)[0], states)
+        with inner.condition(one):
+            tiny.assert_close(lm(ids).logits, lm.lm_head(states))
+            both = outer(ids, memory=other).logits
+        assert tiny.differs(both, answer) and tiny.differs(both, lm.lm_head(states))
+        with inner.condition(one), outer.condition(other):
+            assert torch.equal(lm(ids).logits, both)
+        assert torch.equal(outer(ids, memory=other).logits, answer)
+        outer.unload()
+        assert torch.equal(inner(ids, memory=one)[0], states)
+        inner.unload()
+        assert torch.equal(lm(ids).logits, tiny.own(ids))
+
+
+def test_verbs_of_others_answer_in_our_words(tmp_path):
+    """Invariant 125: they are of LoRAs in the host, which says them under its own name."""
+    lm = tiny.make("llama")
+    model = tiny.attach(lm)
+    model.save_adapter(tmp_path)
+    for name, args, ours in (
+        ("load_adapter", (tmp_path,), "mmattn.load"),
+        ("active_adapters", (), "model.active"),
+        ("enable_adapters", (), "model.set_adapter"),
+        ("disable_adapters", (), "disable_adapter"),
+        ("get_adapter_state_dict", (), "state_dict"),
+        ("enable_peft_hotswap", (), "load_state_dict"),
+    ):
+        with pytest.raises(AttachError, match=f"^{name} of LlamaForCausalLM.*{ours}.*model.host.{name}"):
+            getattr(model, name)(*args)
+    with pytest.raises(AttachError, match="add_adapter takes a name.*LoraConfig"):
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConditionError, match="mmattn.load"):
+        model.from_pretrained(tmp_path)
+    with pytest.raises(AttachError, match="nobody"):
+        model.set_adapter("nobody")
+
+
+def test_a_host_of_few_layers_with_an_adapter_of_no_wishes():
+    for kind in (mmattn.GatedAdapter, JoinedAdapter):
+        model = mmattn.attach(tiny.make("llama"), kind(tiny.MEMORY_DIM))
+        assert list(model.adapter("default").layers) == [tiny.LAYERS - 1]
+        with pytest.raises(AttachError, match=f"every=4 was asked for and the host has only {tiny.LAYERS} layers"):
+            mmattn.attach(tiny.make("llama"), kind(tiny.MEMORY_DIM, every=4))
 
 
 @pytest.mark.parametrize("around", [False, True])

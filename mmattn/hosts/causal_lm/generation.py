@@ -13,6 +13,7 @@ from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
 from mmattn.hosts.calls import NOTED
 from mmattn.hosts.causal_lm.requests import take_memories
+from mmattn.hosts.interop.peft import inner_host
 
 # Ways of transformers to generate in a thread of its own.
 IN_THREADS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -75,12 +76,6 @@ def inputs_of(args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
     """The ids (b, l) or embeddings (b, l, d) among the arguments of a forward."""
     inputs = kwargs.get("input_ids", args[0] if args else None)
     return kwargs.get("inputs_embeds") if inputs is None else inputs
-
-
-def inner_host(host: nn.Module) -> nn.Module:
-    """The model that peft has wrapped, or the host itself."""
-    base: Any = getattr(host, "get_base_model", None)
-    return host if base is None else base()
 
 
 def bound_method(host: nn.Module, name: str) -> Any:

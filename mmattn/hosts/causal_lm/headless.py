@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mmattn.errors import ConditionError
 from mmattn.hosts.adapted import check_unused
-from mmattn.hosts.causal_lm.generation import inner_host
 from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.keywords import check_keywords
 
 
 class HeadlessHost:
@@ -47,10 +48,12 @@ class HeadlessHost:
             kwargs: the base model's own.
 
         Raises:
+            ConfigError: a keyword that is a near miss of ours.
             ConditionError: prompts of peft that would be left out, or a call in training that could train nothing,
                 since it has no memory.
         """
         model = self._model
+        check_keywords(model, kwargs)
         if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
             raise ConditionError(
                 "the base model of a host with prompts of peft was called, and would leave the prompts out: call the "

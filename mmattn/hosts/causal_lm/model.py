@@ -32,7 +32,6 @@ from mmattn.hosts.causal_lm.generation import (
     expansions_of,
     forget_texts,
     guard_threads,
-    inner_host,
     inputs_of,
     note_texts,
     past_length,
@@ -46,6 +45,7 @@ from mmattn.hosts.causal_lm.packing import keep_apart
 from mmattn.hosts.causal_lm.requests import pending, read_before, requested_call, rows_of
 from mmattn.hosts.causal_lm.step_memories import packed_view
 from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layer_search import find_layers
 from mmattn.hosts.probe import probe_adapter
@@ -156,6 +156,7 @@ class AdaptedCausalLM(AdaptedModel):
                 past=0,
                 cache=given_cache(kwargs),
                 attention_mask=packed.real.to(inputs.device),
+                cache=given_cache(kwargs),
                 images=None if call.images is None else packed.unpack(call.images),
                 arrivals=call.arrivals and replace(call.arrivals, count=packed.unpack(call.arrivals.count)),
                 packed=packed,
@@ -188,7 +189,7 @@ class AdaptedCausalLM(AdaptedModel):
             refuse_reentrant(self.host)
         kwargs = shift_text(step, text, kwargs)
         # The paged cache of continuous batching keeps requests apart by itself.
-        if text.packed is None or kwargs.get("cache") is not None:
+        if text.packed is None or hasattr(text.cache, "memories"):
             return kwargs
         with self.open_blocks.conditioned(None):
             return keep_apart(self.host, kwargs, text.packed)
@@ -321,9 +322,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     def forward(  # type: ignore[override]
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
+        *args: Any,
         memory: Any = None,
         images: Tensor | None = None,
         arrived: Tensor | None = None,
@@ -334,9 +333,7 @@ class AdaptedCausalLM(AdaptedModel):
         """Call the host with a memory; returns what the host returns.
 
         Args:
-            input_ids: the host's own.
-            attention_mask: the host's own.
-            labels: the host's own.
+            args: the host's own, in its order.
             memory: (b, m, e), one row for each row of text; one for all adapters or one by adapter name. None: the
                 memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
                 function that finds the neighbours of chunks, for a `ComposedAdapter` an `AugmentingModel`.
@@ -347,16 +344,13 @@ class AdaptedCausalLM(AdaptedModel):
             kwargs: the host's own.
 
         Raises:
-            ConfigError: a keyword that no part of the host knows.
+            ConfigError: a keyword that is a near miss of ours.
         """
-        check_keywords(self.host, kwargs)
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-        kwargs.update({name: value for name, value in given.items() if value is not None})
         if memory is None:
             check_unused(adapter_scale, images=images, arrived=arrived, window=window)
-            return self.host(**kwargs)
+            return self.host(*args, **kwargs)
         with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images, arrived, window)):
-            return self.host(**kwargs)
+            return self.host(*args, **kwargs)
 
     @contextlib.contextmanager
     def condition(
@@ -410,7 +404,11 @@ class AdaptedCausalLM(AdaptedModel):
             window: as in `condition`.
             adapter_scale: as in `condition`.
             kwargs: the host's own.
+
+        Raises:
+            ConfigError: a keyword that is a near miss of ours.
         """
+        check_keywords(self, kwargs)
         if inputs is not None:
             kwargs[prompt_name(self.host)] = inputs
         if memory is None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.calls import FORWARD
 from mmattn.hosts.causal_lm.before_text import WITHIN
-from mmattn.hosts.causal_lm.generation import inner_host
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.probe_inputs import text_inputs
 
 

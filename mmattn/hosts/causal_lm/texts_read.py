@@ -12,13 +12,21 @@ from torch import Tensor
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText, packed_text
 from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
-from mmattn.hosts.calls import FORWARD
+from mmattn.hosts.calls import step_of
 from mmattn.hosts.causal_lm.generation import inputs_of
 
 _BOUNDARIES = (*BOUNDARIES, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: What a text may be given with, and what says nothing of it.
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", *_BOUNDARIES}
-_KNOWN |= {"labels", "logits_to_keep", "num_items_in_batch", "return_dict"}
+_KNOWN |= {
+    "labels",
+    "shift_labels",
+    "ignore_index",
+    "num_items_in_batch",
+    "return_loss",
+    "logits_to_keep",
+    "return_dict",
+}
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -62,8 +70,8 @@ def texts_read(model: Any, config: Any, args: tuple[Any, ...], kwargs: Mapping[s
         ConditionError: the texts are not given as ids from their first token on, or with something that hidden states
             may depend on, besides.
     """
-    step = FORWARD.get()
-    text = step.details if step is not None and step.model is model else None
+    step = step_of(model)
+    text = None if step is None else step.details
     if given_cache(kwargs) is not None or kwargs.get("use_cache"):
         return None
     if text is not None and text.prompt is not None:

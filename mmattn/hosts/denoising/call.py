@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ShapeError
-from mmattn.hosts.calls import FORWARD, Call
+from mmattn.hosts.calls import Call, step_of
 from mmattn.hosts.denoising.adapter_scale import Grid, over_queries
 from mmattn.hosts.denoising.heads import into_output, projections, query_heads
 
@@ -84,8 +84,8 @@ def added_heads(model: Any, index: int, attn: Any, x: Tensor, q: Tensor) -> Tens
         x: what it is given.
         q: (rows, h, l, k), the host's queries.
     """
-    step = FORWARD.get()
-    if step is None or step.model is not model:
+    step = step_of(model)
+    if step is None:
         actions = model.actions_of_attention(q, index)
     else:
         actions = step.actions.get((index, "inside"), ())
@@ -121,8 +121,8 @@ class InsideAttention:
         self.model, self.index = model, index
 
     def __call__(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        step = FORWARD.get()
-        if step is not None and step.model is self.model:
+        step = step_of(self.model)
+        if step is not None:
             step.visited.add(self.index)
             if not step.actions:
                 return None
@@ -153,8 +153,8 @@ class AfterBlock:
         self.model, self.index, self.part = model, index, part
 
     def __call__(self, block: Any, args: tuple[Any, ...], output: Any) -> Any:
-        step = FORWARD.get()
-        waiting = step.details.pop(self.index, None) if step is not None and step.model is self.model else None
+        step = step_of(self.model)
+        waiting = None if step is None or step.details is None else step.details.pop(self.index, None)
         if waiting is None:
             return None
         if self.part is None:

@@ -15,7 +15,6 @@ from mmattn.adapters.language_models import device_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.calls import Call, ForwardStep
-from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layer_search import find_layers, layers_width
 from mmattn.hosts.probe import check_sees_all, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs
@@ -90,23 +89,6 @@ class AdaptedEncoder(AdaptedModel):
         names = [name for name in call.sources if name in self.active and name not in disabled]
         sites = [(layer, self.adapter(name).position) for name in names for layer in self.adapter(name).layers]
         return ForwardStep(self, host, None, {site: [] for site in sites})
-
-    def forward(
-        self, *args: Any, memory: Any = None, adapter_scale: float | Mapping[str, float] = 1.0, **kwargs: Any
-    ) -> Any:
-        """Call the host with a memory; returns what the host returns.
-
-        Args:
-            args: the host's own.
-            memory: as in `AdaptedModel.forward`.
-            adapter_scale: as in `condition`.
-            kwargs: the host's own.
-
-        Raises:
-            ConfigError: a keyword that no part of the host knows.
-        """
-        check_keywords(self.host, kwargs)
-        return super().forward(*args, memory=memory, adapter_scale=adapter_scale, **kwargs)
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -11,10 +12,53 @@ from torch import nn
 
 from mmattn.errors import AttachError
 
+#: Verbs of peft, transformers and diffusers for the adapters of peft in a host, and what does the same for ours.
+VERBS = {
+    "load_adapter": "mmattn.load(model, folder, name)",
+    "active_adapter": "model.active",
+    "active_adapters": "model.active",
+    "set_adapters": "model.set_adapter(names)",
+    "enable_adapters": "model.set_adapter(names)",
+    "disable_adapters": "with model.disable_adapter(): …, or model.set_adapter([])",
+    "delete_adapters": "model.delete_adapter(name)",
+    "get_adapter_state_dict": "model.state_dict()",
+    "enable_peft_hotswap": "model.adapter(name).load_state_dict(…)",
+    "enable_lora_hotswap": "model.adapter(name).load_state_dict(…)",
+}
+
+
+def of_host(host: nn.Module, name: str) -> Any:
+    """What an adapted model has of its host under a name; a verb for adapters of peft is refused where it is called.
+
+    Args:
+        host: the frozen model.
+        name: of the attribute.
+
+    Raises:
+        AttachError: it tells of adapters of peft.
+    """
+    value = getattr(host, name)
+    if name not in VERBS:
+        return value
+    return partial(_refuse_verb, host, name) if callable(value) else _refuse_verb(host, name)
+
+
+def _refuse_verb(host: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    raise AttachError(
+        f"{name} of {type(host).__name__} is for adapters of peft in the host, and these are of mmattn: use "
+        f"{VERBS[name]}, or model.host.{name} where a LoRA is meant"
+    )
+
 
 def has_peft(host: nn.Module) -> bool:
     """Whether peft has put layers into a host or prompts before it, so that it says what is trained."""
     return any(_is_of_peft(type(part).__module__) for part in host.modules()) or _has_prompts(host)
+
+
+def inner_host(host: nn.Module) -> nn.Module:
+    """The model that peft has wrapped, or the host itself."""
+    base: Any = getattr(host, "get_base_model", None)
+    return host if base is None else base()
 
 
 def active_lora(host: nn.Module) -> tuple[Any, ...]:

@@ -151,7 +151,5 @@ class AfterHost:
             step.nested -= 1
             return
         FORWARD.set(step.outer)
-        if output is not None and step.actions:
-            lost = {layer for layer, _ in step.actions} - step.visited
-            if lost:
-                self.model.check_reached(sorted(lost))
+        if output is not None and step.actions and (lost := self.model.lost_layers(step)):
+            self.model.check_reached(sorted(lost))

@@ -6,7 +6,7 @@ The pass without memory must be the unconditional one. What tells which that is,
    them;
 2. the names of predictions that pipelines and guiders of diffusers give to `cache_context`;
 3. perturbed-attention guidance, whose processors stand in the host;
-4. the order that every pipeline of diffusers keeps to (`tests/hosts/test_guided_order.py` reads it from their source):
+4. the order that every pipeline of diffusers keeps to (`tests/hosts/test_guided_calls.py` reads it from their source):
    of one batch the unconditional rows come first, but for the hosts in `CONDITIONAL_FIRST`; of several calls at one
    time step the conditional one comes first, and those with another text are unconditional.
 
@@ -26,17 +26,12 @@ from torch import Tensor, nn
 from mmattn.errors import ConditionError, ShapeError
 
 #: Hosts whose pipelines put the conditional rows of a batch first.
-CONDITIONAL_FIRST = (
-    "AceStepTransformer1DModel",
-    "DiTTransformer2DModel",
-    "LuminaNextDiT2DModel",
-    "OmniGenTransformer2DModel",
-)
+CONDITIONAL_FIRST = ("AceStepTransformer1DModel", "DiTTransformer2DModel")
 #: Names of `cache_context` that say of what a call is the prediction, and whether that is conditional. Others do not:
 #: "cond_uncond" is a batch of both, "uncond_stg" of LTX-2 has the positive prompt.
 NAMED = {"cond": True, "pred_cond": True, "uncond": False, "pred_uncond": False}
 #: Arguments in which hosts are given their text; the first that is there counts.
-TEXTS = ("encoder_hidden_states", "class_labels", "input_ids", "llm_features", "text_bth")
+TEXTS = ("encoder_hidden_states", "class_labels", "text_bth")
 #: Beginnings of arguments that follow the prompt: they do not tell one run of a pipeline from another.
 _OF_PROMPT = ("encoder_", "pooled_", "attention_mask", "text_", "prompt_", *TEXTS)
 #: By how many of its last numbers a sample is known to hold the noise of another: films may begin with given frames.
@@ -91,15 +86,25 @@ def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, half: 
         return 1
     if guided and half not in NAMED and rows in (2 * memory_rows, 3 * memory_rows):
         return rows // memory_rows
-    hint = ""
-    if not guided and rows == 2 * memory_rows:
-        hint = "; if the pipeline computes guidance, say condition(memory, guided=True)"
-    elif memory_rows == 1 and rows > 1:
-        hint = f"; to share one memory between {rows} pictures say memory.expand({rows})"
     raise ShapeError(
         f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
-        f"each picture{hint}"
+        f"each picture{_advice(rows, memory_rows, guided, half)}"
     )
+
+
+def _advice(rows: int, memory_rows: int, guided: bool, half: str) -> str:
+    """What to say instead; `expand` to all rows of a guided batch would show the memory to the unconditional ones."""
+    pictures = rows // 2
+    may_be_doubled = half not in NAMED and rows % 2 == 0
+    if may_be_doubled and memory_rows == pictures:
+        return "; if a pipeline computes guidance over them, say condition(memory, guided=True)"
+    if memory_rows != 1 or rows < 2:
+        return ""
+    doubled = f"memory.expand({pictures}) with guided=True where guidance doubles {pictures} pictures"
+    alone = f"memory.expand({rows}) for {rows} pictures"
+    if not may_be_doubled:
+        return f"; say {alone}"
+    return f"; say {doubled}" if guided else f"; say {alone}, or {doubled}"
 
 
 def conditional_parts(
@@ -268,11 +273,12 @@ def _continues(before: Mapping[str, Any], given: Mapping[str, Any], picture: str
         return False
     if sample is not earlier and not torch.equal(*(one.flatten(1)[:, -_LAST:] for one in (sample, earlier))):
         return False
-    return any(
-        value is before.get(name)
+    telling = [
+        name
         for name, value in given.items()
         if isinstance(value, (Tensor, list, tuple)) and name != picture and not name.startswith(_OF_PROMPT)
-    )
+    ]
+    return any(given[name] is before.get(name) for name in telling) if telling else sample is earlier
 
 
 def _text_name(given: Mapping[str, Any]) -> str | None:

@@ -342,10 +342,10 @@ class AdaptedDenoiser(AdaptedModel):
         if not call.guided or call.parts:
             return call.parts if count == len(call.parts) else (True,) * count
         unknown = count == 1 and half not in NAMED and self.picture_name == "hidden_states"
-        if call.negative_prompt_embeds is not None or (unknown and torch.compiler.is_compiling()):
+        if call.negative_prompt_embeds is not None or unknown:
             raise ConditionError(
-                "inside a compiled host nothing tells which half of guidance is unconditional: compile its blocks "
-                "(compile_repeated_blocks), or name the half with host.cache_context('cond') and ('uncond')"
+                "in a compiled host, or a part of one, nothing tells which half of guidance is unconditional: compile its "
+                "blocks (compile_repeated_blocks), or name the half with host.cache_context('cond') and ('uncond')"
             )
         return parts_in_order(self.host, count) if count > 1 else (NAMED.get(half, True),)
 

@@ -54,3 +54,9 @@ def test_unets(dtype, tmp_path):
     with torch.no_grad():
         alone, out = model(*args, **named)[0], model(*args, **named, memory=tiny.memory(len(args[0])))[0]
     assert out.dtype == dtype and out.isfinite().all() and tiny.differs(out, alone)
+
+
+def test_half_is_torchs():
+    """`model.half()` casts an adapted host."""
+    model = tiny_transformers.attach(tiny_transformers.make("FluxTransformer2DModel"))
+    assert model.half() is model and model.host.dtype == torch.float16

@@ -106,7 +106,7 @@ class AdaptedDenoiser(AdaptedModel):
         finally:
             _HALF.set(before)
 
-    def half(self) -> str:
+    def prediction_name(self) -> str:
         """Return the name that a pipeline gives in `cache_context` to the prediction it computes, "" where none."""
         model, half = _HALF.get()
         return half if model is self else ""
@@ -290,7 +290,7 @@ class AdaptedDenoiser(AdaptedModel):
         sample, timestep = given.get(self.picture_name), given.get("timestep")
         if sample is None:
             return ForwardStep(self, host, None, {})  # the host says itself what it misses
-        rows, grid, half = sample.shape[0], self.grid_of(given), self.half()
+        rows, grid, half = sample.shape[0], self.grid_of(given), self.prediction_name()
         actions: dict[tuple[int, str], list[Action]] = {}
         known: dict[int, tuple[bool, ...]] = {}
         for name, source in call.sources.items():
@@ -337,15 +337,15 @@ class AdaptedDenoiser(AdaptedModel):
         self, call: DenoisingCall, name: str, rows: int, memory_rows: int | None
     ) -> tuple[bool, ...]:
         """Which parts of the rows of an attention layer see the memory, where the host's arguments are not known."""
-        half = self.half()
+        half = self.prediction_name()
         count = parts_of(name, rows, memory_rows, call.guided, half)
         if not call.guided or call.parts:
             return call.parts if count == len(call.parts) else (True,) * count
         unknown = count == 1 and half not in NAMED and self.picture_name == "hidden_states"
         if call.negative_prompt_embeds is not None or unknown:
             raise ConditionError(
-                "in a compiled host, or a part of one, nothing tells which half of guidance is unconditional: compile its "
-                "blocks (compile_repeated_blocks), or name the half with host.cache_context('cond') and ('uncond')"
+                "in a compiled host, or a part of one, nothing tells which half of guidance is unconditional: compile "
+                "blocks alone (compile_repeated_blocks), or name the half by host.cache_context('cond') and ('uncond')"
             )
         return parts_in_order(self.host, count) if count > 1 else (NAMED.get(half, True),)
 

@@ -317,6 +317,10 @@ class AdaptedModel(NamedAdapters):
     def check_host_call(self, host: nn.Module) -> None:
         """Refuse a call of the host in a state in which memory would be lost."""
 
+    def lost_layers(self, step: ForwardStep) -> set[int]:
+        """Return the layers that memory was meant for in a forward and did not reach."""
+        return {layer for layer, _ in step.actions} - step.visited
+
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach, because layers of the host are not where they were.
 

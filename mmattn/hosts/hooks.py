@@ -152,7 +152,6 @@ class AfterHost:
             return
         FORWARD.set(step.outer)
         if output is not None and step.actions:
-            lost = {layer for layer, _ in step.actions} - step.visited
-            if lost:
+            if lost := self.model.lost_layers(step):
                 self.model.check_reached(sorted(lost))
             self.model.check_answer(step, output)

@@ -12,6 +12,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 import mmattn
+from mmattn.hosts.denoising.guided_calls import CONDITIONAL_FIRST
 from mmattn.hosts.denoising.heads import SHARED
 from mmattn.testing.case import rows_of, stir
 from tests import tiny_transformers
@@ -129,13 +130,19 @@ def by_pixel(case: DiffusionFamily) -> None:
 
 
 def guided(case: DiffusionFamily) -> None:
-    """Twice the rows of the memory are guidance: the first half sees none, the second its own."""
-    both = torch.cat([_IDS, _IDS])
-    alone = case.logits(case.host, both)
-    with case.model.condition(case.memory, guided=True):
-        found = case.logits(case.host, both)
-    near(found[:2], alone[:2], 1e-5, "the unconditional half")
-    near(found[2:], case.logits(case.model, memory=case.memory), CACHED, "the conditional half")
+    """Twice the rows of the memory are guidance: the unconditional half sees none, the other its own."""
+    conditional, unconditional = slice(2, 4), slice(0, 2)
+    if case.name in CONDITIONAL_FIRST:
+        conditional, unconditional = unconditional, conditional
+    both = case.given(torch.cat([_IDS, _IDS]))
+    if "class_labels" in both:
+        both["class_labels"][unconditional] = case.host.config.num_embeds_ada_norm
+    with torch.no_grad():
+        alone, want = case.host(**both)[0], case.model(**both, memory=case.memory[[0, 1, 0, 1]])[0]
+        with case.model.condition(case.memory, guided=True):
+            found = case.host(**both)[0]
+    near(found[unconditional], alone[unconditional], 1e-5, "the unconditional half")
+    near(found[conditional], want[conditional], CACHED, "the conditional half")
 
 
 def steps(case: DiffusionFamily) -> None:

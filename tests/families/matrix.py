@@ -186,7 +186,7 @@ it, experts whose answer changes with the batch); ✗ is a refusal in words.
 | deep copy | answers as the original |
 | scale | `adapter_scale` 0 as a number, by row, block and step: the host's own answer bit for bit |
 | by pixel | a map of ones is the number 1, of zeros the host's own answer bit for bit; for films also by frame |
-| guidance | of twice the rows the first half sees no memory, the second its own |
+| guidance | of twice the rows the unconditional half sees no memory, the other its own |
 | steps | keys and values of a memory are computed once for all steps |
 | LoRA | beside a LoRA on the host's attention |
 | gradients | finite for every weight of the adapter, none for the host; equal with recomputed layers, both modes |

@@ -7,7 +7,7 @@ import torch
 
 import mmattn
 from mmattn.errors import ConditionError, ConfigError, ShapeError
-from tests import tiny, tiny_unets
+from tests import tiny, tiny_transformers, tiny_unets
 from tests.tiny import assert_close, differs
 from tests.tiny_unets import ROWS, TEXT_LENGTH
 
@@ -139,3 +139,48 @@ def test_bad_settings(model, memory):
         predicted(model.use_core(False), mmattn.Guidance(2.0), memory=memory)
     with pytest.raises(ShapeError, match="text_mask must be"):
         predicted(model.use_core(), mmattn.Guidance(1.0), text_mask=MASK[:, :2])
+
+
+@pytest.mark.parametrize("interval", [None, (400, 950)])
+def test_a_time_step_for_each_row(model, memory, interval):
+    """Invariant 127: rows at different time steps are predicted as each is at its own, inside an interval or not."""
+    guidance, times = mmattn.Guidance(3.0, interval=interval), torch.tensor(TIMES)
+    together = predicted(model, guidance, times=[times], text_mask=MASK, memory=memory)[0]
+    apart = predicted(model, guidance, times=[int(time) for time in times], text_mask=MASK, memory=memory)
+    for row in range(ROWS):
+        assert_close(together[row], apart[row][row])
+    one = torch.full((ROWS,), TIMES[1])
+    assert_close(predicted(model, guidance, times=[one], text_mask=MASK, memory=memory)[0], apart[1])
+
+
+def test_a_time_step_for_each_row_of_a_transformer():
+    """Invariant 127."""
+    model = tiny_transformers.attach(tiny_transformers.make("PixArtTransformer2DModel")).use_core()
+    batch, memory = tiny_transformers.given(model, ROWS), tiny.memory(ROWS)
+    more = {"added_cond_kwargs": batch["added_cond_kwargs"]}
+    with (
+        torch.no_grad(),
+        mmattn.Guidance(2.0).run(model, batch["encoder_hidden_states"], memory=memory, inputs=more) as predict,
+    ):
+        together = predict(batch["hidden_states"], torch.tensor(TIMES))
+        for row, time in enumerate(TIMES):
+            assert_close(together[row], predict(batch["hidden_states"], torch.tensor([time] * ROWS))[row], 1e-5)
+            assert_close(together[row], predict(batch["hidden_states"], time)[row], 1e-5)
+
+
+def test_a_host_whose_pipeline_has_the_other_order():
+    """Guidance makes its own batch, the null first, also for DiT."""
+    model = tiny_transformers.attach(tiny_transformers.make("DiTTransformer2DModel"))
+    batch, memory = tiny_transformers.given(model, ROWS), tiny.memory(ROWS)
+    labels = {"class_labels": batch["class_labels"]}
+    text = torch.zeros(ROWS, 1, 1)
+    model.predict = lambda sample, time, text, **more: tiny_transformers.run(
+        model.host, {"hidden_states": sample, "timestep": time.expand(len(sample)), **more}
+    )
+    with (
+        torch.no_grad(),
+        mmattn.Guidance(2.0, drop=("default",)).run(model, text, memory=memory, inputs=labels) as predict,
+    ):
+        found = predict(batch["hidden_states"], torch.tensor(7.0))
+    given = tiny_transformers.run(model, batch, memory=memory)
+    assert_close(found, 2 * given - tiny_transformers.run(model, batch), 1e-5)

@@ -156,7 +156,6 @@ class AdaptedCausalLM(AdaptedModel):
                 past=0,
                 cache=given_cache(kwargs),
                 attention_mask=packed.real.to(inputs.device),
-                cache=given_cache(kwargs),
                 images=None if call.images is None else packed.unpack(call.images),
                 arrivals=call.arrivals and replace(call.arrivals, count=packed.unpack(call.arrivals.count)),
                 packed=packed,

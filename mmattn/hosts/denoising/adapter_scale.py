@@ -110,7 +110,7 @@ def times_by_row(timestep: Any, first: int, rows: int) -> Tensor | None:
         if bool((times != times[:, :1]).any()):
             return None
         times = times[:, 0]
-    return times.flatten().expand(rows) if times.numel() == 1 else times[first:]
+    return times.flatten().expand(rows) if times.numel() == 1 else times[first : first + rows]
 
 
 def at_layer(adapter_scale: Fixed, layer_name: str) -> float | Tensor:

@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.core.tensor_cache import TensorCache
-from mmattn.errors import ShapeError
 from mmattn.hosts.calls import Call, step_of
 from mmattn.hosts.denoising.adapter_scale import Grid, over_queries
 from mmattn.hosts.denoising.heads import into_output, projections, query_heads
@@ -25,7 +23,9 @@ class DenoisingCall(Call):
 
     Args:
         scales: as in `mmattn.hosts.denoising.adapter_scale`.
-        guided: the host may be given twice the rows of the memory; the first half then sees none.
+        guided: a pipeline computes guidance: unconditional rows and calls see no memory.
+        parts: which parts of the rows are conditional, where the caller has made them itself.
+        negative_prompt_embeds: (b, m, e), the text of unconditional rows, where the caller declares it.
         text_mask: (rows, m) bool, the padding of the host's own text.
         padding: the bias by which the host last told of padding in its text, and the mask that it means.
         text: keys and values of the host's own text, where it goes through the core.
@@ -33,6 +33,8 @@ class DenoisingCall(Call):
     """
 
     guided: bool = False
+    parts: tuple[bool, ...] = ()
+    negative_prompt_embeds: Tensor | None = None
     text_mask: Tensor | None = None
     padding: tuple[Tensor, Tensor] | None = None
     text: TensorCache = field(default_factory=TensorCache)
@@ -57,7 +59,7 @@ class RowsAndScale:
     """What multiplies the result of an adapter in one layer at one step, and for which rows.
 
     Args:
-        first: rows of the sample before those that see the memory.
+        sees: for each of the equal parts of the rows of the sample, whether it sees the memory.
         scale: a number, (b,), (b, height, width) or (b, frames, height, width).
         grid: frames, height and width of the picture as the host's first layer has it; None where it is not known.
         to_block: it is added to what the block hands on, not to the output of its attention.
@@ -65,7 +67,7 @@ class RowsAndScale:
             sample one after the other. None where only a part of the host was called.
     """
 
-    first: int
+    sees: tuple[bool, ...]
     scale: float | Tensor
     grid: Grid | None
     to_block: bool = False
@@ -92,14 +94,22 @@ def added_heads(model: Any, index: int, attn: Any, x: Tensor, q: Tensor) -> Tens
     total = None
     for view, block, part in actions:
         seeing = projections(attn, x) if getattr(block, "reads_projections", False) else q
-        repeats, scale = 1 if part.rows is None else q.shape[0] // part.rows, part.scale
-        first = part.first * repeats
-        seeing = seeing[first:] if first else seeing
+        sees, rows, scale = part.sees, part.rows, part.scale
+        if rows is not None and len(sees) > 1 and q.shape[0] * len(sees) == rows:
+            sees, rows = sees[-1:], q.shape[0]  # FasterCache hands on the last part alone
+        repeats = 1 if rows is None else q.shape[0] // rows
         if repeats > 1 and isinstance(scale, Tensor):
             scale = scale.repeat_interleave(repeats, 0)
-        heads = view.apply(seeing, block, index, over_queries(scale, part.grid, seeing))
-        if first:
-            heads = F.pad(heads, (0, 0, 0, 0, 0, 0, first, 0))
+        found = [
+            view.apply(rows_of, block, index, over_queries(scale, part.grid, rows_of)) if one else None
+            for one, rows_of in zip(sees, seeing.chunk(len(sees)), strict=True)
+        ]
+        some = next((one for one in found if one is not None), None)
+        if some is None:
+            continue
+        heads = (
+            some if len(found) == 1 else torch.cat([torch.zeros_like(some) if one is None else one for one in found])
+        )
         if part.to_block:
             assert step is not None  # or `actions_of_attention` has refused it
             waiting = step.details.setdefault(index, [])
@@ -140,6 +150,23 @@ class InsideAttention:
         return (*output[:part], changed, *output[part + 1 :])
 
 
+class WatchLayer:
+    """A forward pre-hook of a part of an attention layer: notes that the layer runs, whoever calls it.
+
+    Args:
+        model: the adapted model.
+        index: number of the attention layer.
+    """
+
+    def __init__(self, model: Any, index: int) -> None:
+        self.model, self.index = model, index
+
+    def __call__(self, part: Any, args: tuple[Any, ...]) -> None:
+        step = step_of(self.model)
+        if step is not None and step.details is not None:
+            step.details.setdefault("ran", set()).add(self.index)
+
+
 class AfterBlock:
     """A forward hook: adds what the queries of a block's attention have found to the hidden states that it hands on.
 
@@ -160,31 +187,3 @@ class AfterBlock:
         if self.part is None:
             return output + sum(waiting)
         return (*output[: self.part], output[self.part] + sum(waiting), *output[self.part + 1 :])
-
-
-def rows_before(rows: int, guided: bool, name: str, memory_rows: int | None) -> int:
-    """How many rows of the sample come before those that see the memory: 0, or half of them under guidance.
-
-    Args:
-        rows: of the sample.
-        guided: the first half may see no memory.
-        name: of the adapter.
-        memory_rows: rows of its memory; None fits any sample.
-
-    Raises:
-        ShapeError: the sample has other rows.
-    """
-    if memory_rows is None or rows == memory_rows:
-        return 0
-    if guided and rows == 2 * memory_rows:
-        return memory_rows
-    if memory_rows == 1:
-        hint = f"; to share one memory between all rows say memory.expand({rows})"
-    elif rows == 2 * memory_rows and not guided:
-        hint = "; if the first half of them is the unconditional half of guidance, say guided=True"
-    else:
-        hint = ""
-    raise ShapeError(
-        f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
-        f"each row of the sample{hint}"
-    )

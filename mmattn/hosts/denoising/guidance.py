@@ -73,7 +73,7 @@ class Guidance:
         inputs: Mapping[str, Any] | None = None,
         null_inputs: Mapping[str, Any] | None = None,
     ) -> Iterator[Predict]:
-        """Within the context, a function from a sample (b, …) and a time step to the guided prediction.
+        """Within the context, a function from a sample (b, …) and a time step, one or (b,), to the guided prediction.
 
         Keys and values of the text (with `use_core`) and of every memory are computed once for all steps.
 
@@ -107,22 +107,34 @@ class Guidance:
         twice = {name: one if name in drop else _twice(one.memory) for name, one in used.items()}
         scales = {name: given[name] if name in drop else doubled(given[name]) for name in twice}
         half = model.make_call(twice or None, scales, text_mask=both_mask, guided=True)
+        if half is not None:
+            half.parts = (False, True)
 
         def predict(sample: Tensor, timestep: Any) -> Tensor:
-            inside = self.interval is None or self.interval[0] <= float(timestep) <= self.interval[1]
-            if self.guidance_scale == 1 or not inside:
+            inside = self._acts_at(timestep)
+            if self.guidance_scale == 1 or not bool(inside.any()):
                 with model.open_blocks.conditioned(whole):
                     return model.predict(sample, timestep, text, **alone)
+            by_row = isinstance(timestep, Tensor) and timestep.dim() > 0 and len(timestep) == len(sample)
+            times = torch.cat([timestep, timestep]) if by_row else timestep
             with model.open_blocks.conditioned(half):
-                null, given = model.predict(torch.cat([sample, sample]), timestep, both, **together).chunk(2)
+                null, given = model.predict(torch.cat([sample, sample]), times, both, **together).chunk(2)
             out = given + (self.guidance_scale - 1) * (given - null)
             if self.rescale:
                 axes = tuple(range(1, out.dim()))
                 matched = out * (given.std(axes, keepdim=True) / out.std(axes, keepdim=True))
                 out = self.rescale * matched + (1 - self.rescale) * out
-            return out
+            return torch.where(inside.to(out.device).view(-1, *[1] * (out.dim() - 1)), out, given)
 
         yield predict
+
+    def _acts_at(self, timestep: Any) -> Tensor:
+        """Whether guidance acts on each row (b,), or (1,) on all: at a time step for all, (b,) or (b, frames)."""
+        times = torch.as_tensor(timestep)
+        times = times.flatten(1) if times.dim() > 1 else times.reshape(-1, 1)
+        if self.interval is None:
+            return torch.ones(1, dtype=torch.bool)
+        return ((self.interval[0] <= times) & (times <= self.interval[1])).all(1)
 
 
 def _halves(

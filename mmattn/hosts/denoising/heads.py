@@ -99,6 +99,11 @@ def queries_of(attn: Any) -> Any:
     return _named(attn, _QUERIES + _FUSED)
 
 
+def watched_parts(attn: Any) -> list[nn.Module]:
+    """Return projections of an attention layer, one of which runs whenever it does."""
+    return [part for name in _QUERIES + _FUSED if isinstance(part := getattr(attn, name, None), nn.Module)]
+
+
 def keys_and_values_of(attn: Any) -> tuple[Any, Any]:
     """The layers that project keys and values; None where a layer has none of its own for them."""
     return _named(attn, _KEYS), _named(attn, _VALUES)

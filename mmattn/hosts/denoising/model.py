@@ -32,8 +32,9 @@ from mmattn.hosts.denoising.adapter_scale import (
     is_zero,
     times_by_row,
 )
-from mmattn.hosts.denoising.call import AfterBlock, DenoisingCall, InsideAttention, RowsAndScale, rows_before
-from mmattn.hosts.denoising.heads import forward_arguments
+from mmattn.hosts.denoising.call import AfterBlock, DenoisingCall, InsideAttention, RowsAndScale, WatchLayer
+from mmattn.hosts.denoising.guided_calls import NAMED, conditional_parts, forget_step, parts_in_order, parts_of
+from mmattn.hosts.denoising.heads import forward_arguments, watched_parts
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.recomputation import keep_context
 
@@ -105,10 +106,10 @@ class AdaptedDenoiser(AdaptedModel):
         finally:
             _HALF.set(before)
 
-    def is_unconditional(self) -> bool:
-        """Whether a pipeline of diffusers is calling the host for the unconditional half of guidance alone."""
+    def prediction_name(self) -> str:
+        """Return the name that a pipeline gives in `cache_context` to the prediction it computes, "" where none."""
         model, half = _HALF.get()
-        return model is self and half.startswith("uncond")
+        return half if model is self else ""
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -158,6 +159,7 @@ class AdaptedDenoiser(AdaptedModel):
         adapter_scale: Any = 1.0,
         text_mask: Tensor | None = None,
         guided: bool = False,
+        negative_prompt_embeds: Tensor | None = None,
     ) -> Iterator[Any]:
         """Every call of the host inside the block sees this memory; None is no memory.
 
@@ -170,18 +172,31 @@ class AdaptedDenoiser(AdaptedModel):
                 of the time step; a mapping from adapter names gives each its own
                 (`mmattn.hosts.denoising.adapter_scale`).
             text_mask: (rows, m) bool, which tokens of the host's own text are real; needs `use_core`.
-            guided: calls are classifier-free guidance as pipelines of diffusers do it. Of twice the rows of the memory
-                the first half sees none; where a pipeline calls the host once for each half (Flux, Qwen-Image, Wan),
-                the call of the unconditional one sees none.
+            guided: a pipeline of diffusers computes classifier-free guidance inside the block, in batches of two or
+                three parts or in a call for each: what is unconditional sees no memory. Which part or call that is
+                tell the null class of DiT, the names that the pipeline gives to `cache_context`, and else the order of
+                diffusers' own pipelines: of calls at one time step the conditional one comes first.
+            negative_prompt_embeds: (b, m, e), the embeddings of the negative prompt as the host is given them: rows
+                with this text see no memory, in whatever order they come. Implies `guided`; needed by pipelines of
+                another order than diffusers', such as InstructPix2Pix.
 
         Raises:
             ShapeError: a memory or scale that does not fit.
             NonFiniteError: NaN or infinity in either.
             ConfigError: a scale of another kind.
+
+        A call inside a guided block raises ConditionError where nothing tells whether it is unconditional.
         """
-        call = self.make_call(memory, adapter_scale, text_mask=text_mask, guided=guided)
-        with self.open_blocks.conditioned(call, is_condition=True):
-            yield self
+        call = self.make_call(
+            memory, adapter_scale, text_mask=text_mask, guided=guided or negative_prompt_embeds is not None
+        )
+        if call is not None:
+            call.negative_prompt_embeds = negative_prompt_embeds
+        try:
+            with self.open_blocks.conditioned(call, is_condition=True):
+                yield self
+        finally:
+            forget_step(self.host)
 
     def make_call(  # type: ignore[override]
         self, memory: Any, adapter_scale: Any = 1.0, *, text_mask: Tensor | None = None, guided: bool = False
@@ -233,6 +248,11 @@ class AdaptedDenoiser(AdaptedModel):
                 for (index, _), attn in self.hooked.items()
             ),
             *(self.hook_block(index) for index in blocks),
+            *(
+                part.register_forward_pre_hook(WatchLayer(self, index))
+                for (index, _), attn in self.hooked.items()
+                for part in watched_parts(attn)
+            ),
         ]
 
     def hook_block(self, index: int) -> Any:
@@ -270,18 +290,25 @@ class AdaptedDenoiser(AdaptedModel):
         sample, timestep = given.get(self.picture_name), given.get("timestep")
         if sample is None:
             return ForwardStep(self, host, None, {})  # the host says itself what it misses
-        if call.guided and self.is_unconditional():
-            return ForwardStep(self, host, None, {})
-        rows, grid = sample.shape[0], self.grid_of(given)
+        rows, grid, half = sample.shape[0], self.grid_of(given), self.prediction_name()
         actions: dict[tuple[int, str], list[Action]] = {}
+        known: dict[int, tuple[bool, ...]] = {}
         for name, source in call.sources.items():
-            first = rows_before(rows, call.guided, name, source.rows)
+            count = parts_of(name, rows, source.rows, call.guided, half)
+            if count not in known:
+                known[count] = (
+                    conditional_parts(self.host, call, given, self.picture_name, count, half)
+                    if call.guided
+                    else (True,)
+                )
+            if not any(sees := known[count]):
+                continue
             scale = call.scales[name]
             if not isinstance(scale, float):
                 scale = at_step(scale, timestep, self.layer_names, source.rows)
                 check_aspect(scale, grid)
             if name in self.active and name not in disabled:
-                self._add_actions(actions, name, source, first, scale, grid, rows=rows, timestep=timestep)
+                self._add_actions(actions, name, source, sees, scale, grid, rows=rows, timestep=timestep)
         return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
@@ -301,16 +328,33 @@ class AdaptedDenoiser(AdaptedModel):
             scale = at_layer(scale, self.layer_names[index])
             if isinstance(scale, Tensor) and scale.dim() > 1:
                 raise ConditionError("an adapter_scale by pixel needs the call of the whole host")
-            first = rows_before(q.shape[0], call.guided, name, source.rows)
-            self._add_actions(actions, name, source, first, scale, (1, 1, q.shape[2]), index)
+            sees = self._parts_of_attention(call, name, q.shape[0], source.rows)
+            if any(sees):
+                self._add_actions(actions, name, source, sees, scale, (1, 1, q.shape[2]), index)
         return actions.get((index, "inside"), ())
+
+    def _parts_of_attention(
+        self, call: DenoisingCall, name: str, rows: int, memory_rows: int | None
+    ) -> tuple[bool, ...]:
+        """Which parts of the rows of an attention layer see the memory, where the host's arguments are not known."""
+        half = self.prediction_name()
+        count = parts_of(name, rows, memory_rows, call.guided, half)
+        if not call.guided or call.parts:
+            return call.parts if count == len(call.parts) else (True,) * count
+        unknown = count == 1 and half not in NAMED and self.picture_name == "hidden_states"
+        if call.negative_prompt_embeds is not None or unknown:
+            raise ConditionError(
+                "in a compiled host, or a part of one, nothing tells which half of guidance is unconditional: compile "
+                "blocks alone (compile_repeated_blocks), or name the half by host.cache_context('cond') and ('uncond')"
+            )
+        return parts_in_order(self.host, count) if count > 1 else (NAMED.get(half, True),)
 
     def _add_actions(
         self,
         actions: dict[tuple[int, str], list[Action]],
         name: str,
         source: Any,
-        first: int,
+        sees: tuple[bool, ...],
         scale: Any,
         grid: Grid | None,
         only: int | None = None,
@@ -320,15 +364,25 @@ class AdaptedDenoiser(AdaptedModel):
         adapter = self.adapter(name)
         frames, height, width = grid or (1, 1, 1)
         if timestep is not None and source.rows is not None:
-            timestep = times_by_row(timestep, first, source.rows)
+            timestep = times_by_row(timestep, sees.index(True) * source.rows, source.rows)
         view = source.step(TextState(source.rows, frames * height * width, layer=only, timestep=timestep))
         for index in adapter.layers if only is None else (only,):
             own = at_layer(scale, self.layer_names[index])
             entries = actions.setdefault((index, "inside"), [])
             if not is_zero(own):
-                entries.append(
-                    (view, adapter.block(index), RowsAndScale(first, own, grid, adapter.adds_to_block, rows))
-                )
+                entries.append((view, adapter.block(index), RowsAndScale(sees, own, grid, adapter.adds_to_block, rows)))
+
+    def lost_layers(self, step: ForwardStep) -> set[int]:
+        """Return the layers that ran, or were replaced, and that memory did not reach.
+
+        Layers that a pipeline (`skip_layers`) or a cache of diffusers leaves out on purpose do not run.
+        """
+        ran = step.details.get("ran", ())
+        return {
+            layer
+            for layer in super().lost_layers(step)
+            if layer in ran or self.layer(layer) is not self.hooked[layer, "inside"]
+        }
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach.
@@ -337,9 +391,9 @@ class AdaptedDenoiser(AdaptedModel):
             ConditionError: always.
         """
         raise ConditionError(
-            f"memory did not reach {[self.layer_names[index] for index in layers]}: the host left these layers out of "
-            "its forward, or they were replaced after attach; name others with DecoupledAdapter(blocks=...), or "
-            "unload() before the host is changed"
+            f"memory did not reach {[self.layer_names[index] for index in layers]}: these layers ran without being "
+            "called, or were replaced after attach; name others with DecoupledAdapter(blocks=...), or unload() before "
+            "the host is changed"
         )
 
     # The host's own attention ----------------------------------------------------------------------------------------

@@ -136,7 +136,10 @@ def example_inputs(
 
 
 def _dtype_of(host: nn.Module) -> torch.dtype:
-    """Of what the host computes in: that of its first weights that are not quantised."""
+    """Return the dtype of the host's inputs: not that of weights that `from_pretrained` in half keeps in float32."""
+    dtype = getattr(_inner(host), "dtype", None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
     return next((one.dtype for one in host.parameters() if one.is_floating_point()), torch.float32)
 
 

@@ -33,11 +33,15 @@ def test_transformers(family, dtype, tmp_path):
         return
     dtypes = {name: one.dtype for name, one in host.named_parameters()}
     model = tiny_transformers.attach(host)
+    adapter = model.adapter("default")
+    with torch.no_grad():
+        for layer in adapter.layers:
+            adapter.attention(layer).v_proj.weight.mul_(32)  # well above the rounding of halves
     assert {name: one.dtype for name, one in host.named_parameters()} == dtypes
     batch = tiny_transformers.given(model, ROWS)
     assert batch["hidden_states"].dtype == dtype
     alone, out = tiny_transformers.run(model, batch), tiny_transformers.run(model, batch, memory=tiny.memory(ROWS))
-    assert out.isfinite().all() and all(tiny.differs(out[row], alone[row]) for row in range(ROWS))
+    assert out.isfinite().all() and tiny.differs(out, alone, 2e-3)
     assert torch.equal(tiny_transformers.run(model, batch, memory=tiny.memory(ROWS), adapter_scale=0.0), alone)
     model.unload()
     assert torch.equal(tiny_transformers.run(host, batch), alone)
@@ -53,7 +57,7 @@ def test_unets(dtype, tmp_path):
     args = [arg.to(dtype) if torch.is_tensor(arg) and arg.is_floating_point() else arg for arg in args]
     with torch.no_grad():
         alone, out = model(*args, **named)[0], model(*args, **named, memory=tiny.memory(len(args[0])))[0]
-    assert out.dtype == dtype and out.isfinite().all() and tiny.differs(out, alone)
+    assert out.dtype == dtype and out.isfinite().all() and tiny.differs(out, alone, 2e-3)
 
 
 def test_half_is_torchs():

@@ -15,6 +15,7 @@ from mmattn.adapters.protocols import MemorySource, View
 from mmattn.adapters.text_state import Arrivals, GenerationInput
 from mmattn.errors import ConfigError, check_float
 from mmattn.hosts.rows_left import RowsLeft
+from mmattn.memory import Memory
 
 
 @dataclass
@@ -150,3 +151,28 @@ def is_reading_memory() -> bool:
     while step is not None and (step.call is None or not step.call.reads_memory):
         step = step.outer
     return step is not None
+
+
+def unchecked_memories(call: Call) -> list[Memory]:
+    """Memories of a call whose values need not be finite, as their caller said.
+
+    Args:
+        call: what a forward sees.
+    """
+    given = (getattr(source, "neighbours", source) for source in call.sources.values())
+    memories = (getattr(getattr(one, "prepared", None), "memory", None) for one in given)
+    return [one for one in memories if isinstance(one, Memory) and not one.finite_checked]
+
+
+def is_broken(memory: Memory, row: int, rows: int) -> bool:
+    """Whether the memory of a row of text is not finite.
+
+    Args:
+        memory: of the call.
+        row: of the text.
+        rows: of the text, those of the memory or a multiple of them (beams).
+    """
+    own = memory[row // max(rows // max(memory.batch, 1), 1)]
+    real = own.real_slots()
+    sound = bool(own.tokens[real].isfinite().all())
+    return not (sound and (own.scores is None or bool(own.scores[real].isfinite().all())))

@@ -22,7 +22,7 @@ from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.hosts.adapted import AdaptedModel, check_unused
 from mmattn.hosts.bank.bank import Bank
-from mmattn.hosts.calls import NOTED, Action, Call, ForwardStep, prepared_for_graphs
+from mmattn.hosts.calls import NOTED, Action, Call, ForwardStep, is_broken, prepared_for_graphs, unchecked_memories
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
 from mmattn.hosts.causal_lm.before_text import joined_sites, probe_before_text, probe_rotations, shift_text
 from mmattn.hosts.causal_lm.embedding_reader import embedding_reader
@@ -239,13 +239,17 @@ class AdaptedCausalLM(AdaptedModel):
 
         What overflows in keys and values of a memory is refused before; this is what overflows after, in a product of
         the adapter's or in the host, and what a memory holds that was not checked. A matrix product may take NaN from
-        one row to the next (bfloat16 on the CPU, odd widths). Tokens that go on with a cache are not looked at.
+        one row to the next (bfloat16 on the CPU, odd widths). Tokens that go on with a cache are looked at only beside
+        a memory that was not checked, whose own rows may be NaN.
 
         Raises:
             NonFiniteError: there are such; the message names the rows.
         """
         text, logits = step.details, getattr(output, "logits", None)
-        if text is None or text.past or step.call is None or not isinstance(logits, Tensor) or not readable(logits):
+        if text is None or step.call is None or not isinstance(logits, Tensor) or not readable(logits):
+            return
+        unchecked = unchecked_memories(step.call)
+        if text.past and not unchecked:
             return
         # Requests of continuous batching are looked at one by one.
         if logits.dim() != 3 or not logits.numel() or (text.packed is not None and text.cache is not None):
@@ -255,7 +259,8 @@ class AdaptedCausalLM(AdaptedModel):
             # A host may hide tokens by -inf.
             lost = ~torch.isfinite(last.amax(-1))
         rows = lost.nonzero()[:, 0].tolist() if bool(lost.any()) else []
-        if rows:
+        own = [row for row in rows if any(is_broken(memory, row, text.rows) for memory in unchecked)]
+        if rows and (own != rows or text.packed is not None):  # documents share attention
             what = "row" if text.packed is None else "document"
             raise NonFiniteError(
                 f"the logits of {what} {', '.join(map(str, rows))} are not finite: with its memory it overflows in "

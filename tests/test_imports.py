@@ -102,7 +102,7 @@ def test_a_missing_dependency_is_named_with_its_extra() -> None:
 
 
 def test_a_name_of_a_room_says_where_it_is() -> None:
-    """Invariant 139."""
+    """Invariant 136."""
     import mmattn
 
     for room, name in (("hosts", "PassageCache"), ("adapters", "InsertedAdapter"), ("retrieval", "chunk")):

@@ -30,7 +30,7 @@ def migrate_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_norms(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings from before norms could be left out: there was one, however narrow the memory."""
-    own = {} if kind not in _NORMED else {"memory_norm": True}
+    own: dict[str, Any] = {} if kind not in _NORMED else {"memory_norm": True}
     resampler = settings.get("resampler")
     if kind in (*_BLOCKS, *_NORMED) and isinstance(resampler, dict):
         own["resampler"] = {"norm": True, **resampler}

@@ -125,7 +125,7 @@ class TestWords:
                 assert owners & {name.lower().replace("_", "-") for name in names}, (module, extra, owners)
 
     def test_every_extra_of_the_project_is_listed(self) -> None:
-        """Invariant 139."""
+        """Invariant 136."""
         import tomllib
 
         from mmattn.inspect.environment import EXTRAS
@@ -134,7 +134,7 @@ class TestWords:
         assert set(EXTRAS) == set(project["optional-dependencies"]) - {"all"}
 
     def test_links_of_a_copy_lead_somewhere(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        """Invariant 139. Those out of its folder lead to the repository."""
+        """Invariant 136. Those out of its folder lead to the repository."""
         from mmattn.recipes import list_recipes
 
         for recipe in list_recipes():
@@ -147,7 +147,7 @@ class TestWords:
                         assert "://" in link or (page.parent / link).exists(), f"{page}: {link}"
 
     def test_an_index_of_a_folder_of_texts(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        """Invariant 139. Each text is cut, each chunk names its file, and nothing but the index stays."""
+        """Invariant 136. Each text is cut, each chunk names its file, and nothing but the index stays."""
         from mmattn import Index
 
         (tmp_path / "texts" / "more").mkdir(parents=True)

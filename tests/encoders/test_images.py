@@ -342,7 +342,7 @@ def test_settings_are_checked(settings: dict, words: str) -> None:
 
 @pytest.mark.parametrize("size", [(1, 80_000_000), (80_000_000, 1), (2, 1 << 19)])
 def test_absurd_sides_are_refused_from_the_header(size: tuple[int, int]) -> None:
-    """Invariant 139. A side has a limit of its own: rows cost time, however short."""
+    """Invariant 136. A side has a limit of its own: rows cost time, however short."""
     with pytest.raises(ImageError, match="a side has at most"):
         load_image(huge_png(*size))
     with pytest.raises(ImageError, match="a side has at most"):
@@ -361,7 +361,7 @@ def png(depth: int, kind: int, raw: bytes, transparent: bytes) -> bytes:
 
 @pytest.mark.parametrize("level", [0, 7, 255])
 def test_one_transparent_level_is_white(level: int) -> None:
-    """Invariant 139. In 8 and 16 bits, grey and in colour."""
+    """Invariant 136. In 8 and 16 bits, grey and in colour."""
     want = np.arange(256)
     want[level] = 255
     ramp = (np.arange(256) * 257).astype(">u2")

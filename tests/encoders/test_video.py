@@ -289,7 +289,7 @@ def turned(film: bytes, matrix: tuple[int, int, int, int]) -> bytes:
     }.items(),
 )
 def test_frames_are_seen_as_players_show_them(matrix: tuple[int, int, int, int], change: Any) -> None:
-    """Invariant 139. Turned and mirrored, by the whole display matrix."""
+    """Invariant 136. Turned and mirrored, by the whole display matrix."""
     film = filmed(2)
     plain, seen = (next(stream_frames(one)).image for one in (film, turned(film, matrix)))
     assert np.array_equal(seen, change(plain))
@@ -317,7 +317,7 @@ def other_film(kind: str, codec: str, form: str, frames: list[Any], start: int =
 )
 @pytest.mark.parametrize("start", [0, 40])
 def test_a_first_frame_that_is_shown_late(kind: str, codec: str, start: int) -> None:
-    """Invariant 139. Times are counted from it, in every container, and a part of the frames is spread over them."""
+    """Invariant 136. Times are counted from it, in every container, and a part of the frames is spread over them."""
     film = other_film(kind, codec, "yuv420p", [np.full((32, 32, 3), 40 * n, np.uint8) for n in range(6)], start)
     assert [frame.time for frame in stream_frames(film)] == pytest.approx([n / 4 for n in range(6)], abs=0.01)
     grey = [float(frame.image.mean()) for frame in stream_frames(film, count=3)]
@@ -325,7 +325,7 @@ def test_a_first_frame_that_is_shown_late(kind: str, codec: str, start: int) -> 
 
 
 def test_pixels_that_are_no_squares_and_frames_that_are_seen_through() -> None:
-    """Invariant 139. A frame is as wide as it is shown, and white where nothing is, as a picture is."""
+    """Invariant 136. A frame is as wide as it is shown, and white where nothing is, as a picture is."""
     grey = np.full((32, 32, 3), 90, np.uint8)
     wide = next(stream_frames(other_film("mp4", "mpeg4", "yuv420p", [grey] * 2, aspect=Fraction(2, 1)))).image
     assert wide.shape == (32, 64, 3)

@@ -182,7 +182,7 @@ class TestLikelihoods:
 
     @pytest.mark.parametrize("adds", [False, True])
     def test_the_begin_token_is_the_tokenizers_matter(self, pipe: Any, adds: bool) -> None:
-        """Invariant 138. Without a memory each score is that of the harness's own class."""
+        """Invariant 135. Without a memory each score is that of the harness's own class."""
         from lm_eval.models.huggingface import HFLM
         from tokenizers.processors import TemplateProcessing
 

@@ -95,7 +95,7 @@ def by_length(rope: str, family: str = "llama") -> nn.Module:
 @pytest.mark.parametrize("rope", BY_LENGTH)
 @pytest.mark.parametrize("kind", ["passages", "prefix", "inserted", "fused"])
 def test_frequencies_that_follow_the_length_of_the_text_are_refused(kind: str, rope: str) -> None:
-    """Invariant 140: keys that were read before a text would keep the frequencies of a short one."""
+    """Invariant 137: keys that were read before a text would keep the frequencies of a short one."""
     adapters = {
         "passages": mmattn.adapters.PassageAdapter,
         "prefix": lambda: mmattn.adapters.PrefixAdapter(num_virtual_tokens=3),
@@ -112,7 +112,7 @@ def test_frequencies_that_follow_the_length_of_the_text_are_refused(kind: str, r
 
 @pytest.mark.parametrize("rope", BY_LENGTH)
 def test_a_second_model_whose_frequencies_follow_the_length_is_refused(rope: str) -> None:
-    """Invariant 140: its cache of a long prompt could not be turned to where a host has it."""
+    """Invariant 137: its cache of a long prompt could not be turned to where a host has it."""
     with pytest.raises(mmattn.errors.AttachError, match="change with the length"):
         mmattn.AugmentingModel(by_length(rope)).prefill(torch.arange(3, 9)[None])
 

@@ -154,7 +154,7 @@ def test_what_is_no_text_is_named(texts: Any) -> None:
     }.values(),
 )
 def test_scripts_without_spaces_are_cut_too(text: str) -> None:
-    """Invariant 138. No chunk of them has more than its size in characters, and together they are the text."""
+    """Invariant 135. No chunk of them has more than its size in characters, and together they are the text."""
     pieces = chunk(text, size=50, unique=False)
     assert len(pieces) > 3 and all(0 < len(piece.text) <= 50 * 12 for piece in pieces)
     bare = "".join(text.split())
@@ -164,7 +164,7 @@ def test_scripts_without_spaces_are_cut_too(text: str) -> None:
 
 
 def test_words_of_other_scripts_stay_whole() -> None:
-    """Invariant 138."""
+    """Invariant 135."""
     for text in (
         "한국어 문장은 띄어쓰기를 한다",
         "x" * 5000,

@@ -184,14 +184,14 @@ class TestArrays:
         ],
     )
     def test_of_any_layout(self, as_given: Any) -> None:
-        """Invariant 138. A caller's array stays as it is, and is not held."""
+        """Invariant 135. A caller's array stays as it is, and is not held."""
         given = as_given(self.given)
         index = Index.build(given)
         assert torch.allclose(torch.stack([index[n].vector for n in range(6)]), torch.tensor(self.given).float())
         assert index.search(as_given(self.given), 1).ids == [[n] for n in range(6)]
 
     def test_negative_strides_and_read_only_ones(self) -> None:
-        """Invariant 138."""
+        """Invariant 135."""
         fixed = self.given.copy()
         fixed.flags.writeable = False
         for given in (fixed, fixed[::-1], fixed[:, ::-1], fixed[::2]):
@@ -211,6 +211,6 @@ class TestArrays:
         ],
     )
     def test_what_has_no_numbers_is_refused(self, given: Any, match: str) -> None:
-        """Invariant 138."""
+        """Invariant 135."""
         with pytest.raises(ShapeError, match=match):
             Index.build(given)

@@ -203,7 +203,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensor_files_that_lie(kind: str, tmp_path: Path, host: Any, adapted: Any) -> None:
-    """Invariant 135. Well-signed files with one lie in them are refused as files, or are sound all the same."""
+    """Invariant 132. Well-signed files with one lie in them are refused as files, or are sound all the same."""
     path, form, use = KINDS[kind](tmp_path, host, adapted)
     assert not refused_or_sound(use)
     good, draw, refused = path.read_bytes(), random.Random(kind), 0
@@ -232,7 +232,7 @@ def test_tensor_files_that_lie(kind: str, tmp_path: Path, host: Any, adapted: An
 )
 @pytest.mark.parametrize("mapped", [False, True])
 def test_passages_that_no_host_has_read(lie: Any, mapped: bool, tmp_path: Path, host: Any) -> None:
-    """Invariant 135."""
+    """Invariant 132."""
     cache = PassageCache(host)
     cache.add([[5, 6, 7], [8, 9]], progress=False)
     cache.save(tmp_path / "file")
@@ -274,7 +274,7 @@ class TestStores:
         return found
 
     def test_shards(self, store: Path) -> None:
-        """Invariant 136. A shard that lies is refused as a file when it is opened or a row of it is read."""
+        """Invariant 133. A shard that lies is refused as a file when it is opened or a row of it is read."""
         path, draw, refused = store / "shard-000001.safetensors", random.Random(3), 0
         good, described = path.read_bytes(), (store / "store.json").read_text()
         for number in range(150):
@@ -299,7 +299,7 @@ class TestStores:
         assert refused > 60
 
     def test_its_description(self, store: Path) -> None:
-        """Invariant 136. A description that lies is refused."""
+        """Invariant 133. A description that lies is refused."""
         good, draw, refused = (store / "store.json").read_text(), random.Random(5), 0
         for _ in range(150):
             manifest = json.loads(good)
@@ -309,7 +309,7 @@ class TestStores:
         assert refused > 80
 
     def test_a_store_that_lost_its_last_shard(self, store: Path) -> None:
-        """Invariant 136. It does not open with fewer rows, whatever else says that there were fewer."""
+        """Invariant 133. It does not open with fewer rows, whatever else says that there were fewer."""
         manifest = json.loads((store / "store.json").read_text())
         gone = manifest["shards"].pop()
         for shards in (3, 2):
@@ -326,7 +326,7 @@ class TestStores:
 
 @pytest.mark.parametrize("store", ["exact", "flat", "hnsw"])
 def test_indexes(store: str, tmp_path: Path) -> None:
-    """Invariant 137. An index whose files lie is refused as one, or is sound all the same."""
+    """Invariant 134. An index whose files lie is refused as one, or is sound all the same."""
     about = [{"k": [n], "x": 0.5} for n in range(5)]
     Index.build(torch.randn(5, 3), texts=list("abcde"), metadata=about, tokens=tiny.memory(5), store=store).save(
         tmp_path / "index"
@@ -367,7 +367,7 @@ def test_indexes(store: str, tmp_path: Path) -> None:
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """Invariant 137. A run does not go on from a checkpoint that lies."""
+    """Invariant 134. A run does not go on from a checkpoint that lies."""
     small_run.run(tmp_path, max_steps=2)
     path = tmp_path / "checkpoints" / "step-00000002" / STATE
     good, draw, refused = path.read_bytes(), random.Random(7), 0
@@ -382,7 +382,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_style_encoders(tmp_path: Path) -> None:
-    """Invariant 137. A style encoder whose settings lie is refused as a file."""
+    """Invariant 134. A style encoder whose settings lie is refused as a file."""
     path = tmp_path / "style.safetensors"
     StyleEncoder(StyleNetwork(), 16, True).save(path)
     raw, said = path.read_bytes(), rb"{\"size\": 16, \"ink\": true}"

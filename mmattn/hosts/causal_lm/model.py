@@ -324,7 +324,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         *args: Any,
         memory: Any = None,

@@ -72,7 +72,7 @@ class DecoupledAdapter:
         start: "nothing", or "host": as a copy of the host's own K and V projections, as IP-Adapter starts.
         resampler: turn the memory into few latents first.
         layout: as in published adapters.
-        memory_norm: normalise what the blocks read; None is where it comes from `tokens`, or is 16 wide or more: of few
+        memory_norm: normalise what the blocks read; None is where it comes from `tokens`, or is 12 wide or more: of few
             numbers a norm leaves little more than signs.
 
     >>> DecoupledAdapter(memory_dim=24, tokens=4).tokens

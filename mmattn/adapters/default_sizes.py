@@ -8,7 +8,7 @@ from mmattn.errors import check_bool
 
 MAX_WIDTH = 512
 #: A norm takes two numbers from a vector, its mean and its length. Of a narrow one that is most of what it says.
-NARROW = 16
+NARROW = 12
 
 
 def default_heads(d: int, e: int, num_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def normalises(asked: bool | None, e: int) -> bool:
     """Whether vectors of width e go through a norm.
 
     Args:
-        asked: the setting; None is where they are 16 wide or more.
+        asked: the setting; None is where they are 12 wide or more.
         e: their width.
     """
     return e >= NARROW if asked is None else asked

@@ -25,7 +25,7 @@ class BlockLayout:
     Args:
         norm: "layer" or "rms", of what goes into the attention and the feed-forward.
         norm_eps: ε of these norms and of qk_norm; what torch and `CrossAttention` have by default.
-        memory_norm: normalise the memory, once for all layers; None is where it is 16 wide or more: of few numbers a
+        memory_norm: normalise the memory, once for all layers; None is where it is 12 wide or more: of few numbers a
             norm leaves little more than signs.
         activation: "gelu", or "swiglu", which has a third matrix (arXiv 2002.05202).
     """

@@ -53,7 +53,7 @@ class InsertedAdapter:
             that a fresh adapter is the host. False is LLaVA's own form, in which even a fresh one changes every answer:
             the one kind of adapter that does not start as nothing, and only where this is asked for.
         resampler: turn the memory into few latents first.
-        memory_norm: normalise the memory; None is where it is 16 wide or more: of few numbers a norm leaves little more
+        memory_norm: normalise the memory; None is where it is 12 wide or more: of few numbers a norm leaves little more
             than signs.
 
     >>> InsertedAdapter(memory_dim=24).gate

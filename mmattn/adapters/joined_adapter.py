@@ -56,7 +56,7 @@ class JoinedAdapter:
         length_norm: C; m slots together weigh as much as C would that are like them. None is as they are.
         local_window: of the text, the last so many tokens share the softmax with the slots, a token itself among them
             (CASA); None is all that a token sees (KBLaM).
-        memory_norm: normalise the memory; None is where it is 16 wide or more: of few numbers a norm leaves little more
+        memory_norm: normalise the memory; None is where it is 12 wide or more: of few numbers a norm leaves little more
             than signs.
 
     >>> JoinedAdapter(memory_dim=24, layers=[3, 1]).layers

@@ -32,7 +32,7 @@ class Resampler:
         num_heads: h of its attention; None is 8, and fewer for a narrow memory, see `default_sizes`.
         head_dim: k of its attention; None is 64, and less for a narrow memory.
         feed_forward: hidden width of its feed-forward as a multiple of e.
-        norm: normalise slots and latents; None is where they are 16 wide or more, since of few numbers a norm leaves
+        norm: normalise slots and latents; None is where they are 12 wide or more, since of few numbers a norm leaves
             little more than signs.
 
     Raises:

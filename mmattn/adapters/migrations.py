@@ -30,13 +30,20 @@ def migrate_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_norms(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings from before norms could be left out: there was one, however narrow the memory."""
-    own: dict[str, Any] = {} if kind not in _NORMED else {"memory_norm": True}
-    resampler = settings.get("resampler")
-    if kind in (*_BLOCKS, *_NORMED) and isinstance(resampler, dict):
-        own["resampler"] = {"norm": True, **resampler}
-    if kind in _BLOCKS:
-        own["layout"] = {"memory_norm": True, **settings.get("layout", {})}
-    return {**own, **settings, **{name: own[name] for name in ("resampler", "layout") if name in own}}
+    filled = dict(settings)
+    if kind in _NORMED:
+        filled.setdefault("memory_norm", True)
+    elif kind in _BLOCKS:
+        filled["layout"] = _on(filled.get("layout", {}), "memory_norm")
+    else:
+        return filled
+    if "resampler" in filled:
+        filled["resampler"] = _on(filled["resampler"], "norm")
+    return filled
+
+
+def _on(part: Any, name: str) -> Any:
+    return {**part, name: part.get(name, True)} if isinstance(part, dict) else part
 
 
 def migrate_names(named: Mapping[str, Value], version: int) -> dict[str, Value]:

@@ -44,7 +44,6 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "heads true": (lambda c: c["adapter"].update(num_heads=True), "num_heads.*True"),
     "heads text": (lambda c: c["adapter"].update(num_heads="3"), "num_heads.*'3'"),
     "heads float": (lambda c: c["adapter"].update(num_heads=3.0), r"num_heads.*3\.0"),
-    "heads null": (lambda c: c["adapter"].update(num_heads=None), "num_heads.*None"),
     "heads 0": (lambda c: c["adapter"].update(num_heads=0), "num_heads"),
     "heads list": (lambda c: c["adapter"].update(num_heads=[3]), "num_heads"),
     "dim 10**9": (lambda c: c["adapter"].update(memory_dim=10**9), "memory_dim"),

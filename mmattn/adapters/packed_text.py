@@ -58,11 +58,6 @@ class PackedText:
         """Tokens of the longest document."""
         return self.places.shape[1]
 
-    @property
-    def last(self) -> Tensor:
-        """(s,) the place of the last token of each document."""
-        return self.places[:, -1]
-
     def select(self, rows: Sequence[int]) -> PackedText:
         """The same rows with some of their documents only; the others are passed by.
 

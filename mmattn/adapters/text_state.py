@@ -106,6 +106,20 @@ class TextState:
             f"for each row of text{hint}"
         )
 
+    def rows_of(self, tokens: Tensor) -> list[int]:
+        """The rows, or documents, in which some tokens are that are no padding.
+
+        Args:
+            tokens: (b, l) bool, those of this forward as the host was given them, or only the last ones.
+        """
+        number, mask = torch.arange(len(tokens), device=tokens.device)[:, None], self.attention_mask
+        if self.packed is not None:
+            number = self.packed.numbers.to(tokens.device)[:, -tokens.shape[1] :]
+        elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens.shape[1]:
+            number = number.where(mask[:, -tokens.shape[1] :].to(tokens.device).bool(), -1)
+        found = number.expand(tokens.shape)[tokens]
+        return [row for row in found.unique().tolist() if row >= 0]
+
     @property
     def input_ids(self) -> Tensor | None:
         """Token ids (b, l) of this forward, None where it was given embeddings or nothing is known."""

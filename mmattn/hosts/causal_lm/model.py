@@ -235,7 +235,7 @@ class AdaptedCausalLM(AdaptedModel):
         )
 
     def check_answer(self, step: ForwardStep, output: Any) -> None:
-        """Refuse logits that are not finite in the first forward of a text, those of its last token.
+        """Refuse logits that are not finite in the first forward of a text.
 
         What overflows in keys and values of a memory is refused before; this is what overflows after, in a product of
         the adapter's or in the host, and what a memory holds that was not checked. A matrix product may take NaN from
@@ -249,16 +249,16 @@ class AdaptedCausalLM(AdaptedModel):
         if text is None or step.call is None or not isinstance(logits, Tensor) or not readable(logits):
             return
         unchecked = unchecked_memories(step.call)
-        if text.past and not unchecked:
+        if (text.past and not unchecked) or step.call.reads_memory:
             return
         # Requests of continuous batching are looked at one by one.
         if logits.dim() != 3 or not logits.numel() or (text.packed is not None and text.cache is not None):
             return
         with torch.no_grad():
-            last = logits[:, -1] if text.packed is None else logits.flatten(0, 1)[text.packed.last.to(logits.device)]
-            # A host may hide tokens by -inf.
-            lost = ~torch.isfinite(last.amax(-1))
-        rows = lost.nonzero()[:, 0].tolist() if bool(lost.any()) else []
+            lost = ~torch.isfinite(logits.amax(-1))  # a host may hide tokens by -inf
+        if not bool(lost.any()):
+            return
+        rows = text.rows_of(lost)
         own = [row for row in rows if any(is_broken(memory, row, text.rows) for memory in unchecked)]
         if rows and (own != rows or text.packed is not None):  # documents share attention
             what = "row" if text.packed is None else "document"

@@ -37,7 +37,7 @@ def small_host(**sizes: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**given | {"num_attention_heads": 4} | sizes)).eval()
 
 
-def learned(adapter: Any, e: int, steps: int = 200) -> float:
+def learned(adapter: Any, e: int, steps: int) -> float:
     """The loss of a text whose second token is the sign of one number: a vector for each row, `x[:, None]`."""
     host = small_host()
     with torch.no_grad():
@@ -62,13 +62,14 @@ def learned(adapter: Any, e: int, steps: int = 200) -> float:
 
 @pytest.mark.parametrize(("kind", "e"), [*((kind, 1) for kind in KINDS), ("gated", 3), ("joined", 3)])
 def test_every_kind_learns_from_few_numbers(kind: str, e: int) -> None:
-    """Invariant 132: chance is 0.693, and a norm over one number leaves nothing but that."""
-    assert learned(KINDS[kind](e), e) < 0.45
+    """Invariant 138: chance is 0.693, and a norm over one number leaves nothing but that."""
+    slow = kind == "inserted"  # with vectors of any width
+    assert learned(KINDS[kind](e), e, 200 if slow else 100) < (0.5 if slow else 0.4)
 
 
 @pytest.mark.parametrize("e", [1, 2, 5])
 def test_a_diffusion_model_sees_the_size_of_few_numbers(e: int) -> None:
-    """Invariant 132."""
+    """Invariant 138."""
     model = mmattn.attach(tiny_unets.make(), mmattn.DecoupledAdapter(e, resampler=FEW))
     tiny_unets.open_values(model)
     x = torch.randn(tiny_unets.ROWS, e)
@@ -78,7 +79,7 @@ def test_a_diffusion_model_sees_the_size_of_few_numbers(e: int) -> None:
 
 
 def test_a_wide_memory_is_normalised_and_a_narrow_one_is_not_unless_asked() -> None:
-    """Invariant 132."""
+    """Invariant 138."""
     for e, given, norm in ((NARROW, None, True), (NARROW - 1, None, False), (3, True, True), (40, False, False)):
         layout = {} if given is None else {"memory_norm": given}
         gated = mmattn.attach(small_host(), mmattn.GatedAdapter(e, every=1, layout=layout)).adapter("default")
@@ -89,7 +90,7 @@ def test_a_wide_memory_is_normalised_and_a_narrow_one_is_not_unless_asked() -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_from_before_has_its_norms(kind: str, tmp_path: Path) -> None:
-    """Invariant 133: files that say nothing of norms were written when there was one, however narrow the memory."""
+    """Invariant 139: files that say nothing of norms were written when there was one, however narrow the memory."""
     adapter = KINDS[kind](3)
     given: dict[str, Any] = {"layout": {"memory_norm": True}} if hasattr(adapter, "layout") else {"memory_norm": True}
     if getattr(adapter, "resampler", None) is not None:
@@ -110,7 +111,7 @@ def test_a_folder_from_before_has_its_norms(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256, 512, 768, 2048])
 @pytest.mark.parametrize("ratio", [0.1, 1, 10])
 def test_the_default_attention_of_a_block_is_no_larger_than_the_hosts(d: int, ratio: float) -> None:
-    """Invariant 134."""
+    """Invariant 140."""
     e = max(1, round(ratio * d))
     h, k = default_heads(d, e)
     assert h * k <= 512 and k % 8 == 0
@@ -118,7 +119,7 @@ def test_the_default_attention_of_a_block_is_no_larger_than_the_hosts(d: int, ra
 
 
 def test_a_default_adapter_is_small_beside_its_host() -> None:
-    """Invariant 134: with a block at every layer less than half of the host, with a wide encoder, too."""
+    """Invariant 140: with a block at every layer less than half of the host, with a wide encoder, too."""
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
     for e in (1, 24, 128, 768, 1280):
         for make in (mmattn.GatedAdapter, mmattn.ChunkedAdapter, mmattn.ComposedAdapter):
@@ -129,7 +130,7 @@ def test_a_default_adapter_is_small_beside_its_host() -> None:
 
 
 def test_files_have_the_numbers_of_heads(tmp_path: Path) -> None:
-    """Invariant 134: and so a later default changes none of them."""
+    """Invariant 140: and so a later default changes none of them."""
     model = mmattn.attach(small_host(), mmattn.GatedAdapter(24, every=1, resampler=FEW))
     model.save_adapter(tmp_path)
     written = json.loads((tmp_path / "adapter_config.json").read_text())["adapter"]
@@ -157,7 +158,7 @@ def test_heads_that_are_asked_for() -> None:
     ],
 )
 def test_vectors_without_an_axis_say_both_ways(shape: tuple[int, ...], words: str) -> None:
-    """Invariant 132: a vector for each row, and the vectors of a single row, are two things."""
+    """Invariant 138: a vector for each row, and the vectors of a single row, are two things."""
     for give in (mmattn.Memory, lambda x: mmattn.attach(small_host(), mmattn.GatedAdapter(3, every=1)).prepare(x)):
         with pytest.raises(ShapeError, match=words):
             give(torch.randn(shape))
@@ -165,5 +166,5 @@ def test_vectors_without_an_axis_say_both_ways(shape: tuple[int, ...], words: st
 
 @pytest.mark.parametrize("tokens", [torch.ones(2, 3, 1), torch.zeros(2, 3, 4), torch.ones(2, 3, 5)])
 def test_another_memory_of_the_doctor_is_another_one(tokens: torch.Tensor) -> None:
-    """Invariant 132: however few numbers a vector has, or if all of them are equal."""
+    """Invariant 138: however few numbers a vector has, or if all of them are equal."""
     assert (shuffled(mmattn.Memory(tokens)).tokens != tokens).any(-1).all()

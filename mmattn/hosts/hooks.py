@@ -37,7 +37,9 @@ class CrossAttentionHook:
 
     def adapt(self, x: Tensor) -> Tensor:
         """What hidden states x (b, l, d) become in the current forward."""
-        step = step_of(self.model)
+        step = FORWARD.get()
+        if step is not None and step.model is not self.model:
+            step = step_of(self.model)
         if step is not None:
             step.visited.add(self.layer)
         if step is None or self.apart:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmattn.core.tensor_cache import TensorCache
-from mmattn.hosts.calls import Call, step_of
+from mmattn.hosts.calls import FORWARD, Call, step_of
 from mmattn.hosts.denoising.adapter_scale import Grid, over_queries
 from mmattn.hosts.denoising.heads import into_output, projections, query_heads
 
@@ -86,7 +86,9 @@ def added_heads(model: Any, index: int, attn: Any, x: Tensor, q: Tensor) -> Tens
         x: what it is given.
         q: (rows, h, l, k), the host's queries.
     """
-    step = step_of(model)
+    step = FORWARD.get()
+    if step is not None and step.model is not model:
+        step = step_of(model)
     if step is None:
         actions = model.actions_of_attention(q, index)
     else:
@@ -131,7 +133,9 @@ class InsideAttention:
         self.model, self.index = model, index
 
     def __call__(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        step = step_of(self.model)
+        step = FORWARD.get()
+        if step is not None and step.model is not self.model:
+            step = step_of(self.model)
         if step is not None:
             step.visited.add(self.index)
             if not step.actions:

@@ -19,7 +19,6 @@ from mmattn.hosts.attached import adapted, forget_compiled
 from mmattn.hosts.blocks import OpenBlocks
 from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs, scale_by_adapter
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
-from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.keywords import shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
 
@@ -46,7 +45,7 @@ class AdaptedModel(NamedAdapters):
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         super().__init__(host)
-        self.__class__ = shown_as(type(self), type(host), type(inner_host(host)))
+        self.__class__ = shown_as(self, host)
         self.require_memory = require_memory
         self.open_blocks = OpenBlocks()
 

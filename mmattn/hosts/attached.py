@@ -99,7 +99,8 @@ class AttachedModel(nn.Module):
                 raise
             if name == "peft_config":
                 refuse_peft(sys._getframe(1))
-            return of_host(super().__getattr__("host"), name)
+            host: Any = super().__getattr__("host")
+            return of_host(host, name)
 
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.

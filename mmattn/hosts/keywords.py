@@ -88,7 +88,7 @@ def _parameters(forward: Callable[..., Any]) -> Mapping[str, Parameter]:
 
 
 @functools.cache
-def _renamed(forward: Any) -> Mapping[str, str]:
+def _renamed(forward: Any) -> dict[str, str]:
     """The names of before that transformers' `deprecate_kwarg` takes around a forward, with those of today."""
     found: dict[str, str] = {}
     while inspect.isfunction(forward) and hasattr(forward, "__wrapped__"):
@@ -99,18 +99,21 @@ def _renamed(forward: Any) -> Mapping[str, str]:
     return found
 
 
-@functools.cache
-def shown_as(kind: type, host: type, inner: type) -> type:
-    """The kind of an adapted model whose forward has the signature of the host's, with our keywords beside it.
+def shown_as(model: Any, host: nn.Module) -> Any:
+    """The class of an adapted model whose forward has the signature of the host's, with our keywords beside it.
 
     Trainers ask a model's forward which columns of the data it reads, and its class which of them are labels.
 
     Args:
-        kind: of adapted models.
-        host: the class of the host.
-        inner: that of the model which peft has wrapped, or the host's.
+        model: the adapted model, of the class of its kind.
+        host: the frozen model.
     """
-    own: Any = kind.forward  # type: ignore[attr-defined]
+    return _shown_as(type(model), type(host), type(inner_host(host)))
+
+
+@functools.cache
+def _shown_as(kind: Any, host: Any, inner: Any) -> Any:
+    own: Any = kind.forward
 
     @torch.compiler.disable(recursive=False)  # the adapted model stays outside of the graph of its host
     @functools.wraps(own)
@@ -118,15 +121,15 @@ def shown_as(kind: type, host: type, inner: type) -> type:
         check_keywords(self, kwargs)
         return own(self, *args, **kwargs)
 
-    theirs, ours = inspect.signature(host.forward), inspect.signature(own)  # type: ignore[attr-defined]
+    theirs, ours = inspect.signature(host.forward), inspect.signature(own)
     # A kind that names what it is given by its place says the order.
     first = theirs if any(one.kind is Parameter.VAR_POSITIONAL for one in ours.parameters.values()) else ours
     parameters = {name: one for name, one in first.parameters.items() if one.kind is not Parameter.VAR_KEYWORD}
-    for known in (_parameters(host.forward), _parameters(inner.forward), _parameters(own)):  # type: ignore[attr-defined]
+    for known in (_parameters(host.forward), _parameters(inner.forward), _parameters(own)):
         for name, one in known.items():
             parameters.setdefault(name, one.replace(kind=Parameter.KEYWORD_ONLY))
     parameters |= {name: one for name, one in theirs.parameters.items() if one.kind is Parameter.VAR_KEYWORD}
     ordered = sorted(parameters.values(), key=lambda one: one.kind)
-    forward.__signature__ = theirs.replace(parameters=ordered)  # type: ignore[attr-defined]
+    forward.__signature__ = theirs.replace(parameters=ordered)
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}
     return type(f"Adapted{host.__name__}", (kind,), names)

@@ -286,7 +286,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         *args: Any,
         memory: Any = None,

@@ -91,7 +91,9 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The decoder's ids or embeddings of this forward, and what is cached."""
-        names = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+        names = ["decoder_input_ids", "decoder_inputs_embeds"]
+        if getattr(kwargs.get("labels"), "ndim", 0) == 2 and not kwargs["labels"].is_floating_point():
+            names.append("labels")  # else they are classes, and no text
         read = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
         if read is None:
             read = args[0] if args else kwargs.get("input_ids")  # which T5's relatives then take for both

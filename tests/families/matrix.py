@@ -29,7 +29,7 @@ from tests.families import diffusion
 from tests.families.checks import CHECKS, HOST, WORKS, WRITING, outcomes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
-MEMORY, SECONDS = 7 << 30, 240  # of one family
+MEMORY, SECONDS = 7 << 30, 480  # of one family
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
+    BartConfig,
+    BartForSequenceClassification,
     GenerationConfig,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -262,3 +264,25 @@ def test_what_is_refused() -> None:
     for other in (tiny.make("llama"), tiny_model("bert", AutoModelForSequenceClassification)):
         with pytest.raises(AttachError, match="where='encoder' was asked for, and this host has not both"):
             mmattn.attach(other, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0,), where="encoder"))
+
+
+@torch.no_grad()
+def test_labels_that_are_classes() -> None:
+    """Invariant 122: labels of a head for classes are no text, whose length would be asked."""
+    config = BartConfig(
+        vocab_size=97,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=53,
+        decoder_ffn_dim=53,
+        max_position_embeddings=64,
+    )
+    host = BartForSequenceClassification(config).eval()
+    ids = torch.tensor([[5, 9, 3, 2], [4, 6, 8, 2]])
+    labels, memory = torch.tensor([0, 1]), torch.randn(2, 5, 13)
+    want = host(ids, labels=labels).loss
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=13, every=1))
+    assert torch.equal(model(ids, labels=labels, memory=memory).loss, want)

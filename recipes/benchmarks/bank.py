@@ -50,7 +50,7 @@ def make_encoder(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 def make_reader(dtype: torch.dtype, positions: int = 1024) -> mmattn.hosts.AdaptedCausalLM:
     """The host, for texts of so many tokens, with three gated adapters whose gates are open."""
     torch.manual_seed(0)
-    model = mmattn.attach(make_host(dtype, positions), mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
+    model = mmattn.attach(make_host(dtype, positions), mmattn.GatedAdapter(WIDTH, every=4, num_heads=8, head_dim=64))
     model.adapters.to(dtype)
     for name, parameter in model.adapters.named_parameters():
         if "gate" in name:

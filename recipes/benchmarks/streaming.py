@@ -59,7 +59,7 @@ def make_small_reader() -> Any:
     host = GPT2LMHeadModel(
         GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1000, bos_token_id=None, eos_token_id=None)
     )
-    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=WIDTH, every=2))
+    model = mmattn.attach(host, mmattn.GatedAdapter(WIDTH, every=2, num_heads=8, head_dim=64))
     for name, parameter in model.adapters.named_parameters():
         if "gate" in name:
             parameter.data.fill_(0.5)

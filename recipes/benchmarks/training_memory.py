@@ -70,7 +70,7 @@ def trained_model(setting: Setting, name: str, host: Any) -> tuple[Any, training
     """A candidate on a host, what it learns, and the size of the chunks of its loss."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(5, host.config.vocab_size, (ROWS, TOKENS), generator=random)
-    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=setting.memory[1], layers=setting.layers))
+    model = mmattn.attach(host, mmattn.GatedAdapter(setting.memory[1], layers=setting.layers, num_heads=8, head_dim=64))
     memory = mmattn.Memory(torch.randn(ROWS, *setting.memory, generator=random))
     if name in (LORA, LORA_CHUNKS):
         wanted, _ = model.trainable_parameters()

@@ -37,7 +37,7 @@ def small_host(**sizes: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**given | {"num_attention_heads": 4} | sizes)).eval()
 
 
-def learned(adapter: Any, e: int, steps: int = 200) -> float:
+def learned(adapter: Any, e: int, steps: int) -> float:
     """The loss of a text whose second token is the sign of one number: a vector for each row, `x[:, None]`."""
     host = small_host()
     with torch.no_grad():
@@ -63,7 +63,8 @@ def learned(adapter: Any, e: int, steps: int = 200) -> float:
 @pytest.mark.parametrize(("kind", "e"), [*((kind, 1) for kind in KINDS), ("gated", 3), ("joined", 3)])
 def test_every_kind_learns_from_few_numbers(kind: str, e: int) -> None:
     """Invariant 132: chance is 0.693, and a norm over one number leaves nothing but that."""
-    assert learned(KINDS[kind](e), e) < 0.45
+    slow = kind == "inserted"  # with vectors of any width
+    assert learned(KINDS[kind](e), e, 200 if slow else 100) < (0.5 if slow else 0.4)
 
 
 @pytest.mark.parametrize("e", [1, 2, 5])

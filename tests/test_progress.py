@@ -20,6 +20,13 @@ def test_a_line_after_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == 10 and lines[0] == "adapter 4/37 loss 1.5" and lines[-1] == "adapter 37/37 loss 1.5"
 
 
+def test_what_was_done_before_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Invariant 131."""
+    assert list(tracked(6, "adapter", first=3)) == [3, 4, 5]
+    assert shown(capsys) == ["adapter 4/6", "adapter 5/6", "adapter 6/6"]
+    assert list(tracked(6, "adapter", first=6)) == [] and shown(capsys) == []
+
+
 def test_batches_are_counted_in_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(batches(7, 3, "encoding")) == [0, 3, 6]
     assert shown(capsys) == ["encoding 3/7", "encoding 6/7", "encoding 7/7"]

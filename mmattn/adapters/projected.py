@@ -202,6 +202,10 @@ def check_read(
     with torch.no_grad():
         rows = [row for row in range(memory.batch) if not all(map(_is_finite, read_row(memory[row])))]
     if rows:
+        if not all(map(_is_finite, adapter.parameters())):
+            raise NonFiniteError(
+                f"weights of adapter {adapter.name!r} are not finite: load others, or train with a lower learning rate"
+            )
         weight = adapter.weight
         dtype = autocast_dtype(weight.device) or weight.dtype
         which = f"row {', '.join(map(str, rows))} of the memory of adapter {adapter.name!r}"

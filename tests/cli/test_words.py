@@ -161,7 +161,7 @@ class TestIndex:
         code, _, err = call(capsys, "index", "build", lines, "-o", lines, "--encoder", encoder)
         assert (code, err) == (2, f"mmattn: an index is a folder, and --out {lines} is a file: name another place\n")
         code, _, err = call(capsys, "index", "build", "absent.txt", "-o", tmp_path / "index", "--encoder", encoder)
-        assert (code, err) == (2, "mmattn: cannot embed absent.txt: there is no such file\n")
+        assert (code, err) == (2, "mmattn: cannot embed absent.txt: there is no such file or folder\n")
 
     @pytest.mark.parametrize(
         ("content", "more"),

@@ -158,7 +158,8 @@ def test_settings() -> None:
     for given in ({"memory_dim": 0}, {"projection": "three"}, {"gate": 1}, {"resampler": 3}):
         with pytest.raises(ConfigError):
             InsertedAdapter(**({"memory_dim": 5} | given))
-    assert InsertedAdapter(5, resampler={"num_latents": 3}).resampler == mmattn.Resampler(3)  # type: ignore[arg-type]
+    settings: Any = {"num_latents": 3}
+    assert InsertedAdapter(5, resampler=settings) == InsertedAdapter(5, resampler=mmattn.Resampler(3))
 
 
 def test_what_is_refused() -> None:

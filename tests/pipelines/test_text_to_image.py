@@ -125,7 +125,7 @@ def test_a_style_encoder_is_what_was_saved(tmp_path: Path) -> None:
     assert again.fingerprint == encoder.fingerprint and (again.grid, again.length, again.dim) == ((4, 4), 16, 64)
     assert torch.equal(again([BOLD, SLANTED]).tokens, encoder([BOLD, SLANTED]).tokens)
     save_file(load_file(tmp_path / "style.safetensors"), tmp_path / "plain.safetensors")
-    with pytest.raises(AdapterFileError, match="is no StyleEncoder"):
+    with pytest.raises(AdapterFileError, match="holds no sound StyleEncoder"):
         StyleEncoder.load(tmp_path / "plain.safetensors")
     with pytest.raises(AdapterFileError, match="no weights file"):
         StyleEncoder.load(tmp_path / "nowhere.safetensors")

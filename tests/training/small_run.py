@@ -117,6 +117,7 @@ def run(
     apart: float = 0.0,
     adapter: dict[str, Any] | None = None,
     hidden_states: str | Path | None = None,
+    progress: bool = False,
     **settings: Any,
 ) -> tuple[training.TrainingResult, Any]:
     """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back.
@@ -161,7 +162,7 @@ def run(
             folder=folder / "checkpoints",
             log=log,
             measure=mmattn.inspect.AdapterMetrics(model, forward, 2) if reported else None,
-            progress=False,
+            progress=progress,
             save_more=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
         )
     assert not [name for name, p in model.host.named_parameters() if "lora_" not in name and p.grad is not None]

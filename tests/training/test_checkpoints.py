@@ -43,6 +43,15 @@ def test_a_run_of_the_first_format_resumes(tmp_path: Path) -> None:
         assert [one.get(new, 0.0) for one in lines] == pytest.approx([one.get(old, 0.0) for one in given], rel=1e-4)
 
 
+def test_a_resumed_run_says_so_and_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Invariant 131."""
+    shutil.copytree(GOLDEN / "checkpoints" / "step-00000003", tmp_path / "checkpoints" / "step-00000003")
+    shutil.copy(GOLDEN / "metrics.jsonl", tmp_path)
+    run(tmp_path, progress=True)
+    lines = [line.split(" loss")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("training")]
+    assert lines == ["training resumes at step 3 of 6", "training 4/6", "training 5/6", "training 6/6"]
+
+
 def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Path) -> None:
     run(tmp_path, max_steps=1, eval_steps=0, early_stopping_patience=0)
     file = tmp_path / "checkpoints" / "step-00000001" / "state.safetensors"

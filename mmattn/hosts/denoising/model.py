@@ -377,11 +377,12 @@ class AdaptedDenoiser(AdaptedModel):
 
         Layers that a pipeline (`skip_layers`) or a cache of diffusers leaves out on purpose do not run.
         """
-        ran = step.details.get("ran", ())
+        ran, lost = step.details.get("ran", ()), super().lost_layers(step)
+        parts = set(self.host.modules()) if lost else set()
         return {
             layer
-            for layer in super().lost_layers(step)
-            if layer in ran or self.layer(layer) is not self.hooked[layer, "inside"]
+            for layer in lost
+            if layer in ran or self.hooked[layer, "inside"] not in parts
         }
 
     def check_reached(self, layers: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from mmattn.hosts.attached import adapted, forget_compiled
 from mmattn.hosts.blocks import OpenBlocks
 from mmattn.hosts.calls import Action, Call, ForwardStep, prepared_for_graphs, scale_by_adapter
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
-from mmattn.hosts.keywords import shown_as
+from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
 
 
@@ -176,6 +176,7 @@ class AdaptedModel(NamedAdapters):
         Raises:
             ConfigError: a keyword that is a near miss of ours.
         """
+        check_keywords(self, kwargs)
         if memory is None:
             check_unused(adapter_scale)
             return self.host(*args, **kwargs)

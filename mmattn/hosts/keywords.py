@@ -7,9 +7,9 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
+from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
 from mmattn.errors import ConfigError
@@ -116,11 +116,11 @@ def shown_as(model: Any, host: nn.Module) -> Any:
 def _shown_as(kind: Any, host: Any, inner: Any) -> Any:
     own: Any = kind.forward
 
-    @torch.compiler.disable(recursive=False)  # the adapted model stays outside of the graph of its host
-    @functools.wraps(own)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_keywords(self, kwargs)
-        return own(self, *args, **kwargs)
+    # A copy, not a wrapper: torch.compile and torch.export follow it as they follow the original.
+    forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    functools.update_wrapper(forward, own)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    del forward.__wrapped__
 
     theirs, ours = inspect.signature(host.forward), inspect.signature(own)
     # A kind that names what it is given by its place says the order.

@@ -335,7 +335,9 @@ def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: 
     right = {}
     for lookup in (True, False):
         torch.manual_seed(0)
-        model = mmattn.attach(host, mmattn.ChunkedAdapter(2 * width, chunk_size=7, layers=[1], num_heads=8, head_dim=64))
+        model = mmattn.attach(
+            host, mmattn.ChunkedAdapter(2 * width, layers=[1], chunk_size=7, num_heads=8, head_dim=64)
+        )
         if lookup:
             recipe.reading.begin_as_lookup(model.adapters["default"], 60.0)
         assert torch.equal(model(ids, memory=memory).logits, host(ids).logits), "it adds nothing yet"

@@ -350,6 +350,7 @@ class AdaptedCausalLM(AdaptedModel):
         Raises:
             ConfigError: a keyword that is a near miss of ours.
         """
+        check_keywords(self, kwargs)
         if memory is None:
             check_unused(adapter_scale, images=images, arrived=arrived, window=window)
             return self.host(*args, **kwargs)

@@ -166,8 +166,8 @@ class WatchLayer:
         self.model, self.index = model, index
 
     def __call__(self, part: Any, args: tuple[Any, ...]) -> None:
-        step = step_of(self.model)
-        if step is not None and step.details is not None:
+        step = FORWARD.get()
+        if step is not None and step.model is self.model and step.details is not None:
             step.details.setdefault("ran", set()).add(self.index)
 
 

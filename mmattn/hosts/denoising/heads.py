@@ -101,7 +101,8 @@ def queries_of(attn: Any) -> Any:
 
 def watched_parts(attn: Any) -> list[nn.Module]:
     """Return projections of an attention layer, one of which runs whenever it does."""
-    return [part for name in _QUERIES + _FUSED if isinstance(part := getattr(attn, name, None), nn.Module)]
+    names = _KEYS + _FUSED if _named(attn, _KEYS) is not None else _QUERIES + _FUSED
+    return [part for name in names if isinstance(part := getattr(attn, name, None), nn.Module)]
 
 
 def keys_and_values_of(attn: Any) -> tuple[Any, Any]:

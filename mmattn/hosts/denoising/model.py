@@ -36,6 +36,7 @@ from mmattn.hosts.denoising.call import AfterBlock, DenoisingCall, InsideAttenti
 from mmattn.hosts.denoising.guided_calls import NAMED, conditional_parts, forget_step, parts_in_order, parts_of
 from mmattn.hosts.denoising.heads import forward_arguments, watched_parts
 from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.recomputation import keep_context
 
 # Which model a pipeline calls in this context, and for what: "cond", "uncond", … of diffusers' `cache_context`.
@@ -126,6 +127,7 @@ class AdaptedDenoiser(AdaptedModel):
             text_mask: as in `condition`.
             kwargs: the host's own.
         """
+        check_keywords(self, kwargs)
         if memory is None:
             check_unused(adapter_scale)
             if text_mask is None:
@@ -379,11 +381,7 @@ class AdaptedDenoiser(AdaptedModel):
         """
         ran, lost = step.details.get("ran", ()), super().lost_layers(step)
         parts = set(self.host.modules()) if lost else set()
-        return {
-            layer
-            for layer in lost
-            if layer in ran or self.hooked[layer, "inside"] not in parts
-        }
+        return {layer for layer in lost if layer in ran or self.hooked[layer, "inside"] not in parts}
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach.

@@ -5,13 +5,14 @@ A check gives a verdict, True or False, or None for what is only reported or doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConditionError
+from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.inspect.memory_variants import cut, emptied, has_rows, padded, shuffled
 from mmattn.inspect.trial import Trial, apart
 
@@ -71,7 +72,10 @@ def padding(trial: Trial) -> Verdict:
     plain = trial.run(padded(trial.memory, 0.0))
     changes = {"presence": apart(plain, trial.output).max().item()}
     for word, filling in (("large numbers", 1e3), ("NaN", torch.nan)):
-        changes[word] = apart(trial.run(padded(trial.memory, filling)), plain).max().item()
+        try:
+            changes[word] = apart(trial.run(padded(trial.memory, filling)), plain).max().item()
+        except NonFiniteError:
+            changes[word] = math.inf
     return no_influence(
         changes, trial, "masked slots change the output by their", "the mask is lost before the softmax"
     )

@@ -132,3 +132,8 @@ def describe_left_out(left_out: Sequence[str], shown: int = 10) -> str:
     more = [f"and {len(left_out) - shown} more: see left_out.txt"] if len(left_out) > shown else []
     lines = [f"{len(left_out)} left out, because it cannot be used (data.strict=true stops instead):"]
     return "\n  ".join([*lines, *left_out[:shown], *more])
+
+
+def sample_rows(held_out: Sequence[training.Row]) -> list[training.Row]:
+    """Return the held-out rows for which texts or pictures are generated after the training."""
+    return [row for row in held_out if row.has_memory][:8]

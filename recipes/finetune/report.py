@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mmattn
 from mmattn import training
+from mmattn.errors import import_extra
+
+from .data import sample_rows
 
 
 def table(lines: Sequence[Any], host: str) -> str:
@@ -98,3 +101,18 @@ def plot_pictures(path: Path, rows: Sequence[Any], drawn: Any) -> None:
     axes[1][0].set_ylabel("drawn", fontsize=8)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
+
+
+def check_end(run: Any, memories: training.RowMemories, say: Callable[[str], None]) -> None:
+    """Refuse before the first step what would fail after the last one."""
+    import_extra("matplotlib", "viz")
+    prompts = [run.settings.caption.prompt, *(row.prompt for row in sample_rows(run.held_out))]
+    if run.settings.host == "language" and (warning := run.host.check_prompts(prompts)):
+        say(warning)
+    if run.pictures_alone:
+        run.host.pipeline_config("", run.pooled)
+    if run.held_out and run.settings.eval.controls:
+        model = run.host.attach(memories)
+        parameters = model.trainable_parameters()[0]
+        model.unload()
+        run.host.control(parameters)[1]()

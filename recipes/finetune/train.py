@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging as transformers_said
 
 from mmattn import inspect, training
-from mmattn.errors import ConfigError, TextError, import_extra
+from mmattn.errors import ConfigError, TextError
 
 from . import data, looks, report
 from .language import Language, hidden_states, write_texts
@@ -75,11 +75,6 @@ def table(contents: list[dict[str, Any]]) -> str:
     return training.spread_table("", columns, [content["rows"] for content in contents])
 
 
-def shown_rows(held_out: Sequence[training.Row]) -> list[training.Row]:
-    """The held-out rows of which is written or drawn when the training is over."""
-    return [row for row in held_out if row.has_memory][:8]
-
-
 class Run:
     """One run: its data, its host, and what the first of its processes writes down."""
 
@@ -124,10 +119,6 @@ class Run:
             )
         if settings.captions == "memory" or unknown:
             rows = self._captions_in_memory(rows, unknown)
-        if settings.host == "language":
-            prompts = [row.prompt for row in shown_rows(rows.held_out)]
-            if said := self.host.check_prompts([settings.caption.prompt, *prompts]):
-                accelerator.print(said)
         memories = row_memories(settings, rows.rows, accelerator.device)
         self.pictures_alone = training.memory_kinds(rows.rows) == {"pictures"}
         self.pooled = rows.store is not None and self.pictures_alone and rows.store.encoders["pictures"].pooled
@@ -143,8 +134,7 @@ class Run:
         count = "a stream of" if rows.streamed else len(rows.rows)
         accelerator.print(f"{count} rows to train on, {len(self.held_out)} held out; memories of width {memories.dim}")
         self._say_left_out()
-
-        self._check_end(memories)
+        report.check_end(self, memories, accelerator.print)
         torch.manual_seed(settings.seed)
         model = self.host.attach(memories)
         if self.first:
@@ -167,17 +157,6 @@ class Run:
             self._table(model, memories, done)
         self._say_left_out()
         accelerator.print(f"the adapter is in {self.out / 'adapter'}")
-
-    def _check_end(self, memories: training.RowMemories) -> None:
-        """Refuse before the first step what would fail after the last one."""
-        import_extra("matplotlib", "viz")
-        if self.pictures_alone:
-            self.host.pipeline_config("", self.pooled)
-        if self.held_out and self.settings.eval.controls:
-            model = self.host.attach(memories)
-            parameters = model.trainable_parameters()[0]
-            model.unload()
-            self.host.control(parameters)[1]()
 
     def _save_pipeline(self, results: str = "") -> None:
         """What `mmattn.pipeline` needs of the adapter, where all its memories are of pictures."""
@@ -254,7 +233,7 @@ class Run:
 
     def _samples(self, model: Any, memories: training.RowMemories) -> None:
         """What is written or drawn of the first few held-out rows."""
-        rows, together = shown_rows(self.held_out), self.settings.called_together
+        rows, together = data.sample_rows(self.held_out), self.settings.called_together
         if not rows or not (self.first or together):
             return
         if self.settings.host == "unet":

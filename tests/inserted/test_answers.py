@@ -158,7 +158,7 @@ def test_settings() -> None:
     for given in ({"memory_dim": 0}, {"projection": "three"}, {"gate": 1}, {"resampler": 3}):
         with pytest.raises(ConfigError):
             InsertedAdapter(**({"memory_dim": 5} | given))
-    assert InsertedAdapter(5, resampler={"num_latents": 3}).resampler == mmattn.Resampler(3)  # type: ignore[arg-type]
+    assert InsertedAdapter(5, resampler={"num_latents": 3}).resampler == mmattn.Resampler(3).sized(5)  # type: ignore[arg-type]
 
 
 def test_what_is_refused() -> None:

@@ -451,6 +451,7 @@ class TestBeforeTheFirstStep:
         assert mmattn.pipeline(tmp_path / "run" / "adapter")(FLORA / "daffodil.png") is not None
 
     def test_a_prompt_without_room_is_refused(self, recipe: SimpleNamespace, short_lm: Path, tmp_path: Path) -> None:
+        """Invariant 131."""
         asked = short(tmp_path, lm=str(short_lm), caption={"prompt": "a flower " * 40})
         with pytest.raises(TextError, match="leave no room to write in the 64 of"):
             recipe.train.main(asked)
@@ -459,6 +460,7 @@ class TestBeforeTheFirstStep:
     def test_a_control_that_cannot_be(
         self, recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Invariant 131."""
         monkeypatch.setitem(sys.modules, "peft", None)
         with pytest.raises(MissingExtraError, match="peft"):
             recipe.train.main(short(tmp_path))
@@ -467,6 +469,7 @@ class TestBeforeTheFirstStep:
     def test_plots_that_cannot_be(
         self, recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Invariant 131."""
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(MissingExtraError, match="matplotlib"):
             recipe.train.main(short(tmp_path))

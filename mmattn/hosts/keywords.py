@@ -108,7 +108,8 @@ def shown_as(model: Any, host: nn.Module) -> Any:
         model: the adapted model, of the class of its kind.
         host: the frozen model.
     """
-    return _shown_as(type(model), type(host), type(inner_host(host)))
+    classes: tuple[Any, ...] = (type(model), type(host), type(inner_host(host)))
+    return _shown_as(*classes)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ class TensorFile:
     Raises:
         AdapterFileError: the file is missing, torn, of another format or something else, or its header was changed.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> from mmattn.storage.tensor_files import write_tensors
     >>> with tempfile.TemporaryDirectory() as place:
     ...     write_tensors(f"{place}/a", {"x": torch.arange(3), "y": torch.zeros(5, 7)}, {"format": "example"})

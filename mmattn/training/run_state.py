@@ -156,10 +156,10 @@ class RunState:
             )
         groups = {name: checkpoints.with_prefix(tensors, name) for name in ("weights", "averaged", "best", "moments")}
         with making_sense(found[-1], "checkpoint of this run"):
-            checkpoints.check_moments(self.optimizer, groups["moments"])
-            for name in ("averaged", "best"):
-                if groups[name]:
+            for name in ("weights", "averaged", "best"):
+                if groups[name] or name == "weights":
                     checkpoints.check_fits(self.parameters, groups[name], str(found[-1]))
+            checkpoints.check_moments(self.optimizer, groups["moments"])
             checkpoints.load_weights(self.parameters, groups["weights"], str(found[-1]))
             checkpoints.load_optimizer(self.optimizer, groups["moments"])
             if self.scaler is not None and scaler is not None:

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_float, check_int
 from mmattn.storage.file_meaning import making_sense, validated
+from mmattn.storage.json_files import dump_json
 from mmattn.storage.tensor_files import read_tensors, write_tensors
 
 FORMAT = "mmattn-memory"
+MAX_SOURCES = 1 << 30
+"""Bytes of the sources in a file, at most."""
 
 
 class Memory:
@@ -337,6 +340,7 @@ class Memory:
             path: the file.
 
         Raises:
+            ConfigError: sources that are not plain JSON.
             OSError: the folder is missing or not writable; a file that was there is unchanged.
         """
         tensors = {"tokens": self.tokens.detach()}
@@ -344,7 +348,10 @@ class Memory:
             value = getattr(self, name)
             if value is not None:
                 tensors[name] = value.detach()
-        write_tensors(path, tensors, {"format": FORMAT, "sources": json.dumps(self.sources)})
+        sources = dump_json("sources", self.sources, MAX_SOURCES).decode()
+        if json.loads(sources) != self.sources:
+            raise ConfigError("sources must be plain JSON: lists instead of tuples, text as keys of dicts")
+        write_tensors(path, tensors, {"format": FORMAT, "sources": sources})
 
     @classmethod
     def load(cls, path: str | PathLike[str], check_finite: bool = True) -> Memory:

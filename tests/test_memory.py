@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -269,6 +271,14 @@ def test_load_checks_values(tmp_path):
     mask[2, 1] = False
     Memory(tokens, mask).save(path)
     assert Memory.load(path).lengths == [5, 5, 4], "masked slots do not matter"
+
+
+@pytest.mark.parametrize("source", [(1, 2), {1: 2}, float("nan"), b"x", Path("a"), {1}, torch.tensor(1)])
+def test_sources_that_a_file_cannot_hold_are_refused(tmp_path: Path, source: object) -> None:
+    memory = Memory(torch.randn(1, 2, 3), sources=[[source, None]])
+    with pytest.raises(ConfigError, match="sources must be plain JSON"):
+        memory.save(tmp_path / "memory")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_memory_does_not_share_its_sources():

@@ -107,11 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _exit_after_interrupt() -> Iterator[None]:
-    """Exit with 130 after Ctrl-C, also where a command catches it to save what it has."""
+    """Exit with 130 after Ctrl-C, also where a command catches it to save what it has, or a lazy import hides it."""
     with recorded_interrupts() as interrupts:
         try:
             yield
-        except (KeyboardInterrupt, SystemExit) as end:
+        except BaseException as end:
             if interrupts:
                 raise SystemExit(130) from end
             raise

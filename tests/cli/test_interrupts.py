@@ -230,6 +230,17 @@ class TestHandler:
         assert end.value.code == 130
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
+    def test_a_library_that_makes_an_error_of_it(self, recipe: Path) -> None:
+        """Invariant 88: a lazy import of transformers hides the interrupt behind an error of its own."""
+        (recipe / "train.py").write_text(
+            "import signal\nfrom mmattn.errors import ConfigError\n\n\ndef main(config):\n    try:\n"
+            "        signal.raise_signal(signal.SIGINT)\n    except KeyboardInterrupt:\n"
+            "        raise ConfigError('could not import') from None\n"
+        )
+        with pytest.raises(SystemExit) as end:
+            main(["train", str(recipe / "config.yaml")])
+        assert end.value.code == 130
+
     def test_one_that_is_ignored_stays_ignored(self, capsys: pytest.CaptureFixture[str]) -> None:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

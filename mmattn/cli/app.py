@@ -18,9 +18,13 @@ import typer
 from mmattn.cli import compare, encode, index, inspect, pipelines, recipes, serve
 from mmattn.interrupts import recorded_interrupts
 
-# What transformers and peft import where it is installed warns of Enums registered with torch.compile and of optional
-# kernels, which no user of a command can change.
-IMPORT_WARNINGS = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+# What transformers, peft and diffusers import where it is installed warns of Enums registered with torch.compile, of
+# optional kernels and of names that moved, which no user of a command can change.
+IMPORT_WARNINGS = (
+    "torch.utils._pytree",
+    "bitsandbytes.backends.cpu.ops",
+    "diffusers.quantizers.torchao.torchao_quantizer",
+)
 
 app = typer.Typer(
     name="mmattn",

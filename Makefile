@@ -16,12 +16,12 @@ LOWEST_STAMP := $(LOWEST)/.installed
 LOWEST_WANTED := --editable '.[vision,audio,video,diffusion,rag,train,viz,data]' 'qdrant-client>=1.12' 'pytest>=8.3' \
     'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'psutil>=6'
 # What stands on other packages, with one family of language models and one kind of UNet where there are many.
-LOWEST_TESTS := tests/test_golden.py tests/test_attention.py tests/test_memory.py tests/hosts/test_language_calls.py \
-    tests/hosts/test_language_life.py tests/hosts/test_language_matrix.py tests/hosts/test_generation.py \
-    tests/hosts/test_chunked_calls.py tests/hosts/test_composed.py tests/hosts/test_peft.py \
-    tests/hosts/test_unet_calls.py tests/hosts/test_unet_host.py tests/hosts/test_unet_training.py \
-    tests/hosts/test_unet_pipelines.py tests/training/test_trainer.py tests/training/test_lora.py \
-    tests/training/test_rows.py tests/training/test_class_folders.py tests/training/test_checkpoints.py tests/storage/test_tensor_files.py \
+LOWEST_TESTS := tests/test_golden.py tests/core/test_attention.py tests/memory/test_memory.py tests/hosts/causal_lm/test_calls.py \
+    tests/hosts/causal_lm/test_life.py tests/hosts/causal_lm/test_families.py tests/hosts/causal_lm/test_generation.py \
+    tests/adapters/chunked/test_calls.py tests/adapters/composed/test_adapter.py tests/hosts/test_peft.py \
+    tests/hosts/diffusion/test_unet_calls.py tests/hosts/diffusion/test_unet.py tests/hosts/diffusion/test_unet_training.py \
+    tests/hosts/diffusion/test_unet_pipelines.py tests/training/test_trainer.py tests/hosts/test_lora.py \
+    tests/data/test_rows.py tests/data/test_folders.py tests/training/test_checkpoints.py tests/storage/test_safetensors.py \
     tests/encoders tests/inspect/test_plots.py tests/cli/test_live.py
 # In its loss of an evaluation the oldest Trainer counts the first token of each row, which has no label.
 LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_neo or gptj or bloom or falcon or mpt or \

@@ -15,24 +15,24 @@ __version__ = "0.1.0"
 _HOME = {
     # The layer
     "attend": "mmattn.core.attention",
-    "CrossAttention": "mmattn.core.layers",
-    "SelfAttention": "mmattn.core.layers",
-    "Memory": "mmattn.memory",
-    "SharedMemory": "mmattn.memory_parts",
-    "MemoryStream": "mmattn.memory_stream",
+    "CrossAttention": "mmattn.core.cross_attention",
+    "SelfAttention": "mmattn.core.cross_attention",
+    "Memory": "mmattn.memory.memory",
+    "SharedMemory": "mmattn.memory.shared",
+    "MemoryStream": "mmattn.memory.stream",
     # The adapted host
     "attach": "mmattn.hosts.attach",
-    "load": "mmattn.hosts.load",
-    "load_published": "mmattn.hosts.load",
-    "GatedAdapter": "mmattn.adapters.gated",
-    "ChunkedAdapter": "mmattn.adapters.chunked",
-    "ComposedAdapter": "mmattn.adapters.composed",
-    "DecoupledAdapter": "mmattn.adapters.decoupled",
+    "load": "mmattn.hosts.loading",
+    "load_published": "mmattn.hosts.loading",
+    "GatedAdapter": "mmattn.adapters.gated.adapter",
+    "ChunkedAdapter": "mmattn.adapters.chunked.adapter",
+    "ComposedAdapter": "mmattn.adapters.composed.adapter",
+    "DecoupledAdapter": "mmattn.adapters.decoupled.adapter",
     "Resampler": "mmattn.adapters.resampler",
-    "AugmentingModel": "mmattn.adapters.augmenting",
-    "Guidance": "mmattn.hosts.denoising.guidance",
+    "AugmentingModel": "mmattn.adapters.composed.augmenting_model",
+    "Guidance": "mmattn.hosts.diffusion.guidance",
     "doctor": "mmattn.inspect.diagnosis",
-    "pipeline": "mmattn.pipelines.load",
+    "pipeline": "mmattn.pipelines.loading",
     # What memories come from
     "OpenCLIPEncoder": "mmattn.encoders.openclip",
     "OpenCLIPTextEncoder": "mmattn.encoders.openclip",
@@ -65,29 +65,27 @@ __all__ = [*_HOME, *_MODULES]
 
 if TYPE_CHECKING:
     from mmattn import errors
-    from mmattn.adapters.augmenting import AugmentingModel
-    from mmattn.adapters.chunked import ChunkedAdapter
-    from mmattn.adapters.composed import ComposedAdapter
-    from mmattn.adapters.decoupled import DecoupledAdapter
-    from mmattn.adapters.gated import GatedAdapter
+    from mmattn.adapters.chunked.adapter import ChunkedAdapter
+    from mmattn.adapters.composed.adapter import ComposedAdapter
+    from mmattn.adapters.composed.augmenting_model import AugmentingModel
+    from mmattn.adapters.decoupled.adapter import DecoupledAdapter
+    from mmattn.adapters.gated.adapter import GatedAdapter
     from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.resampler import Resampler
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
-    from mmattn.core.layers import CrossAttention, SelfAttention
+    from mmattn.core.cross_attention import CrossAttention, SelfAttention
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.hosts.attach import attach
-    from mmattn.hosts.denoising.guidance import Guidance
-    from mmattn.hosts.load import load, load_published
+    from mmattn.hosts.diffusion.guidance import Guidance
+    from mmattn.hosts.loading import load, load_published
     from mmattn.hosts.registry import register_host
     from mmattn.inspect.diagnosis import doctor
-    from mmattn.memory import Memory
-    from mmattn.memory_parts import SharedMemory
-    from mmattn.memory_stream import MemoryStream
-    from mmattn.pipelines.load import pipeline
+    from mmattn.memory import Memory, MemoryStream, SharedMemory
+    from mmattn.pipelines.loading import pipeline
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.stores.registry import register_store
 

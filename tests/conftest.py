@@ -22,7 +22,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import databases, tiny
+from tests import tiny
+from tests.retrieval import databases
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,12 +18,13 @@ from transformers import (
 
 import mmattn
 from mmattn.adapters import FusedCacheAdapter, JoinedAdapter, PrefixAdapter
-from mmattn.adapters.augmented_prompt import AugmentedPrompt
-from mmattn.adapters.decoupled import DecoupledLayout
-from mmattn.adapters.timed_resampler import TimedResampler
+from mmattn.adapters.composed.prompt import AugmentedPrompt
+from mmattn.adapters.decoupled.adapter import DecoupledLayout
+from mmattn.adapters.decoupled.timed_resampler import TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
 from mmattn.testing.running import Check
-from tests import composing, contracts, tiny, tiny_transformers, tiny_unets
+from tests import contracts, tiny, tiny_transformers, tiny_unets
+from tests.adapters.composed import composed_hosts as composing
 from tests.families.building import tiny_model
 
 SMALL: dict[str, Any] = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 6}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.adapters.file_format import FORMAT_VERSION
+from mmattn.adapters.adapter_config import FORMAT_VERSION
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.storage.fingerprints import fingerprint
-from tests.adapter_folders import contents
+from tests.adapters.adapter_folders import contents
 from tests.golden import make as golden
 from tests.tiny import assert_close, differs
 

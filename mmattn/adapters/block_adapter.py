@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
+from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.default_sizes import default_heads, normalises
-from mmattn.adapters.gated_block import GATES, BlockLayout, GatedBlock, check_bool
+from mmattn.adapters.gated.block import GATES, BlockLayout, GatedBlock, check_bool
 from mmattn.adapters.layer_choice import check_layers, chosen_sites
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.resampler import Resampler
-from mmattn.core.layers import CrossAttention, check_score_settings
+from mmattn.core.cross_attention import CrossAttention, check_score_settings
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 from mmattn.memory import Memory
 

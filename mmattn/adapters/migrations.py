@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mmattn.adapters.file_format import FORMAT_VERSION
+from mmattn.adapters.adapter_config import FORMAT_VERSION
 from mmattn.core.state_names import upgrade_state_names
 
 Value = TypeVar("Value")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.default_sizes import default_heads, normalises
-from mmattn.core.layers import CrossAttention
+from mmattn.core.cross_attention import CrossAttention
 from mmattn.errors import check_bool, check_float, check_int
 from mmattn.memory import Memory
 

@@ -50,10 +50,10 @@ def encode(
     Each picture and passage is encoded once, whatever the number of rows that show it. Killed at any moment, the same
     command goes on. Several processes share the work: torchrun --nproc-per-node 2 -m mmattn encode SOURCE -o STORE.
     """
-    from mmattn.encoders.named import load_image_encoder, load_text_encoder
+    from mmattn.encoders.registry import load_image_encoder, load_text_encoder
     from mmattn.errors import ConfigError
     from mmattn.recipes import resolve_asset
-    from mmattn.storage.pretrained import without_progress_bars
+    from mmattn.storage.hub import without_progress_bars
     from mmattn.training import MemoryStore, encode_rows, end_training, make_accelerator, memory_kinds, read_rows
 
     rows = read_rows(
@@ -105,7 +105,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _summary(store: MemoryStore, out: Path) -> str:
     """What was made, what storing it lost, and what was left out."""
-    from mmattn.training.row_files import first_few
+    from mmattn.data.jsonl import first_few
 
     size = sum(shard.size for shard in store.manifest.shards)
     lines = [f"{store} in {out}: {size:,} bytes, relative error {store.manifest.relative_error:.1e}"]

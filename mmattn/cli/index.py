@@ -50,12 +50,12 @@ def build_index(
 
     import torch
 
-    from mmattn.encoders.named import load_text_encoder
+    from mmattn.encoders.registry import load_text_encoder
     from mmattn.errors import AdapterFileError, ConfigError
     from mmattn.recipes import resolve_asset
     from mmattn.retrieval.corpus import embed_corpus
     from mmattn.retrieval.index import Index
-    from mmattn.storage.pretrained import without_progress_bars
+    from mmattn.storage.hub import without_progress_bars
 
     folders = [file for file in files if file.is_dir()]
     for file in files:
@@ -118,7 +118,7 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
 
     from mmattn.errors import TextError
     from mmattn.retrieval.chunking import chunk
-    from mmattn.storage.atomic import write_text
+    from mmattn.storage.files import write_text
 
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".txt", ".md") and path.is_file())
     texts: dict[str, str] = {}
@@ -138,12 +138,12 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
 
 def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: str | None) -> None:
     """Have a language model read the texts of an index, and write what a pipeline answers with."""
-    from mmattn.adapters.passages import PassageAdapter
+    from mmattn.adapters.passages.adapter import PassageAdapter
     from mmattn.hosts.attach import attach
-    from mmattn.hosts.passages.cache import PassageCache
+    from mmattn.kv_store.passage_cache import PassageCache
     from mmattn.pipelines import EncoderReference, ModelReference, default_device, load_host, save_passages
     from mmattn.recipes import resolve_asset
-    from mmattn.storage.pretrained import without_progress_bars
+    from mmattn.storage.hub import without_progress_bars
 
     with without_progress_bars():
         lm, tokenizer = load_host(ModelReference(name=resolve_asset(host)), out.parent, default_device(), None)
@@ -159,8 +159,8 @@ def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
     """An index that an adapter answers from."""
     from mmattn.pipelines import PipelineConfig, build_index as build, load_text_encoder, read_entries
     from mmattn.recipes import resolve_asset
+    from mmattn.storage.hub import without_progress_bars
     from mmattn.storage.json_files import read_json
-    from mmattn.storage.pretrained import without_progress_bars
 
     folder = Path(resolve_asset(adapter))
     config = PipelineConfig.load(folder)
@@ -199,11 +199,11 @@ def search_index(
     rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
-    from mmattn.encoders.named import load_text_encoder
+    from mmattn.encoders.registry import load_text_encoder
     from mmattn.errors import check_float, check_int
     from mmattn.recipes import resolve_asset
     from mmattn.retrieval.index import Index
-    from mmattn.storage.pretrained import without_progress_bars
+    from mmattn.storage.hub import without_progress_bars
 
     check_int("top_k", top_k)
     if score_threshold is not None:

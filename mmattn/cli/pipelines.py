@@ -47,7 +47,7 @@ def draw(
 ) -> None:
     """Draw what a prompt says, in the style of an example: digits, with the adapter that is installed."""
     from mmattn.errors import ConfigError, ImageError, check_float, check_int
-    from mmattn.storage.atomic import replacing
+    from mmattn.storage.files import replacing
 
     if num_inference_steps is not None:
         check_int("num_inference_steps", num_inference_steps, at_most=1000)

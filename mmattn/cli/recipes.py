@@ -20,9 +20,9 @@ def demo() -> None:
     It ends with a page that shows what all of them attended to (see `mmattn explore`).
     """
     from mmattn.inspect.environment import check_extras
-    from mmattn.inspect.trace import FILE
+    from mmattn.inspect.record import FILE
     from mmattn.recipes import find_recipe, load_recipe
-    from mmattn.storage.pretrained import without_progress_bars
+    from mmattn.storage.hub import without_progress_bars
 
     check_extras("mmattn demo", "vision", "diffusion", "viz", "data")
     with without_progress_bars():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from mmattn.encoders.audio import AudioEncoder
+from mmattn.encoders.audio_input import load_audio, stream_audio
+from mmattn.encoders.base import ImageEncoder
 from mmattn.encoders.frames import Frame, stream_frames
-from mmattn.encoders.frozen import ImageEncoder
 from mmattn.encoders.hybrid import HybridEncoder
 from mmattn.encoders.images import load_image
 from mmattn.encoders.log_mel import LogMelEncoder
 from mmattn.encoders.multi_vector import MultiVectorEncoder
-from mmattn.encoders.named import load_image_encoder, load_text_encoder
 from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
 from mmattn.encoders.preprocessing import ImageProcessor, preprocess
+from mmattn.encoders.registry import load_image_encoder, load_text_encoder
 from mmattn.encoders.series import SeriesEncoder
-from mmattn.encoders.sounds import load_audio, stream_audio
 from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
 from mmattn.encoders.text import TextEncoder
 from mmattn.encoders.torchvision import TorchvisionEncoder

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.encoders.audio_input import MAX_CLIPPED, MAX_SECONDS, as_sounds, load_sounds, stream_audio
 from mmattn.encoders.audio_windows import Timeline, Window, cut
-from mmattn.encoders.frozen import FrozenEncoder
-from mmattn.encoders.sounds import MAX_CLIPPED, MAX_SECONDS, as_sounds, load_sounds, stream_audio
+from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AudioError, ConfigError, check_float, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
-from mmattn.storage.pretrained import load_feature_extractor, load_model
+from mmattn.storage.hub import load_feature_extractor, load_model
 
 #: Seconds of a window of a model that reads sounds of any length.
 _SECONDS = 30.0

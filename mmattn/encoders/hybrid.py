@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import FrozenEncoder
+from mmattn.encoders.base import FrozenEncoder
 from mmattn.encoders.text import MINILM, TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.file_meaning import making_sense, validated
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 
 _FORMAT = "mmattn-hybrid-encoder"

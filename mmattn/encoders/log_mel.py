@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import FrozenEncoder
-from mmattn.encoders.sounds import MAX_CLIPPED, MAX_SECONDS, SAMPLING_RATE, as_sounds, load_sounds, stream_audio
+from mmattn.encoders.audio_input import MAX_CLIPPED, MAX_SECONDS, SAMPLING_RATE, as_sounds, load_sounds, stream_audio
+from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AudioError, ConfigError, check_choice, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.frozen import FrozenEncoder
+from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AdapterFileError, MissingExtraError, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.storage.pretrained import without_progress_bars
-from mmattn.storage.tensor_files import check_values
+from mmattn.storage.hub import without_progress_bars
+from mmattn.storage.safetensors import check_values
 from mmattn.tokenization import check_text, refuse_empty
 
 #: The head that some encoders carry for their own pretraining: it never runs, and may be random.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.frozen import FrozenEncoder, ImageEncoder
+from mmattn.encoders.base import FrozenEncoder, ImageEncoder
 from mmattn.encoders.openclip_models import PREPROCESSING, open_model
 from mmattn.encoders.preprocessing import ImageProcessor
 from mmattn.errors import ConfigError, check_int

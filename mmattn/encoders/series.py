@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import FrozenEncoder
+from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import ImageEncoder
+from mmattn.encoders.base import ImageEncoder
 from mmattn.encoders.images import MAX_PIXELS
 from mmattn.encoders.preprocessing import ImageProcessor, each_image
 from mmattn.errors import ImageError, check_int
-from mmattn.storage.atomic import replacing
 from mmattn.storage.file_meaning import making_sense, validated
+from mmattn.storage.files import replacing
 from mmattn.storage.released_weights import read_weights
 
 WIDTH = 64

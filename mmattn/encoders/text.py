@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import FrozenEncoder
+from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.storage.fingerprints import file_fingerprint
-from mmattn.storage.pretrained import load_pretrained
+from mmattn.storage.hub import load_pretrained
 from mmattn.tokenization import refuse_empty, text_length, tokenize, warn_cut
 
 MINILM = "all-MiniLM-L6-v2"

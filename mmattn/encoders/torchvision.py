@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.frozen import ImageEncoder
+from mmattn.encoders.base import ImageEncoder
 from mmattn.encoders.preprocessing import ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.storage.released_weights import is_weights_path, read_weights, refuse_keys

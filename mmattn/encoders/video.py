@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.encoders.base import FrozenEncoder, ImageEncoder
 from mmattn.encoders.frames import Frame, as_videos, stream_frames
-from mmattn.encoders.frozen import FrozenEncoder, ImageEncoder
 from mmattn.encoders.images import MAX_PIXELS
 from mmattn.errors import ConfigError, ImageError, VideoError, check_float, check_int
 from mmattn.memory import Memory

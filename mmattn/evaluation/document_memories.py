@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from mmattn.data.memory_collator import row_memory
 from mmattn.errors import ConfigError, ShapeError, check_choice
 from mmattn.memory import Memory
-from mmattn.training.memory_collator import row_memory
 
 CONTROLS = ("own", "shuffled", "none")
 

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from mmattn.data.text_batches import bos_and_eos
 from mmattn.errors import ConfigError, check_bool, check_int, import_extra
 from mmattn.evaluation.document_memories import DocumentMemories
 from mmattn.evaluation.likelihoods import log_likelihoods
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import generate_rows
-from mmattn.pipelines.load import pipeline
+from mmattn.pipelines.loading import pipeline
 from mmattn.progress import counted
-from mmattn.training.text_batches import bos_and_eos
 
 NAME = "mmattn"
 # Batches of requests whose memories are held at once, and which are sorted by length together.

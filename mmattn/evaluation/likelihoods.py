@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mmattn.data.text_batches import collate
 from mmattn.memory import Memory
-from mmattn.training.text_batches import collate
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from torch import nn
 
 from mmattn.adapters.protocols import AdapterConfig
 from mmattn.errors import AttachError
-from mmattn.hosts.adapted import AdaptedModel
-from mmattn.hosts.attached import adapted, check_host
+from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.interop.quantised import stored
+from mmattn.hosts.ownership import adapted, check_host
 from mmattn.hosts.registry import host_kind
 
 

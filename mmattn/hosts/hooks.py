@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError
-from mmattn.hosts.calls import FORWARD, ForwardStep, step_of
-from mmattn.hosts.joined_attention import hook_attention
+from mmattn.hosts.attention_hooks import hook_attention
+from mmattn.hosts.context import FORWARD, ForwardStep, step_of
 from mmattn.hosts.keywords import arguments_by_name
 from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
 from mmattn.hosts.residual_streams import change_streams

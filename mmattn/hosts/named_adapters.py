@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from mmattn.adapters.adapter_layers import AdapterLayers
-from mmattn.adapters.file_format import check_name
+from mmattn.adapters.adapter_config import check_name
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import is_adapter, kinds_at
 from mmattn.errors import AttachError
-from mmattn.hosts.attached import check_host
 from mmattn.hosts.interop.quantised import size_of
-from mmattn.hosts.saved import SavedModel
+from mmattn.hosts.ownership import check_host
+from mmattn.hosts.save_pretrained import SavedModel
 
 
 class NamedAdapters(SavedModel):

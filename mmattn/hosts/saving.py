@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from mmattn import __version__
-from mmattn.adapters.adapter_layers import AdapterLayers
-from mmattn.adapters.file_format import FORMAT, FORMAT_VERSION, adapter_settings
-from mmattn.adapters.folder import save_folder
+from mmattn.adapters.adapter_config import FORMAT, FORMAT_VERSION, adapter_settings
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.registry import adapter_kinds
+from mmattn.adapters.serialization import save_folder
 from mmattn.errors import ConfigError
 from mmattn.hosts.interop.sharded import shards
 from mmattn.storage.fingerprints import fingerprint

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmattn.errors import ConditionError, check_int
-from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.base import AdaptedModel
 from mmattn.inspect.attention_figures import figures_by_call
 
 

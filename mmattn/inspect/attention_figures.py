@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.core.kv import KeyValue
+from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ShapeError
-from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.base import AdaptedModel
 
 
 @dataclass(frozen=True)

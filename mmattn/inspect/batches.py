@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.core.cache_names import given_cache
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.errors import ConditionError, ConfigError
-from mmattn.hosts.adapted import AdaptedModel
-from mmattn.hosts.calls import Call
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.context import Call
 from mmattn.inspect.memory_variants import has_rows
 from mmattn.memory import Memory
 

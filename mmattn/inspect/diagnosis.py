@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from mmattn.adapters.folder import load_folder
 from mmattn.adapters.registry import adapter_kinds
+from mmattn.adapters.serialization import load_folder
 from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.hosts import host_kinds, load
-from mmattn.hosts.adapted import AdaptedModel
+from mmattn.hosts.base import AdaptedModel
 from mmattn.inspect.batches import memories_of, random_batch
-from mmattn.inspect.checks import CHECKS, OF_ROWS, openings
+from mmattn.inspect.doctor import CHECKS, OF_ROWS, openings
 from mmattn.inspect.environment import version
 from mmattn.inspect.memory_variants import has_rows
 from mmattn.inspect.trial import Trial, evaluating

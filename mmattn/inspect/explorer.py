@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError
-from mmattn.inspect.trace import Trace
-from mmattn.storage.atomic import write_text
+from mmattn.inspect.record import Trace
+from mmattn.storage.files import write_text
 
 #: Bytes of a page, at most.
 LIMIT = 2_000_000

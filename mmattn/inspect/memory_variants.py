@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmattn.adapters.augmented_prompt import AugmentedPrompt
+from mmattn.adapters.composed.prompt import AugmentedPrompt
 from mmattn.memory import Memory
 
 # Masked slots that `padded` appends.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError
-from mmattn.hosts.adapted import AdaptedModel
-from mmattn.hosts.calls import is_reading_memory
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.context import is_reading_memory
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.inspect.attention_figures import AttentionFigures, figures_by_call
 from mmattn.inspect.memory_variants import padded, shuffled

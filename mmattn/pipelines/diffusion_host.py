@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConfigError, TextError, import_extra
-from mmattn.hosts.denoising.guidance import Guidance
+from mmattn.hosts.diffusion.guidance import Guidance
 from mmattn.memory import Memory
 from mmattn.progress import tracked
 

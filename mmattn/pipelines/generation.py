@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import TextError
 from mmattn.memory import Memory
 from mmattn.tokenization import tokenize
-from mmattn.training.text_batches import bos_and_eos, check_prompt
 
 
 def prompt_rows(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:

@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mmattn.encoders.named import AnyTextEncoder
+from mmattn.encoders.registry import AnyTextEncoder
 from mmattn.errors import ConfigError, TextError
-from mmattn.hosts.passages.cache import PassageCache
-from mmattn.hosts.passages.selection import PassageSelection
-from mmattn.inspect.trace import Trace
-from mmattn.pipelines.pipeline_config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
+from mmattn.inspect.record import Trace
+from mmattn.kv_store.passage_cache import PassageCache
+from mmattn.kv_store.passage_selection import PassageSelection
+from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, Source
 from mmattn.retrieval.index import Index
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.data.text_batches import bos_and_eos
 from mmattn.errors import TextError
 from mmattn.inspect.attribution import attribute
-from mmattn.inspect.recording import record
-from mmattn.inspect.trace import Trace
+from mmattn.inspect.record import Trace
+from mmattn.inspect.record_attention import record
 from mmattn.memory import Memory
-from mmattn.pipelines.entries import build_index
+from mmattn.pipelines.base import IndexPipeline
 from mmattn.pipelines.generation import generate_texts, left_padded, prompt_rows, stream_text
-from mmattn.pipelines.pipeline import IndexPipeline
+from mmattn.pipelines.index_loading import build_index
 from mmattn.retrieval.index import Index
 from mmattn.tokenization import check_text
-from mmattn.training.text_batches import bos_and_eos
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, TextError
-from mmattn.inspect.recording import record
-from mmattn.inspect.trace import Trace
+from mmattn.inspect.record import Trace
+from mmattn.inspect.record_attention import record
 from mmattn.memory import Memory
+from mmattn.pipelines.base import IndexPipeline
+from mmattn.pipelines.build import load_host
+from mmattn.pipelines.config import ModelReference, PipelineConfig
 from mmattn.pipelines.generation import stream_generate
-from mmattn.pipelines.models import load_host
-from mmattn.pipelines.passages import read_passages, searchable
-from mmattn.pipelines.pipeline import IndexPipeline
-from mmattn.pipelines.pipeline_config import ModelReference, PipelineConfig
+from mmattn.pipelines.passage_slots import read_passages, searchable
 from mmattn.pipelines.question_answering import Answer, Source
 from mmattn.retrieval.index import Index
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from mmattn.encoders.images import as_list, load_image
 from mmattn.errors import ConfigError, check_float, check_int
 from mmattn.memory import Memory
+from mmattn.pipelines.base import ImagePipeline
+from mmattn.pipelines.config import PipelineConfig
 from mmattn.pipelines.diffusion_host import DiffusionHost
-from mmattn.pipelines.pipeline import ImagePipeline
-from mmattn.pipelines.pipeline_config import PipelineConfig
 from mmattn.tokenization import check_text
 
 

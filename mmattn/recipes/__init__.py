@@ -5,7 +5,7 @@ Nothing here imports torch, so that the command line answers at once.
 
 from __future__ import annotations
 
-from mmattn.recipes.installed import (
+from mmattn.recipes.assets import (
     Recipe,
     asset_path,
     assets_folder,
@@ -16,7 +16,7 @@ from mmattn.recipes.installed import (
     recipes_folder,
     resolve_asset,
 )
-from mmattn.recipes.running import over_seeds, recipe_of, run_recipe, run_seeds
+from mmattn.recipes.runner import over_seeds, recipe_of, run_recipe, run_seeds
 from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings
 
 __all__ = [

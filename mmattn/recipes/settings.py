@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mmattn.recipes.refusals import meant, refuse
+from mmattn.recipes.errors import meant, refuse
 
 
 def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:

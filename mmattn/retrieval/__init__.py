@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from mmattn.retrieval.attention_search import IndexMemory
 from mmattn.retrieval.chunking import Chunk, chunk
 from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.corpus_shards import CorpusShards
 from mmattn.retrieval.entries import Entries, Entry, Filter, Id
 from mmattn.retrieval.hits import Hits
 from mmattn.retrieval.index import Index
-from mmattn.retrieval.index_memory import IndexMemory
 from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
 from mmattn.retrieval.multi_vector import MultiVectorIndex
 from mmattn.retrieval.qdrant import QdrantIndex

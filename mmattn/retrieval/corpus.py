@@ -40,7 +40,7 @@ from mmattn.retrieval.corpus_shards import (
     write_description,
 )
 from mmattn.retrieval.ray_workers import run_on_ray
-from mmattn.storage.atomic import replacing
+from mmattn.storage.files import replacing
 from mmattn.storage.fingerprints import file_fingerprint
 
 #: Batches of texts that the encoder gets at once: enough to sort them by length, few enough to show progress.

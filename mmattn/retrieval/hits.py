@@ -13,7 +13,7 @@ from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import as_vectors
 from mmattn.retrieval.entries import Entries, copied
 from mmattn.retrieval.scoring import gather
-from mmattn.retrieval.stores.protocol import VectorStore
+from mmattn.retrieval.stores.base import VectorStore
 
 if TYPE_CHECKING:
     from mmattn.retrieval.rerank import Reranker

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexMismatchError, check_float, check_int
 from mmattn.memory import Memory
+from mmattn.retrieval.attention_search import IndexMemory, SearchStructures
 from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
 from mmattn.retrieval.entries import Entries, Entry, Filter, Id
 from mmattn.retrieval.entry_checks import (
@@ -28,11 +29,10 @@ from mmattn.retrieval.entry_checks import (
 )
 from mmattn.retrieval.hits import Hits, hits_of_rows
 from mmattn.retrieval.index_files import load_index, save_index
-from mmattn.retrieval.index_memory import IndexMemory, SearchStructures
 from mmattn.retrieval.scoring import best_rows, gather, score
 from mmattn.retrieval.stores import InMemoryStore, VectorStore
 from mmattn.retrieval.stores.registry import find_address, make_store
-from mmattn.storage.atomic import Path
+from mmattn.storage.files import Path
 
 Built = TypeVar("Built", bound="Index")
 

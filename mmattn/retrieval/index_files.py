@@ -16,10 +16,10 @@ from typing import Any
 
 from mmattn.errors import IndexFileError, MmattnError
 from mmattn.retrieval.scoring import METRICS
-from mmattn.retrieval.stores.protocol import VectorStore
+from mmattn.retrieval.stores.base import VectorStore
 from mmattn.retrieval.stores.registry import find_store
-from mmattn.retrieval.versioned_folder import read_version, write_version
-from mmattn.storage.atomic import Path
+from mmattn.storage.files import Path
+from mmattn.storage.versioned_folder import read_version, write_version
 
 _FIELDS = {"store", "module", "settings", "dim", "metric", "count", "encoder", "next_id"}
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,20}")

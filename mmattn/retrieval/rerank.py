@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, TextError, check_bool_mask, check_int
-from mmattn.storage.pretrained import load_pretrained
+from mmattn.storage.hub import load_pretrained
 from mmattn.tokenization import check_text, refuse_empty, text_length, tokenize, warn_cut
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmattn.core.attention import may_read
-from mmattn.core.kv import KeyValue
+from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ShapeError, check_bool_mask
 from mmattn.memory import Memory
 

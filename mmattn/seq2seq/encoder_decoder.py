@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.core.kv import KeyValue
-from mmattn.core.layers import CrossAttention
+from mmattn.core.cross_attention import CrossAttention
+from mmattn.core.kv_cache import KeyValue
 from mmattn.core.paged_cache import PagePool
 from mmattn.core.positions import Learned, Rotary, alibi, sinusoidal, token_positions
 from mmattn.core.state_names import upgrade_state_names
-from mmattn.core.text_cache import Cache, GrowingCache
-from mmattn.core.transformer import TransformerBlock
 from mmattn.errors import (
     AdapterFileError,
     ConfigError,
@@ -30,8 +28,10 @@ from mmattn.errors import (
 from mmattn.memory import Memory
 from mmattn.seq2seq.checks import check_ids, check_memory
 from mmattn.seq2seq.generation import beam_search, greedy
+from mmattn.seq2seq.kv_cache import Cache, GrowingCache
+from mmattn.seq2seq.transformer import TransformerBlock
 from mmattn.storage.file_meaning import making_sense
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 
 POSITIONS = ("sinusoidal", "learned", "rotary", "alibi")
 FORMAT = "mmattn-seq2seq"

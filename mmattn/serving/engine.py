@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import ConditionError, ConfigError
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import prompt_rows
 from mmattn.serving.limits import Limits
-from mmattn.training.text_batches import bos_and_eos, check_prompt
 
 PAGE = 16
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from mmattn.errors import AdapterFileError
-from mmattn.storage.atomic import Path
+from mmattn.storage.files import Path
 
 _STARTS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),

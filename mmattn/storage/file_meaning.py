@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mmattn.errors import AdapterFileError, MmattnError
-from mmattn.storage.atomic import Path
+from mmattn.storage.files import Path
 
 
 def validated(what: str, kind: Any, value: Any) -> Any:

@@ -9,8 +9,8 @@ import os
 from typing import Any
 
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.storage.atomic import Path, write_text
 from mmattn.storage.file_kinds import describe_start, open_regular
+from mmattn.storage.files import Path, write_text
 
 MAX_DEPTH = 64
 MAX_JSON = 1 << 20

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mmattn.errors import AdapterFileError
-from mmattn.storage.atomic import Path
 from mmattn.storage.file_kinds import describe_start
+from mmattn.storage.files import Path
 from mmattn.storage.json_files import parse_json
 
 MAX_HEADER = 16 << 20

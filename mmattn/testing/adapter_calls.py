@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.calls import FORWARD
+from mmattn.hosts.context import FORWARD
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, close, each_tensor, refuses, rows_of, same
 from mmattn.testing.running import Check

@@ -13,10 +13,10 @@ from unittest import SkipTest
 
 import torch
 
-from mmattn.adapters.folder import CONFIG, TENSORS
+from mmattn.adapters.serialization import CONFIG, TENSORS
 from mmattn.errors import AttachError, ConfigError, MmattnError
 from mmattn.hosts.attach import attach
-from mmattn.hosts.load import load
+from mmattn.hosts.loading import load
 from mmattn.testing.case import Case, cast, close, differ, no_trace, refuses, same, stir, traces
 from mmattn.testing.running import Check
 

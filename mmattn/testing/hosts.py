@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from mmattn.adapters.protocols import POSITIONS, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.adapted import AdaptedModel
 from mmattn.hosts.attach import adapted_model, attach
-from mmattn.hosts.calls import Call
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.context import Call
 from mmattn.hosts.registry import host_kind, host_kinds
 from mmattn.inspect.batches import random_batch
 from mmattn.inspect.diagnosis import doctor

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmattn.retrieval.entries import Entries, Filter
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.scoring import score
-from mmattn.retrieval.stores.protocol import Candidates, VectorStore
+from mmattn.retrieval.stores.base import Candidates, VectorStore
 
 MakeStore = Callable[[int, str], VectorStore]
 

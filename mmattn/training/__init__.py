@@ -4,46 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmattn.data.augmentation import augment_memory
+from mmattn.data.collator import RowCollator
+from mmattn.data.datasets import DatasetRows, StreamRows
+from mmattn.data.encoded.batches import StoreBatches
+from mmattn.data.encoded.encoding import encode_rows
+from mmattn.data.encoded.memories import StoreMemories
+from mmattn.data.encoded.store import MemoryStore
+from mmattn.data.folders import read_folder
+from mmattn.data.jsonl import FileRows, read_lines
+from mmattn.data.memory_collator import MemoryCollator
+from mmattn.data.packing import pack
+from mmattn.data.read_rows import read_rows
+from mmattn.data.row_contents import memory_kinds
+from mmattn.data.row_memories import RowMemories
+from mmattn.data.rows import Row, make_row
+from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+from mmattn.data.shuffled_memories import ShuffledMemories, shuffle_memories
+from mmattn.data.splits import held_out_split, split_rows
+from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
+from mmattn.hosts.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.progress import tracked
 from mmattn.training.accelerator import end_training, make_accelerator
 from mmattn.training.activation_checkpointing import gradient_checkpointing
-from mmattn.training.augmentation import augment_memory
 from mmattn.training.checkpoints import last_step
-from mmattn.training.collator import RowCollator
-from mmattn.training.comparison import compare_runs, curves_of
-from mmattn.training.contents import memory_kinds
+from mmattn.training.compare import compare_runs, curves_of
+from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult
 from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
 from mmattn.training.loop import train
-from mmattn.training.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
-from mmattn.training.memory_collator import MemoryCollator
-from mmattn.training.memory_store.batches import StoreBatches
-from mmattn.training.memory_store.encoding import encode_rows
-from mmattn.training.memory_store.memories import StoreMemories
-from mmattn.training.memory_store.store import MemoryStore
 from mmattn.training.memory_warning import memory_warning
 from mmattn.training.metrics import Metrics, read_metrics
 from mmattn.training.metrics_log import MetricsLog
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
-from mmattn.training.packing import pack
 from mmattn.training.processes import shard_host
-from mmattn.training.row_datasets import DatasetRows, StreamRows
-from mmattn.training.row_files import FileRows, read_lines
-from mmattn.training.row_folders import read_folder
-from mmattn.training.row_memories import RowMemories
-from mmattn.training.row_sources import read_rows
-from mmattn.training.row_splits import held_out_split, split_rows
-from mmattn.training.rows import Row, make_row
 from mmattn.training.run_folder import RunFolder, markdown_table
-from mmattn.training.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
 from mmattn.training.saved_runs import SavedRun, read_run, read_seeds
 from mmattn.training.seed_tables import mean_and_spread, spread_table
-from mmattn.training.shuffled_memories import ShuffledMemories, shuffle_memories
-from mmattn.training.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
 from mmattn.training.trackers import log_to_trackers, report_to_trackers
-from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult
 
 __all__ = [
     "AdapterTrainer",

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from mmattn.core.state_names import upgrade_state_names
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.storage.atomic import sync_folder
 from mmattn.storage.file_meaning import making_sense
-from mmattn.storage.tensor_files import check_values, read_tensors, write_tensors
+from mmattn.storage.files import sync_folder
+from mmattn.storage.safetensors import check_values, read_tensors, write_tensors
 
 FORMAT = "mmattn-checkpoint"
 STATE = "state.safetensors"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.data.text_batches import IGNORED
 from mmattn.errors import check_int
 from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, logits_of, output_head
-from mmattn.training.text_batches import IGNORED
 
 
 def chunked_token_nats(model: Any, kwargs: Mapping[str, Any], labels: Tensor, chunk_size: int) -> Tensor:

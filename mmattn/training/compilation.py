@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmattn.core.projection import KeyValueProjection
+from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.errors import ConfigError
 from mmattn.training.activation_checkpointing import trained_blocks
 

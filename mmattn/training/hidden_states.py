@@ -20,7 +20,7 @@ from mmattn.errors import ConditionError, ConfigError, check_int
 from mmattn.hosts.causal_lm.lower_layers import LowerLayers, count_below
 from mmattn.hosts.causal_lm.lower_layers_probe import lower_layers
 from mmattn.hosts.causal_lm.texts_read import TextsRead, texts_read
-from mmattn.storage.tensor_store import TensorStore
+from mmattn.training.tensor_store import TensorStore
 
 FORMAT = "mmattn-hidden-states"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -24,6 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.data.fetching import FetchedBatch, Fetcher, MicroBatch
+from mmattn.data.prefetch import Prefetched
+from mmattn.data.rows import Row
+from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
@@ -31,17 +35,13 @@ from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.compilation import compiled_blocks
+from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 from mmattn.training.dry_run import MEASURED, DryRun, DryRunEnded, is_dry_run, measured
 from mmattn.training.evaluation import evaluate
-from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
 from mmattn.training.optimization import learning_rate_factor, parameter_groups
-from mmattn.training.prefetch import Prefetched
 from mmattn.training.processes import Processes
-from mmattn.training.rows import Row
 from mmattn.training.run_state import RunState
-from mmattn.training.sampling import Batches, derive_seed
 from mmattn.training.step_clock import StepClock
-from mmattn.training.training_config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 
 # Settings that may differ when a run is resumed: what is learned depends on none of them, but for rounding.
 _FREE = (

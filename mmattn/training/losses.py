@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import check_int
 from mmattn.memory import Memory
 from mmattn.training.chunked_loss import chunked_token_nats
-from mmattn.training.text_batches import IGNORED, TextBatch, collate
 
 
 def token_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> Tensor:

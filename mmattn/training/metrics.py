@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmattn.storage.atomic import write_text
+from mmattn.storage.files import write_text
 
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "eval_loss", "seconds")
 """Columns that every table begins with."""

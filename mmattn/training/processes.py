@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError
 from mmattn.hosts.interop.sharded import shard, tensor_parallel_size
-from mmattn.hosts.layer_search import find_layers
+from mmattn.hosts.layers import find_layers
 
 
 @dataclass(frozen=True)

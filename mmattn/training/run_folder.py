@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmattn.storage.atomic import write_text
+from mmattn.storage.files import write_text
 
 
 class RunFolder:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmattn.errors import ConfigError, check_int
 from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.training import checkpoints
-from mmattn.training.training_config import TrainingResult
+from mmattn.training.config import TrainingResult
 
 # What of the result a checkpoint holds.
 _RESUMED = (

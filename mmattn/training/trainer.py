@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from mmattn.data.sampling import LengthGroupedSampler, text_lengths
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
 from mmattn.training.chunked_loss import ChunkedLoss
 from mmattn.training.optimization import parameter_groups
-from mmattn.training.sampling import LengthGroupedSampler, text_lengths
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"

@@ -58,7 +58,7 @@ def make_reader(dtype: torch.dtype, positions: int = 1024) -> mmattn.hosts.Adapt
     return model
 
 
-def project_keys(model: mmattn.hosts.AdaptedCausalLM, prepared: mmattn.adapters.projected.PreparedMemory) -> None:
+def project_keys(model: mmattn.hosts.AdaptedCausalLM, prepared: mmattn.adapters.prepared_memory.PreparedMemory) -> None:
     """Have the keys and values of every layer projected and cached."""
     for adapter in map(model.adapter, model.adapters):
         memory = prepared.read(adapter)
@@ -75,7 +75,7 @@ def measure(hits: int, dtype: torch.dtype, answer: bool, seconds: float = 10.0) 
     rows = torch.randperm(len(passages))[None, :hits]
     prompt = torch.ones(1, PROMPT, dtype=torch.long)
 
-    def run(prepare: Callable[[], mmattn.adapters.projected.PreparedMemory]) -> Callable[[], object]:
+    def run(prepare: Callable[[], mmattn.adapters.prepared_memory.PreparedMemory]) -> Callable[[], object]:
         if not answer:
             return lambda: project_keys(model, prepare())
         settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -128,6 +128,6 @@ def measure_pages(
     return times, pages | whole
 
 
-def gatherer(bank: mmattn.hosts.bank.bank.Bank, hits: int) -> Callable[[], None]:
+def gatherer(bank: mmattn.kv_store.bank.Bank, hits: int) -> Callable[[], None]:
     """Gathers keys and values of hits, others every time: those just read would still be in the processor's cache."""
     return lambda: project_keys(bank.model, bank.gather(torch.randint(0, len(bank), (1, hits))))

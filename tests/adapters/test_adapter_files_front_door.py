@@ -16,7 +16,7 @@ from torch import nn
 
 import mmattn
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
 
 ROWS = 3

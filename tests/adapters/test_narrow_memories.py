@@ -17,7 +17,7 @@ from mmattn.adapters import InsertedAdapter, JoinedAdapter
 from mmattn.adapters.default_sizes import NARROW, default_heads
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.inspect.memory_variants import shuffled
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny, tiny_unets
 
 FEW = mmattn.Resampler(num_latents=2, depth=1)
@@ -145,7 +145,7 @@ def test_heads_that_are_asked_for() -> None:
     for given, want in (({}, (8, 64)), ({"num_heads": 4}, (4, 64)), ({"head_dim": 32}, (8, 32))):
         attention = mmattn.attach(host, mmattn.GatedAdapter(24, every=2, **given)).adapter("default").attention(1)
         assert (attention.num_heads, attention.head_dim) == want
-        mmattn.hosts.attached.adapted(host).unload()
+        mmattn.hosts.ownership.adapted(host).unload()
     with pytest.raises(ConfigError, match="num_kv_heads must divide num_heads, got 3 and 8"):
         mmattn.attach(host, mmattn.GatedAdapter(24, every=2, num_kv_heads=3))
 

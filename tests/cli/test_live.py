@@ -149,7 +149,7 @@ def test_answers_of_many_at_once_do_not_mix(live: Live) -> None:
 def test_the_page_in_use(adapter: Path, tmp_path: Path) -> None:
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'mmattn[demo]'")
     # A process of its own: gradio leaves sockets and loops open when it closes.
-    script = [sys.executable, "-W", "ignore", "-m", "tests.live_page", str(adapter), str(tmp_path)]
+    script = [sys.executable, "-W", "ignore", "-m", "tests.cli.live_page", str(adapter), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, cwd=ASSETS.parent, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the page was used" in done.stdout

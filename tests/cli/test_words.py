@@ -13,7 +13,7 @@ import typer
 
 from mmattn.cli.app import _spelled, app
 from mmattn.cli.live import open_page
-from mmattn.encoders.named import load_image_encoder, load_text_encoder
+from mmattn.encoders.registry import load_image_encoder, load_text_encoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.hosts import attach_check
 from mmattn.inspect.diagnosis import diagnose

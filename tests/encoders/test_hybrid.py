@@ -12,7 +12,7 @@ import mmattn
 from mmattn import pipelines
 from mmattn.encoders import HybridEncoder, StyleEncoder, StyleNetwork
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError
-from mmattn.storage.tensor_files import write_tensors
+from mmattn.storage.safetensors import write_tensors
 from tests.cli.running import call
 from tests.tiny_texts import WIDTH, save_encoder
 

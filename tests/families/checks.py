@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import mmattn
-from mmattn.core.cache_names import given_cache
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.errors import MmattnError
-from mmattn.hosts.attached import adapted
+from mmattn.hosts.ownership import adapted
 from mmattn.hosts.probe_inputs import host_inputs
 from tests.families.building import MEMORY_DIM, tiny_model
 from tests.tiny import checkpoint, without_checkpoints

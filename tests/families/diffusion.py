@@ -12,8 +12,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 import mmattn
-from mmattn.hosts.denoising.guided_calls import CONDITIONAL_FIRST
-from mmattn.hosts.denoising.heads import SHARED
+from mmattn.hosts.diffusion.guided_calls import CONDITIONAL_FIRST
+from mmattn.hosts.diffusion.heads import SHARED
 from mmattn.testing.case import rows_of, stir
 from tests import tiny_transformers
 from tests.families import checks

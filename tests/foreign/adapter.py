@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import mmattn
 from mmattn import register_adapter
-from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
+from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.protocols import Host, Site
-from mmattn.core.kv import KeyValue
+from mmattn.core.kv_cache import KeyValue
 
 
 @register_adapter

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import mmattn
 from mmattn import register_adapter
-from mmattn.adapters.adapter_layers import AdapterLayers, random_memory
-from mmattn.adapters.projected import PreparedMemory
+from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.text_state import TextState
 

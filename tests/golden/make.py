@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import mmattn
-from mmattn.adapters.decoupled import DecoupledLayout
-from mmattn.adapters.file_format import FORMAT_VERSION
-from mmattn.adapters.timed_resampler import TimedResampler
+from mmattn.adapters.adapter_config import FORMAT_VERSION
+from mmattn.adapters.decoupled.adapter import DecoupledLayout
+from mmattn.adapters.decoupled.timed_resampler import TimedResampler
 
 HERE = Path(__file__).parent
 HOSTS = HERE / "hosts"

@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from mmattn.errors import ShapeError
-from tests import composing, tiny
+from tests import tiny
+from tests.adapters.composed import composed_hosts as composing
 
 NEW = 4
 ROWS = 2

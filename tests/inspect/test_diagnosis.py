@@ -11,7 +11,8 @@ import torch
 import mmattn
 from mmattn.cli.app import main
 from mmattn.inspect.batches import random_batch
-from tests import chunks, tiny, tiny_unets
+from tests import tiny, tiny_unets
+from tests.adapters.chunked import chunks
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn.adapters import gated
-from mmattn.adapters.joined import JoinedView
-from mmattn.core import projection
+from mmattn.adapters.gated import adapter as gated
+from mmattn.adapters.joined.joint_softmax import JoinedView
+from mmattn.core import key_value_projection as projection
 from mmattn.hosts.hooks import CrossAttentionHook
 from mmattn.testing.case import stir
-from tests import chunks, tiny, tiny_unets
+from tests import tiny, tiny_unets
+from tests.adapters.chunked import chunks
 
 ROWS, LENGTH, SLOTS = 3, 7, 5
 
@@ -301,7 +302,7 @@ class TestSickness:
 @contextmanager
 def early(model: Any) -> Iterator[None]:
     """Inside the block tokens read the neighbours of their own chunk: as if the text were a chunk longer."""
-    from mmattn.adapters.neighbours import GivenNeighbours
+    from mmattn.adapters.chunked.neighbours import GivenNeighbours
 
     places = GivenNeighbours.places
     with pytest.MonkeyPatch.context() as patch:

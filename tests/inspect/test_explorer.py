@@ -25,7 +25,7 @@ from mmattn import inspect
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError
 from mmattn.inspect import explorer
-from mmattn.storage.tensor_files import write_tensors
+from mmattn.storage.safetensors import write_tensors
 from tests.inspect.chromium import Chromium, find_chromium
 from tests.inspect.test_trace import FILE, HEADS, LAYERS, SOURCES, WORDS, made
 

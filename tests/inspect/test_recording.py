@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 import mmattn
-from mmattn.inspect import diagnosis, recording
+from mmattn.inspect import diagnosis, record_attention as recording
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close
 

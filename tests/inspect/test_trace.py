@@ -12,8 +12,8 @@ from PIL import Image
 import mmattn
 from mmattn import inspect
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, TextError
-from mmattn.inspect.trace import FILE, SIDE
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.inspect.record import FILE, SIDE
+from mmattn.storage.safetensors import read_tensors, write_tensors
 
 GOLDEN = Path(__file__).parent / "golden" / "1"
 WORDS, SOURCES, LAYERS, HEADS = ("one", "two", "three"), ("a", "b", "c", "d", "e", "f"), ("layer 1", "layer 3"), 5

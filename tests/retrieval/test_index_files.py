@@ -15,7 +15,7 @@ import torch
 
 from mmattn import Index, Memory
 from mmattn.errors import IndexFileError, IndexMismatchError
-from mmattn.retrieval import versioned_folder as folders
+from mmattn.storage import versioned_folder as folders
 from tests.retrieval.searching import METRICS, STORES, WIDTH, Letters, files, same, small
 
 

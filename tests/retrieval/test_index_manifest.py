@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mmattn import Index
 from mmattn.errors import IndexFileError
-from mmattn.retrieval import versioned_folder
+from mmattn.storage import versioned_folder
 from tests.retrieval.searching import same, small
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -221,7 +221,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, case: str) -> None:
 def change_tensors(folder: Path, **change: Any) -> None:
     from safetensors.torch import load_file
 
-    from mmattn.storage.tensor_files import write_tensors
+    from mmattn.storage.safetensors import write_tensors
 
     path = folder / "v1/vectors.safetensors"
     tensors = {**load_file(path), **change}

@@ -15,7 +15,7 @@ import torch
 
 from mmattn import Index
 from mmattn.errors import IndexFileError
-from mmattn.retrieval import versioned_folder as folders
+from mmattn.storage import versioned_folder as folders
 from tests.retrieval.searching import WIDTH, files, held, same, small
 from tests.stress.kills_in_index import killed_saves
 
@@ -98,8 +98,8 @@ STEPS = (
     "os.mkdir",
     "os.replace",
     "os.fsync",
-    "mmattn.retrieval.versioned_folder.sync_folder",
-    "mmattn.retrieval.versioned_folder._digest",
+    "mmattn.storage.versioned_folder.sync_folder",
+    "mmattn.storage.versioned_folder._digest",
 )
 
 

@@ -27,7 +27,7 @@ from mmattn.retrieval import (
     register_store,
 )
 from mmattn.retrieval.stores import registry
-from mmattn.retrieval.stores.protocol import Candidates
+from mmattn.retrieval.stores.base import Candidates
 from mmattn.testing import check_store, store_checks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -214,7 +214,7 @@ def test_names(name: Any, named: None) -> None:
 
 
 def test_a_name_is_given_once(named: None) -> None:
-    with pytest.raises(ConfigError, match="there is a store 'exact' already, mmattn.retrieval.stores.in_memory.InMem"):
+    with pytest.raises(ConfigError, match="there is a store 'exact' already, mmattn.retrieval.stores.exact.InMem"):
         register_store("exact")(type("Other", (InMemoryStore,), {}))
     assert register_store("exact")(InMemoryStore) is InMemoryStore  # a module that is loaded again
     assert repr(Index.build(torch.eye(3))) == "Index(3 entries, e=3, cosine, exact)"

@@ -10,7 +10,7 @@ import mmattn
 from mmattn.errors import AdapterFileError, MaskError, ShapeError
 from mmattn.seq2seq import EncoderDecoder, GrowingCache
 from mmattn.seq2seq.encoder_decoder import POSITIONS
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 
 V, D, H, LAYERS = 53, 42, 3, 2
 START, END = 1, 2

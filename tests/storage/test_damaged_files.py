@@ -20,8 +20,8 @@ import torch
 from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.storage.file_kinds import describe
 from mmattn.storage.json_files import read_json, write_json
-from mmattn.storage.tensor_files import read_header, read_tensors, write_tensors
-from tests.tensor_files import META, example, same_bits
+from mmattn.storage.safetensors import read_header, read_tensors, write_tensors
+from tests.storage.tensor_files import META, example, same_bits
 
 
 def _zip(name: str) -> bytes:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from mmattn.errors import AdapterFileError
-from mmattn.storage.tensor_files import read_tensors
+from mmattn.storage.safetensors import read_tensors
 
 
 def forge(path: Path, header: dict[str, object] | bytes, body: bytes = b"") -> None:

@@ -17,16 +17,16 @@ import torch
 
 import mmattn
 from mmattn import training
+from mmattn.data.file_folders import FileFolder
+from mmattn.data.open_tensors import TensorFile
 from mmattn.encoders.style import StyleEncoder, StyleNetwork
 from mmattn.errors import AdapterFileError, ConfigError, IndexFileError, NonFiniteError
 from mmattn.hosts import PassageCache
 from mmattn.inspect import Trace, load_traces, save_traces
-from mmattn.inspect.trace import FILE, FORMAT
+from mmattn.inspect.record import FILE, FORMAT
 from mmattn.retrieval import Index
 from mmattn.seq2seq import EncoderDecoder
-from mmattn.storage.file_folders import FileFolder
-from mmattn.storage.open_tensors import TensorFile
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import STATE
 from tests import tiny
 from tests.training import small_run

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mmattn.storage.json_files import read_json, write_json
-from mmattn.storage.tensor_files import read_tensors, write_tensors
-from tests.tensor_files import META, example, litter
+from mmattn.storage.safetensors import read_tensors, write_tensors
+from tests.storage.tensor_files import META, example, litter
 
 
 def run(code: str, *args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -94,7 +94,7 @@ for folder in sys.argv[1:]:
         old = (tmp_path / "a").read_bytes()
         code = """
 import resource, sys, torch
-from mmattn.storage.tensor_files import write_tensors
+from mmattn.storage.safetensors import write_tensors
 tensors = {"x": torch.ones(50_000), "y": torch.ones(50_000)}
 for size in range(0, 400_000, 20_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -141,7 +141,7 @@ for size in range(0, 400_000, 20_000):
     def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(self, tmp_path: Path) -> None:
         code = """
 import sys
-from mmattn.storage.atomic import replacing
+from mmattn.storage.files import replacing
 with replacing(sys.argv[1]) as file:
     file.write(b"half")
     file.flush()
@@ -181,7 +181,7 @@ with replacing(sys.argv[1]) as file:
             weight.add_(1)
             return sha256(*args)
 
-        monkeypatch.setattr("mmattn.storage.tensor_files.hashlib.sha256", busy)
+        monkeypatch.setattr("mmattn.storage.safetensors.hashlib.sha256", busy)
         write_tensors(tmp_path / "a", {"x": weight, "y": weight}, META)
         monkeypatch.undo()
         after, _ = read_tensors(tmp_path / "a", "example")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmattn.errors import AdapterFileError
-from mmattn.storage.tensor_store import TensorStore
+from mmattn.training.tensor_store import TensorStore
 
 FORMAT = "mmattn-test"
 ROOT = Path(__file__).resolve().parents[2]

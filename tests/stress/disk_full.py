@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from mmattn.adapters.folder import load_folder
+from mmattn.adapters.serialization import load_folder
 from tests import tiny
-from tests.adapter_folders import contents
+from tests.adapters.adapter_folders import contents
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

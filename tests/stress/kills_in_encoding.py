@@ -23,13 +23,13 @@ from pathlib import Path
 
 from mmattn import training
 from mmattn.errors import MmattnError
-from tests.training.stored import EYE_SLOTS, Eye, captions, contents, encode_captions, encoded
+from tests.data.encoded_rows import EYE_SLOTS, Eye, captions, contents, encode_captions, encoded
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, SHARD = 37, 5
 WRITER = f"""
 import os, sys, time
-from tests.training.stored import Eye, encode_captions
+from tests.data.encoded_rows import Eye, encode_captions
 
 class Slow(Eye):
     def forward(self, images, **options):

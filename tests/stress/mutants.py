@@ -32,7 +32,7 @@ ROOMS = ("core", "adapters", "hosts", "retrieval", "training")
 _HOSTS = ("tests/adapters", "tests/hosts", "tests/foreign", "tests/inspect")
 #: The tests of each room, as folders or patterns; those that name the changed module come before all others.
 TESTS = {
-    "core": ("tests/test_*.py", "tests/hosts/test_language_settings.py", "tests/seq2seq"),
+    "core": ("tests/test_*.py", "tests/hosts/causal_lm/test_settings.py", "tests/seq2seq"),
     "adapters": ("tests/test_golden.py", "tests/hosts/test_language_*.py", "tests/test_contract.py", *_HOSTS),
     "hosts": ("tests/test_golden.py", "tests/hosts/test_*_calls.py", "tests/test_contract.py", *_HOSTS),
     "retrieval": ("tests/retrieval", "tests/foreign"),

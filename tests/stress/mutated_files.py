@@ -29,11 +29,11 @@ import psutil
 import torch
 
 import mmattn
-from mmattn.adapters.file_format import adapter_settings
+from mmattn.adapters.adapter_config import adapter_settings
 from mmattn.errors import AdapterFileError
-from mmattn.hosts.attached import adapted
+from mmattn.hosts.ownership import adapted
 from tests import tiny
-from tests.adapter_folders import contents
+from tests.adapters.adapter_folders import contents
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BLANK = "0" * 64

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests import databases
+from tests.retrieval import databases
 
 STORES = ("folder", "pgvector", "lancedb", "qdrant-edge")
 WIDTH = 31

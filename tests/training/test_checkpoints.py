@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmattn.errors import AdapterFileError
-from mmattn.storage.tensor_files import read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import FORMAT, load_checkpoint
 from tests.tiny import assert_close
 from tests.training import small_run

@@ -16,8 +16,8 @@ import mmattn
 from mmattn import training
 from mmattn.training import evaluation
 from tests import tiny
+from tests.data.encoded_rows import Eye, captions, encode_captions
 from tests.training import small_run
-from tests.training.stored import Eye, captions, encode_captions
 
 
 def sources(rows: Sequence[training.Row]) -> list[tuple[Any, ...]]:

@@ -10,7 +10,7 @@ import pytest
 from mmattn import training
 from mmattn.errors import ConfigError
 from mmattn.recipes import find_recipe, load_recipe
-from tests import trackers
+from tests.training import tracker_files as trackers
 
 FLORA = Path(__file__).parents[2] / "assets" / "flora"
 

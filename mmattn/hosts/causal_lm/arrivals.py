@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.projected import ProjectedMemory
+from mmattn.adapters.prepared_memory import ProjectedMemory
 from mmattn.adapters.text_state import Arrivals
 from mmattn.errors import ConditionError, MaskError, ShapeError, check_int
 

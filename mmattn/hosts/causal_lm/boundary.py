@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mmattn.adapters.joined import JoinedMemory
-from mmattn.adapters.projected import ProjectedMemory
+from mmattn.adapters.joined.joint_softmax import JoinedMemory
+from mmattn.adapters.prepared_memory import ProjectedMemory
 from mmattn.core.attention import all_finite
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.core.tracing import may_read

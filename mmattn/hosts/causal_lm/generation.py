@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.text_state import GenerationInput
-from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
-from mmattn.hosts.calls import NOTED
-from mmattn.hosts.causal_lm.requests import take_memories
+from mmattn.hosts.causal_lm.continuous_batching import take_memories
+from mmattn.hosts.context import NOTED
 from mmattn.hosts.interop.peft import inner_host
 
 # Ways of transformers to generate in a thread of its own.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError
-from mmattn.hosts.adapted import check_unused
+from mmattn.hosts.base import check_unused
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.keywords import check_keywords

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError
+from mmattn.hosts.attention_hooks import attention_hooks, check_function
 from mmattn.hosts.eval_mode import in_eval_mode
-from mmattn.hosts.joined_attention import attention_hooks, check_function
 from mmattn.hosts.probe import answer_to
 from mmattn.hosts.probe_inputs import text_inputs
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.core.tensor_cache import ModuleVersion, TensorVersion
-from mmattn.hosts.calls import FORWARD
+from mmattn.hosts.context import FORWARD
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.interop.peft import active_lora
 from mmattn.storage.fingerprints import fingerprint

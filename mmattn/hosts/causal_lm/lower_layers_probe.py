@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.errors import ConditionError, ConfigError, MmattnError
-from mmattn.hosts.causal_lm.before_text import WITHIN
-from mmattn.hosts.causal_lm.lower_layers import FromStates, LowerLayers, count_below, states_of, without_adapters
+from mmattn.hosts.causal_lm.lower_layers import (
+    FromStates,
+    LowerLayers,
+    count_below,
+    states_of,
+    without_adapters,
+)
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.causal_lm.position_shift import WITHIN
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 

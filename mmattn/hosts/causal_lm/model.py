@@ -12,20 +12,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
-from mmattn.core.cache_names import given_cache
 from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError, NonFiniteError
-from mmattn.hosts.adapted import AdaptedModel, check_unused
-from mmattn.hosts.bank.bank import Bank
-from mmattn.hosts.calls import NOTED, Action, Call, ForwardStep, is_broken, prepared_for_graphs, unchecked_memories
+from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
-from mmattn.hosts.causal_lm.before_text import joined_sites, probe_before_text, probe_rotations, shift_text
-from mmattn.hosts.causal_lm.embedding_reader import embedding_reader
+from mmattn.hosts.causal_lm.batch_step import packed_view
+from mmattn.hosts.causal_lm.continuous_batching import pending, read_before, requested_call, rows_of
 from mmattn.hosts.causal_lm.generation import (
     asked,
     bound_method,
@@ -40,20 +38,22 @@ from mmattn.hosts.causal_lm.generation import (
     unguard_threads,
 )
 from mmattn.hosts.causal_lm.headless import HeadlessHost
+from mmattn.hosts.causal_lm.input_embeddings import embedding_reader
 from mmattn.hosts.causal_lm.joined_probe import probe_joined
 from mmattn.hosts.causal_lm.packing import keep_apart
-from mmattn.hosts.causal_lm.requests import pending, read_before, requested_call, rows_of
-from mmattn.hosts.causal_lm.step_memories import packed_view
+from mmattn.hosts.causal_lm.position_shift import joined_sites, probe_before_text, probe_rotations, shift_text
+from mmattn.hosts.context import NOTED, Action, Call, ForwardStep, is_broken, prepared_for_graphs, unchecked_memories
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.keywords import check_keywords
-from mmattn.hosts.layer_search import find_layers
+from mmattn.hosts.layers import find_layers
 from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.registry import register_host
+from mmattn.kv_store.bank import Bank
 from mmattn.memory import Memory
-from mmattn.storage.pretrained import load_model
+from mmattn.storage.hub import load_model
 
 
 @register_host

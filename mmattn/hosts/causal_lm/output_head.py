@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError, MmattnError
-from mmattn.hosts.calls import FORWARD
-from mmattn.hosts.causal_lm.before_text import WITHIN
 from mmattn.hosts.causal_lm.headless import HeadlessHost
+from mmattn.hosts.causal_lm.position_shift import WITHIN
+from mmattn.hosts.context import FORWARD
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.probe_inputs import text_inputs

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText
 from mmattn.adapters.protocols import View
-from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
-from mmattn.hosts.calls import FORWARD
+from mmattn.hosts.context import FORWARD
 from mmattn.hosts.eval_mode import in_eval_mode
 
 #: What is known of hosts: by their attention and what a call says of its documents, how these are kept apart.

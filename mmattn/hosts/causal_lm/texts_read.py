@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText, packed_text
-from mmattn.core.cache_names import given_cache
 from mmattn.errors import ConditionError
-from mmattn.hosts.calls import step_of
 from mmattn.hosts.causal_lm.generation import inputs_of
+from mmattn.hosts.context import step_of
 
 _BOUNDARIES = (*BOUNDARIES, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: What a text may be given with, and what says nothing of it.

@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of, text_config
 from mmattn.adapters.protocols import Site
-from mmattn.hosts.adapted import AdaptedModel
-from mmattn.hosts.calls import Call, ForwardStep
-from mmattn.hosts.layer_search import find_layers, layers_width
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.context import Call, ForwardStep
+from mmattn.hosts.layers import find_layers, layers_width
 from mmattn.hosts.probe import check_sees_all, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs
 from mmattn.hosts.registry import register_host
-from mmattn.storage.pretrained import load_model
+from mmattn.storage.hub import load_model
 
 #: Under which names the outputs of transformers have what a row is answered with.
 ANSWERS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")

@@ -12,22 +12,22 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from mmattn.adapters.adapter_layers import AdapterLayers
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
-from mmattn.hosts.adapted import AdaptedModel
-from mmattn.hosts.calls import Action, Call, ForwardStep
+from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.generation import bound_method, inner_host, past_length
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.context import Action, Call, ForwardStep
 from mmattn.hosts.encoder_decoder.encoder_outputs import EncoderOutputs
 from mmattn.hosts.encoder_decoder.stacks import DECODER, ENCODER, find_stacks
+from mmattn.hosts.generation_rows import RowsLeft, RowsView, whole_text
 from mmattn.hosts.probe import LENGTH, check_sees_all, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs, token_ids
 from mmattn.hosts.registry import register_host
-from mmattn.hosts.rows_left import RowsLeft, RowsView, whole_text
-from mmattn.storage.pretrained import load_model
+from mmattn.storage.hub import load_model
 
 
 @register_host

@@ -10,7 +10,7 @@ from torch import nn
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError
-from mmattn.hosts.layer_search import layers_width
+from mmattn.hosts.layers import layers_width
 
 DECODER, ENCODER = "decoder", "encoder"
 _DEPTHS = {

@@ -6,7 +6,7 @@ import os
 import re
 from os import PathLike
 
-from mmattn.adapters.folder import CARD, CONFIG, TENSORS
+from mmattn.adapters.serialization import CARD, CONFIG, TENSORS
 from mmattn.errors import AdapterFileError, ConfigError
 
 #: What a folder may hold beside the adapter: what a pipeline needs to run it.

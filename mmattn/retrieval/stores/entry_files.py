@@ -18,8 +18,8 @@ from mmattn.errors import IndexFileError, MmattnError
 from mmattn.retrieval.embedding_space import check_vectors
 from mmattn.retrieval.entries import Entries
 from mmattn.retrieval.entry_checks import check_ids, check_lines, check_texts
-from mmattn.storage.atomic import replacing
-from mmattn.storage.tensor_files import check_values, read_header, write_tensors
+from mmattn.storage.files import replacing
+from mmattn.storage.safetensors import check_values, read_header, write_tensors
 
 _VECTORS, _ENTRIES = "vectors.safetensors", "entries.jsonl"
 _TENSOR_FORMAT = "mmattn-index-vectors"

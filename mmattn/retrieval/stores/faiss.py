@@ -17,9 +17,9 @@ from mmattn.errors import ConfigError, IndexFileError, check_int, import_extra
 from mmattn.retrieval.scoring import lengths_of
 from mmattn.retrieval.stores.bounded_scan import BoundedScan
 from mmattn.retrieval.stores.entry_files import read_entries, write_entries
-from mmattn.retrieval.stores.in_memory import InMemoryStore, Part, Structure, Version
+from mmattn.retrieval.stores.exact import InMemoryStore, Part, Structure, Version
 from mmattn.retrieval.stores.registry import register_store
-from mmattn.storage.atomic import replacing
+from mmattn.storage.files import replacing
 
 _FILE = "engine.faiss"
 #: Fewer vectors than this teach a product quantiser nothing.

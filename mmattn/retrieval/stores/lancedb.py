@@ -22,12 +22,12 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import METRICS, directions
+from mmattn.retrieval.stores.base import Candidates
 from mmattn.retrieval.stores.entry_files import read_copy, write_entries
-from mmattn.retrieval.stores.facts import facts_of, key_of, wanted_facts
 from mmattn.retrieval.stores.packed_tokens import pack_tokens, unpack_tokens
-from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.registry import register_store
-from mmattn.storage.atomic import lock_folder
+from mmattn.retrieval.stores.store_state import facts_of, key_of, wanted_facts
+from mmattn.storage.files import lock_folder
 
 if TYPE_CHECKING:
     import pyarrow

@@ -17,11 +17,11 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import directions
+from mmattn.retrieval.stores.base import Candidates
 from mmattn.retrieval.stores.entry_files import read_copy, write_entries
-from mmattn.retrieval.stores.facts import key_of, wanted_facts
 from mmattn.retrieval.stores.pgvector_table import Table, as_entries, as_rows, copy_rows, psycopg
-from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.registry import register_store
+from mmattn.retrieval.stores.store_state import key_of, wanted_facts
 
 if TYPE_CHECKING:
     from psycopg import Connection

@@ -27,8 +27,8 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import Entries
 from mmattn.retrieval.scoring import METRICS
-from mmattn.retrieval.stores.facts import facts_of, key_of
 from mmattn.retrieval.stores.packed_tokens import pack_tokens, unpack_tokens
+from mmattn.retrieval.stores.store_state import facts_of, key_of
 
 if TYPE_CHECKING:
     from psycopg import Connection

@@ -15,9 +15,8 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import directions
+from mmattn.retrieval.stores.base import Candidates
 from mmattn.retrieval.stores.entry_files import read_copy, write_entries
-from mmattn.retrieval.stores.facts import key_of
-from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.qdrant_points import (
     ABOUT,
     PAYLOAD,
@@ -32,6 +31,7 @@ from mmattn.retrieval.stores.qdrant_points import (
     read_about,
 )
 from mmattn.retrieval.stores.registry import register_store
+from mmattn.retrieval.stores.store_state import key_of
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient

@@ -17,9 +17,8 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import Entries, Filter, Id
 from mmattn.retrieval.scoring import directions
+from mmattn.retrieval.stores.base import Candidates
 from mmattn.retrieval.stores.entry_files import read_copy, write_entries
-from mmattn.retrieval.stores.facts import key_of
-from mmattn.retrieval.stores.protocol import Candidates
 from mmattn.retrieval.stores.qdrant_points import (
     ABOUT,
     PAYLOAD,
@@ -30,7 +29,8 @@ from mmattn.retrieval.stores.qdrant_points import (
     condition,
 )
 from mmattn.retrieval.stores.registry import register_store
-from mmattn.storage.atomic import lock_folder
+from mmattn.retrieval.stores.store_state import key_of
+from mmattn.storage.files import lock_folder
 
 _DISTANCES = {"cosine": "Dot", "ip": "Dot", "l2": "Euclid"}
 _SCROLLED = 1000

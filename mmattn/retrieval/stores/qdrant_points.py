@@ -24,8 +24,8 @@ import torch
 from mmattn.errors import ConfigError, IndexFileError, import_extra
 from mmattn.retrieval.entries import Entries, Filter
 from mmattn.retrieval.scoring import METRICS, directions
-from mmattn.retrieval.stores.facts import NAMES, facts_of, key_of, wanted_facts
 from mmattn.retrieval.stores.packed_tokens import pack_tokens, unpack_tokens
+from mmattn.retrieval.stores.store_state import NAMES, facts_of, key_of, wanted_facts
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient

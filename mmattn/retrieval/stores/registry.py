@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mmattn.errors import ConfigError, IndexFileError
-from mmattn.retrieval.stores.protocol import DatabaseStore, VectorStore
+from mmattn.retrieval.stores.base import DatabaseStore, VectorStore
 
 Store = TypeVar("Store", bound=type[VectorStore])
 

@@ -1,0 +1,239 @@
+"""A frozen language model that reads the text of a host: along with it, or its prompt before it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.cache_argument import cache_name, given_cache
+from mmattn.adapters.composed.prompt import AugmentedPrompt
+from mmattn.adapters.composed.text import AugmentedText, token_places
+from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
+from mmattn.adapters.text_state import TextState
+from mmattn.core.key_rotation import BEYOND, DISTANCE, KeyRotation, check_frequencies, find_rotations, has_frequencies
+from mmattn.errors import AttachError, ConditionError, ShapeError
+from mmattn.memory import Memory
+
+
+class AugmentingModel:
+    """A language model as the memory of a `ComposedAdapter`: it reads the text of the call, as far as that has come.
+
+    It becomes no part of host or adapter, is never trained, and what it has read is forgotten with the call.
+
+    Args:
+        lm: a causal language model of transformers in eval mode, whose tokenizer is the host's.
+
+    Raises:
+        AttachError: not a language model, or one whose tokens see later ones.
+        ConditionError: it is in training mode.
+
+    >>> import mmattn
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=97, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
+    >>> anchor = LlamaForCausalLM(LlamaConfig(hidden_size=32, **sizes)).eval()
+    >>> lm = LlamaForCausalLM(LlamaConfig(hidden_size=24, **sizes)).eval()
+    >>> model = mmattn.attach(anchor, mmattn.ComposedAdapter(memory_dim=24, layers=[1, 2], augmenting_layers=[0, 2]))
+    >>> model.generate(torch.tensor([[5, 6, 7]]), memory=mmattn.AugmentingModel(lm), max_new_tokens=4).shape
+    torch.Size([1, 7])
+    """
+
+    def __init__(self, lm: nn.Module) -> None:
+        if not isinstance(lm, nn.Module):
+            raise AttachError(f"an augmenting model is a language model of transformers, got {type(lm).__name__}")
+        self.dim, self.depth = width_of(lm), depth_of(lm) or 0
+        self.lm = lm
+        # Without its head, whose answer nobody asks for.
+        self._body: Any = getattr(lm, "base_model", lm)
+        self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
+        self._cache_name = cache_name(self._body)
+        self._check_eval()
+        self._probe()
+
+    def _check_eval(self) -> None:
+        if self.lm.training:
+            raise ConditionError(
+                f"the augmenting {type(self.lm).__name__} is in training mode, where dropout gives a token other "
+                "states each time: call .eval() on it"
+            )
+
+    @cached_property
+    def cache_dim(self) -> int:
+        """Width e of what it caches of a token in a layer: keys and values of all heads."""
+        text = torch.ones(1, 1, dtype=torch.long)
+        return self.prefill(text).states[0].shape[2]
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> AugmentedPrompt:
+        """Read prompts once: keys and values of every layer, as the memory of a `FusedCacheAdapter`.
+
+        Args:
+            input_ids: (b, p), of the prompts with which the texts of calls will begin.
+            attention_mask: (b, p), 1 = a real token; all by default.
+
+        Raises:
+            ShapeError: no ids (b, p), or a mask of another shape.
+            ConditionError: the model is in training mode, or has no keys and values of a token.
+            NonFiniteError: keys or values that are not finite.
+        """
+        if input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise ShapeError(f"input_ids must be ids (b, p), got {input_ids.dtype} {tuple(input_ids.shape)}")
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if real.shape != input_ids.shape:
+            raise ShapeError(
+                f"attention_mask must be {tuple(input_ids.shape)}, as input_ids are, got {tuple(real.shape)}"
+            )
+        self._check_eval()
+        device = device_of(embeddings_of(self.lm))
+        ids, real = input_ids.to(device), real.to(device).bool()
+        places, layers = token_places(real), []
+        for number, (keys, values) in enumerate(self._cached(ids, real, places)):
+            rotation = None if self._rotations is None else self._rotations[number]
+            # As they are at position 0: what is learned of a key does not depend on where its token stands.
+            turned = keys if rotation is None else rotation(keys, -places[:, None])
+            layers.append(torch.cat([one.transpose(1, 2).flatten(2) for one in (turned, values)], 2))
+            Memory(layers[-1], real, check_finite=False).check_finite()
+        return AugmentedPrompt(tuple(layers), real, ids.clone())
+
+    @cached_property
+    def _rotations(self) -> dict[int, KeyRotation | None] | None:
+        """How its layers turn keys with their positions; None where they follow them otherwise."""
+        if not self._positions:
+            return None
+        most = getattr(text_config(self.lm), "max_position_embeddings", None) or DISTANCE + 7
+        distance = max(min(DISTANCE, most - 7), 1)
+        places = torch.arange(7, device=device_of(embeddings_of(self.lm)))[None]
+        beyond = torch.cat([places, places[:, :1] + BEYOND], 1)
+        longer = self._keys_at(beyond) if has_frequencies(self.lm) else None
+        here, there = self._keys_at(places), self._keys_at(places + distance)
+        if longer is not None:
+            check_frequencies(type(self.lm).__name__, here, longer)
+        return find_rotations(self.lm, here, there, distance)
+
+    def _keys_at(self, positions: Tensor) -> dict[int, Tensor]:
+        """Keys by layer of a short text whose tokens stand at these positions (1, l)."""
+        size = getattr(text_config(self.lm), "vocab_size", None) or 2
+        ids = torch.randint(size, (1, 8), generator=torch.Generator().manual_seed(0))[:, : positions.shape[1]]
+        ids = ids.to(positions.device)
+        real = torch.ones_like(ids, dtype=torch.bool)
+        return {layer: keys for layer, (keys, _) in enumerate(self._cached(ids, real, positions))}
+
+    def _cached(self, ids: Tensor, real: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values (b, g, p, k) that it caches of a text in each layer."""
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": real.long()}
+        if self._positions:
+            given["position_ids"] = positions
+        layers: list[Any] = []
+        if self.caches:
+            with torch.inference_mode(False), torch.no_grad():
+                out = self._body(**given, **{self._cache_name: new_cache()}, use_cache=True)
+            found = getattr(given_cache(out), "layers", ())
+            layers = [(one.keys, one.values) for one in found if hasattr(one, "keys")]
+        if len(layers) != self.depth or any(keys is None or keys.shape[2] != ids.shape[1] for keys, _ in layers):
+            raise ConditionError(
+                f"{type(self.lm).__name__} does not cache keys and values of each token in every layer, as a "
+                "FusedCacheAdapter reads them: take a ComposedAdapter, which reads states"
+            )
+        return layers
+
+    def _probe(self) -> None:
+        """Prove with two texts of two tokens that the first token's state does not depend on the second token."""
+        ids = torch.tensor([[1, 1], [1, 0]], device=device_of(embeddings_of(self.lm)))
+        with torch.inference_mode(False), torch.no_grad():
+            out = self._body(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+        one, other = out.hidden_states[-1][:, 0]
+        rounding = 16 * torch.finfo(one.dtype).eps * float(one.abs().max())
+        if bool(((one - other).abs() > rounding).any()):
+            raise AttachError(
+                f"tokens of this {type(self.lm).__name__} see later ones, and its states would tell the host of words "
+                "that are not yet written: take a causal language model"
+            )
+
+    def check(self, adapter: Any, host: nn.Module) -> None:
+        """Refuse an adapter on a host that cannot read this model.
+
+        Args:
+            adapter: the trainable part of a composed adapter.
+            host: the frozen model that it is on.
+
+        Raises:
+            ShapeError: another width, fewer layers or another vocabulary.
+            ConditionError: the model is being trained.
+        """
+        kind, wanted = type(self.lm).__name__, adapter.config.memory_dim
+        if self.dim != wanted:
+            raise ShapeError(
+                f"adapter {adapter.name!r} was made for memory_dim={wanted}, got a {kind} of width {self.dim}: use the "
+                "augmenting model it was trained with"
+            )
+        deepest = max(adapter.augmenting_layers.values())
+        if deepest >= self.depth:
+            raise ShapeError(
+                f"adapter {adapter.name!r} reads layer {deepest} of the augmenting model, got a {kind} with layers 0 "
+                f"to {self.depth - 1}: use the one it was trained with, or name other augmenting_layers"
+            )
+        here, there = (getattr(text_config(lm), "vocab_size", None) for lm in (host, self.lm))
+        if here != there:
+            raise ShapeError(
+                f"the augmenting model reads the ids of the host, whose vocabulary has {here} entries, got a {kind} "
+                f"with {there}: the two must have one tokenizer"
+            )
+        self._check_eval()
+
+    def read(
+        self, text: TextState, layers: list[int], before: AugmentedText | None, name: str, keep: bool
+    ) -> AugmentedText:
+        """A text with the states of its tokens at some layers; only what was not read before is computed.
+
+        Args:
+            text: what the host is given.
+            layers: of this model.
+            before: what was read of an earlier text, to go on from.
+            name: of the adapter that reads, for messages.
+            keep: fill a key/value cache, so that this can be gone on from.
+
+        Raises:
+            ConditionError: the ids of the whole text are not known.
+            NonFiniteError: states that are not finite.
+        """
+        real, ids = text.whole
+        if ids is None:
+            raise ConditionError(
+                f"adapter {name!r} has another model read along, and this call does not tell the ids of the whole "
+                "text: give input_ids from the first token on, or use generate"
+            )
+        device = device_of(embeddings_of(self.lm))
+        real, ids = real.to(device), ids.to(device)
+        # What is cached must serve calls outside inference mode, too.
+        with torch.inference_mode(False), torch.no_grad():
+            known = None if before is None else before.shared_with(real, ids)
+            past = 0 if known is None else known.length
+            if known is not None and past == real.shape[1]:
+                return replace(known, real=real, ids=ids)
+            given: dict[str, Any] = {"input_ids": ids[:, past:], "attention_mask": real.long()}
+            if self._positions:
+                given["position_ids"] = token_places(real)[:, past:]
+            cache = known.cache if known is not None else new_cache() if keep else None
+            out = self._body(**given, **{self._cache_name: cache}, use_cache=keep, output_hidden_states=True)
+            # Hidden states begin with the embeddings.
+            states = {layer: out.hidden_states[layer + 1] for layer in layers}
+            for new in states.values():
+                Memory(new, real[:, past:], check_finite=False).check_finite()
+            if known is not None:
+                states = {layer: torch.cat([known.states[layer], new], 1) for layer, new in states.items()}
+        return AugmentedText(real, ids, states, cache, {} if known is None else known.projected)
+
+    @property
+    def caches(self) -> bool:
+        """Whether its cache can be cut and reordered."""
+        return not getattr(self.lm, "_is_stateful", False)
+
+
+def new_cache() -> Any:
+    """A cache that can be cut anywhere: made without a config, sliding windows are masked and not forgotten."""
+    import transformers
+
+    return transformers.DynamicCache()

@@ -1,0 +1,258 @@
+"""Decoupled cross-attention (IP-Adapter, arXiv 2308.06721, section 3.2.2 and equation 5).
+
+With Q, K, V the queries, keys and values of a host's cross-attention, M (b, m, e) the memory and s the adapter_scale:
+
+    Z = attend(Q, K, V) + s · attend(Q, M Wk', M Wv')
+
+before the host's own output projection. The queries are the host's; only Wk' and Wv' are trained, and what turns the
+memory into M.
+
+Departures from the paper: by default Wv' starts at 0, so that a fresh adapter is exactly nothing, instead of as a copy
+of the host's; padding of the memory is never attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.block_adapter import resampler_settings
+from mmattn.adapters.default_sizes import settle_norm
+from mmattn.adapters.prepared_memory import ProjectedMemory, ProjectedView
+from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.resampler import Resampler
+from mmattn.core.key_value_projection import KeyValueProjection
+from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
+from mmattn.memory import Memory
+
+STARTS = ("nothing", "host")
+ADDED_TO = ("attention", "block")
+
+
+@dataclass(frozen=True)
+class DecoupledLayout:
+    """How an adapter is built where it departs from ours, as those that were published for Flux.
+
+    Args:
+        slot_dim: width of the slots that `tokens` projects to; the width of the host's text by default.
+        bias: keys and values have a bias.
+        added_to: "attention", through its output projection, or "block": what the queries find is added as it is to
+            the hidden states that the transformer block hands on.
+    """
+
+    slot_dim: int | None = None
+    bias: bool = False
+    added_to: str = "attention"
+
+    def __post_init__(self) -> None:
+        if self.slot_dim is not None:
+            check_int("slot_dim", self.slot_dim, at_most=65536)
+        check_bool("bias", self.bias)
+        check_choice("added_to", self.added_to, ADDED_TO)
+
+
+@register_adapter
+@dataclass(frozen=True)
+class DecoupledAdapter:
+    """Settings of decoupled cross-attention for a diffusion model: a UNet or a transformer.
+
+    Args:
+        memory_dim: e, width of the memory.
+        tokens: turn each vector of the memory into this many slots of the host's text width (IP-Adapter's image
+            projection: 4); None reads the vectors as they are, normalised.
+        blocks: beginnings of the names of the attention layers that get the adapter ("up", "down_blocks.2",
+            "transformer_blocks.3", ...); None is all, but for those that hold text and picture in one stream where the
+            host has others (Flux's `single_transformer_blocks`).
+        start: "nothing", or "host": as a copy of the host's own K and V projections, as IP-Adapter starts.
+        resampler: turn the memory into few latents first.
+        layout: as in published adapters.
+        memory_norm: normalise what the blocks read; None is where it comes from `tokens`, or is 12 wide or more: of few
+            numbers a norm leaves little more than signs.
+
+    >>> DecoupledAdapter(memory_dim=24, tokens=4).tokens
+    4
+    """
+
+    memory_dim: int
+    tokens: int | None = None
+    blocks: tuple[str, ...] | None = None
+    start: str = "nothing"
+    resampler: Resampler | None = None
+    layout: DecoupledLayout = field(default_factory=DecoupledLayout)
+    memory_norm: bool | None = None
+
+    kind: ClassVar[str] = "decoupled"
+    positions: ClassVar[tuple[str, ...]] = ("inside",)
+    example_call: ClassVar[str] = "model(sample, timestep, text, memory=memory)"
+
+    def __post_init__(self) -> None:
+        check_int("memory_dim", self.memory_dim, at_most=65536)
+        if self.tokens is not None:
+            check_int("tokens", self.tokens, at_most=1024)
+        if self.blocks is not None:
+            if (
+                isinstance(self.blocks, str)
+                or not self.blocks
+                or not all(isinstance(name, str) for name in self.blocks)
+            ):
+                raise ConfigError(f"blocks must be a list of beginnings of block names, got {self.blocks!r}")
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+        check_choice("start", self.start, STARTS)
+        resampler_settings(self)
+        if self.memory_norm is None and self.tokens is not None:
+            object.__setattr__(self, "memory_norm", True)
+        settle_norm(self)
+        if not isinstance(self.layout, DecoupledLayout):
+            raise ConfigError(f"layout must be a DecoupledLayout, got {self.layout!r}")
+        if self.layout.slot_dim is not None and self.tokens is None:
+            raise ConfigError("layout.slot_dim is the width of the slots of tokens=, which is not given")
+
+    def sites(self, host: Host) -> list[Site]:
+        """The attention layers whose names begin as `blocks` say.
+
+        Raises:
+            AttachError: the host has no block of that name.
+        """
+        return sites_of_blocks(host, self.blocks)
+
+    def build(self, sites: Sequence[Site]) -> DecoupledLayers:
+        """The trainable part for these sites."""
+        return DecoupledLayers(self, sites)
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """A random memory (rows, 5, e), some slots masked."""
+        return random_memory(generator, rows, self.memory_dim)
+
+
+def sites_of_blocks(host: Host, blocks: tuple[str, ...] | None) -> list[Site]:
+    """The attention layers of a host whose names begin as `blocks` say; None is all that no stream holds.
+
+    Raises:
+        AttachError: the host has no block of that name.
+    """
+    offered = host.sites("inside")
+    if blocks is None:
+        return [site for site in offered if site.part != "stream"]
+    names = [site.module for site in offered]
+    for prefix in blocks:
+        if not any(name.startswith(prefix) for name in names):
+            raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
+    return [site for site in offered if site.module.startswith(blocks)]
+
+
+class DecoupledBlock(KeyValueProjection):
+    """Keys and values of the memory for the queries of one attention layer of the host.
+
+    Args:
+        memory_dim: width of the memory as the block reads it.
+        size: of the host's attention.
+        bias: keys and values have one.
+    """
+
+    def __init__(self, memory_dim: int, size: HeadSizes, bias: bool = False) -> None:
+        width = size.num_kv_heads * size.head_dim
+        k_proj, v_proj = (nn.Linear(memory_dim, width, bias=bias) for _ in range(2))
+        super().__init__(k_proj, v_proj, **asdict(size), memory_dim=memory_dim)
+
+
+class DecoupledLayers(AdapterLayers):
+    """The trainable part of one decoupled adapter on one host.
+
+    Args:
+        config: the settings.
+        sites: the attention layers of the host beside which it attends.
+    """
+
+    def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        self._add_resampler(config.resampler)
+        self.adds_to_block = config.layout.added_to == "block"
+        width, self.slot_dim = config.memory_dim, config.layout.slot_dim or self.sites[0].width
+        self.projection = None
+        if config.tokens is not None:
+            self.projection = nn.Linear(width, config.tokens * self.slot_dim)
+            width = self.slot_dim
+        self.memory_norm = nn.LayerNorm(width) if config.memory_norm else None
+        blocks = {}
+        for site in self.sites:
+            assert site.heads is not None
+            blocks[str(site.layer)] = DecoupledBlock(width, site.heads, config.layout.bias)
+        self.blocks = nn.ModuleDict(blocks)
+        if config.start == "nothing":
+            for layer in self.layers:
+                for parameter in self.attention(layer).v_proj.parameters():
+                    nn.init.zeros_(parameter)
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the memory's norm, or of the first block where there is none."""
+        if self.memory_norm is None:
+            return self.attention(self.layers[0]).k_proj.weight
+        return self.memory_norm.weight
+
+    def attention(self, layer: int) -> DecoupledBlock:
+        """The block beside attention layer `layer` of the host."""
+        block = self.block(layer)
+        assert isinstance(block, DecoupledBlock)
+        return block
+
+    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
+        """The source of one call, of what `prepare` returned."""
+        return DecoupledMemory(prepared, self)
+
+    @torch.no_grad()
+    def initialise(self, host: Any) -> None:
+        """Copy the host's own key and value projections, with start="host".
+
+        Raises:
+            AttachError: the memory reaches the blocks in another width than the text.
+        """
+        if self.config.start != "host":
+            return
+        for layer in self.layers:
+            block, (k, v) = self.attention(layer), host.key_value_weights(layer)
+            if k.shape != block.k_proj.weight.shape:
+                raise AttachError(
+                    f"start='host' copies projections of text {k.shape[1]} wide, and the memory comes "
+                    f"{block.memory_dim} wide: give tokens=, or start='nothing'"
+                )
+            block.k_proj.weight.copy_(k)
+            block.v_proj.weight.copy_(v)
+
+    def read(self, memory: Memory) -> Memory:
+        """The memory as every block sees it: resampled, projected to slots, normalised."""
+        memory = self._cast_memory(memory)
+        if self.resampler is not None:
+            memory = self.resampler(memory)
+        if self.projection is None:
+            return memory.replace(self._normalised(memory.tokens))
+        b, m, n = memory.batch, memory.length, self.config.tokens
+        slots = self._normalised(self.projection(memory.tokens).view(b, m * n, self.slot_dim))
+        mask, segments = (
+            None if given is None else given.repeat_interleave(n, 1) for given in (memory.mask, memory.segments)
+        )
+        return Memory(slots, mask, segments, check_finite=False)
+
+    def _normalised(self, slots: Tensor) -> Tensor:
+        return slots if self.memory_norm is None else self.memory_norm(slots)
+
+
+class DecoupledView(ProjectedView):
+    """A memory beside the text of a host's attention layer."""
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """What the host's queries x (b, h, l, k) find in the memory, times the scale: (b, h, l, k)."""
+        heads: Tensor = block(x, self.projected[layer])
+        return heads * adapter_scale
+
+
+class DecoupledMemory(ProjectedMemory):
+    """A prepared memory bound to a decoupled adapter."""
+
+    view = DecoupledView

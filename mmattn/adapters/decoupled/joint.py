@@ -1,0 +1,228 @@
+"""Decoupled attention over picture and memory together, as in the IP-Adapter of Stable Diffusion 3.5 (InstantX).
+
+With Q, K, V what the host projects of its picture, before its own norms, M the memory resampled under the time step and
+s the adapter_scale:
+
+    Z = heads of the host + s g attend(norm(Q), [norm(K); norm(M' Wk)], [V; M' Wv])     M' = norm(M) (1 + a) + b
+
+before the host's own output projection; a, b = silu(τ) Wt of the embedded time step τ. Keys and values follow the time
+step and are computed at each one.
+
+Departure from what was released: a gate g for each layer, 0 at first, so that a fresh adapter is exactly nothing, and 1
+in files that were released; rows without a memory are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.decoupled.adapter import sites_of_blocks
+from mmattn.adapters.decoupled.timed_resampler import TimedPerceiver, TimedResampler
+from mmattn.adapters.prepared_memory import PreparedMemory, check_read
+from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.text_state import TextState
+from mmattn.core.attention import attend
+from mmattn.errors import ConditionError, ConfigError, check_int
+from mmattn.memory import Memory
+
+
+@register_adapter
+@dataclass(frozen=True)
+class JointDecoupledAdapter:
+    """Settings of decoupled attention over picture and memory for a diffusion transformer.
+
+    Args:
+        memory_dim: e, width of the memory.
+        resampler: what turns the memory into latents under the time step.
+        blocks: as in `DecoupledAdapter`.
+
+    >>> JointDecoupledAdapter(memory_dim=24).resampler.num_latents
+    64
+    """
+
+    memory_dim: int
+    resampler: TimedResampler = field(default_factory=TimedResampler)
+    blocks: tuple[str, ...] | None = None
+
+    kind: ClassVar[str] = "joint_decoupled"
+    positions: ClassVar[tuple[str, ...]] = ("inside",)
+    example_call: ClassVar[str] = "model(hidden_states=sample, timestep=timestep, …, memory=memory)"
+
+    def __post_init__(self) -> None:
+        check_int("memory_dim", self.memory_dim, at_most=65536)
+        if not isinstance(self.resampler, TimedResampler):
+            raise ConfigError(f"resampler must be a TimedResampler, got {self.resampler!r}")
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+
+    def sites(self, host: Host) -> list[Site]:
+        """The attention layers whose names begin as `blocks` say.
+
+        Raises:
+            AttachError: the host has no block of that name.
+        """
+        return sites_of_blocks(host, self.blocks)
+
+    def build(self, sites: Sequence[Site]) -> JointDecoupledLayers:
+        """The trainable part for these sites."""
+        return JointDecoupledLayers(self, sites)
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """A random memory (rows, 5, e), some slots masked."""
+        return random_memory(generator, rows, self.memory_dim)
+
+
+class JointDecoupledBlock(nn.Module):
+    """Attention of a host's queries over its own picture and a memory, in one layer.
+
+    Args:
+        dim: width of the resampled memory, h · k.
+        time_dim: width of the embedded time step.
+        size: of the host's attention.
+    """
+
+    # It is given what the host projects of its picture, before the host's norms.
+    reads_projections = True
+
+    def __init__(self, dim: int, time_dim: int, size: HeadSizes) -> None:
+        super().__init__()
+        self.num_heads = size.num_heads
+        self.modulation = nn.Linear(time_dim, 2 * dim)
+        self.k_proj = nn.Linear(dim, size.num_heads * size.head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, size.num_heads * size.head_dim, bias=False)
+        self.q_norm, self.k_norm, self.memory_k_norm = (nn.RMSNorm(size.head_dim, eps=1e-6) for _ in range(3))
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, memory: Memory, time: Tensor) -> Tensor:
+        """What the queries find (b, h, l, k), 0 in rows without a memory.
+
+        Args:
+            x: (b, 3h, l, k), queries, keys and values of the picture as the host projects them.
+            memory: (b, n, d), resampled.
+            time: (b, c), the embedded time step.
+        """
+        q, k, v = x.to(self.gate.dtype).split(self.num_heads, 1)
+        shift, scale = self.modulation(F.silu(time))[:, None].chunk(2, 2)
+        tokens = F.layer_norm(memory.tokens, memory.tokens.shape[-1:], eps=1e-6) * (1 + scale) + shift
+        own_k, own_v = (
+            projection(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for projection in (self.k_proj, self.v_proj)
+        )
+        keys = torch.cat([self.k_norm(k), self.memory_k_norm(own_k)], 2)
+        heads = attend(self.q_norm(q), keys, torch.cat([v, own_v], 2))
+        assert isinstance(heads, Tensor)
+        if memory.mask is not None:
+            # All latents of a row are there, or none.
+            heads = torch.where(memory.mask[:, :1, None, None], heads, 0)
+        return (heads * self.gate).to(x.dtype)
+
+
+class JointDecoupledLayers(AdapterLayers):
+    """The trainable part of one such adapter on one host.
+
+    Args:
+        config: the settings.
+        sites: the attention layers of the host beside which it attends.
+    """
+
+    # Latents attend to each other beside the slots.
+    counts_slots = True
+
+    def __init__(self, config: JointDecoupledAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        first = self.sites[0].heads
+        assert first is not None
+        dim = first.num_heads * first.head_dim
+        self.perceiver = TimedPerceiver(config.resampler, config.memory_dim, dim)
+        blocks = {}
+        for site in self.sites:
+            assert site.heads is not None
+            blocks[str(site.layer)] = JointDecoupledBlock(dim, config.resampler.width, site.heads)
+        self.blocks = nn.ModuleDict(blocks)
+
+    @property
+    def weight(self) -> Tensor:
+        """The latents."""
+        return self.perceiver.latents
+
+    def read(self, memory: Memory) -> Memory:
+        """The memory before it is resampled, padding set to 0."""
+        return self._cast_memory(memory)
+
+    def resample(self, memory: Memory, timestep: Tensor) -> tuple[Memory, Tensor]:
+        """The latents (b, n, d) of a memory at time steps (b,), and the time steps embedded."""
+        tokens, time = self.perceiver(memory.tokens, memory.mask, timestep.to(memory.device))
+        mask = None if memory.mask is None else memory.mask.any(1, keepdim=True).expand(tokens.shape[:2])
+        if memory.length == 0:
+            mask = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        return Memory(tokens, mask, check_finite=False), time
+
+    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
+        """The source of one call, of what `prepare` returned."""
+        return TimedMemory(prepared, self)
+
+
+@dataclass(frozen=True)
+class TimedView:
+    """A memory at one time step.
+
+    Args:
+        memory: (b, n, d), resampled.
+        time: (b, c), the embedded time step.
+    """
+
+    memory: Memory
+    time: Tensor
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """What the host's picture x (b, 3h, l, k) finds in itself and the memory, times the scale: (b, h, l, k)."""
+        heads: Tensor = block(x, self.memory, self.time)
+        return heads * adapter_scale
+
+
+class TimedMemory:
+    """A prepared memory bound to an adapter that resamples it at every time step.
+
+    Args:
+        prepared: the memory.
+        adapter: the trainable part that reads it.
+    """
+
+    follows_text = True
+
+    def __init__(self, prepared: PreparedMemory, adapter: JointDecoupledLayers) -> None:
+        self.prepared, self.adapter = prepared, adapter
+        self.rows: int | None = prepared.batch
+
+    def step(self, text: TextState) -> TimedView:
+        """The memory at the time step of this forward.
+
+        Raises:
+            ConditionError: the time step is not known.
+            NonFiniteError: the memory overflows where it is resampled.
+        """
+        if text.timestep is None:
+            raise ConditionError(
+                f"adapter {self.adapter.name!r} follows the time step, and only a part of the host was called, or it "
+                "was given none, or several for one row: call the whole host with one timestep for each row"
+            )
+        latents, time = self.adapter.resample(self.prepared.read(self.adapter), text.timestep)
+
+        def resample_row(row: Memory) -> list[Tensor]:
+            assert text.timestep is not None
+            return [self.adapter.resample(self.adapter.read(row), text.timestep[:1])[0].tokens]
+
+        check_read(self.adapter, self.prepared.memory, [latents.tokens], resample_row)
+        return TimedView(latents, time)
+
+    def as_memory(self, text: TextState) -> Memory:
+        """The memory itself."""
+        return self.prepared.memory.detach()

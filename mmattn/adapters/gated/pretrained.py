@@ -1,0 +1,311 @@
+"""Published gated cross-attention, read into the settings and names of `GatedAdapter`.
+
+Idefics (arXiv 2306.16527; transformers' `IdeficsGatedCrossAttentionLayer`), Mllama, which is Llama 3.2 Vision (arXiv
+2407.21783, section 7; `MllamaCrossAttentionDecoderLayer`), and OpenFlamingo (arXiv 2308.01390;
+`GatedCrossAttentionBlock`) all have
+
+    y = x + tanh(α) · attend(norm(x), M)
+    z = y + tanh(β) · feed_forward(norm(y))
+
+before decoder layers, on a memory that is not normalised. They differ in norms, feed-forward, heads and names.
+
+Tokens for which every slot is masked: the attention of Idefics and OpenFlamingo gives them 0, and their feed-forward
+acts (`feed_forward_all`), which is reproduced exactly. In Mllama they attend to all slots uniformly, and so they do in
+OpenFlamingo where text attends to all previous images; here the adapter adds nothing to them, so that no token before
+an image depends on it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.adapters.gated.adapter import GatedAdapter, GatedLayout
+from mmattn.adapters.protocols import Site
+from mmattn.errors import AdapterFileError, check_choice, check_int
+from mmattn.storage.released_weights import refuse_keys
+from mmattn.storage.safetensors import check_values
+
+
+@dataclass(frozen=True)
+class TextHost:
+    """Settings of the text model that the weights of the blocks do not contain.
+
+    Args:
+        depth: number of its decoder layers, without the cross-attention blocks.
+        width: d.
+        num_heads: h.
+        norm_eps: ε of its RMSNorm, None where it has none.
+        activation: of its feed-forward.
+    """
+
+    depth: int
+    width: int
+    num_heads: int | None = None
+    norm_eps: float | None = None
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Tensor names and layout of the blocks of a family of published models.
+
+    Args:
+        block: matches the name of a tensor of a decoder layer or block; groups: prefix, number, name within the block.
+        marker: prefix of a name that every block has and no other layer.
+        names: from a tensor of a block to the names it has here; several are stacked along its rows.
+        layout: fields of `GatedLayout` that all blocks of the family share.
+        norms: as `names`, for the norms of queries and keys of models that have them.
+        head_dim: k where neither the weights nor the host determine it.
+    """
+
+    block: re.Pattern[str]
+    marker: str
+    names: Mapping[str, tuple[str, ...]]
+    layout: Mapping[str, Any]
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    head_dim: int | None = None
+
+
+_LLAMA = {
+    "input_layernorm.weight": ("norm.weight",),
+    "cross_attn.q_proj.weight": ("attention.q_proj.weight",),
+    "cross_attn.k_proj.weight": ("attention.kv_proj.k_proj.weight",),
+    "cross_attn.v_proj.weight": ("attention.kv_proj.v_proj.weight",),
+    "cross_attn.o_proj.weight": ("attention.out_proj.weight",),
+    "post_attention_layernorm.weight": ("feed_forward.norm.weight",),
+    "mlp.gate_proj.weight": ("feed_forward.swish.weight",),
+    "mlp.up_proj.weight": ("feed_forward.up.weight",),
+    "mlp.down_proj.weight": ("feed_forward.down.weight",),
+}
+FAMILIES = {
+    "idefics": Family(
+        re.compile(r"(.*\.|)gated_cross_attn_layers\.(\d+)\.(.+)"),
+        "cross_attn.",
+        _LLAMA | {"alpha_cross_attn": ("gate.gate",), "alpha_dense": ("feed_forward_gate.gate",)},
+        {"norm": "rms", "activation": "swiglu", "feed_forward_all": True},
+        {
+            "cross_attn.q_layer_norm.weight": ("attention.q_norm.weight",),
+            "cross_attn.k_layer_norm.weight": ("attention.kv_proj.k_norm.weight",),
+        },
+    ),
+    "mllama": Family(
+        re.compile(r"(.*\.|)layers\.(\d+)\.(.+)"),
+        "cross_attn",
+        _LLAMA | {"cross_attn_attn_gate": ("gate.gate",), "cross_attn_mlp_gate": ("feed_forward_gate.gate",)},
+        {"norm": "rms", "activation": "swiglu"},
+        {
+            "cross_attn.q_norm.weight": ("attention.q_norm.weight",),
+            "cross_attn.k_norm.weight": ("attention.kv_proj.k_norm.weight",),
+        },
+    ),
+    "openflamingo": Family(
+        re.compile(r"(.*\.|)(\d+)\.gated_cross_attn_layer\.(.+)"),
+        "attn",
+        {
+            "attn.norm.weight": ("norm.weight",),
+            "attn.norm.bias": ("norm.bias",),
+            "attn.to_q.weight": ("attention.q_proj.weight",),
+            "attn.to_kv.weight": ("attention.kv_proj.k_proj.weight", "attention.kv_proj.v_proj.weight"),
+            "attn.to_out.weight": ("attention.out_proj.weight",),
+            "attn_gate": ("gate.gate",),
+            "ff.0.weight": ("feed_forward.norm.weight",),
+            "ff.0.bias": ("feed_forward.norm.bias",),
+            "ff.1.weight": ("feed_forward.up.weight",),
+            "ff.3.weight": ("feed_forward.down.weight",),
+            "ff_gate": ("feed_forward_gate.gate",),
+        },
+        {"feed_forward_all": True},
+        head_dim=64,
+    ),
+}
+
+# Old files keep the rotary table of a class that the cross-attention shares and does not use.
+_UNUSED = "cross_attn.rotary_emb.inv_freq"
+
+
+def read_published(
+    family: str,
+    tensors: Mapping[str, Tensor],
+    host: TextHost,
+    *,
+    visible_segments: str = "latest",
+    media_token: int | None = None,
+    num_heads: int | None = None,
+    source: str = "the state dict",
+) -> tuple[GatedAdapter, dict[str, Tensor]]:
+    """The settings and weights of the gated blocks among the tensors of a published model.
+
+    Tensors of other parts (text, vision, resampler) are ignored.
+
+    Args:
+        family: "idefics", "mllama" or "openflamingo".
+        tensors: the state dict of the published model, or that of its blocks.
+        host: the text model that the adapter will be attached to.
+        visible_segments: as in `GatedAdapter`.
+        media_token: as in `GatedAdapter`.
+        num_heads: h; by default from the width of the query norms, or from the host (Idefics), or heads of width 64.
+        source: the name of the tensors in messages.
+
+    Returns:
+        the settings and the state dict of the adapter.
+
+    Raises:
+        AdapterFileError: no blocks, tensors missing, unknown or of another shape, or blocks for another host.
+        NonFiniteError: NaN or infinity.
+    """
+    known = FAMILIES[check_choice("family", family, tuple(FAMILIES))]
+    prefix, blocks, others = _find_blocks(family, known, tensors, source)
+    normed = any(name in block for block in blocks.values() for name in known.norms)
+    names = {**known.names, **(known.norms if normed or family == "mllama" else {})}
+    missing = [block[""] + name for block in blocks.values() for name in names if name not in block]
+    strange = [block[name] for block in blocks.values() for name in block if name and name not in names]
+    refuse_keys(source, f"the gated cross-attention of {family}", missing, strange)
+    layers = _layers(family, sorted(blocks), others, host.depth, source)
+    lowest = {theirs: tensors[blocks[min(blocks)][theirs]] for theirs in names}
+    first = {ours: lowest[theirs] for theirs, all_ours in names.items() for ours in all_ours}
+    sizes = _sizes(known, first, host, num_heads, f"{source} ({prefix}…)")
+    epsilon = _epsilon(known, host, source)
+    adapter = GatedAdapter(
+        **sizes,
+        layers=layers,
+        position="before",
+        layout=GatedLayout(**known.layout, **epsilon, memory_norm=False),
+        visible_segments=visible_segments,
+        media_token=media_token,
+    )
+    with torch.device("meta"):
+        sites = [Site(layer, "before", "", host.width, torch.device("meta")) for layer in layers]
+        own = adapter.build(sites).state_dict()
+    state: dict[str, Tensor] = {}
+    wrong = []
+    for layer, number in zip(layers, sorted(blocks), strict=True):
+        for theirs, all_ours in names.items():
+            name, ours = blocks[number][theirs], [f"blocks.{layer}.{one}" for one in all_ours]
+            value, shape = tensors[name], own[ours[0]].shape
+            needed = _published_shape(ours[0], tuple(shape), len(ours))
+            if tuple(value.shape) != needed or not value.is_floating_point():
+                wrong.append(f"{name} {list(value.shape)} of {value.dtype}, needed {list(needed)} of floating point")
+                continue
+            check_values(name, value)
+            state.update(zip(ours, (part.reshape(shape) for part in value.chunk(len(ours))), strict=True))
+    if wrong:
+        raise AdapterFileError(
+            f"{source}: {len(wrong)} tensors do not fit: {'; '.join(wrong[:5])}{'; …' if len(wrong) > 5 else ''}; the "
+            "host must be the model's own text part"
+        )
+    return adapter, state
+
+
+def _find_blocks(
+    family: str, known: Family, tensors: Mapping[str, Tensor], source: str
+) -> tuple[str, dict[int, dict[str, str]], int]:
+    """The prefix of the names of the blocks; by number the full names of their tensors; the number of other layers.
+
+    The names of a block are listed by their name within it, and under "" is their common prefix.
+    """
+    layers: dict[tuple[str, int], dict[str, str]] = {}
+    for name in tensors:
+        matched = known.block.fullmatch(name)
+        if matched is not None and matched[3] != _UNUSED:
+            block = layers.setdefault((matched[1], int(matched[2])), {"": name[: matched.start(3)]})
+            block[matched[3]] = name
+    blocks = {key: block for key, block in layers.items() if any(name.startswith(known.marker) for name in block)}
+    prefixes = sorted({prefix for prefix, _ in blocks})
+    if len(prefixes) != 1:
+        what = f"several models ({prefixes})" if prefixes else f"no gated cross-attention of {family}"
+        raise AdapterFileError(f"{source} holds {what}, searched for by the names {known.block.pattern!r}")
+    others = sum(prefix == prefixes[0] for prefix, _ in layers) - len(blocks)
+    return prefixes[0], {number: block for (_, number), block in blocks.items()}, others
+
+
+def _layers(family: str, numbers: list[int], others: int, depth: int, source: str) -> tuple[int, ...]:
+    """The numbers of the host layers that the blocks come before."""
+    if family == "idefics":
+        # Block i comes before layer i · interval.
+        count = len(numbers)
+        if numbers != list(range(count)) or depth % count:
+            raise AdapterFileError(f"{source} has blocks {numbers}, which do not divide the {depth} layers of the host")
+        return tuple(number * depth // count for number in numbers)
+    layers = tuple(numbers)
+    if family == "mllama":
+        # Blocks are numbered among the layers, and the host has only the others: count its layers without blocks.
+        layers = tuple(number - before for before, number in enumerate(numbers))
+        if others not in (0, depth) or len(set(layers)) != len(layers):
+            raise AdapterFileError(
+                f"{source} has cross-attention layers {numbers} and {others} others: the host must have exactly "
+                f"those others, and this one has {depth} layers; no two cross-attention layers may follow each other"
+            )
+    if layers[-1] >= depth:
+        raise AdapterFileError(
+            f"{source} has blocks {numbers}, the last before layer {layers[-1]}, and this host has layers 0 to "
+            f"{depth - 1}"
+        )
+    return layers
+
+
+def _sizes(
+    known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads: int | None, source: str
+) -> dict[str, Any]:
+    """The settings that follow from the shapes of a block and from the host."""
+    q, k = first["attention.q_proj.weight"], first["attention.kv_proj.k_proj.weight"]
+    up = first["feed_forward.up.weight"]
+    if not all(matrix.dim() == 2 and matrix.numel() for matrix in (q, k, up)):
+        raise AdapterFileError(f"{source}: the projections must be matrices, got {[list(m.shape) for m in (q, k, up)]}")
+    if q.shape[1] != host.width:
+        raise AdapterFileError(f"{source} is for a text model {q.shape[1]} wide, and this host is {host.width} wide")
+    norm = first.get("attention.q_norm.weight")
+    rows = q.shape[0]
+    if num_heads is not None:
+        head_dim = rows // check_int("num_heads", num_heads)
+    elif norm is not None:
+        head_dim = norm.numel()
+    else:
+        head_dim = known.head_dim or rows // (host.num_heads or 1)
+    kv_rows = k.shape[0] // max(len(stacked) for stacked in known.names.values())
+    if not head_dim or rows % head_dim or kv_rows % head_dim:
+        raise AdapterFileError(
+            f"{source}: {rows} rows of queries and {kv_rows} of keys are not a whole number of heads; give num_heads="
+        )
+    heads, kv_heads = rows // head_dim, kv_rows // head_dim
+    settings = {
+        "memory_dim": k.shape[1],
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "num_kv_heads": None if kv_heads == heads else kv_heads,
+        "feed_forward": _multiple(up.shape[0], host.width),
+        "gate": "channel" if first["gate.gate"].numel() > 1 else "scalar",
+        "qk_norm": norm is not None,
+    }
+    return settings
+
+
+def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, Any]:
+    """The epsilon of RMSNorm, that of the text model, for families that have the norm."""
+    if known.layout.get("norm") != "rms":
+        return {}
+    if host.norm_eps is None or host.activation not in ("silu", "swish"):
+        raise AdapterFileError(
+            f"{source} takes RMSNorm's epsilon and the activation from its text model; this host has epsilon "
+            f"{host.norm_eps} and activation {host.activation!r}, and only SwiGLU can be represented"
+        )
+    return {"norm_eps": host.norm_eps}
+
+
+def _published_shape(ours: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """The published shape of a tensor that has `shape` here."""
+    if ours.endswith(".gate"):
+        return (1, 1, *shape) if shape else (1,)
+    return (shape[0] * parts, *shape[1:])
+
+
+def _multiple(hidden: int, width: int) -> float:
+    """`feed_forward` such that int(feed_forward · width) is `hidden`."""
+    multiple = hidden / width
+    return multiple if int(multiple * width) == hidden else math.nextafter(multiple, math.inf)

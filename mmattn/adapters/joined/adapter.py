@@ -1,0 +1,214 @@
+"""Rectangular attention (KBLaM, arXiv 2410.10450, section 3.2 and equation 4): a memory in the host's own softmax.
+
+With q, K, V the queries, keys and values of a host's attention, M (b, m, e) the memory and α a gate that starts at 0:
+
+    o = attend(q, K, V)
+    y = o + tanh(α) · (attend(q, [norm(M) Wk'; K], [norm(M) Wv'; V]) − o)
+
+before the host's own output projection. The keys of a memory have no position: slots have no order, the text stands
+where it stood, and what a layer sees of the text by a window it sees of a memory always.
+
+Departures from the paper: the gate, so that a fresh adapter is exactly nothing; the paper's attention is tanh(α) = 1.
+The queries are the host's own, as it turned them to their positions, where the paper trains a copy Wq' of the host's
+query projection: a linear map of the queries of a head would be one of its keys again. With `length_norm`, C of the
+paper's section 3.2, log C − log m is added to the scores of m slots. With `local_window` K and V beside those of the
+memory are those of the last tokens only, the text-to-text interaction of CASA's layers (arXiv 2512.19535): there a
+token sees the memory and what it continues, and all of the text by o alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.default_sizes import settle_norm
+from mmattn.adapters.gated.block import Gate
+from mmattn.adapters.joined.record import JoinSlots
+from mmattn.adapters.joined.rows import JoinedProjectedMemory
+from mmattn.adapters.layer_choice import check_layers, chosen_sites
+from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.registry import register_adapter
+from mmattn.core.attention import all_finite
+from mmattn.core.kv_cache import KeyValue
+from mmattn.core.tracing import readable
+from mmattn.errors import check_choice, check_float, check_int
+from mmattn.memory import Memory
+
+GATES = ("scalar", "head")
+
+
+@register_adapter
+@dataclass(frozen=True)
+class JoinedAdapter:
+    """Settings of rectangular attention: slots as further keys and values of a language model's own attention.
+
+    Args:
+        memory_dim: e, width of the memory.
+        every: slots are joined at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given
+            either, or the depth of a host with fewer.
+        layers: or the explicit list of host layers, counted from 0.
+        gate: "scalar" or "head": how many numbers the gate of a layer has.
+        length_norm: C; m slots together weigh as much as C would that are like them. None is as they are.
+        local_window: of the text, the last so many tokens share the softmax with the slots, a token itself among them
+            (CASA); None is all that a token sees (KBLaM).
+        memory_norm: normalise the memory; None is where it is 12 wide or more: of few numbers a norm leaves little more
+            than signs.
+
+    >>> JoinedAdapter(memory_dim=24, layers=[3, 1]).layers
+    (1, 3)
+    """
+
+    memory_dim: int
+    every: int | None = None
+    layers: tuple[int, ...] | None = None
+    gate: str = "scalar"
+    length_norm: float | None = None
+    local_window: int | None = None
+    memory_norm: bool | None = None
+
+    kind: ClassVar[str] = "joined"
+    positions: ClassVar[tuple[str, ...]] = ("joined",)
+    example_call: ClassVar[str] = "model.generate(input_ids, memory=memory)"
+
+    def __post_init__(self) -> None:
+        check_int("memory_dim", self.memory_dim, at_most=65536)
+        object.__setattr__(self, "layers", check_layers(self.every, self.layers))
+        check_choice("gate", self.gate, GATES)
+        if self.length_norm is not None:
+            check_float("length_norm", self.length_norm, at_least=1)
+        if self.local_window is not None:
+            check_int("local_window", self.local_window)
+        settle_norm(self)
+
+    def sites(self, host: Host) -> list[Site]:
+        """The attention of the layers that `layers` or `every` names.
+
+        Raises:
+            AttachError: the host is not that deep, or a layer has no attention that can be reached.
+        """
+        return chosen_sites(host.sites("joined"), self.every, self.layers)
+
+    def build(self, sites: Sequence[Site]) -> JoinedLayers:
+        """The trainable part for these sites."""
+        return JoinedLayers(self, sites)
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """A random memory (rows, 5, e), some slots masked."""
+        return random_memory(generator, rows, self.memory_dim)
+
+
+class JoinedBlock(JoinSlots):
+    """Keys and values of a memory for the attention of one host layer, and the gate of what they change.
+
+    Args:
+        config: the settings.
+        size: of the host's attention.
+    """
+
+    #: The host's attention reads keys and values, never the memory itself.
+    absorbable = False
+
+    def __init__(self, config: JoinedAdapter, size: HeadSizes) -> None:
+        super().__init__(Gate(*((size.num_heads,) if config.gate == "head" else (1,))), config.local_window)
+        self.num_kv_heads, self.head_dim = size.num_kv_heads, size.head_dim
+        self.length_norm = config.length_norm
+        self.k_proj = nn.Linear(config.memory_dim, size.num_kv_heads * size.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.memory_dim, size.num_kv_heads * (size.value_dim or size.head_dim), bias=False)
+
+    def project(
+        self,
+        memory: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scores: Tensor | None = None,
+        absorb: bool = False,
+        queries: int | None = None,
+    ) -> KeyValue:
+        """Keys (b, g, m, k) and values (b, g, m, v) of the slots of a memory, as `PreparedMemory.project` asks.
+
+        Args:
+            memory: (b, m, e), 0 where slots are masked.
+            mask: (b, m) bool, which slots are real.
+            scores: none are read.
+            absorb: never asked for.
+            queries: how many attend; None is many, in many calls.
+        """
+        keys, values = (
+            projection(memory).unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
+            for projection in (self.k_proj, self.v_proj)
+        )
+        if queries is not None:
+            return KeyValue(keys, values, mask)
+        finite = readable(keys) and all_finite(keys, values)
+        return KeyValue(keys.contiguous(), values.contiguous(), mask, finite=finite)
+
+    def projecting_parameters(self) -> list[Tensor]:
+        """The weights that `project` uses."""
+        return [self.k_proj.weight, self.v_proj.weight]
+
+    def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
+        """With `length_norm` what is added to the scores of slots, the least that a dtype has where they are hidden.
+
+        Args:
+            attention_mask: (b, 1, l, m) bool, which slots a token sees; None for all.
+            slots: m.
+        """
+        if self.length_norm is None:
+            return attention_mask
+        if attention_mask is None:
+            attention_mask = torch.ones(1, 1, 1, slots, dtype=torch.bool, device=self.k_proj.weight.device)
+        count = attention_mask.sum(-1, keepdim=True).clamp(min=1)
+        bias = (math.log(self.length_norm) - count.float().log()).expand(attention_mask.shape)
+        return bias.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
+
+
+class JoinedLayers(AdapterLayers):
+    """The trainable part of one joined adapter on one host.
+
+    Args:
+        config: the settings.
+        sites: the attention layers of the host to which slots are joined.
+    """
+
+    def __init__(self, config: JoinedAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        # A slot that is there twice weighs twice as much beside the text.
+        self.counts_slots = config.length_norm is None
+        self.memory_norm = nn.LayerNorm(config.memory_dim) if config.memory_norm else None
+        blocks = {}
+        for site in self.sites:
+            assert site.heads is not None
+            blocks[str(site.layer)] = JoinedBlock(config, site.heads)
+        self.blocks = nn.ModuleDict(blocks)
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the memory's norm, or of the first block where there is none."""
+        if self.memory_norm is None:
+            return self.kv_projection(self.layers[0]).k_proj.weight
+        return self.memory_norm.weight
+
+    def recorded_attention(self, layer: int) -> Any:
+        """Where the slots are joined at a layer."""
+        return self.block(layer)
+
+    def kv_projection(self, layer: int) -> JoinedBlock:
+        """The block at host layer `layer`; it has no attention of its own, so `attention` gives none."""
+        block = self.block(layer)
+        assert isinstance(block, JoinedBlock)
+        return block
+
+    def read(self, memory: Memory) -> Memory:
+        """The memory as every block sees it: normalised where the adapter has it so."""
+        read = self._cast_memory(memory)
+        return read if self.memory_norm is None else read.replace(self.memory_norm(read.tokens))
+
+    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
+        """The source of one call, of what `prepare` returned."""
+        return JoinedProjectedMemory(prepared, self)

@@ -1,0 +1,151 @@
+"""Passages that the host itself has read, one by one, before the text of a call (arXiv 2409.15355, section 2).
+
+Keys and values of every layer, as the host computed them of each passage alone, stand before those of the text, and
+share its softmax. Keys are turned to the positions where the passages now stand; the text begins after the last one
+and sees all of them. One leading passage is what it would be in the prompt. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.joined.joint_softmax import Capture, JoinedMemory, JoinedSlots
+from mmattn.adapters.joined.record import JoinSlots
+from mmattn.adapters.protocols import Host, MemorySource, Site
+from mmattn.adapters.registry import register_adapter
+from mmattn.errors import ConfigError, ShapeError
+from mmattn.memory import Memory
+
+
+class Passages(ABC):
+    """Rows of passages that a host has read: what a `PassageAdapter` takes as `memory=`."""
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """Number of rows b."""
+
+    @abstractmethod
+    def slots(self, adapter: PassageLayers) -> JoinedSlots:
+        """Keys and values of every layer.
+
+        Raises:
+            ConditionError: they were read by another host, or by other weights.
+        """
+
+
+@register_adapter
+@dataclass(frozen=True)
+class PassageAdapter:
+    """Settings of passages as keys and values of the host; `mmattn.hosts.PassageCache` reads and selects them.
+
+    It has no weights, so that there is nothing to train: what can be trained is the host, to read passages that do not
+    see each other.
+
+    >>> PassageAdapter().kind
+    'passages'
+    """
+
+    kind: ClassVar[str] = "passages"
+    positions: ClassVar[tuple[str, ...]] = ("joined",)
+    example_call: ClassVar[str] = "model.generate(input_ids, memory=passages.select([[0]]))"
+    reads: ClassVar[str] = "what the host itself has read"
+    memory_dim: ClassVar[int] = 0
+
+    def sites(self, host: Host) -> list[Site]:
+        """The attention of every layer.
+
+        Raises:
+            AttachError: a layer has none that can be reached.
+        """
+        return host.sites("joined")
+
+    def build(self, sites: Sequence[Site]) -> PassageLayers:
+        """What reads passages at these sites."""
+        return PassageLayers(self, sites)
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
+        """There is none.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "passages are read by the host, and none can be made up without it: make a "
+            "mmattn.hosts.PassageCache(model), add passages, and select some"
+        )
+
+
+class PassageLayers(AdapterLayers):
+    """A passage adapter on one host.
+
+    Args:
+        config: the settings.
+        sites: the attention of every layer.
+    """
+
+    orders_slots = True
+    counts_slots = True
+    stands_before_text = True
+
+    def __init__(self, config: PassageAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        self.blocks = nn.ModuleDict({str(site.layer): JoinSlots() for site in self.sites})
+        self.register_buffer("place", torch.zeros(0), persistent=False)
+        #: What turns keys to other positions, by layer; None where they cannot be moved. Known once it is on a host.
+        self.rotations: Mapping[int, Any] | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Nothing, on the device of the first layer."""
+        place = self.place
+        assert isinstance(place, Tensor)
+        return place
+
+    def attention(self, layer: int) -> Any:
+        """Where passages are joined at a layer."""
+        return self.block(layer)
+
+    def read(self, memory: Memory) -> Memory:
+        """Refused: there is nothing here that reads vectors.
+
+        Raises:
+            ShapeError: always.
+        """
+        raise ShapeError(_NO_PASSAGES.format(name=self.name, given="a Memory"))
+
+    def prepare(self, memory: Any) -> Any:
+        """Passages as they were selected.
+
+        Raises:
+            ShapeError: something else.
+        """
+        if not isinstance(memory, (Passages, Capture)):
+            raise ShapeError(_NO_PASSAGES.format(name=self.name, given=type(memory).__name__))
+        return memory
+
+    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
+        """The source of one call.
+
+        Raises:
+            ConditionError: the passages were read by another host, or by other weights.
+        """
+        if isinstance(prepared, Capture):
+            return prepared
+        return JoinedMemory(prepared.slots(self), self.name)
+
+    def check_shareable(self, prepared: Any) -> None:
+        """Selected passages can be given to any number of calls."""
+
+
+_NO_PASSAGES = (
+    "adapter {name!r} (kind 'passages') reads what the host has read before, got {given}: give it "
+    "passages.select([[0, 2], [1]]) of passages = mmattn.hosts.PassageCache(model)"
+)

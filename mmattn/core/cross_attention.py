@@ -1,0 +1,413 @@
+"""`CrossAttention` and `SelfAttention`: projections around the core.
+
+With d host width, e memory width and h heads of width k (arXiv 1706.03762, section 3.2.2):
+Q = x Wq, K = M Wk, V = M Wv, out = attend(Q, K, V) Wo. Keys and values are the affair of `KeyValueProjection`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.core.attention import BACKENDS, attend, combine_masks, visible_rows
+from mmattn.core.convert_weights import FromWeights
+from mmattn.core.key_value_heads import norm_heads
+from mmattn.core.key_value_projection import Attended, KeyValueProjection
+from mmattn.core.kv_cache import KeyValue
+from mmattn.core.masks import Mask, causal as causal_mask
+from mmattn.core.positions import Rotary
+from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
+
+
+class CrossAttention(FromWeights, nn.Module):
+    """Multi-head cross-attention from x (b, l, d) to a memory (b, m, e).
+
+    Args:
+        query_dim: d.
+        memory_dim: e, d by default.
+        num_heads: h.
+        num_kv_heads: g, dividing h; g = 1 is multi-query.
+        head_dim: k, d / h by default.
+        value_dim: width of `values` where they differ from the memory.
+        bias: biases on the q, k, v projections.
+        out_bias: a bias on the output projection, as `bias` by default.
+        qk_norm: RMSNorm on each head's queries and keys (arXiv 2010.04245 with a learned scale per channel).
+        rotary: rotary positions for queries and keys, at `query_positions` and `memory_positions`.
+        null_slot: a learned slot that every query may look at ("nothing here answers"); it does not rescue a query
+            that sees no real slot.
+        length_norm: C; adds log C − log M to the scores of the M real slots a query sees, so that the null slot keeps
+            its weight when the memory grows (arXiv 2410.10450); without a null slot it changes nothing.
+        score_bias: adds a learned temperature times the standardised `scores`, (score - score_mean) / score_std, to the
+            attention scores.
+        score_mean: with `score_bias`, the score that adds nothing.
+        score_std: with `score_bias`, how far from `score_mean` a score adds one temperature.
+        dropout: probability of dropping a weight, in training.
+        norm_eps: ε of `qk_norm`.
+        scale: of the scores, 1/√k by default.
+        backend: as in `attend`.
+        device: of the weights.
+        dtype: of the weights.
+
+    A memory of another dtype is cast to that of the weights, and the result to that of x. A row that sees nothing gives
+    exactly 0, output bias included.
+
+    >>> layer = CrossAttention(32, memory_dim=24, num_heads=4)
+    >>> layer(torch.randn(2, 5, 32), torch.randn(2, 7, 24)).shape
+    torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        memory_dim: int | None = None,
+        num_heads: int = 8,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        qk_norm: bool = False,
+        rotary: Rotary | None = None,
+        null_slot: bool = False,
+        length_norm: float | None = None,
+        score_bias: bool = False,
+        score_mean: float = 0.0,
+        score_std: float = 1.0,
+        dropout: float = 0.0,
+        norm_eps: float = 1e-6,
+        scale: float | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        d, h = check_int("query_dim", query_dim), check_int("num_heads", num_heads)
+        g = check_int("num_kv_heads", h if num_kv_heads is None else num_kv_heads)
+        e = check_int("memory_dim", d if memory_dim is None else memory_dim)
+        if head_dim is None and d % h:
+            raise ShapeError(f"num_heads must divide query_dim, got {h} and {d}; or give head_dim")
+        if h % g:
+            raise ShapeError(f"num_kv_heads must divide num_heads, got {g} and {h}")
+        k = check_int("head_dim", d // h if head_dim is None else head_dim)
+        v = e if value_dim is None else check_int("value_dim", value_dim)
+        check_float("norm_eps", norm_eps, at_least=0)
+        check_score_settings(score_bias, score_mean, score_std)
+        if rotary is not None and rotary.head_dim != k:
+            raise ShapeError(f"rotary must be built for head_dim {k}, got one for {rotary.head_dim}")
+        self.query_dim, self.num_heads = d, h
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        # In this order, so that a seed gives the weights that it always gave.
+        self.q_proj = nn.Linear(d, h * k, bias, **like)
+        k_proj, v_proj = nn.Linear(e, g * k, bias, **like), nn.Linear(v, g * k, bias, **like)
+        out_proj = nn.Linear(h * k, d, bias if out_bias is None else out_bias, **like)
+        self.kv_proj = KeyValueProjection(
+            k_proj,
+            v_proj,
+            num_heads=h,
+            num_kv_heads=g,
+            head_dim=k,
+            memory_dim=e,
+            value_dim=v,
+            k_norm=nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None,
+            rotary=rotary,
+            null_slot=null_slot,
+            length_norm=None if length_norm is None else check_float("length_norm", length_norm, at_least=1),
+            score_bias=score_bias,
+            score_mean=score_mean,
+            score_std=score_std,
+            dropout=check_float("dropout", dropout, at_least=0, below=1),
+            scale=None if scale is None else check_float("scale", scale),
+            backend=None if backend is None else check_choice("backend", backend, BACKENDS),
+        )
+        self.out_proj = out_proj
+        self.q_norm = nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads g."""
+        return self.kv_proj.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width k of a head."""
+        return self.kv_proj.head_dim
+
+    @property
+    def memory_dim(self) -> int:
+        """Width e of the memory."""
+        return self.kv_proj.memory_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values, e where they are the memory."""
+        return self.kv_proj.value_dim
+
+    @property
+    def scale(self) -> float:
+        """What the scores are multiplied with."""
+        return self.kv_proj.scale
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotary positions of queries and keys."""
+        return self.kv_proj.rotary
+
+    @property
+    def absorbable(self) -> bool:
+        """Whether `project` can hold the memory itself in place of keys and values (`absorb=True`)."""
+        return self.kv_proj.absorbable
+
+    def projecting_parameters(self) -> list[Tensor]:
+        """The weights that `project` uses."""
+        return self.kv_proj.projecting_parameters()
+
+    def project(
+        self,
+        memory: Tensor,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        scores: Tensor | None = None,
+        memory_positions: Tensor | None = None,
+        absorb: bool = False,
+        queries: int | None = None,
+    ) -> KeyValue:
+        """Keys and values of a memory, computed once, to be given to `forward` in its place.
+
+        Args:
+            memory: (b, m, e).
+            values: (b, m, value_dim) where they are not the memory itself.
+            mask: (b, m) bool, the padding.
+            scores: (b, m), with `score_bias`.
+            memory_positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
+            absorb: hold the memory itself instead, shared between layers, and project queries and results.
+            queries: how many will attend to each row, where it is for one call only.
+
+        Raises:
+            ConfigError: `absorb` where keys are normalised, rotated, joined by a null slot, or values are given.
+            ConfigError: `scores` without `score_bias`, or the other way round.
+            MaskError: a mask that is not bool.
+            ShapeError: sizes that do not fit.
+        """
+        return self.kv_proj.project(
+            memory,
+            values=values,
+            mask=mask,
+            scores=scores,
+            memory_positions=memory_positions,
+            absorb=absorb,
+            queries=queries,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Attended,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        attention_mask: Tensor | Mask | None = None,
+        scores: Tensor | None = None,
+        causal: bool = False,
+        query_positions: Tensor | None = None,
+        memory_positions: Tensor | None = None,
+        head_scale: Tensor | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from x to the memory: (b, l, d), in the dtype of x.
+
+        Args:
+            x: (b, l, d).
+            memory: (b, m, e), or what `project` gives for it; its rows may be a divisor of those of x (beams): row i of
+                x then reads row i // multiple.
+            values: (b, m, value_dim) where they are not the memory itself.
+            mask: (b, m) bool, the padding.
+            attention_mask: (l, m), (b, l, m) or (b, h, l, m) bool.
+            scores: (b, m), with `score_bias`; a slot of score -inf is hidden.
+            causal: query i may look at slots up to i + m - l.
+            query_positions: (l,) or (b, l), for `rotary`; counted from 0 by default.
+            memory_positions: (m,) or (b, m), likewise.
+            head_scale: (h,), multiplies the output of each head.
+            return_weights: also return (b, h, l, m); with a null slot they sum to 1 minus its share.
+
+        Raises:
+            ConfigError: `scores` without `score_bias`, or the other way round.
+            MaskError: a mask that is not bool.
+            ShapeError: sizes or devices that do not fit.
+        """
+        if x.dim() != 3 or x.shape[2] != self.query_dim:
+            raise ShapeError(f"x must be (b, l, {self.query_dim}), got {tuple(x.shape)}")
+        out, weights, allowed = self.kv_proj.attend(
+            self._queries(x, query_positions),
+            memory,
+            values=values,
+            mask=mask,
+            attention_mask=attention_mask,
+            scores=scores,
+            causal=causal,
+            memory_positions=memory_positions,
+            return_weights=return_weights,
+        )
+        if head_scale is not None:
+            out = out * head_scale.to(out.dtype)[:, None, None]
+        out = self._output(out, allowed, x.dtype)
+        return out if weights is None else (out, weights)
+
+    def _queries(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """The queries (b, h, l, k) of x (b, l, d)."""
+        kv_proj, (rows, length, _) = self.kv_proj, x.shape
+        if x.dtype is not self.q_proj.weight.dtype:
+            x = kv_proj.cast(x)
+        q = self.q_proj(x).view(rows, length, self.num_heads, kv_proj.head_dim).transpose(1, 2)
+        if self.q_norm is not None:
+            q = norm_heads(self.q_norm, q)
+        if kv_proj.rotary is not None:
+            q = kv_proj.rotary(q, torch.arange(x.shape[1], device=x.device) if positions is None else positions)
+        return q
+
+    def _output(self, out: Tensor, allowed: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The output of the heads (b, h, l, k) through the output projection; 0 where nothing may be seen."""
+        rows = out.shape[0]
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if allowed is not None and self.out_proj.bias is not None:
+            seen = visible_rows(allowed, rows, allowed.shape[3])
+            out = out if seen is None else out.masked_fill(~seen, 0)
+        return out if out.dtype is dtype else out.to(dtype)
+
+
+class SelfAttention(CrossAttention):
+    """Multi-head self-attention over x (b, l, d): cross-attention with x as its memory.
+
+    Args:
+        dim: d.
+        num_heads: h.
+        causal: a token sees itself and earlier ones only.
+        settings: of `CrossAttention`, by name.
+
+    >>> SelfAttention(32, num_heads=4)(torch.randn(2, 5, 32)).shape
+    torch.Size([2, 5, 32])
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, *, causal: bool = True, **settings: Any) -> None:
+        super().__init__(dim, None, num_heads, **settings)
+        self.causal = causal
+
+    @classmethod
+    def _from_settings(cls, **settings: Any) -> SelfAttention:
+        widths = [settings.pop(name) for name in ("query_dim", "memory_dim", "value_dim")]
+        if len(set(widths)) != 1:
+            raise ShapeError(f"self-attention has one width for q, k and v, got {widths}: use CrossAttention")
+        return cls(widths[0], **settings)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        attention_mask: Tensor | Mask | None = None,
+        positions: Tensor | None = None,
+        bias: Tensor | None = None,
+        cache: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from x to x, to earlier tokens only if causal: (b, l, d).
+
+        Args:
+            x: (b, l, d).
+            mask: (b, m) bool, the padding; m is l and what the cache holds.
+            attention_mask: as in `attend`.
+            positions: (l,) or (b, l), for `rotary`; counted from 0 by default.
+            bias: broadcastable to (b, h, l, m), added to the scores (`positions.alibi`).
+            cache: takes the keys and values (b, g, l, k) of x and gives those of the whole text so far:
+                `partial(cache.append, layer)` of a `GrowingCache` or `PagedCache`.
+            return_weights: also return the weights (b, h, l, m).
+
+        Raises:
+            ConfigError: a cache or bias and a null slot or `score_bias`; a cache and `rotary` without positions.
+            MaskError: a mask that is not bool.
+            ShapeError: sizes that do not fit.
+        """
+        if cache is not None or bias is not None:
+            return self._attend_text(x, mask, attention_mask, positions, bias, cache, return_weights)
+        return super().forward(
+            x,
+            x,
+            mask=mask,
+            attention_mask=attention_mask,
+            causal=self.causal,
+            query_positions=positions,
+            memory_positions=positions,
+            return_weights=return_weights,
+        )
+
+    def _attend_text(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        attention_mask: Tensor | Mask | None,
+        positions: Tensor | None,
+        bias: Tensor | None,
+        cache: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+        return_weights: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The same attention where keys are cached, or where scores have a bias for each pair of tokens."""
+        if x.dim() != 3 or x.shape[2] != self.query_dim:
+            raise ShapeError(f"x must be (b, l, {self.query_dim}), got {tuple(x.shape)}")
+        kv_proj = self.kv_proj
+        if kv_proj.null_key is not None or kv_proj.score_scale is not None:
+            raise ConfigError(
+                "self-attention with a null slot or score_bias takes no cache and no bias: build it without"
+            )
+        if cache is not None and kv_proj.rotary is not None and positions is None:
+            raise ConfigError("a cached text does not start at 0: give the positions of x, which rotary turns by")
+        rows, l = x.shape[:2]
+        positions = torch.arange(l, device=x.device) if positions is None else positions
+        q = self._queries(x, positions)
+        keys, values = kv_proj.keys_and_values(kv_proj.cast(x), None, positions)
+        if cache is not None:
+            keys, values = cache(keys, values)
+        m = keys.shape[2]
+        # A single query is the last token, which sees all there is.
+        if self.causal and l > 1:
+            rule = causal_mask(l, m, offset=m - l, device=x.device)
+            attention_mask = rule if attention_mask is None else rule & attention_mask
+        allowed = combine_masks(mask, attention_mask, (rows, rows, self.num_heads, l, m))
+        attended = attend(
+            q,
+            keys,
+            values,
+            attention_mask=None if allowed is None else Mask(allowed),
+            bias=bias,
+            scale=kv_proj.scale,
+            dropout=kv_proj.dropout if self.training else 0.0,
+            backend=kv_proj.backend,
+            return_weights=return_weights,
+        )
+        out, weights = attended if isinstance(attended, tuple) else (attended, None)
+        out = self._output(out, allowed, x.dtype)
+        return out if weights is None else (out, weights)
+
+
+def check_score_settings(score_bias: bool, score_mean: float, score_std: float) -> None:
+    """Refuse settings of scores that are none, or that nothing would read.
+
+    Args:
+        score_bias: as in `CrossAttention`.
+        score_mean: as in `CrossAttention`.
+        score_std: as in `CrossAttention`.
+
+    Raises:
+        ConfigError: not finite, a deviation that is not positive, or either without `score_bias`.
+    """
+    check_float("score_mean", score_mean)
+    if check_float("score_std", score_std) <= 0:
+        raise ConfigError(f"score_std must be above 0, got {score_std}")
+    if not score_bias and (score_mean, score_std) != (0.0, 1.0):
+        raise ConfigError(
+            f"score_mean={score_mean} and score_std={score_std} are for the scores that score_bias=True reads: give "
+            "score_bias=True, or leave them out"
+        )

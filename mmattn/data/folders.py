@@ -1,0 +1,224 @@
+"""Rows from a folder of pictures: its layout is found from what lies in it, and what is not clear is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmattn.data.jsonl import FileRows, read_lines, read_text, without_broken
+from mmattn.data.rows import Row, make_row, text_of_label
+from mmattn.errors import ConfigError
+
+PICTURES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"})
+CAPTIONS = {"captions.jsonl": '{"file", "caption"}', "metadata.jsonl": '{"file_name", "text"}'}
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_LAYOUTS = (
+    "a folder for each class, `captions.jsonl` or `metadata.jsonl`, or a .txt of the same name beside each picture"
+)
+# Kinds of pictures and films that cameras write and Pillow does not read.
+_UNREAD = frozenset({".heic", ".heif", ".avif", ".dng", ".cr2", ".nef", ".mov", ".mp4"})
+
+
+def read_folder(
+    path: str | Path,
+    host: str = "language",
+    *,
+    split: str | None = None,
+    template: str | None = None,
+    skip_broken: bool = False,
+) -> FileRows:
+    """The rows of a folder of pictures, in the layout that is found there.
+
+    - Class folders, as `torchvision.datasets.ImageFolder` has them (`daisy/1.jpg`): the text is made of the name of the
+      class by a template.
+    - `captions.jsonl` with lines {"file", "caption"}, or `metadata.jsonl` with lines {"file_name", "text"}, as the
+      image folders of Hugging Face; both may have the other keys of a row.
+    - A `.txt` of the same name beside each picture.
+
+    Each may lie in folders `train`, `val` and `test` (or the other names in `SPLITS`). Texts are in UTF-8, with or
+    without a byte-order mark.
+
+    Args:
+        path: of the folder.
+        host: "language" or "unet": what the rows are for.
+        split: which of the split folders to read; None for "train".
+        template: the text of a picture in a class folder, with {label} where the name of the class belongs, whose
+            hyphens and underscores become spaces; None for "A photo of a {label}."
+        skip_broken: leave out pictures and lines that cannot be used, and name them in `left_out` of the result.
+
+    Raises:
+        ConfigError: no such folder, none of these layouts or more than one, no such split, a template for another
+            layout, or pictures and lines that cannot be used.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    splits = split_folders(folder)
+    if split is not None and not splits:
+        raise ConfigError(
+            f"the split {split!r} is asked for, and {folder} has no folders train, val or test: leave it out"
+        )
+    if splits:
+        wanted = next((kind for kind, names in SPLITS.items() if split in (kind, *names)), split or "train")
+        if wanted not in splits:
+            had = ", ".join(one.name for one in splits.values())
+            raise ConfigError(f"there is no split {split or 'train'!r} in {folder}; there is: {had}")
+        folder = splits[wanted]
+    return _Folder(folder, host, template, skip_broken).rows()
+
+
+def split_folders(folder: Path) -> dict[str, Path]:
+    """The folders train, validation and test of a folder that has nothing else with pictures; empty if it has others.
+
+    Args:
+        folder: of the data.
+
+    Raises:
+        ConfigError: two folders for one split, or no train among them.
+    """
+    if any((folder / name).is_file() for name in CAPTIONS):
+        return {}
+    found: dict[str, Path] = {}
+    for sub in _subfolders(folder):
+        kind = next((kind for kind, names in SPLITS.items() if sub.name.lower() in names), None)
+        if kind is None:
+            return {}
+        if kind in found:
+            raise ConfigError(f"{folder} has two folders for the {kind} rows, {found[kind].name} and {sub.name}")
+        found[kind] = sub
+    if found and "train" not in found:
+        raise ConfigError(f"{folder} holds {', '.join(one.name for one in found.values())} and no folder train")
+    return found
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """One folder without splits, and how its pictures become rows."""
+
+    folder: Path
+    host: str
+    template: str | None
+    skip_broken: bool
+
+    def rows(self) -> FileRows:
+        files = sorted(_walk(self.folder))
+        pictures = [file for file in files if file.suffix.lower() in PICTURES]
+        captions = [name for name in CAPTIONS if (self.folder / name).is_file()]
+        beside = {file for file in pictures if file.with_suffix(".txt").is_file()}
+        if (self.folder / "metadata.csv").is_file() and not captions:
+            raise ConfigError(f"{self.folder} has a metadata.csv: write it as metadata.jsonl, a JSON object a line")
+        ways = [*captions, *([f"a .txt beside {len(beside)} of {len(pictures)} pictures"] if beside else [])]
+        if len(ways) > 1:
+            raise ConfigError(
+                f"{self.folder} has {' and '.join(ways)}: texts can come from one of them; remove the others"
+            )
+        if captions:
+            return self._captions(captions[0], pictures)
+        if not pictures:
+            raise ConfigError(f"{self.folder} holds no pictures; they end in {', '.join(sorted(PICTURES))}")
+        unread = sorted({file.suffix.lower() for file in files} & _UNREAD)
+        count = sum(file.suffix.lower() in unread for file in files)
+        other = f"; {_count(count, 'file')} of a kind that is not read ({', '.join(unread)})" if unread else ""
+        depths = {len(file.relative_to(self.folder).parts) for file in pictures}
+        if beside and (depths == {1} or len(beside) == len(pictures)):
+            return self._beside(pictures, beside, other)
+        if beside:
+            raise ConfigError(
+                f"{len(beside)} of the {len(pictures)} pictures in {self.folder} have a .txt beside them, and others "
+                "lie in folders without one: give each a .txt, or none, so that the folders are their classes"
+            )
+        return self._classes(pictures, depths, other)
+
+    def _captions(self, name: str, pictures: Sequence[Path]) -> FileRows:
+        self._refuse_template(name)
+        rows = read_lines(self.folder / name, self.host, skip_broken=self.skip_broken)
+        named = {os.path.realpath(image) for row in rows for image in (*row.images, row.picture) if image}
+        silent = sum(os.path.realpath(file) not in named for file in pictures)
+        more = f"; {_count(silent, 'other picture')} in the folder {'has' if silent == 1 else 'have'} no line there"
+        found = f"{_count(len(rows), 'text')} in {name}{more if silent else ''}"
+        return FileRows(rows, found, rows.left_out)
+
+    def _beside(self, pictures: Sequence[Path], beside: set[Path], other: str) -> FileRows:
+        self._refuse_template("a .txt beside each picture")
+        rows: list[Row] = []
+        problems: list[str] = []
+        for picture in pictures:
+            name = picture.relative_to(self.folder)
+            if picture not in beside:
+                problems.append(f"{name}: no {picture.stem}.txt beside it")
+                continue
+            try:
+                text = read_text(picture.with_suffix(".txt").read_bytes()).strip()
+                rows.append(make_row({"image": str(picture), "text": text}, self.host))
+            except ConfigError as error:
+                problems.append(f"{name.with_suffix('.txt')}: {error}")
+        left_out = without_broken(self.folder, "pictures", problems, len(pictures), self.skip_broken)
+        return FileRows(rows, f"{_count(len(pictures), 'picture')} with a .txt beside each{other}", left_out)
+
+    def _classes(self, pictures: Sequence[Path], depths: set[int], other: str) -> FileRows:
+        folder = self.folder
+        if depths == {1}:
+            raise ConfigError(
+                f"{folder} holds {_count(len(pictures), 'picture')} and no texts for them; texts are given as "
+                f"{_LAYOUTS}"
+            )
+        if 1 in depths:
+            loose = [file.name for file in pictures if file.parent == folder]
+            raise ConfigError(
+                f"{folder} holds pictures beside its class folders ({', '.join(loose[:3])}): move each into the folder "
+                "of its class"
+            )
+        if depths != {2}:
+            deep = next(file for file in pictures if len(file.relative_to(folder).parts) != 2)
+            raise ConfigError(
+                f"{deep.relative_to(folder)} lies in a folder within a folder of {folder}: class folders hold pictures "
+                "only, so that the name of the class is clear; give data.path the folder that holds the class folders"
+            )
+        classes = _subfolders(folder)
+        empty = [sub.name for sub in classes if not any(file.parent == sub for file in pictures)]
+        if len(classes) - len(empty) < 2 and self.host == "language":
+            raise ConfigError(
+                f"{folder} holds one class folder ({pictures[0].parent.name}), so every picture would have the same "
+                "text; give the folder that holds the folders of all classes"
+            )
+        problems = [f"{name}: a class folder without pictures" for name in empty]
+        left_out = without_broken(folder, "class folders", problems, len(classes), self.skip_broken)
+        rows = []
+        for picture in pictures:
+            label = picture.parent.name.replace("_", " ").replace("-", " ")
+            rows.append(make_row({"image": str(picture), "text": text_of_label(label, self.template)}, self.host))
+        found = f"{_count(len(rows), 'picture')} in {_count(len(classes) - len(empty), 'class folder')}{other}"
+        return FileRows(rows, found, left_out)
+
+    def _refuse_template(self, layout: str) -> None:
+        if self.template is not None:
+            raise ConfigError(
+                f"template is for class folders, and the texts of {self.folder} come from {layout}: leave it out"
+            )
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Every file, those in hidden folders and what macOS leaves behind aside."""
+    found = []
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _hidden(name)]
+        found += [Path(place) / name for name in files if not _hidden(name)]
+    return found
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(sub for sub in folder.iterdir() if sub.is_dir() and not _hidden(sub.name))
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith((".", "__"))
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,143 @@
+"""What memories are made of: the pictures and passages of a row, their checksums, and their vectors by an encoder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.data.rows import Row
+from mmattn.encoders import load_image
+from mmattn.errors import ConfigError, ImageError, ShapeError
+from mmattn.memory import Memory
+from mmattn.storage.fingerprints import file_fingerprint
+
+
+def encoded_parts(row: Row) -> list[tuple[str, Any]]:
+    """The parts of a row's memory that an encoder reads, in order, each with its kind: "pictures" or "passages"."""
+    return [("pictures", image) for image in row.images] + [("passages", text) for text in row.passages]
+
+
+def memory_kinds(rows: Any) -> set[str]:
+    """What the memories of rows are made of: "pictures", "passages", "memories" that they come with.
+
+    Args:
+        rows: what `read_rows` returned, or any sequence of rows; only the latter are gone through.
+    """
+    known: set[str] | None = getattr(rows, "memory_kinds", None)
+    if known is not None:
+        return known
+    found = {kind for row in rows for kind, _ in encoded_parts(row)}
+    return found | {"memories" for row in rows if row.memory is not None}
+
+
+def content_sha256(kind: str, part: Any) -> str:
+    """The sha256 of the content of a part, equal for equal files, bytes, texts, arrays or memories.
+
+    Args:
+        kind: "pictures", "passages", or "memories" for a saved one.
+        part: of this kind.
+
+    Raises:
+        ConfigError: a picture of a type that has no content.
+        OSError: a file that cannot be read.
+    """
+    if kind == "passages":
+        return hashlib.sha256(part.encode()).hexdigest()
+    if isinstance(part, (str, os.PathLike)):
+        return file_fingerprint(part)
+    if isinstance(part, (bytes, bytearray)):
+        return hashlib.sha256(part).hexdigest()
+    if isinstance(part, Memory):
+        digest = hashlib.sha256()
+        for name in ("tokens", "mask", "segments", "scores"):
+            value = getattr(part, name)
+            if value is not None:
+                value = value.detach().cpu().contiguous()
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+    if isinstance(part, Tensor):
+        part = part.detach().cpu().numpy()
+    if not hasattr(part, "tobytes"):
+        raise ConfigError(f"a picture must be a path, bytes, a PIL image or an array, got {type(part).__name__}")
+    palette = part.getpalette() if getattr(part, "mode", "") == "P" else None
+    about_it = (getattr(part, "mode", None), getattr(part, "size", None), getattr(part, "shape", None), palette)
+    return hashlib.sha256(repr(about_it).encode() + part.tobytes()).hexdigest()
+
+
+def encode_parts(encoder: Any, parts: Sequence[Any], batch_size: int, skip_broken: bool = False) -> list[Tensor | None]:
+    """The vectors (m, e) of each part, without padding, on the CPU.
+
+    Args:
+        encoder: of these parts.
+        parts: pictures or passages, as many as fit into memory at once.
+        batch_size: of the encoder.
+        skip_broken: give None for a picture that cannot be read.
+
+    Raises:
+        ImageError: a picture that cannot be read, and `skip_broken` is False.
+        TextError: a passage that cannot be read.
+    """
+    try:
+        memory: Memory = encoder(list(parts), batch_size=batch_size)
+        readable = [True] * len(parts)
+    except ImageError:
+        readable = [why_unreadable(part) is None for part in parts]
+        if not skip_broken or all(readable):
+            raise
+        if not any(readable):
+            return [None] * len(parts)
+        memory = encoder([part for part, one in zip(parts, readable, strict=True) if one], batch_size=batch_size)
+    tokens, mask = memory.tokens.detach().cpu(), None if memory.mask is None else memory.mask.cpu()
+    rows = iter(range(memory.batch))
+    found: list[Tensor | None] = []
+    for one in readable:
+        row = next(rows) if one else None
+        found.append(None if row is None else tokens[row] if mask is None else tokens[row][mask[row]])
+    return found
+
+
+def why_unreadable(image: Any) -> str | None:
+    """Why a picture cannot be read; None where it can.
+
+    Args:
+        image: anything that `mmattn.load_image` may read.
+    """
+    try:
+        load_image(image)
+    except ImageError as error:
+        return str(error)
+    return None
+
+
+def given_memory(memory: Any) -> Memory:
+    """The memory (1, m, e) that a row comes with, in float32.
+
+    Args:
+        memory: a memory of one row, or the file of a saved one.
+
+    Raises:
+        ShapeError: a memory of several rows.
+        AdapterFileError: a file that is no saved memory.
+    """
+    given = memory if isinstance(memory, Memory) else Memory.load(memory)
+    if given.batch != 1:
+        raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {given.batch}")
+    scores = None if given.scores is None else given.scores.float()
+    return Memory(given.tokens.float(), given.mask, given.segments, scores, check_finite=given.finite_checked)
+
+
+def encoders_fingerprint(fingerprints: Sequence[str]) -> str | None:
+    """What identifies one or several encoders together; None where there are none.
+
+    Args:
+        fingerprints: of each, in the order pictures, passages.
+    """
+    if len(fingerprints) < 2:
+        return fingerprints[0] if fingerprints else None
+    return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()

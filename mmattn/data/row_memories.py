@@ -1,0 +1,199 @@
+"""Memories of rows, encoded once: the memory of a picture or passage is cached in a file named by encoder and content.
+
+A frozen encoder returns the same memory in every epoch, so it runs in the first one only, or before it (`prepare`);
+runs with other settings, and other processes, read the same files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.data.row_contents import (
+    content_sha256,
+    encode_parts,
+    encoded_parts,
+    encoders_fingerprint,
+    given_memory,
+    why_unreadable,
+)
+from mmattn.data.rows import Row
+from mmattn.errors import ConfigError, ShapeError, check_int
+from mmattn.memory import Memory
+from mmattn.progress import batches
+
+# Rows whose pictures are in memory at once while they are encoded.
+_TOGETHER = 1024
+
+
+class RowMemories:
+    """Memories of rows: pictures by one encoder, passages by another, saved memories as they are.
+
+    Vectors narrower than the widest are padded with zeros, so that one adapter reads all of them.
+
+    Args:
+        folder: of the cache, a file for each picture and passage.
+        pictures: encoder of pictures; None where no row has any.
+        passages: encoder of passages; None where no row has any.
+        dim: width e of the memory; None for that of the wider encoder.
+        batch_size: pictures or passages encoded at once.
+
+    Attributes:
+        skipped: pictures that `prepare` could not read and passed over.
+
+    Raises:
+        ConfigError: neither an encoder nor a width, or an encoder wider than it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        pictures: Any = None,
+        passages: Any = None,
+        dim: int | None = None,
+        batch_size: int = 32,
+    ) -> None:
+        widths = [encoder.dim for encoder in (pictures, passages) if encoder is not None]
+        if dim is None and not widths:
+            raise ConfigError("without an encoder the width of the memory must be given: dim=")
+        self.dim = check_int("dim", max(widths) if dim is None else dim)
+        if widths and max(widths) > self.dim:
+            raise ConfigError(f"an encoder gives vectors {max(widths)} wide, and the memory is to have {self.dim}")
+        self.folder, self.batch_size = Path(folder), check_int("batch_size", batch_size)
+        self.encoders = {"pictures": pictures, "passages": passages}
+        self.skipped = 0
+        self._prints: dict[tuple[Any, ...], str] = {}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What identifies the encoders; None where there are none."""
+        return encoders_fingerprint([one.fingerprint for one in self.encoders.values() if one is not None])
+
+    def prepare(
+        self,
+        rows: Iterable[Row],
+        *,
+        process_index: int = 0,
+        num_processes: int = 1,
+        progress: bool = False,
+        skip_broken: bool = False,
+    ) -> int:
+        """Encode what is not in the cache yet, of several processes each its share.
+
+        Args:
+            rows: of any number.
+            process_index: of this process, from 0.
+            num_processes: that share the work.
+            progress: show a progress bar.
+            skip_broken: pass over pictures that cannot be read, which `unreadable` then names.
+
+        Returns:
+            The number of pictures and passages that this process took on.
+
+        Raises:
+            ImageError: a picture that cannot be read.
+            TextError: a passage that cannot be read.
+            ConfigError: no encoder for it.
+        """
+        encoded, left = 0, iter(rows)
+        while some := list(itertools.islice(left, _TOGETHER)):
+            encoded += self._prepare(some, process_index, num_processes, progress, skip_broken)
+        return encoded
+
+    def unreadable(self, rows: Iterable[Row]) -> dict[int, str]:
+        """The rows with pictures that `prepare` passed over, in any process, and why each cannot be read.
+
+        Args:
+            rows: the same as `prepare` was given.
+        """
+        found: dict[int, str] = {}
+        for number, row in enumerate(rows):
+            for kind, part in encoded_parts(row):
+                if kind == "pictures" and not self._place(kind, part).is_file():
+                    why = why_unreadable(part)
+                    if why is not None:
+                        found.setdefault(number, why)
+        return found
+
+    def _prepare(self, rows: Sequence[Row], process_index: int, num_processes: int, progress: bool, skip: bool) -> int:
+        wanted: dict[Path, tuple[str, Any]] = {}
+        for row in rows:
+            for kind, part in encoded_parts(row):
+                wanted.setdefault(self._place(kind, part), (kind, part))
+        # Shared out by name: how far another process has come must not change who does what.
+        own = sorted(wanted)[process_index::num_processes]
+        missing = [place for place in own if not place.is_file()]
+        for kind in self.encoders:
+            parts = {place: wanted[place][1] for place in missing if wanted[place][0] == kind}
+            self._encode(kind, parts, progress, skip and kind == "pictures")
+        return len(missing)
+
+    def of(self, rows: Sequence[Row]) -> Memory | None:
+        """The memory (b, m, e) of b rows, empty in a row without one; None if no row has any."""
+        if not any(row.has_memory for row in rows):
+            return None
+        self.prepare(rows)
+        return Memory.stack([self._of(row) for row in rows])
+
+    def _of(self, row: Row) -> Memory:
+        parts = [Memory.load(self._place(kind, part)).to(torch.float32) for kind, part in encoded_parts(row)]
+        if row.memory is not None:
+            parts.append(given_memory(row.memory))
+        parts = [self._widened(part) for part in parts]
+        # Segments say which picture or passage a slot is of.
+        numbered = [Memory(p.tokens, p.mask, _filled(p), p.scores, check_finite=p.finite_checked) for p in parts]
+        return Memory.cat(numbered) if numbered else Memory(torch.zeros(1, 0, self.dim))
+
+    def _widened(self, memory: Memory) -> Memory:
+        if memory.dim > self.dim:
+            raise ShapeError(
+                f"a row's memory is {memory.dim} wide, and the adapter reads {self.dim}: give dim={memory.dim}"
+            )
+        return memory.replace(torch.nn.functional.pad(memory.tokens, (0, self.dim - memory.dim)))
+
+    def _place(self, kind: str, part: Any) -> Path:
+        encoder = self.encoders[kind]
+        if encoder is None:
+            raise ConfigError(f"a row has {kind}, and there is no encoder for them: name one")
+        name = self._print(kind, part)
+        return self.folder / encoder.fingerprint[:24] / name[:2] / f"{name[:40]}.safetensors"
+
+    def _print(self, kind: str, part: Any) -> str:
+        """The sha256 of the content; a file is read once in this process, unless it changes."""
+        if kind == "passages" or not isinstance(part, (str, os.PathLike)):
+            return content_sha256(kind, part)
+        about = os.stat(part)
+        key = (os.fspath(part), about.st_size, about.st_mtime_ns)
+        if key not in self._prints:
+            self._prints[key] = content_sha256(kind, part)
+        return self._prints[key]
+
+    def _encode(self, kind: str, missing: dict[Path, Any], progress: bool, skip_broken: bool) -> None:
+        places = list(missing)
+        for start in batches(len(places), self.batch_size, f"encoding {kind}", progress and bool(places)):
+            some = places[start : start + self.batch_size]
+            encoded = encode_parts(
+                self.encoders[kind], [missing[place] for place in some], self.batch_size, skip_broken
+            )
+            for place, tokens in zip(some, encoded, strict=True):
+                if tokens is None:
+                    self.skipped += 1
+                    continue
+                half = tokens.half()
+                # Half precision halves the file, where it can hold the values.
+                smallest = half if bool(torch.isfinite(half).all()) else tokens
+                place.parent.mkdir(parents=True, exist_ok=True)
+                Memory(smallest[None], check_finite=False).save(place)
+
+
+def _filled(memory: Memory) -> Tensor:
+    if memory.segments is not None:
+        return memory.segments
+    return torch.zeros(memory.tokens.shape[:2], dtype=torch.long)

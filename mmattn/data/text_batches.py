@@ -1,0 +1,160 @@
+"""Texts as token ids, and as padded batches with a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ShapeError, TextError
+from mmattn.memory import Memory, SearchedMemory
+from mmattn.tokenization import tokenize
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Rows of text padded on the right, or packed, and their memory.
+
+    Attributes:
+        input_ids: (b, l) int.
+        attention_mask: (b, l) int, 1 = text; None in packed rows, as transformers wants it.
+        labels: (b, l) int, the ids themselves and -100 on the padding.
+        memory: of b rows, in packed rows of a row for each document; an index that attention searches; or None for
+            text alone.
+        position_ids: (b, l) int in packed rows, which begin anew with each document; else None.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    labels: Tensor
+    memory: Memory | SearchedMemory | None = None
+    position_ids: Tensor | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TextBatch:
+        """The same batch on another device; an index stays where it is.
+
+        Args:
+            device: where it is needed.
+            non_blocking: as of `Tensor.to`.
+        """
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TextBatch:
+        """The same batch in page-locked memory."""
+        return self._map(lambda part: part.pin_memory())
+
+    def _map(self, move: Callable[[Any], Any]) -> TextBatch:
+        parts = (self.input_ids, self.attention_mask, self.labels, self.memory, self.position_ids)
+        moved = (part if part is None or isinstance(part, SearchedMemory) else move(part) for part in parts)
+        return TextBatch(*moved)  # type: ignore[arg-type]
+
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of an adapted model; a bare host takes the same where there is no memory."""
+        given: dict[str, Any] = {"input_ids": self.input_ids}
+        if self.position_ids is None:
+            given["attention_mask"] = self.attention_mask
+        else:  # with a cache, transformers would not keep documents apart
+            given |= {"position_ids": self.position_ids, "use_cache": False}
+        if self.memory is not None:
+            given["memory"] = self.memory
+        return given
+
+
+def bos_and_eos(tokenizer: Any) -> tuple[int, int]:
+    """The ids of the tokens that begin and end a text; a tokenizer without the one uses the other for both.
+
+    Raises:
+        TextError: it has neither.
+    """
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if begin is None and end is None:
+        raise TextError(
+            "the tokenizer has neither a bos nor an eos token, so a caption could not begin or end; set "
+            "tokenizer.eos_token"
+        )
+    return (end if begin is None else begin), (begin if end is None else end)
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
+    """Ids of each text between the begin and the end token; special tokens in a text are taken literally.
+
+    Args:
+        tokenizer: of Hugging Face.
+        texts: any number of strings.
+        max_length: ids of the longest text, begin and end included; None for any length.
+
+    Raises:
+        TextError: not a string, an empty text, or one longer than `max_length`.
+    """
+    begin, end = bos_and_eos(tokenizer)
+    rows, _ = tokenize(tokenizer, texts)
+    for number, row in enumerate(rows):
+        if not row:
+            raise TextError(f"text {number} is empty: there would be nothing to learn from it; leave it out")
+        if max_length is not None and len(row) + 2 > max_length:
+            raise TextError(
+                f"text {number} has {len(row) + 2} tokens with its begin and end, and at most {max_length} fit: "
+                f"shorten it ({texts[number]!r:.60})"
+            )
+    return [[begin, *row, end] for row in rows]
+
+
+def check_prompt(ids: Tensor, mask: Tensor, config: Any, new_tokens: int = 0) -> None:
+    """Refuse a prompt that a language model cannot read.
+
+    Args:
+        ids: (b, l) int.
+        mask: (b, l), 1 or True = text.
+        config: of the language model.
+        new_tokens: tokens that will be generated.
+
+    Raises:
+        TextError: no tokens, a row of padding only, an id without embedding, or more tokens than positions.
+    """
+    if not ids.shape[1]:
+        raise TextError("the prompt is empty: begin it with the begin token, at least")
+    blank = (~mask.bool().any(1)).nonzero()[:, 0].tolist()
+    if blank:
+        raise TextError(f"rows {blank[:5]} of the prompt are padding only: leave them out, or begin them with a token")
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise TextError(
+            f"the prompt has ids from {int(ids.min())} to {int(ids.max())} and the language model knows 0 to "
+            f"{vocabulary - 1}: tokenise with its own tokenizer"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and ids.shape[1] + new_tokens > positions:
+        raise TextError(
+            f"{ids.shape[1]} tokens and {new_tokens} to be written are more than the {positions} positions of the "
+            "language model: shorten the prompt or max_new_tokens"
+        )
+
+
+def collate(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | None = None, pad: int = 0) -> TextBatch:
+    """Pad rows of ids on the right to one batch.
+
+    Args:
+        rows: ids of each row.
+        memory: of as many rows; an index that attention searches, `index.as_memory()`; or None.
+        pad: id of the padding.
+
+    Raises:
+        ShapeError: no rows, or a memory with another number of rows.
+
+    >>> collate([[5, 6, 7], [8]]).labels.tolist()
+    [[5, 6, 7], [8, -100, -100]]
+    """
+    if not rows or not all(len(row) for row in rows):
+        raise ShapeError(f"a batch needs rows of at least one id, got {len(rows)} rows; leave empty texts out")
+    given = memory.rows if isinstance(memory, SearchedMemory) else None if memory is None else memory.batch
+    if given is not None and given != len(rows):
+        raise ShapeError(f"{len(rows)} texts need {len(rows)} rows of memory, got {given}")
+    longest = max(map(len, rows))
+    ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
+    real = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
+    return TextBatch(ids, real.long(), ids.masked_fill(~real, IGNORED), memory)

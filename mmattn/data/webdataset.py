@@ -1,0 +1,196 @@
+"""Samples in tar files, as webdataset writes them: files of one name and different endings, one after the other.
+
+    000017.jpg    000017.txt    000018.jpg    000018.txt    …
+
+The headers of all tars are read once; after that each file is read from its own place.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import hashlib
+import json
+import re
+import tarfile
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmattn.data.arrow_rows import RowTable
+from mmattn.data.folders import CAPTIONS, PICTURES
+from mmattn.data.jsonl import read_text
+from mmattn.data.rows import KEYS
+from mmattn.errors import ConfigError
+
+TEXTS = frozenset({"txt", "text", "caption", "transcript", "cls"})
+# A sample's files have one name up to the first point.
+_NAME = re.compile(r"(?P<key>(?:.*/)?(?!__)[^./][^./]*)\.(?P<ending>[^/]+)")
+
+
+class TarSamples(RowTable):
+    """The samples of tar files as a table, with a column for each ending.
+
+    Files that end in .txt, .text, .caption, .transcript or .cls are texts, those in .json are parsed, and all others
+    are bytes. "json.caption" is a key of the object in a .json, and "jpg;png" the first of these that a sample has.
+
+    Args:
+        paths: of the tars, in order.
+
+    Attributes:
+        column_names: the endings there are, and the keys of the first sample's .json.
+
+    Raises:
+        ConfigError: a tar that is damaged, has no samples, or a sample that has two files of one ending.
+    """
+
+    described = "webdataset tars"
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(paths)
+        self._offsets, self._sizes, self._endings = array("q"), array("q"), array("H")
+        # The first file of each sample, and the number of samples up to the end of each tar.
+        self._starts, self._ends = array("q"), list[int]()
+        self._names: dict[str, int] = {}
+        for path in self.paths:
+            self._add(path)
+            self._ends.append(len(self._starts))
+        if not self._starts:
+            raise ConfigError(f"{self.paths[0]} holds no samples: files such as 000017.jpg and 000017.txt")
+        first = self[0]["json"]
+        keys = [f"json.{key}" for key in first] if isinstance(first, dict) else []
+        self.column_names = [*self._names, *keys]
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """What tells these tars from others, by their names and sizes."""
+        about = [(path.name, path.stat().st_size) for path in self.paths]
+        return hashlib.sha256(repr(about).encode()).hexdigest()
+
+    def default_columns(self, host: str) -> dict[str, str]:
+        """From keys of a row to columns: the pictures, and a text or the keys of a .json.
+
+        Args:
+            host: "language" or "unet".
+        """
+        pictures = [name for name in self._names if f".{name}" in PICTURES]
+        found = {"image": ";".join(pictures)} if pictures else {}
+        texts = [name for name in self._names if name in TEXTS - {"cls"}]
+        if texts:
+            return found | {"text": texts[0]}
+        keys = [name.removeprefix("json.") for name in self.column_names if name.startswith("json.")]
+        named = {"caption": "text"} | {key: key for key in KEYS[host] if key not in ("image", "images", "memory")}
+        return found | {named[key]: f"json.{key}" for key in keys if key in named}
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: Any) -> Any:
+        number = range(len(self))[number]
+        start = self._starts[number]
+        end = self._starts[number + 1] if number + 1 < len(self) else len(self._offsets)
+        path, names = self.paths[bisect.bisect_right(self._ends, number)], list(self._names)
+        return _Sample(path, {names[self._endings[i]]: (self._offsets[i], self._sizes[i]) for i in range(start, end)})
+
+    def _add(self, path: Path) -> None:
+        """Find the samples of a tar."""
+        last, seen, end = None, set[str](), 0
+        try:
+            with tarfile.open(path, "r:") as tar:
+                for member in tar:
+                    end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                    name = _NAME.fullmatch(member.name)
+                    if name is None or not member.isreg():
+                        continue
+                    key, ending = name["key"], name["ending"].lower()
+                    if key != last:
+                        last, seen = key, set()
+                        self._starts.append(len(self._offsets))
+                    if ending in seen:
+                        raise ConfigError(f"{path} has two files {key}.{ending} in one sample")
+                    seen.add(ending)
+                    self._offsets.append(member.offset_data)
+                    self._sizes.append(member.size)
+                    self._endings.append(self._names.setdefault(ending, len(self._names)))
+        except (tarfile.TarError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read as a tar that is not compressed: {error}") from error
+        with open(path, "rb") as file:
+            file.seek(end)
+            # A damaged header looks like the end to tarfile.
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise ConfigError(f"{path} is truncated or damaged after its byte {end:,} (after {last})")
+
+
+class _Sample(Mapping[str, Any]):
+    """The files of a sample, read when they are asked for; None for those that it does not have."""
+
+    def __init__(self, path: Path, files: Mapping[str, tuple[int, int]]) -> None:
+        self.path, self.files = path, files
+
+    def __getitem__(self, column: str) -> Any:
+        ending = next((name for name in column.split(";") if name in self.files), None)
+        if ending is None and column.startswith("json."):
+            about = self["json"]
+            return about.get(column.removeprefix("json.")) if isinstance(about, dict) else None
+        if ending is None:
+            return None
+        offset, size = self.files[ending]
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            raw = file.read(size)
+        if ending in TEXTS:
+            return read_text(raw).strip()
+        return _parsed(raw) if ending == "json" else raw
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def tar_files(path: str) -> list[Path]:
+    """The tars that a path stands for, in order; none where it stands for something else.
+
+    Args:
+        path: of a .tar, of a folder with tars and nothing that could be pictures, or a pattern such as
+            "data/{00000..00117}.tar" or "data/*.tar".
+
+    Raises:
+        ConfigError: a pattern of which a file is missing, or which has none.
+    """
+    place = Path(path)
+    if place.is_file():
+        return [place] if place.suffix == ".tar" else []
+    if place.is_dir():
+        names = [one for one in place.iterdir() if not one.name.startswith(".")]
+        others = any(one.is_dir() or one.suffix.lower() in PICTURES or one.name in CAPTIONS for one in names)
+        return [] if others else sorted(one for one in names if one.suffix == ".tar")
+    if not path.endswith(".tar"):
+        return []
+    found = [Path(one) for each in _expanded(path) for one in sorted(glob.glob(each) or [each])]
+    missing = [one for one in found if not one.is_file()]
+    if missing:
+        raise ConfigError(f"there is no file {missing[0]} ({len(missing)} of the {len(found)} that {path} stands for)")
+    return found
+
+
+def _expanded(pattern: str) -> list[str]:
+    """The names that "{00000..00117}" and "{train,val}" in a pattern stand for."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        return [pattern]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
+    inner = braces[1].split(",")
+    if span is not None:
+        first, last = int(span[1]), int(span[2])
+        inner = [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
+    return [one for each in inner for one in _expanded(pattern[: braces.start()] + each + pattern[braces.end() :])]
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(read_text(raw))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"its .json is none: {error}") from error

@@ -1,0 +1,228 @@
+"""The attention layers of a language model, and hooks in them that join a memory to keys and values.
+
+A layer of transformers asks its config which function computes its attention. While adapters are joined, the config of
+a layer is one that names a function of ours: that gives the host's own function what the adapters joined. The host and
+its config stay as they are, and so do the masks that it makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.protocols import HeadSizes
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.context import step_of
+from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.probe_inputs import text_inputs
+
+#: The name under which transformers knows our function.
+NAME = "mmattn"
+#: The host's functions whose masks say which token sees which key.
+WITH_MASKS = ("sdpa", "eager")
+
+
+class HookedConfig:
+    """The config of one attention layer, with a function of ours in place of the host's own.
+
+    Args:
+        own: the config that it stands for.
+        listener: gives what the attention becomes, of a `HostAttention`.
+    """
+
+    _attn_implementation = NAME
+
+    def __init__(self, own: Any, listener: Callable[[HostAttention], HostAttention]) -> None:
+        self.own, self.listener = own, listener
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("own", "listener") or name.startswith("__"):  # while it is copied it has neither
+            raise AttributeError(name)
+        return getattr(self.own, name)
+
+
+class AttentionHook:
+    """A hook in the attention of one layer, until it is removed.
+
+    Args:
+        module: the attention layer.
+        listener: as for `HookedConfig`.
+    """
+
+    def __init__(self, module: nn.Module, listener: Callable[[HostAttention], HostAttention]) -> None:
+        _register()
+        self.module = module
+        self.before: Any = module.config
+        if isinstance(self.before, HookedConfig):
+            inner = self.before.listener
+            self.hooked = HookedConfig(self.before.own, lambda x: listener(inner(x)))
+        else:
+            self.hooked = HookedConfig(self.before, listener)
+        config: Any = self.hooked
+        module.config = config
+
+    def remove(self) -> None:
+        """Give the layer the config that it had."""
+        if vars(self.module).get("config") is self.hooked:
+            self.module.config = self.before
+
+
+class JoinMemory:
+    """Hands the attention of one layer of a host to the adapters.
+
+    Args:
+        model: the adapted model.
+        layer: number of the layer.
+    """
+
+    def __init__(self, model: Any, layer: int) -> None:
+        self.model, self.layer = model, layer
+
+    def __call__(self, x: HostAttention) -> HostAttention:
+        """The attention with what the adapters joined to it."""
+        step = step_of(self.model)
+        site = self.layer, "joined"
+        if step is not None:
+            step.visited.add(self.layer)
+            actions = step.actions.get(site, ())
+        else:
+            actions = self.model.actions_of_part(x.query.transpose(1, 2), site)
+        for view, block, adapter_scale in actions:
+            x = view.apply(x, block, self.layer, adapter_scale)
+        return x
+
+
+def hook_attention(model: Any, module: nn.Module, layer: int) -> AttentionHook:
+    """Hook the adapters of a model to the attention of one layer."""
+    return AttentionHook(module, JoinMemory(model, layer))
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, Any]:
+    """The attention of a hooked layer, as transformers calls it: (b, l, h, v), and its weights or None.
+
+    Raises:
+        ConditionError: a memory is joined, and the host's own function takes no mask.
+    """
+    config: Any = module.config
+    cache, function = options.get("cache"), own_function(module)
+    if cache is not None and str(config.own._attn_implementation).removeprefix("paged|") == "sdpa":
+        # As that function begins, so that a memory can stand before what is cached.
+        key, value = cache.update(key, value, layer_idx=module.layer_idx, kwargs=options)
+        del options["cache"]
+    plain = HostAttention(function, module, query, key, value, attention_mask, options)
+    x = config.listener(plain)
+    if x is not plain:
+        check_function(config.own)
+    return x.result()
+
+
+def own_function(module: nn.Module) -> Callable[..., Any]:
+    """The function that a hooked layer would call without the hook."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config: Any = module.config
+    for kind in type(module).__mro__:  # a plain softmax is a function beside the layer's class
+        plain = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+        if plain is not None:
+            break
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.own._attn_implementation, plain)
+    return function
+
+
+def check_function(config: Any) -> None:
+    """Refuse a host whose attention is told by lengths alone which token sees which key.
+
+    Raises:
+        ConditionError: it is.
+    """
+    name = str(config._attn_implementation)
+    if name.removeprefix("paged|") not in WITH_MASKS:
+        raise ConditionError(
+            f"keys and values of a memory are joined where attention has a mask, and attn_implementation={name!r} has "
+            "none: host.set_attn_implementation('sdpa') or 'eager'"
+        )
+
+
+def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[int, tuple[str, HeadSizes]]:
+    """The attention of each decoder layer by number: its dotted name and sizes, as a short text finds them.
+
+    Args:
+        host: the language model.
+        layers: its decoder layers.
+        path: dotted name of their list.
+
+    Raises:
+        AttachError: layers without such an attention, or with several.
+    """
+    found: dict[int, list[tuple[str, HeadSizes]]] = {}
+
+    def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:
+        def note(x: HostAttention) -> HostAttention:
+            sizes = HeadSizes(x.query.shape[1], x.key.shape[1], x.key.shape[3], x.value.shape[3])
+            if (name, sizes) not in found.setdefault(layer, []):
+                found[layer].append((name, sizes))
+            return x
+
+        return note
+
+    listeners = {
+        module: listener(layer, f"{path}.{layer}.{name}")
+        for layer, part in enumerate(layers)
+        for name, module in part.named_modules()
+        if hasattr(vars(module).get("config"), "_attn_implementation")
+    }
+    with attention_hooks(listeners):
+        _forward(host)
+    reached = {layer: own[0] for layer, own in found.items() if len(own) == 1}
+    missing = [layer for layer in range(len(layers)) if layer not in reached]
+    if missing:
+        kinds = sorted({type(layers[layer]).__name__ for layer in missing})
+        raise AttachError(
+            f"keys and values are joined in every layer of a host, and layers {missing} of {type(host).__name__} "
+            f"({', '.join(kinds)}) have no attention that goes through the attention functions of transformers: states "
+            "of another kind (Mamba, linear attention), or a softmax of their own; take a GatedAdapter for this host"
+        )
+    return dict(sorted(reached.items()))
+
+
+@contextlib.contextmanager
+def attention_hooks(listeners: Mapping[nn.Module, Callable[[HostAttention], HostAttention]]) -> Iterator[None]:
+    """Inside the block these attention layers are hooked.
+
+    Args:
+        listeners: by layer.
+    """
+    hooks = [AttentionHook(module, listener) for module, listener in listeners.items()]
+    try:
+        yield
+    finally:
+        for hook in reversed(hooks):
+            hook.remove()
+
+
+@torch.no_grad()
+def _forward(host: nn.Module) -> None:
+    try:
+        with in_eval_mode(host):
+            for given in text_inputs(host, 1):
+                host(**given, use_cache=False)
+    except Exception as error:
+        raise AttachError(
+            f"{type(host).__name__} cannot be called with a text of two tokens: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _register() -> None:
+    """Make our function known to transformers, once."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

@@ -1,0 +1,389 @@
+"""The verbs shared by all hosts: a memory for each call, and what happens in one forward."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters import memory_types as forms
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import AdapterFileError, ConditionError
+from mmattn.hosts.condition import OpenBlocks
+from mmattn.hosts.context import Action, Call, ForwardStep, prepared_for_graphs, scale_by_adapter
+from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
+from mmattn.hosts.keywords import check_keywords, shown_as
+from mmattn.hosts.named_adapters import NamedAdapters
+from mmattn.hosts.ownership import adapted, forget_compiled
+
+
+class AdaptedModel(NamedAdapters):
+    """A host and its adapters; what `attach` returns. Whatever is not found here is looked up on the host.
+
+    A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is
+    registered with `register_host`. By default adapters act by hooks before and after the modules that the sites name.
+
+    Args:
+        host: the frozen model.
+        require_memory: calls without a memory raise instead of giving the host's own answer.
+    """
+
+    # Whether it may be attached without an adapter.
+    attaches_bare: ClassVar[bool] = False
+    # Keywords of a call that belong to the memory given beside them.
+    memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale",)
+    # Whether its output has `logits` of the next token.
+    predicts_tokens: ClassVar[bool] = False
+    # The axis of residual streams in the hidden states at the sites; None where they are (b, l, d).
+    stream_axis: int | None = None
+
+    def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
+        super().__init__(host)
+        self.__class__ = shown_as(self, host)
+        self.require_memory = require_memory
+        self.open_blocks = OpenBlocks()
+
+    # What a kind of host says of itself ----------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Whether a model is of this kind."""
+
+    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
+        """What the host is given in one forward; by default its first argument is what it reads, without a cache."""
+        given = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        return TextState(given.shape[0], given.shape[1], given, past=0, images=call.images)
+
+    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+        """A random batch as the host is called with, without a memory; for the doctor and the shared tests.
+
+        Args:
+            generator: of the random numbers.
+            config: settings of the adapter that it is for.
+            rows: b.
+        """
+        raise ConditionError(f"{type(self).__name__} has no example_batch: give the doctor a batch of your own")
+
+    @classmethod
+    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
+        """The host of this name or in this folder, for `mmattn doctor`."""
+        raise ConditionError(f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)")
+
+    def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+        """The settings and tensors of an adapter published as one file, for hosts that know such a layout.
+
+        Raises:
+            AdapterFileError: this kind of host knows none.
+        """
+        raise AdapterFileError(
+            f"cannot load an adapter from the file {str(path)!r} onto {type(self.host).__name__}: name the folder that "
+            "save_adapter wrote"
+        )
+
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Prove that what an adapter writes at its sites reaches the host's answer.
+
+        Raises:
+            AttachError: it cannot be proved.
+            ConditionError: it does not.
+        """
+
+    # Memory --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, memory: Any) -> Any:
+        """Check a memory and cache what the adapters compute of it, for many calls; give the result as `memory`.
+
+        Args:
+            memory: one for all active adapters, or one by adapter name.
+
+        Raises:
+            ShapeError: a memory that does not fit.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
+            ConditionError: no adapter is active, or the memory belongs to one call.
+        """
+        prepared = self.prepare_by_name(memory)
+        for name, one in prepared.items():
+            forms.check_shareable(self.adapter(name), one)
+        if not prepared:
+            raise ConditionError("no adapter is active to prepare a memory for: set_adapter(name) first")
+        return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
+
+    def prepare_by_name(self, memory: Any) -> dict[str, Any]:
+        """What each adapter that is given a memory makes of it."""
+        given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.active, memory)
+        shared: dict[int, Any] = {}
+        prepared = {}
+        for name, one in given.items():
+            prepared[name] = forms.prepare(self.adapter(name), shared.get(id(one), one))
+            shared.setdefault(id(one), prepared[name])
+        return prepared
+
+    def bind(self, memory: Any) -> dict[str, Any]:
+        """The source of a call for each adapter that is given a memory."""
+        prepared = self.prepare_by_name(memory)
+        return {name: forms.bind(self.adapter(name), one, self.host) for name, one in prepared.items()}
+
+    def make_call(
+        self, memory: Any, adapter_scale: float | Mapping[str, float] = 1.0, images: Tensor | None = None
+    ) -> Call | None:
+        """What a call with this memory sees; None is no memory."""
+        self.check_attached()
+        if memory is None:
+            scale_by_adapter(adapter_scale, ())
+            self.check_not_required()
+            return None
+        sources = self.bind(memory)
+        scales = scale_by_adapter(adapter_scale, sources)
+        seen = {name: source for name, source in sources.items() if scales[name]}
+        return Call(seen, scales, images) if seen or not sources else None
+
+    @contextlib.contextmanager
+    def condition(self, memory: Any, *, adapter_scale: float | Mapping[str, float] = 1.0) -> Iterator[Any]:
+        """Every call of the host inside the block sees this memory; None is no memory.
+
+        Args:
+            memory: (b, m, e), one for all active adapters, or one by adapter name.
+            adapter_scale: multiplies what the adapters add, one for all or one by adapter name; 0 is exactly nothing.
+
+        Raises:
+            ShapeError: a memory that does not fit.
+            ConfigError: an adapter_scale of an adapter that is given no memory.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
+        """
+        call = self.make_call(memory, adapter_scale)
+        with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
+            yield self
+
+    def forward(
+        self, *args: Any, memory: Any = None, adapter_scale: float | Mapping[str, float] = 1.0, **kwargs: Any
+    ) -> Any:
+        """Call the host with a memory; returns what the host returns.
+
+        Args:
+            args: the host's own.
+            memory: (b, m, e), one row for each row of the batch; one for all adapters or one by adapter name. None: the
+                memory of the surrounding `condition` block, or the host's own output.
+            adapter_scale: as in `condition`.
+            kwargs: the host's own.
+
+        Raises:
+            ConfigError: a keyword that is a near miss of ours.
+        """
+        check_keywords(self, kwargs)
+        if memory is None:
+            check_unused(adapter_scale)
+            return self.host(*args, **kwargs)
+        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale)):
+            return self.host(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def disable_adapter(self, names: str | Sequence[str] | None = None) -> Iterator[Any]:
+        """Inside the block these adapters do not exist, whatever memory a call gives.
+
+        Args:
+            names: of the adapters; all by default.
+
+        Raises:
+            AttachError: a name that is not attached.
+        """
+        off = set(self.adapters) if names is None else {names} if isinstance(names, str) else set(names)
+        for name in off:
+            self.adapter(name)
+        with self.open_blocks.without(off, everything=off == set(self.adapters)):
+            yield self
+
+    def check_attached(self) -> None:
+        """Refuse to act on a host that these adapters were taken from.
+
+        Raises:
+            ConditionError: they were.
+        """
+        if adapted(self.host) is not self:
+            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
+
+    def check_not_required(self) -> None:
+        """Refuse a call without a memory, where one is required.
+
+        Raises:
+            ConditionError: it is.
+        """
+        if self.require_memory:
+            raise ConditionError("this host was attached with require_memory=True and no memory was given")
+
+    # One forward ---------------------------------------------------------------------------------------------------
+
+    def current_call(self) -> tuple[Call | None, frozenset[str]]:
+        """What calls made here see, and which adapters do not exist for them.
+
+        Raises:
+            ConditionError: a memory is required and there is none.
+        """
+        found, call, disabled = self.open_blocks.in_force()
+        if not found:
+            if self.require_memory:
+                raise ConditionError(
+                    "this host was attached with require_memory=True and was called without: give memory= or use "
+                    "condition(memory); a new thread does not inherit the block it was started in"
+                )
+            if not torch.compiler.is_compiling():
+                self.open_blocks.warn_of_others()
+        return call, disabled
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ForwardStep:
+        """What the adapters do in one forward of the host."""
+        text = self.text_state(call, args, kwargs)
+        return ForwardStep(self, host, None, self.actions(call, disabled, text))
+
+    def requested_call(self, kwargs: Mapping[str, Any]) -> Call | None:
+        """What a forward sees that was begun elsewhere, with a memory for each of its requests; None is nothing."""
+        return None
+
+    def host_inputs(self, step: ForwardStep, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name with which the host is called where a memory is given: those of the caller."""
+        return kwargs
+
+    def actions(
+        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
+    ) -> dict[tuple[int, str], list[Action]]:
+        """What the active adapters do at each site, or at one of them."""
+        actions: dict[tuple[int, str], list[Action]] = {}
+        for name, source in call.sources.items():
+            adapter = self.adapter(name)
+            sites = [(layer, adapter.position) for layer in adapter.layers]
+            if name not in self.active or name in disabled or (site is not None and site not in sites):
+                continue
+            if source.follows_text:
+                # This very host may be asked, which then reads no memory.
+                with self.open_blocks.conditioned(None):
+                    view = source.step(text)
+            else:
+                view = source.step(text)
+            for own in sites if site is None else [site]:
+                actions.setdefault(own, []).append((view, adapter.block(own[0]), call.scales.get(name, 1.0)))
+        return actions
+
+    def is_apart(self, layer: int) -> bool:
+        """Whether the rows and tokens at a layer are not those of the host's forward, but of a part that may be called
+        by itself, an encoder: then what it sees is asked for there."""
+        return False
+
+    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
+        """What the adapters do to hidden states x (b, l, d) where only a part of the host was called."""
+        call, disabled = self.current_call()
+        if call is None:
+            return ()
+        text = TextState(
+            x.shape[0],
+            x.shape[1],
+            images=call.images,
+            arrivals=call.arrivals,
+            expansions=call.expansions,
+            layer=site[0],
+        )
+        return self.actions(call, disabled, text, site).get(site, ())
+
+    def refresh_hooks(self) -> None:
+        """Listen at exactly the sites where the adapters of this moment act."""
+        forget_compiled()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = self.install_hooks()
+
+    def install_hooks(self) -> list[Any]:
+        """Hook the adapters to the host and its layers; the handles."""
+        hooks = [
+            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
+            self.host.register_forward_hook(AfterHost(self), always_call=True),
+        ]
+        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
+        return hooks + [hook_layer(self, module, *site) for site, module in self.hooked.items()]
+
+    def used_sites(self) -> dict[tuple[int, str], str]:
+        """The sites where adapters act, with the names of the host's modules, in the order of the layers."""
+        sites = {
+            (site.layer, site.position): site.module for name in self.adapters for site in self.adapter(name).sites
+        }
+        return dict(sorted(sites.items()))
+
+    def check_host_call(self, host: nn.Module) -> None:
+        """Refuse a call of the host in a state in which memory would be lost."""
+
+    def lost_layers(self, step: ForwardStep) -> set[int]:
+        """Return the layers that memory was meant for in a forward and did not reach."""
+        return {layer for layer, _ in step.actions} - step.visited
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Refuse an answer that memory did not reach, because layers of the host are not where they were.
+
+        Args:
+            layers: whose hooks did not run.
+
+        Raises:
+            ConditionError: one is no longer part of the host.
+        """
+        parts = set(self.host.modules())
+        lost = [layer for (layer, _), module in self.hooked.items() if layer in layers and module not in parts]
+        if lost:
+            raise ConditionError(
+                f"layers {sorted(set(lost))} of {type(self.host).__name__} were replaced after the adapters were "
+                "attached, so memory did not reach them: unload() before the host is changed, and attach again after it"
+            )
+
+    def check_answer(self, step: ForwardStep, output: Any) -> None:
+        """Refuse an answer to a memory that is not finite.
+
+        Args:
+            step: the forward.
+            output: what the host gave.
+
+        Raises:
+            NonFiniteError: it is not.
+        """
+
+    # For looking on ------------------------------------------------------------------------------------------------
+
+    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+        """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
+        named = ((name, self.adapter(name)) for name in self.adapters)
+        found = {
+            (name, layer): adapter.recorded_attention(layer) for name, adapter in named for layer in adapter.layers
+        }
+        return {site: attention for site, attention in found.items() if attention is not None}
+
+    def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:
+        """The module whose output an adapter changes at a layer, and which of its outputs, where it has several."""
+        return self.layer(index), 0
+
+    def layer(self, index: int) -> nn.Module:
+        """The host's layer of this number, at which adapters act."""
+        position = self.positions[0]
+        return self.host.get_submodule(self.sites(position)[index].module)
+
+
+def check_unused(adapter_scale: Any = 1.0, **given: Any) -> None:
+    """Refuse what only has a meaning together with a memory.
+
+    Args:
+        adapter_scale: as it was given, 1 by default.
+        given: others by name, None by default.
+
+    Raises:
+        ConditionError: one was given.
+    """
+    if not (isinstance(adapter_scale, (int, float)) and adapter_scale == 1):
+        given["adapter_scale"] = adapter_scale
+    for name, value in given.items():
+        if value is not None:
+            raise ConditionError(
+                f"{name}= was given without memory=, which it belongs to: give both to this call, or both to "
+                "condition()"
+            )

@@ -1,0 +1,154 @@
+"""A language model reads embeddings that stand before its text, and gives the keys and values of each layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.joined.joint_softmax import Capture
+from mmattn.adapters.language_models import device_of, embeddings_of, text_config
+from mmattn.adapters.protocols import Site
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.causal_lm.continuous_batching import paused
+from mmattn.hosts.causal_lm.generation import fewest_logits
+from mmattn.hosts.causal_lm.position_shift import WITHIN, probe_before_text, short_text
+from mmattn.hosts.context import Call
+from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.interop.peft import active_lora
+from mmattn.hosts.recomputation import refuse_reentrant
+
+#: Tokens of the vocabulary whose embeddings are measured.
+MEASURED = 4096
+
+
+class HostEmbeddingReader:
+    """Has a host read embeddings, in a forward of its own that no adapter takes part in.
+
+    Args:
+        model: the adapted model.
+        turns_keys: whether positions turn keys, and may lie before 0.
+    """
+
+    def __init__(self, model: Any, turns_keys: bool) -> None:
+        self.model, self.turns_keys = model, turns_keys
+        self._options = fewest_logits(model.host)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostEmbeddingReader:
+        # In a copy of the model it reads with the copy's host; a copy of an adapter alone stays with its host.
+        twin = copy.copy(self)
+        twin.model = memo.get(id(self.model), self.model)
+        return twin
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a part of the host is in training mode."""
+        return any(module.training for module in self.model.host.modules())
+
+    @torch.no_grad()
+    def embedding_size(self) -> float:
+        """Root of the mean square of the embeddings of the host's tokens."""
+        size = getattr(text_config(self.model.host), "vocab_size", None) or 1
+        ids = torch.arange(0, size, max(size // MEASURED, 1))[None]
+        return float(self._embed(ids).float().square().mean().sqrt())
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Weights of the host."""
+        weights: Iterable[Tensor] = self.model.host.parameters()
+        return weights
+
+    def state(self) -> Hashable:
+        """Which LoRA adapters are active."""
+        return active_lora(self.model.host)
+
+    def read(
+        self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
+    ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
+        """Keys (b, g, m, k) and values (b, g, m, v) of each layer.
+
+        Args:
+            name: of the adapter.
+            embeddings: (b, m, d).
+            real: (b, m) bool, which of them are tokens; padding is on the right.
+            positions: (b, m).
+
+        Raises:
+            ConditionError: gradients are needed and would be lost, or the host is in continuous batching.
+        """
+        host, captured = self.model.host, Capture()
+        function = str(getattr(text_config(host), "_attn_implementation", ""))
+        if function.startswith("paged|"):
+            raise ConditionError(
+                f"the memory of adapter {name!r} is read by the host, which is in continuous batching now: give "
+                "memories to model.generate_batch(inputs, memory=[…]), which has them read before it begins"
+            )
+        if torch.is_grad_enabled() and host.training:
+            refuse_reentrant(host)
+        device, like = device_of(embeddings_of(host)), self._embed(torch.zeros(1, 1, dtype=torch.long))
+        # A row without a slot has one that nobody looks at, so that its numbers are finite.
+        seen = (real | (torch.arange(real.shape[1], device=real.device) == 0)).long()
+        with paused(self.model), self.model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
+            host(
+                inputs_embeds=embeddings.to(device, like.dtype),
+                attention_mask=seen.to(device),
+                position_ids=positions.to(device),
+                use_cache=False,
+                **self._options,
+            )
+        return dict(captured.keys), dict(captured.values)
+
+    @torch.no_grad()
+    def _embed(self, ids: Tensor) -> Tensor:
+        embeddings = embeddings_of(self.model.host)
+        found: Tensor = embeddings(ids.to(device_of(embeddings)))
+        return found
+
+
+def embedding_reader(model: Any, sites: Sequence[Site]) -> HostEmbeddingReader:
+    """What reads embeddings before the text of a host, once it is proved that it reads them as it reads tokens.
+
+    Args:
+        model: the adapted model.
+        sites: the attention of every layer.
+
+    Raises:
+        AttachError: the host takes no embeddings, or does not read a text after them as it reads both.
+        ConditionError: its attention takes no mask.
+    """
+    reader = HostEmbeddingReader(model, probe_before_text(model, sites) is not None)
+    _check_embeddings(model, sites[0].width)
+    return reader
+
+
+@torch.no_grad()
+def _check_embeddings(model: Any, width: int) -> None:
+    """Prove that the embeddings of a text are what the text is.
+
+    Raises:
+        AttachError: they are not.
+    """
+    host, name = model.host, type(model.host).__name__
+    ids = short_text(host)
+    advice = "take a GatedAdapter for this host"
+    embeddings: nn.Module = embeddings_of(host)
+    try:
+        embedded = embeddings(ids)
+        with model.open_blocks.conditioned(None), in_eval_mode(host):
+            mask = torch.ones_like(ids)
+            wanted = host(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            found = host(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits
+    except Exception as error:
+        raise AttachError(f"{name} reads no embeddings: {type(error).__name__}: {error}; {advice}") from error
+    if embedded.shape[-1] != width:
+        raise AttachError(
+            f"the embeddings of {name} have width {embedded.shape[-1]}, and its hidden states {width}: {advice}"
+        )
+    apart = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    if not apart <= WITHIN[found.element_size()]:
+        raise AttachError(
+            f"{name} does not read embeddings as it reads the tokens that they are of ({apart:.0e} apart): its layers "
+            f"need ids as well; {advice}"
+        )

@@ -1,0 +1,265 @@
+"""Adapters from files onto a host: folders, the Hugging Face hub, and the layouts in which others publish theirs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.adapter_config import check_tensors, parse_config
+from mmattn.adapters.gated.pretrained import read_published
+from mmattn.adapters.registry import adapter_kinds
+from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
+from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
+from mmattn.hosts.attach import adapted_model, attach, check_same_options
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.causal_lm.pretrained import read_weights, text_host
+from mmattn.hosts.interop.hub import local_folder
+from mmattn.hosts.ownership import adapted
+from mmattn.hosts.save_pretrained import SETTINGS, STATE, saved_settings
+from mmattn.hosts.saving import host_fingerprint, host_sizes
+from mmattn.storage.safetensors import check_values
+
+
+def load(
+    host: nn.Module,
+    folder: str | PathLike[str],
+    name: str = "default",
+    *,
+    path: str | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
+) -> Any:
+    """Put a saved adapter on a host; on a UNet also the single file of a published IP-Adapter.
+
+    In whatever precision an adapter was saved, and whatever the host has, it comes in float32, as `attach` makes it and
+    as peft's `autocast_adapter_dtype` does.
+
+    Args:
+        host: as in `attach`.
+        folder: as `save_adapter` or `save_pretrained` wrote it, a checkpoint of a Trainer, or the name of a repository
+            on the Hugging Face hub, "org/name".
+        name: as in `attach`; where the folder has an adapter in a folder of this name, that one is loaded.
+        path: as in `attach`.
+        revision: branch, tag or commit of that repository.
+        dtype: of the adapter, where it is not to be that of `attach`; "auto" is the one it was saved in. Gates stay in
+            float32 at least.
+
+    Returns:
+        as `attach` does.
+
+    Raises:
+        AdapterFileError: the folder does not hold an adapter for this host; nothing is changed.
+        ConfigError: `dtype` is none in which an adapter can run.
+        NonFiniteError: a weight is NaN or infinite, or beyond the range of `dtype`; nothing is changed.
+    """
+    check_dtype(dtype)
+    folder = _folder_of(local_folder(folder, revision), name)
+    if isinstance(host, AdaptedModel):
+        host = host.host
+    try:
+        model = adapted(host) if isinstance(host, nn.Module) else None
+        if model is None:
+            model = adapted_model(host, path)
+        else:
+            check_same_options(model, path, False)
+        if os.path.isfile(folder):
+            settings, tensors = model.read_single_file(folder)
+        else:
+            settings, tensors = _read_state(model, folder, name) or _read_folder(model, folder)
+    except AttachError as error:
+        raise AdapterFileError(f"cannot load an adapter onto {type(host).__name__}: {error}") from error
+    return _attach_with(host, settings, tensors, name, path, dtype)
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuse what no adapter can run in.
+
+    Raises:
+        ConfigError: no floating-point dtype of 16 bits or more, "auto" or None.
+    """
+    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if not (dtype is None or dtype == "auto" or floats):
+        raise ConfigError(
+            f'dtype must be torch.float32, torch.bfloat16, torch.float16, torch.float64, "auto" or None, got {dtype!r}'
+        )
+
+
+def _folder_of(folder: str | PathLike[str], name: str) -> str | PathLike[str]:
+    """The folder of the adapter of this name in one that `save_pretrained` wrote, or the folder itself."""
+    inside = os.path.join(folder, str(name))
+    return inside if os.path.isfile(os.path.join(inside, TENSORS)) else folder
+
+
+def _check_fits(model: Any, config: dict[str, Any], shapes: Any) -> Any:
+    """The settings of an adapter, everything checked against a host that is not changed."""
+    settings = parse_config(config, adapter_kinds())
+    host_class = type(model.host).__name__
+    if not set(settings.positions) & set(model.positions):
+        raise AdapterFileError(
+            f"this adapter of kind {config['kind']!r} was made for a {config['host']['class']}; this host is a "
+            f"{host_class} of kind {model.kind!r}: load that host"
+        )
+    sites = settings.sites(model)
+    wanted, here = config["host"], host_sizes(model, sites[0].position)
+    if any(wanted[size] != here[size] for size in here):
+        raise AdapterFileError(
+            f"this adapter was made for a {wanted['class']} with {wanted['num_layers']} layers of width "
+            f"{wanted['hidden_size']}; this host is a {host_class} with {here['num_layers']} layers of width "
+            f"{here['hidden_size']}: load that host"
+        )
+    layers = [site.layer for site in sites]
+    if layers != config["layers"]:
+        raise AdapterFileError(
+            f"the config says layers {config['layers']} and its settings give {layers} on this host: one was edited"
+        )
+    with torch.device("meta"):
+        needed = settings.build(sites).state_dict()
+    expected = {key: (tuple(value.shape), value.dtype) for key, value in needed.items()}
+    for key, (shape, dtype) in expected.items():
+        # Weights are cast where they are loaded, from whatever precision they were saved in.
+        if key in shapes and dtype.is_floating_point and shapes[key][1].is_floating_point:
+            expected[key] = shape, shapes[key][1]
+    check_tensors(expected, shapes)
+    return settings
+
+
+def _read_state(model: Any, folder: str | PathLike[str], name: str) -> tuple[Any, dict[str, Tensor]] | None:
+    """The settings and tensors of an adapter in the state dict that a Trainer wrote; None where there is none."""
+    path = os.path.join(folder, STATE)
+    if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, own)) for own in (CONFIG, TENSORS)):
+        return None
+    state, source = read_weights(path)
+    known = saved_settings(state, source)
+    if not known:
+        return None
+    chosen = name if name in known else next(iter(known))
+    if chosen != name and len(known) > 1:
+        raise AdapterFileError(f"{source} holds the adapters {', '.join(known)}, and none is called {name!r}: name one")
+    start = f"adapters.{chosen}."
+    keys = [key for key in state if key.startswith(start) and key != start + SETTINGS]
+    tensors = {key.removeprefix(start): state[key] for key in keys}
+    settings = _check_fits(model, known[chosen], {key: (tuple(x.shape), x.dtype) for key, x in tensors.items()})
+    for key, tensor in tensors.items():
+        check_values(key, tensor)
+    return settings, tensors
+
+
+def _read_folder(model: Any, folder: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+    """The settings and tensors of an adapter, everything checked against a host that is not changed."""
+    config, tensors = load_folder(folder, lambda config, shapes: _check_fits(model, config, shapes))
+    settings = parse_config(config, adapter_kinds())
+    there = config["host"]["fingerprint"]
+    # A host that is stored in half precision may have been trained on in full.
+    if there is not None and all(here not in (None, there) for here in _fingerprints(model)):
+        warnings.warn(
+            f"the weights of this {type(model.host).__name__} are not those the adapter in {str(folder)!r} was trained "
+            "on: another revision, a fine-tuned copy, or another dtype; what it says may be worse than what was "
+            "measured",
+            stacklevel=4,
+        )
+    return settings, tensors
+
+
+def _fingerprints(model: Any) -> Iterator[str | None]:
+    """Of the host as it is, and as it would be in the dtypes that hosts are stored in."""
+    yield host_fingerprint(model)
+    there = {value.dtype for value in model.host.parameters() if value.is_floating_point()}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if there != {dtype}:
+            yield host_fingerprint(model, dtype)
+
+
+def _attach_with(
+    host: nn.Module,
+    settings: Any,
+    tensors: Mapping[str, Tensor],
+    name: str,
+    path: str | None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
+) -> Any:
+    wanted = _saved_dtype(tensors) if dtype == "auto" else dtype
+    target = wanted or torch.get_default_dtype()
+    for key, tensor in tensors.items():
+        if tensor.dtype != target and tensor.is_floating_point() and not tensor.to(target).isfinite().all():
+            raise NonFiniteError(
+                f"the weights {key!r} reach {float(tensor.abs().max()):.3g}, beyond the range of {target}: give dtype= "
+                'one of a wider range, or "auto" for that of the file'
+            )
+    model = attach(host, settings, name, path=path)
+    adapter = model.adapter(name)
+    if wanted is not None:
+        adapter.to(wanted)
+    adapter.load_state_dict(tensors)
+    return model
+
+
+def _saved_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
+    """The dtype of most of the saved numbers; None where it is none that an adapter can run in."""
+    counts = Counter[torch.dtype]()
+    for tensor in tensors.values():
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            counts[tensor.dtype] += tensor.numel()
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def load_published(
+    host: nn.Module,
+    family: str,
+    weights: Mapping[str, Tensor] | str | PathLike[str],
+    name: str = "default",
+    *,
+    visible_segments: str = "latest",
+    media_token: int | None = None,
+    num_heads: int | None = None,
+    path: str | None = None,
+) -> Any:
+    """Put the gated cross-attention of a published model on a host that holds the rest of its text part.
+
+    The memory is what the published blocks attend to: for Idefics the states of its vision model, resampled where it
+    has a resampler, for Mllama those after `multi_modal_projector`, for OpenFlamingo those after its perceiver; with
+    segments that number the images of each row.
+
+    Args:
+        host: for Idefics the Llama with its `layers`; for Mllama the Llama made of the layers that are not
+            cross-attention, in their order; for OpenFlamingo its language model.
+        family: "idefics", "mllama" or "openflamingo".
+        weights: a state dict, a `.safetensors` or `.bin` file, or a folder of safetensors files; other tensors than
+            those of the blocks are left alone.
+        name: as in `attach`.
+        visible_segments: what a token sees: the "latest" image, all "previous" ones, or "all".
+        media_token: id of the token that stands for an image; or give `images` at each call.
+        num_heads: where it cannot be read off: OpenFlamingo with heads of another width than 64.
+        path: as in `attach`.
+
+    Returns:
+        as `attach` does.
+
+    Raises:
+        AdapterFileError: tensors are missing, unknown or of another shape, the host is not the one they were made
+            for, or its feed-forward is no SwiGLU (Idefics, Mllama).
+        AttachError: the name is taken. Nothing is changed.
+    """
+    if isinstance(host, AdaptedModel):
+        host = host.host
+    tensors, source = read_weights(weights)
+    try:
+        facts = text_host(host)
+    except AttachError as error:
+        raise AdapterFileError(f"cannot load {family} onto {type(host).__name__}: {error}") from error
+    settings, state = read_published(
+        family,
+        tensors,
+        facts,
+        visible_segments=visible_segments,
+        media_token=media_token,
+        num_heads=num_heads,
+        source=source,
+    )
+    return _attach_with(host, settings, state, name, path)

@@ -1,0 +1,203 @@
+"""What is saved of an adapted model: the adapters and what else is trained, never the frozen host."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.adapter_config import check_config
+from mmattn.adapters.migrations import migrate_config
+from mmattn.adapters.registry import adapter_kinds
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.ownership import AttachedModel
+from mmattn.hosts.saving import adapter_config, save
+from mmattn.storage.json_files import parse_json
+
+DEFAULT = "default"
+SETTINGS = "adapter_config"
+"""Beside the weights of an adapter in a state dict: its settings, the bytes of their JSON as a tensor."""
+STATE = "model.safetensors"
+"""The file that Trainers, and accelerate, write a state dict to."""
+_MAX_JSON = 1 << 20
+
+
+class SavedModel(AttachedModel):
+    """A host and its adapters, whose checkpoints hold what is trained.
+
+    Args:
+        host: the frozen model.
+    """
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__(host)
+        self._state_prefix = ""
+        self.register_load_state_dict_post_hook(_expect_no_host)
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The adapters with their settings, and parameters of the host that are trained (a LoRA); no frozen one.
+
+        So the checkpoints of every trainer stay small, and `mmattn.load` reads what `transformers.Trainer` writes.
+        `load_state_dict` does not miss the frozen host, and takes it where it is there. The whole host is in
+        `host.state_dict()`.
+
+        Args:
+            destination: as in `torch.nn.Module`.
+            prefix: as in `torch.nn.Module`.
+            keep_vars: as in `torch.nn.Module`; True, as `torch.export` asks, gives all of the host and no settings.
+        """
+        state: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if keep_vars:
+            return state
+        trained = {f"{prefix}host.{name}" for name in self._trained_of_host()}
+        for key in [key for key in state if key.startswith(f"{prefix}host.") and key not in trained]:
+            del state[key]
+        for name, adapter in self.adapters.items():
+            config: Any = adapter.config
+            if adapter_kinds().get(config.kind) is type(config):
+                written = json.dumps(adapter_config(self, name, with_fingerprint=False)).encode()
+                state[f"{prefix}adapters.{name}.{SETTINGS}"] = torch.tensor(list(written), dtype=torch.uint8)
+        return state
+
+    def _trained_of_host(self) -> set[str]:
+        named = self.host.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if parameter.requires_grad}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._state_prefix = prefix
+        for name in self.adapters:
+            state_dict.pop(f"{prefix}adapters.{name}.{SETTINGS}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def save_adapter(self, path: str | PathLike[str], name: str = DEFAULT, *, encoder: str | None = None) -> None:
+        """Write one adapter as a folder: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
+
+        Args:
+            path: the folder.
+            name: of the adapter.
+            encoder: fingerprint of the encoder whose memories it was trained on, written to the file.
+
+        Raises:
+            AttachError: there is no such adapter.
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        save(self, path, name, encoder)
+
+    def push_to_hub(
+        self,
+        repository: str,
+        name: str = DEFAULT,
+        *,
+        encoder: str | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Upload one adapter, and nothing of the host, to the Hugging Face hub.
+
+        Args:
+            repository: "org/name"; made where it is missing.
+            name: of the adapter.
+            encoder: as in `save_adapter`.
+            private: as in `transformers.PreTrainedModel.push_to_hub`.
+            revision: a branch, made where it is missing.
+            token: as in `transformers.PreTrainedModel.push_to_hub`.
+            commit_message: as in `transformers.PreTrainedModel.push_to_hub`.
+
+        Returns:
+            the address of the commit.
+
+        Raises:
+            AdapterFileError: the hub refused it, or cannot be reached.
+        """
+        from mmattn.hosts.interop.hub import upload
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_adapter(folder, name, encoder=encoder)
+            message = commit_message or f"Adapter {name}"
+            return upload(folder, repository, private=private, revision=revision, token=token, message=message)
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike[str],
+        *,
+        selected_adapters: Sequence[str] | None = None,
+        encoder: str | None = None,
+        is_main_process: bool = True,
+    ) -> None:
+        """Write the adapters and nothing of the host, laid out as peft does; `host.save_pretrained` writes the host.
+
+        The adapter "default" is written into the folder itself, every other one into a folder of its name in it, each
+        as `save_adapter` does. `mmattn.load(host, save_directory)` reads the first, and with a name the others.
+
+        Args:
+            save_directory: the folder.
+            selected_adapters: names of the adapters; all by default.
+            encoder: as in `save_adapter`.
+            is_main_process: False writes nothing: the other processes of a run.
+
+        Raises:
+            AttachError: a name that is not attached, or no adapter at all.
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        names = list(self.adapters) if selected_adapters is None else list(selected_adapters)
+        unknown = [name for name in names if name not in self.adapters]
+        if unknown or not names:
+            raise AttachError(
+                f"save_pretrained was asked for the adapters {unknown or names}, and attached are "
+                f"{', '.join(self.adapters) or 'none'}; the host is written by model.host.save_pretrained(folder)"
+            )
+        if is_main_process:
+            for name in names:
+                folder = save_directory if name == DEFAULT else os.path.join(save_directory, name)
+                self.save_adapter(folder, name, encoder=encoder)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refused: an adapted model is made of a host and an adapter's folder, by `mmattn.load(host, folder)`.
+
+        Raises:
+            ConditionError: always.
+        """
+        raise ConditionError(
+            f"{cls.__name__}.from_pretrained was called, and an adapted model is made of two things: load the host by "
+            "its own from_pretrained, then the adapter with model = mmattn.load(host, folder)"
+        )
+
+
+def _expect_no_host(model: nn.Module, keys: Any) -> None:
+    """Let a state dict go without the frozen host."""
+    assert isinstance(model, SavedModel)
+    start = f"{model._state_prefix}host."
+    trained = {start + name for name in model._trained_of_host()}
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(start) or key in trained]
+
+
+def saved_settings(state: Mapping[str, Tensor], source: str) -> dict[str, dict[str, Any]]:
+    """The settings of each adapter in the state dict of an adapted model; none where it is of something else.
+
+    Args:
+        state: tensors by name.
+        source: what messages call it.
+
+    Raises:
+        AdapterFileError: they are damaged, or of a newer format.
+    """
+    found = {}
+    for key in state:
+        room, _, rest = key.partition(".")
+        name, _, last = rest.partition(".")
+        if (room, last) == ("adapters", SETTINGS):
+            what = f"{key!r} in {source}"
+            config = parse_json(what, bytes(state[key].to(torch.uint8).flatten().tolist()), _MAX_JSON)
+            found[name] = migrate_config(check_config(config, what))
+    return found

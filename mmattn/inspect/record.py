@@ -1,0 +1,284 @@
+"""`Trace`: the attention of the words of a text to their sources; its file in the folder of a run."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, check_choice
+from mmattn.storage.file_meaning import making_sense
+from mmattn.storage.safetensors import read_tensors, write_tensors
+from mmattn.tokenization import check_text
+
+FORMAT, VERSION = "mmattn-traces", 3
+#: The name of the file in a run's folder.
+FILE = "attention.safetensors"
+#: Largest width or height of a stored picture, in pixels; a strip, three times as wide as it is high, has four of them.
+SIDE = 256
+_TENSORS = ("weights", "rollout", "probability", "without", "dropped")
+_PICTURES = ("picture", "word_picture")
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Attention weights between the l words of a text and s sources, in n layers of h heads.
+
+    Args:
+        words: l texts.
+        sources: s texts that name a patch, a passage, a token of another text.
+        weights: (n, h, l, s), summed over the slots of a source.
+        layers: names of the n layers.
+        title: a line above it.
+        queries: which of the two attend, so that their weights sum to 1 or less: "words" to sources, or "sources" to
+            words, as the patches of a picture do that is drawn from a text.
+        rollout: (l, s), see `mmattn.inspect.rollout`.
+        probability: (l,) of each word.
+        without: (l,) of each word without a memory.
+        dropped: (l, s) of each word without one source.
+        grid: rows and columns, where the sources are the patches of a picture, row by row.
+        picture: that of `grid`, as an image of Pillow, which is stored as a small JPEG, or the bytes of a JPEG.
+        spans: where the sources are parts of a sound or series: for each where it begins and ends, from left to right
+            of the picture; and the share of the height where it begins and ends, from the bottom, by default all of it.
+        extent: of the picture from left to right, in the unit of `spans`; by default up to the end of the last one.
+        unit: of `spans`, as it is written after a number.
+        word_grid: rows and columns, where the words are the patches of a picture too.
+        word_picture: that of `word_grid`, as for `picture`.
+
+    Raises:
+        ShapeError: sizes that do not fit.
+        ConfigError: `queries` is neither.
+        NonFiniteError: NaN or infinity.
+        TextError: words, sources, layers or a title that are no texts.
+
+    >>> trace = Trace(["a", "rose"], ["left", "right"], torch.tensor([[[[0.5, 0.5], [0.9, 0.1]]]]), ["layer 3"])
+    >>> print(trace.draw(top=1))
+    a
+      ██████████             50.0 %  left
+    rose
+      ██████████████████     90.0 %  left
+    """
+
+    words: Sequence[str]
+    sources: Sequence[str]
+    weights: Tensor
+    layers: Sequence[str]
+    title: str = ""
+    queries: str = "words"
+    rollout: Tensor | None = None
+    probability: Tensor | None = None
+    without: Tensor | None = None
+    dropped: Tensor | None = None
+    grid: tuple[int, int] | None = None
+    picture: Any = None
+    spans: Sequence[Sequence[float]] | None = None
+    extent: float | None = None
+    unit: str = "s"
+    word_grid: tuple[int, int] | None = None
+    word_picture: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("words", "sources", "layers"):
+            object.__setattr__(self, name, tuple(check_text(getattr(self, name))))
+        check_text(self.title)
+        check_choice("queries", self.queries, ("words", "sources"))
+        l, s = len(self.words), len(self.sources)
+        heads = self.weights.shape[1] if self.weights.dim() == 4 else "h"
+        wanted = {
+            "weights": (len(self.layers), heads, l, s),
+            "rollout": (l, s),
+            "probability": (l,),
+            "without": (l,),
+            "dropped": (l, s),
+        }
+        for name in _TENSORS:
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if tuple(given.shape) != wanted[name]:
+                raise ShapeError(
+                    f"{name} of {len(self.layers)} layers, {l} words and {s} sources must be {wanted[name]}, "
+                    f"got {tuple(given.shape)}"
+                )
+            if not torch.isfinite(given).all():
+                raise NonFiniteError(f"{name} of a trace has NaN or infinity: check the model with doctor(...) first")
+            object.__setattr__(self, name, given.detach().float().cpu())
+        for grid, count, kind in ((self.grid, s, "sources"), (self.word_grid, l, "words")):
+            if grid is not None and grid[0] * grid[1] != count:
+                raise ShapeError(f"a grid of {grid[0]} × {grid[1]} patches does not fit {count} {kind}")
+        if self.spans is not None:
+            self._check_spans()
+        for name in _PICTURES:
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, bytes):
+                object.__setattr__(self, name, _small(given))
+
+    def _check_spans(self) -> None:
+        """Complete the spans, and refuse those that are none."""
+        spans = tuple(tuple(map(float, (*span, 0.0, 1.0) if len(span) == 2 else span)) for span in self.spans or ())
+        if self.grid is not None:
+            raise ConfigError("sources are the patches of a grid or have spans, and both were given: give one of them")
+        if len(spans) != len(self.sources) or any(len(span) != 4 for span in spans):
+            raise ShapeError(
+                f"spans are (start, end) or (start, end, bottom, top), one for each of {len(self.sources)} sources, "
+                f"got {len(spans)}"
+            )
+        extent = max((span[1] for span in spans), default=1.0) if self.extent is None else float(self.extent)
+        if not all(math.isfinite(value) for value in (extent, *(value for span in spans for value in span))):
+            raise NonFiniteError("spans of a trace have NaN or infinity: give the times of its sources")
+        if extent <= 0 or any(not (0 <= a <= b and 0 <= low < high <= 1) for a, b, low, high in spans):
+            raise ConfigError("spans must have 0 ≤ start ≤ end and 0 ≤ bottom < top ≤ 1, and extent must be above 0")
+        object.__setattr__(self, "spans", spans)
+        object.__setattr__(self, "extent", extent)
+
+    def mean(self) -> Tensor:
+        """The weights (l, s) as the mean over layers and heads."""
+        return self.weights.mean((0, 1))
+
+    def draw(self, top: int = 3, width: int = 20) -> str:
+        """The trace as text: under each word a bar for the weight of each of its largest sources.
+
+        After a source, where it is known, the change of the word's probability without it.
+
+        Args:
+            top: sources of each word.
+            width: characters of a bar of weight 1.
+        """
+        lines = [self.title] if self.title else []
+        for number, (word, row) in enumerate(zip(self.words, self.mean(), strict=True)):
+            line = _plain(word)
+            if self.probability is not None:
+                line += f"  {self.probability[number]:.1%}".replace("%", " %")
+                if self.without is not None:
+                    line += f", {self.without[number]:.1%} without memory".replace("%", " %")
+            lines.append(line)
+            for source in row.argsort(descending=True, stable=True)[:top].tolist():
+                share = row[source].item()
+                text = f"  {_bar(share, width):<{width}}  {100 * share:5.1f} %  {_plain(self.sources[source])}"
+                if self.dropped is not None and self.probability is not None:
+                    change = (self.dropped[number, source] - self.probability[number]).item()
+                    text += f"  {100 * change:+.1f} points if dropped"
+                lines.append(text)
+        return "\n".join(lines)
+
+
+def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
+    """Write traces to the file `attention.safetensors` in a folder, replacing one that is there.
+
+    Args:
+        traces: one or more.
+        run: the folder.
+
+    Raises:
+        ConfigError: no traces.
+        OSError: the folder is missing or not writable.
+    """
+    if not traces:
+        raise ConfigError("there are no traces to save: give one or more")
+    tensors: dict[str, Tensor] = {}
+    described = []
+    for number, trace in enumerate(traces):
+        for name in _TENSORS:
+            if getattr(trace, name) is not None:
+                tensors[f"{number}.{name}"] = getattr(trace, name)
+        for name in _PICTURES:
+            if getattr(trace, name) is not None:
+                tensors[f"{number}.{name}"] = torch.frombuffer(bytearray(getattr(trace, name)), dtype=torch.uint8)
+        described.append(
+            {
+                "title": trace.title,
+                "words": list(trace.words),
+                "sources": list(trace.sources),
+                "layers": list(trace.layers),
+                "queries": trace.queries,
+                "grid": None if trace.grid is None else list(trace.grid),
+                "word_grid": None if trace.word_grid is None else list(trace.word_grid),
+                "spans": None if trace.spans is None else [list(span) for span in trace.spans],
+                "extent": trace.extent,
+                "unit": trace.unit,
+            }
+        )
+    file = Path(run) / FILE
+    write_tensors(file, tensors, {"format": FORMAT, "format_version": VERSION, "traces": described})
+    return file
+
+
+def load_traces(run: str | PathLike[str]) -> list[Trace]:
+    """The traces in the folder of a run.
+
+    Args:
+        run: the folder.
+
+    Raises:
+        AdapterFileError: there are none, they are of a newer version, or the file is torn or changed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     file = save_traces([Trace(["a"], ["left"], torch.ones(1, 1, 1, 1), ["layer 3"])], run)
+    ...     [trace.words for trace in load_traces(run)]
+    [('a',)]
+    """
+    file = Path(run) / FILE
+    if not file.is_file():
+        raise AdapterFileError(
+            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag, diffusion and translate write it "
+            "at their end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
+        )
+    tensors, about = read_tensors(file, FORMAT)
+    version = about.get("format_version", 1)
+    if version not in range(1, VERSION + 1):
+        raise AdapterFileError(
+            f"{file} is of version {version}, and this mmattn reads up to version {VERSION}: install a newer mmattn"
+        )
+    with making_sense(file, "traces"):
+        described = [_migrated(one, version) for one in about["traces"]]
+        return [_restored(number, one, tensors) for number, one in enumerate(described)]
+
+
+def _migrated(about: dict[str, Any], version: int) -> dict[str, Any]:
+    """A trace of an earlier format in the newest.
+
+    In format 1 `queries` is called `looking`, and `word_grid` may be missing; before format 3 there are no spans.
+    """
+    if version == 1:
+        renamed = {"queries" if name == "looking" else name: value for name, value in about.items()}
+        about = {"word_grid": None} | renamed
+    return {"spans": None, "extent": None, "unit": "s"} | about if version < 3 else about
+
+
+def _restored(number: int, about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
+    fields: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in _TENSORS if name != "weights"}
+    for name in _PICTURES:
+        picture = tensors.get(f"{number}.{name}")
+        fields[name] = None if picture is None else picture.numpy().tobytes()
+    for name in ("grid", "word_grid"):
+        grid = about[name]
+        fields[name] = None if grid is None else (int(grid[0]), int(grid[1]))
+    fields |= {name: about[name] for name in ("words", "sources", "layers", "title", "queries")}
+    fields |= {name: about[name] for name in ("spans", "extent", "unit")}
+    return Trace(weights=tensors[f"{number}.weights"], **fields)
+
+
+def _small(image: Any) -> bytes:
+    """A picture as the bytes of a small JPEG."""
+    small, file = image.convert("RGB"), io.BytesIO()
+    small.thumbnail((4 * SIDE if small.width >= 3 * small.height else SIDE, SIDE))
+    small.save(file, "JPEG", quality=88)
+    return file.getvalue()
+
+
+def _bar(share: float, width: int) -> str:
+    eighths = round(8 * width * min(max(share, 0.0), 1.0))
+    return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+
+
+def _plain(text: str) -> str:
+    """A text on one line, without characters that move the cursor of a terminal."""
+    return "".join(char if char.isprintable() else " " for char in text).strip() or repr(text)

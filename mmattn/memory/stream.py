@@ -1,0 +1,158 @@
+"""`MemoryStream`: a memory that grows while it is attended to, and forgets what is older than its window."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmattn.errors import ConditionError, ShapeError, check_int
+from mmattn.memory.memory import Memory
+
+
+class MemoryStream:
+    """Slots that arrive one after the other: frames, samples of a sensor, new passages.
+
+    Given as `memory=`, each forward of the host sees the slots that had arrived when it began, the latest `window` of
+    them; so in `generate` each token sees what had arrived when it was read. `append` may be called at any time, from
+    any thread. Keys and values of a slot are projected once. `model(ids, memory=whole, arrived=counts, window=window)`
+    is the same for a text that is known, in one forward and with gradients.
+
+    Args:
+        dim: e, width of each slot.
+        window: how many of the latest slots are seen; None for all.
+        rows: b, of the text; slots arrive in all rows at once.
+
+    >>> stream = MemoryStream(dim=24, window=5)
+    >>> for frame in torch.randn(7, 1, 1, 24):
+    ...     stream.append(frame)
+    >>> stream.arrived, stream.memory()
+    (7, Memory(b=1, m=5, e=24, float32))
+    """
+
+    def __init__(self, dim: int, *, window: int | None = None, rows: int = 1) -> None:
+        self.dim, self.rows = check_int("dim", dim), check_int("rows", rows)
+        self.window = None if window is None else check_int("window", window)
+        #: Held while slots are added or looked up.
+        self.lock = threading.RLock()
+        #: What adapters have computed of the slots, by adapter.
+        self.computed: dict[Any, Any] = {}
+        self._slots = SlidingBuffer(1, self.window)
+
+    @property
+    def arrived(self) -> int:
+        """How many slots have arrived so far, those that are forgotten included."""
+        return self._slots.stop
+
+    def append(self, slots: Any) -> None:
+        """Add slots after those that are there.
+
+        Args:
+            slots: (b, n, e), a tensor or a `Memory` without padding; their device and dtype are those of the first.
+
+        Raises:
+            ShapeError: other rows or another width.
+            NonFiniteError: NaN or infinity.
+            ConditionError: slots that need gradients, which a stream does not keep.
+        """
+        memory = slots if isinstance(slots, Memory) else Memory(slots)
+        if (memory.batch, memory.dim) != (self.rows, self.dim):
+            raise ShapeError(
+                f"slots of this stream are (b, n, e) with b = {self.rows} and e = {self.dim}, got "
+                f"{tuple(memory.tokens.shape)}"
+            )
+        if memory.mask is not None and not bool(memory.mask.all()):
+            raise ShapeError("slots of a stream arrive in all rows at once: append them without padding")
+        if memory.tokens.requires_grad and torch.is_grad_enabled():
+            raise ConditionError(
+                "a stream keeps no gradients: detach() the slots, or train on the whole text with "
+                "model(ids, memory=slots, arrived=counts)"
+            )
+        with self.lock:
+            self._slots.append(memory.tokens.detach())
+
+    def seen(self) -> tuple[int, int]:
+        """The numbers, counted from 0, of the first slot that is seen now, and of the one that arrives next."""
+        stop = self.arrived
+        return (0 if self.window is None else max(0, stop - self.window)), stop
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """Slots by their numbers, (b, stop - start, e).
+
+        Args:
+            start: of the first.
+            stop: one past the last.
+
+        Raises:
+            ConditionError: they are forgotten.
+        """
+        if self._slots.data is None:
+            return torch.zeros(self.rows, 0, self.dim)
+        return self._slots.get(start, stop)
+
+    def memory(self) -> Memory:
+        """What is seen now."""
+        with self.lock:
+            return Memory(self.tokens(*self.seen()), check_finite=False)
+
+    def __repr__(self) -> str:
+        return f"MemoryStream(dim={self.dim}, window={self.window}, rows={self.rows}, arrived={self.arrived})"
+
+
+class SlidingBuffer:
+    """Tensors one after the other along a dimension, of which the latest are kept.
+
+    What was looked up stays as it is while more is added: room that has been written is never written again.
+
+    Args:
+        dim: the dimension.
+        window: how many places are kept at least; None for all.
+        start: the number of the first place.
+
+    Attributes:
+        data: the tensor that holds them, with room for more; None before the first.
+        stop: the number of the place that is added next.
+    """
+
+    def __init__(self, dim: int, window: int | None, start: int = 0) -> None:
+        self.dim, self.window = dim, window
+        self.data: Tensor | None = None
+        self.first = self.stop = start
+
+    def append(self, more: Tensor) -> None:
+        """Add places.
+
+        Args:
+            more: alike in all other dimensions.
+        """
+        count = more.shape[self.dim]
+        if self.data is None or self.stop - self.first + count > self.data.shape[self.dim]:
+            kept = self.stop - self.first if self.window is None else min(self.stop - self.first, self.window)
+            shape = list(more.shape)
+            shape[self.dim] = 2 * (kept + max(count, 8))
+            like = more if self.data is None else self.data
+            data = torch.empty(shape, dtype=like.dtype, device=like.device)
+            if self.data is not None:
+                data.narrow(self.dim, 0, kept).copy_(self.get(self.stop - kept, self.stop))
+            self.data, self.first = data, self.stop - kept
+        self.data.narrow(self.dim, self.stop - self.first, count).copy_(more)
+        self.stop += count
+
+    def get(self, start: int, stop: int) -> Tensor:
+        """Places by their numbers, a view.
+
+        Args:
+            start: of the first.
+            stop: one past the last.
+
+        Raises:
+            ConditionError: they are forgotten.
+        """
+        if self.data is None or start < self.first:
+            raise ConditionError(
+                f"slots {start} to {stop} were asked for, and those before {self.first} are forgotten: many slots "
+                "arrived within one forward; make the window wider"
+            )
+        return self.data.narrow(self.dim, start - self.first, stop - start)

@@ -1,0 +1,277 @@
+"""`pipeline_config.json`: what an adapter's folder says of the models, the memory and the words that go with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mmattn.adapters.serialization import replace_card
+from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.storage.json_files import read_json, write_json
+
+FILE = "pipeline_config.json"
+FORMAT = "mmattn-pipeline"
+FORMAT_VERSION = 1
+
+Task = Literal["image-to-text", "question-answering", "text-generation", "text-to-image"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelReference(_Strict):
+    """A model and its tokenizer by name.
+
+    Args:
+        name: a name on the Hugging Face hub, a folder, or "assets/…" for one that is installed with mmattn. A relative
+            folder lies beside the adapter's own.
+        revision: branch, tag or commit on the hub.
+        quantization: "int8" (torchao), "bnb8" or "bnb4" (bitsandbytes).
+        lora: folder of a LoRA that the model had when the adapter was trained.
+        tokenizer_fingerprint: sha256 of the tokenizer.
+    """
+
+    name: str
+    revision: str | None = None
+    quantization: Literal["int8", "bnb8", "bnb4"] | None = None
+    lora: str | None = None
+    tokenizer_fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, name: str, tokenizer: Any, **fields: Any) -> ModelReference:
+        """The reference of a model that was loaded under a name; a folder is written as an absolute path.
+
+        Args:
+            name: as it was loaded.
+            tokenizer: of transformers, as it was loaded.
+            **fields: the other fields.
+        """
+        return cls(name=absolute(name), tokenizer_fingerprint=tokenizer_fingerprint(tokenizer), **fields)
+
+
+class EncoderReference(_Strict):
+    """An encoder by name.
+
+    Args:
+        name: of images "torchvision:NAME[:WEIGHTS]", a folder of open_clip, "NAME:TAG" of open_clip, or the file of a
+            `StyleEncoder`; of texts any encoder of Hugging Face, or the file of a `HybridEncoder`.
+        pooling: of texts, as in `TextEncoder`.
+        pooled: of images, one slot for each.
+    """
+
+    name: str
+    pooling: str | None = None
+    pooled: bool = False
+
+    @classmethod
+    def of(cls, name: str, **fields: Any) -> EncoderReference:
+        """The reference of an encoder that was loaded under a name; files and folders are written as absolute paths.
+
+        Args:
+            name: as it was loaded.
+            **fields: the other fields.
+        """
+        kind, colon, rest = name.partition(":")
+        if kind == "torchvision":
+            network, second, weights = rest.partition(":")
+            return cls(name=f"{kind}{colon}{network}{second}{absolute(weights) if weights else ''}", **fields)
+        return cls(name=absolute(name), **fields)
+
+
+class MemoryConfig(_Strict):
+    """How hits of an index become a memory.
+
+    Args:
+        top_k: entries that a question, or a chunk of text, attends to.
+        fields: of an entry's JSON line, the texts whose vectors, one after the other, are its encoded token; the first
+            is what it is found by. None where entries are passages that the host itself reads.
+        text: how an entry is shown, a template of its fields.
+        host_layer: with passages, the layer of the host whose states are their slots.
+    """
+
+    top_k: int = Field(ge=1)
+    fields: tuple[str, ...] | None = None
+    text: str | None = None
+    host_layer: int | None = Field(None, ge=0)
+
+
+class PipelineConfig(_Strict):
+    """Everything that `mmattn.pipeline` needs beside the adapter itself.
+
+    Args:
+        task: "image-to-text", "question-answering", "text-generation" with retrieved passages, or "text-to-image".
+        host: the language model, or the UNet with its text encoder.
+        encoder: of the pictures, or of the texts of the index.
+        memory: how the memory is made; None for pictures.
+        prompt: what the text begins with; "{question}" stands for what is asked.
+        refusal: the answer that says that nothing in the index answers.
+        generation: arguments of `generate`, or for pictures num_inference_steps and guidance_scale.
+        trained_on: the data, in one sentence.
+        training: settings of the training that the card shows.
+        results: a table in Markdown that the card shows, with the command that prints it.
+
+    >>> config = PipelineConfig(
+    ...     task="image-to-text", host=ModelReference(name="gpt2"), encoder=EncoderReference(name="ViT-B-32:openai")
+    ... )
+    >>> config.prompt
+    ''
+    """
+
+    task: Task
+    host: ModelReference
+    encoder: EncoderReference
+    memory: MemoryConfig | None = None
+    prompt: str = ""
+    refusal: str | None = None
+    generation: dict[str, bool | int | float | str | None] = {}
+    trained_on: str = ""
+    training: dict[str, bool | int | float | str | None] = {}
+    results: str = ""
+
+    @model_validator(mode="after")
+    def _fits_its_task(self) -> PipelineConfig:
+        if (self.task in ("image-to-text", "text-to-image")) != (self.memory is None):
+            raise ValueError(f"memory must be {'left out' if self.memory else 'given'} for the task {self.task}")
+        if self.task == "question-answering" and "{question}" not in self.prompt:
+            raise ValueError("prompt must have {question} in it for the task question-answering")
+        return self
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write it beside a saved adapter, and show it on the card of the folder.
+
+        Args:
+            folder: where `save_adapter` wrote the adapter.
+
+        Raises:
+            AdapterFileError: no adapter is there.
+            OSError: the disk is full, or the folder is not writable.
+        """
+        folder = Path(folder)
+        if not (folder / "adapter_config.json").is_file():
+            raise AdapterFileError(
+                f"{folder} has no adapter_config.json, so there is no adapter that this could describe: call "
+                "save_adapter first"
+            )
+        content = self.model_dump(mode="json")
+        if not self.encoder.pooled:  # so that what knows no such field reads all others
+            del content["encoder"]["pooled"]
+        write_json(folder / FILE, {"format": FORMAT, "format_version": FORMAT_VERSION, **content})
+        replace_card(folder, self.card)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> PipelineConfig:
+        """Read what `save` wrote.
+
+        Args:
+            folder: of the adapter.
+
+        Raises:
+            AdapterFileError: the file is missing, damaged, newer or something else.
+        """
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise AdapterFileError(
+                f"{os.fspath(folder)!r} has no {FILE}, which says what host and encoder its adapter needs: load it "
+                "with mmattn.load(host, folder), or describe it once with mmattn.pipelines.PipelineConfig(...)"
+                ".save(folder)"
+            )
+        content = read_json(path)
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise AdapterFileError(f"{path} must have 'format': {FORMAT!r}")
+        version = content.pop("format_version", None)
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+            raise AdapterFileError(
+                f"{path} has format version {version!r:.20}, and this mmattn reads up to {FORMAT_VERSION}; update it "
+                "with: pip install --upgrade mmattn"
+            )
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5])
+            raise AdapterFileError(f"{path} cannot be read: {wrong}") from error
+
+    def card(self, plain: str) -> str:
+        """The README of the adapter's folder: how it is used, what it was trained on, what it reached.
+
+        Args:
+            plain: the README that `save_adapter` wrote.
+        """
+        title, _, rest = plain.partition("\n```python\n")
+        end = rest[max(rest.rfind("\nWritten by mmattn"), 0) :]
+        parts = [title, f"\n```python\n{self._usage()}\n```\n"]
+        if self.trained_on:
+            listed = ", ".join(f"{name} {value}" for name, value in self.training.items())
+            parts.append(f"\n## Training\n\n{self.trained_on}{f' ({listed})' if listed else ''}\n")
+        if self.results:
+            parts.append(f"\n## Results\n\n{self.results.strip()}\n")
+        return "".join([*parts, end])
+
+    def _usage(self) -> str:
+        call = {
+            "image-to-text": 'pipe = mmattn.pipeline("this folder")\nprint(pipe("photo.jpg"))',
+            "question-answering": 'pipe = mmattn.pipeline("this folder", index="index")\n'
+            'answer = pipe("a question")\nprint(answer.text, answer.sources[0].text)',
+            "text-generation": 'pipe = mmattn.pipeline("this folder", index="index")\nprint(pipe("a text").text)',
+            "text-to-image": 'pipe = mmattn.pipeline("this folder")\n'
+            'pipe("a prompt", "example.png").resize((256, 256)).save("picture.png")',
+        }[self.task]
+        lines = ["import mmattn", "", call]
+        if self.task == "question-answering" and self.memory is not None:
+            prompt = json.dumps(self.prompt.replace("{question}", "a question"), ensure_ascii=False)
+            shipped = self.host.name.startswith("assets/")
+            lines += [
+                "",
+                "# The same in single steps:",
+                "from transformers import AutoModelForCausalLM, AutoTokenizer",
+                *(["from mmattn.recipes import asset_path"] if shipped else []),
+                "",
+                f'name = {"asset_path" if shipped else ""}("{self.host.name}")',
+                "tokenizer = AutoTokenizer.from_pretrained(name)",
+                'model = mmattn.load(AutoModelForCausalLM.from_pretrained(name, dtype="float32"), "this folder")',
+                f'index = mmattn.Index.load("index", encoder={self._encoder()})',
+                f'memory = index.search(["a question"], top_k={self.memory.top_k}).memory(tokens=True)',
+                f'ids = tokenizer(tokenizer.bos_token + {prompt}, return_tensors="pt").input_ids',
+                "out = model.generate(ids, memory=memory, max_new_tokens=24)",
+                "print(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))",
+            ]
+        return "\n".join(lines)
+
+    def _encoder(self) -> str:
+        if self.encoder.name.endswith(".safetensors"):
+            name = self.encoder.name if os.path.isabs(self.encoder.name) else f"this folder/{self.encoder.name}"
+            return f'mmattn.encoders.HybridEncoder.load("{name}")'
+        return f'mmattn.TextEncoder("{self.encoder.name}")'
+
+
+def absolute(name: str) -> str:
+    """A name of the hub or of the installation as it is, that of a file or folder as an absolute path.
+
+    Args:
+        name: as it was given.
+    """
+    return name if name.startswith("assets/") or not os.path.exists(name) else os.path.abspath(name)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """The sha256 of a tokenizer: of its vocabulary, and of its special tokens.
+
+    Args:
+        tokenizer: of transformers.
+
+    Raises:
+        ConfigError: it has no vocabulary.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if not vocabulary:
+        raise ConfigError(f"{type(tokenizer).__name__} has no vocabulary, so it has no fingerprint")
+    digest = hashlib.sha256()
+    for word, number in sorted(vocabulary.items(), key=lambda one: one[1]):
+        digest.update(f"{number} {word!r}\n".encode())
+    digest.update(repr(sorted(map(str, tokenizer.all_special_tokens))).encode())
+    return digest.hexdigest()

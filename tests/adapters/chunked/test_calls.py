@@ -1,0 +1,222 @@
+"""Chunked cross-attention in every way of calling: in pieces, prepared, checkpointed, beside others; and mistakes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.errors import ConditionError, NonFiniteError, ShapeError
+from tests import tiny
+from tests.adapters.chunked.chunks import LENGTH, ROWS, SIZE, Library, attach, neighbours, ragged, scene
+from tests.tiny import assert_close, differs
+
+
+@pytest.mark.parametrize("use_reentrant", tiny.ways_of_checkpointing())
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_checkpointing_gives_the_same_gradients(family, use_reentrant):
+    ids, gradients = tiny.text(ROWS, LENGTH), []
+    for checkpointed in (False, True):
+        model = attach(tiny.make(family)).train()
+        if checkpointed:
+            tiny.checkpoint(model.host, use_reentrant)
+        # Two forwards with different neighbours before one backward.
+        memories = [mmattn.Memory(one.tokens.requires_grad_(), segments=one.segments) for one in map_seeds((1, 2))]
+        losses = [model(ids, labels=ids, memory=one, use_cache=False).loss for one in memories]
+        (losses[0] + 2 * losses[1]).backward()
+        found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
+        gradients.append(found | {f"memory {i}": one.tokens.grad for i, one in enumerate(memories)})
+    for name, want in gradients[0].items():
+        assert want.abs().max() > 0, name
+        assert_close(gradients[1][name], want)
+
+
+def map_seeds(seeds: tuple[int, ...]) -> list[mmattn.Memory]:
+    return [neighbours(seed=seed) for seed in seeds]
+
+
+def test_gradients_reach_what_finds_the_neighbours():
+    model, ids = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH)
+    encoder = torch.nn.Embedding(tiny.VOCAB, tiny.MEMORY_DIM)
+    model(ids, labels=ids, memory=lambda chunks: encoder(chunks)).loss.backward()
+    read = ids[:, : 3 * SIZE].unique()
+    assert torch.isfinite(encoder.weight.grad).all()
+    assert torch.equal(encoder.weight.grad.any(-1).nonzero()[:, 0], read)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
+@pytest.mark.parametrize("cut", [4, 7, 10])
+@torch.no_grad()
+def test_a_text_in_two_pieces_is_the_text(family, cut):
+    s, memory = scene(family), ragged()
+    full = s.model(s.ids, memory=memory).logits
+    first = s.model(s.ids[:, :cut], memory=memory, use_cache=True)
+    second = s.model(s.ids[:, cut:], memory=memory, **tiny.going_on(first.past_key_values), use_cache=True)
+    assert_close(torch.cat([first.logits, second.logits], 1), full)
+    # The ids of the first piece are gone: a function cannot be asked for its chunks.
+    first = s.model(s.ids[:, :cut], memory=Library(), use_cache=True)
+    with pytest.raises(ConditionError, match="whole text"):
+        s.model(s.ids[:, cut:], memory=Library(), **tiny.going_on(first.past_key_values))
+
+
+@torch.no_grad()
+def test_strength_scales_from_nothing():
+    s, memory = scene("llama"), neighbours()
+    full = s.model(s.ids, memory=memory).logits
+    assert torch.equal(s.model(s.ids, memory=memory, adapter_scale=0.0).logits, s.own)
+    assert torch.equal(s.model(s.ids, memory=memory, adapter_scale=1.0).logits, full)
+    some = s.model(s.ids, memory=memory, adapter_scale=0.3).logits
+    assert torch.equal(some[:, : SIZE - 1], s.own[:, : SIZE - 1])
+    assert differs(some[:, SIZE - 1 :], s.own[:, SIZE - 1 :]) and differs(some, full)
+    with s.model.condition(memory, adapter_scale=0.3):
+        assert torch.equal(s.model.host(s.ids).logits, some)
+
+
+@torch.no_grad()
+def test_embeddings_instead_of_ids():
+    s, memory = scene("llama"), neighbours()
+    embeddings = s.model.host.get_input_embeddings()(s.ids)
+    assert_close(s.model(inputs_embeds=embeddings, memory=memory).logits, s.model(s.ids, memory=memory).logits)
+    with pytest.raises(ConditionError, match="input_ids"):
+        s.model(inputs_embeds=embeddings, memory=Library())
+
+
+def test_a_prepared_memory_is_never_stale():
+    model, ids, memory = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH), neighbours()
+    prepared = model.prepare(memory)
+    seen = []
+
+    def check():
+        with torch.no_grad():
+            got = model(ids, memory=prepared).logits
+            fresh = mmattn.Memory(memory.tokens.clone(), segments=memory.segments.clone())
+            assert torch.equal(got, model(ids, memory=fresh).logits)
+        assert all(not torch.equal(got, before) for before in seen)
+        seen.append(got)
+
+    check()
+    memory.tokens.mul_(-1.5)
+    check()
+    memory.segments.copy_((memory.segments + 1) % 3)
+    check()
+    model(ids, labels=ids, memory=prepared).loss.backward()
+    torch.optim.AdamW(model.adapters.parameters(), lr=0.1).step()
+    check()
+    with torch.no_grad(), model.condition(memory):
+        assert torch.equal(model.host(ids).logits, seen[-1])
+        memory.segments.masked_fill_(memory.segments == 1, 5)
+        assert not torch.equal(model.host(ids).logits, seen[-1])
+        assert torch.equal(model.host(ids).logits, model(ids, memory=memory).logits)
+
+
+@torch.no_grad()
+def test_a_prepared_function_is_asked_once():
+    model, ids, library = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH), Library()
+    prepared = model.prepare(library)
+    first = model(ids, memory=prepared).logits
+    with torch.inference_mode():
+        assert torch.equal(model(ids, memory=prepared).logits, first)
+    assert len(library.asked) == 1
+    # What an inference-mode call kept serves one that trains something else.
+    model.adapters.requires_grad_(False)
+    with torch.inference_mode():
+        model(ids[:2], memory=prepared)
+    embeddings = model.host.get_input_embeddings()
+    with torch.enable_grad():
+        embeddings.weight.requires_grad_()
+        model(ids[:2], labels=ids[:2], memory=prepared).loss.backward()
+    assert embeddings.weight.grad.any()
+    longer = torch.cat([ids, tiny.text(ROWS, 4, seed=1)], 1)
+    model(longer, memory=prepared)
+    assert [tuple(asked.shape) for asked in library.asked] == [(3 * ROWS, SIZE), (ROWS, SIZE)]
+    assert torch.equal(library.asked[1], longer[:, 3 * SIZE : 4 * SIZE])
+    # Training reads what came in several batches, too.
+    gradients = []
+    for memory in (prepared, Library()):
+        model.adapters.requires_grad_().zero_grad()
+        with torch.enable_grad():
+            model(longer, labels=longer, memory=memory).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.adapters.parameters()])
+    for got, want in zip(*gradients, strict=True):
+        assert want.any()
+        assert_close(got, want)
+
+
+@torch.no_grad()
+def test_beside_a_gated_adapter(tmp_path):
+    ids, own = tiny.text(ROWS, LENGTH), tiny.own(tiny.text(ROWS, LENGTH))
+    model = attach(tiny.make("llama"), name="shelf")
+    model.add_adapter("eye", mmattn.GatedAdapter(memory_dim=11, layers=(0, 1), num_heads=2, head_dim=8))
+    tiny.open_gates(model)
+    picture, library = tiny.memory(ROWS, e=11), Library()
+    both = model(ids, memory={"eye": picture, "shelf": library}).logits
+    eye, shelf = model(ids, memory={"eye": picture}).logits, model(ids, memory={"shelf": library}).logits
+    assert differs(both, eye) and differs(both, shelf) and differs(eye, own) and differs(shelf, own)
+    asked = len(library.asked)
+    with model.disable_adapter("shelf"):
+        assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, eye)
+    model.set_adapter("eye")
+    assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, eye)
+    assert len(library.asked) == asked, "nobody was going to read it"
+    model.set_adapter(["shelf", "eye"])
+    with model.disable_adapter("eye"):
+        assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, shelf)
+    assert torch.equal(both[:, : SIZE - 1], eye[:, : SIZE - 1])
+    with pytest.raises(ShapeError, match="ChunkedAdapter"):
+        model(ids, memory={"eye": library})
+    model.delete_adapter("shelf")
+    assert "prepare_inputs_for_generation" not in model.host.__dict__
+
+
+@torch.no_grad()
+def test_a_bf16_host_and_autocast():
+    ids, memory = tiny.text(ROWS, LENGTH), neighbours()
+    want = scene("llama").model(ids, memory=memory).logits
+    model = attach(tiny.make("llama").to(torch.bfloat16))
+    got = model(ids, memory=memory).logits
+    assert got.dtype == torch.bfloat16
+    assert_close(got.float(), want, 0.15)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(scene("llama").model(ids, memory=memory).logits.float(), want, 0.15)
+
+
+@torch.no_grad()
+def test_a_resampler_reads_each_chunk_by_itself():
+    model = attach(tiny.make("llama"), resampler=mmattn.Resampler(num_latents=3, depth=2, num_heads=2))
+    ids, memory = tiny.text(ROWS, LENGTH), ragged()
+    own, out = tiny.own(ids), model(ids, memory=memory).logits
+    assert torch.equal(out[2], own[2]) and torch.equal(out[1, : 2 * SIZE - 1], own[1, : 2 * SIZE - 1])
+    assert differs(out[:1, SIZE - 1 :], own[:1, SIZE - 1 :])
+    other = mmattn.Memory(memory.tokens.clone(), memory.mask, memory.segments)
+    other.tokens[memory.segments == 1] *= -1
+    changed = model(ids, memory=other).logits
+    assert torch.equal(changed[:, : 2 * SIZE - 1], out[:, : 2 * SIZE - 1])
+    assert differs(changed[:2, 2 * SIZE - 1 :], out[:2, 2 * SIZE - 1 :])
+
+
+# Mistakes
+
+
+def test_memories_that_do_not_fit():
+    model, ids = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH)
+    with pytest.raises(ShapeError, match="segments"):
+        model(ids, memory=tiny.memory(ROWS))
+    with pytest.raises(ShapeError, match="2 .*3|3 .*2"):
+        model(ids, memory=neighbours(2))
+    with pytest.raises(ShapeError, match="11.*13|13.*11"):
+        model(ids, memory=mmattn.Memory(torch.randn(ROWS, 7, 11), segments=torch.zeros(ROWS, 7, dtype=torch.long)))
+    with pytest.raises(ShapeError, match="9 chunks.*2 rows"):
+        model(ids, memory=lambda chunks: torch.randn(2, 7, tiny.MEMORY_DIM))
+    with pytest.raises(ShapeError, match="11.*13|13.*11"):
+        model(ids, memory=lambda chunks: torch.randn(len(chunks), 7, 11))
+    with pytest.raises(ShapeError, match="NoneType"):
+        model(ids, memory=lambda chunks: None)
+    with pytest.raises(NonFiniteError, match="row 0"):
+        model(ids, memory=lambda chunks: torch.full((len(chunks), 7, tiny.MEMORY_DIM), float("nan")))
+    for mask in (torch.ones(ROWS, 1, LENGTH, LENGTH), torch.ones(ROWS, LENGTH + 2)):
+        with pytest.raises(ConditionError, match="attention_mask"):
+            model(ids, attention_mask=mask, memory=neighbours())
+    with pytest.raises(ConditionError, match="part of the host"), model.condition(neighbours()):
+        model.host.model(ids)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, tiny.own(ids))

@@ -1,0 +1,231 @@
+"""Two language models that write one text: in every way of generating as in one pass over what was written."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mmattn
+from tests import tiny
+from tests.adapters.composed.composed_hosts import LENGTH, ROWS, along, attach, augmenting
+from tests.tiny import assert_close, differs
+
+NEW = 6
+
+families = pytest.mark.parametrize("family", tiny.FAMILIES)
+FEW = ["llama", "gemma3_text", "gpt2", "bloom", "mamba"]
+few_families = pytest.mark.parametrize("family", FEW)
+
+
+@functools.cache
+def scene(family: str) -> SimpleNamespace:
+    """An anchor with an open composed adapter, and the greedy continuation of each row alone and without a cache."""
+    s = SimpleNamespace(model=attach(tiny.make(family)), ids=tiny.text(ROWS, LENGTH))
+    s.rows = torch.cat([generate(s.model, s.ids[i : i + 1], memory=along(), use_cache=False) for i in range(ROWS)])
+    s.own = generate(tiny.make(family), s.ids)
+    return s
+
+
+@torch.no_grad()
+def generate(model, ids, **kwargs):
+    """New tokens only (b, NEW)."""
+    out = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
+    return out[:, ids.shape[1] :]
+
+
+def lengths_read(lm) -> tuple[list[tuple[int, int]], object]:
+    """The sizes (b, l) of what `lm` reads from now on, and the hook that notes them."""
+    read: list[tuple[int, int]] = []
+    hook = lm.model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return read, hook
+
+
+@families
+@torch.no_grad()
+def test_token_by_token_equals_one_pass(family):
+    s = scene(family)
+    how = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    out = s.model.generate(s.ids, memory=along(), **how)
+    assert torch.equal(out.sequences[:, LENGTH:], s.rows) and not torch.equal(s.rows, s.own)
+    full = s.model(out.sequences, memory=along()).logits[:, LENGTH - 1 : -1]
+    assert_close(torch.stack(out.logits, 1), full)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3_text", "mistral", "mamba"])
+def test_the_other_model_may_be_of_any_family(family):
+    """Also one with windows shorter than the text, or with a running state that cannot be taken back."""
+    lm, s = along(family), scene("llama")
+    how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": NEW, "do_sample": False}
+    out = s.model.generate(s.ids, memory=lm, **how)
+    assert_close(torch.stack(out.logits, 1), s.model(out.sequences, memory=lm).logits[:, LENGTH - 1 : -1])
+    beams = generate(s.model, s.ids, memory=lm, num_beams=3)
+    assert torch.equal(beams, generate(s.model, s.ids, memory=lm, num_beams=3, use_cache=False))
+
+
+@torch.no_grad()
+def test_each_token_is_read_and_projected_once():
+    s, lm, projected = scene("llama"), copy.deepcopy(augmenting()), []
+    memory = mmattn.AugmentingModel(lm)
+    read, _ = lengths_read(lm)
+    hook = (
+        s.model.adapters["default"]
+        .attention(2)
+        .kv_proj.k_proj.register_forward_hook(lambda _, args, out: projected.append(args[0].shape[:2].numel()))
+    )
+    generate(s.model, s.ids, memory=memory)
+    hook.remove()
+    assert read == [(ROWS, LENGTH)] + [(ROWS, 1)] * (NEW - 1)
+    assert sum(projected) == ROWS * (LENGTH + NEW - 1)
+    read.clear()
+    beams = generate(s.model, s.ids, memory=memory, num_beams=2)
+    assert read == [(2 * ROWS, LENGTH)] + [(2 * ROWS, 1)] * (NEW - 1)
+    # What was read is forgotten with the call.
+    read.clear()
+    assert torch.equal(generate(s.model, s.ids, memory=memory, num_beams=2), beams)
+    assert read[0] == (2 * ROWS, LENGTH)
+
+
+@few_families
+@torch.no_grad()
+def test_beams_follow_their_own_words(family):
+    s, how = scene(family), {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True}
+    how |= {"output_scores": True, "max_new_tokens": NEW, "do_sample": False}
+    out = s.model.generate(s.ids, memory=along(), **how)
+    rows = [s.model.generate(s.ids[i : i + 1], memory=along(), use_cache=False, **how) for i in range(ROWS)]
+    assert torch.equal(out.sequences, torch.cat([row.sequences for row in rows]))
+    assert_close(out.sequences_scores, torch.cat([row.sequences_scores for row in rows]))
+    # The score of a beam is what one pass over its text gives.
+    full = s.model(out.sequences, memory=along()).logits[:, LENGTH - 1 : -1].log_softmax(-1)
+    assert_close(out.sequences_scores, full.gather(-1, out.sequences[:, LENGTH:, None])[..., 0].mean(1))
+
+
+@few_families
+@torch.no_grad()
+def test_sampling_and_several_answers(family):
+    s = scene(family)
+
+    def sample(seed, **kwargs):
+        torch.manual_seed(seed)
+        return generate(s.model, s.ids, memory=along(), do_sample=True, **kwargs)
+
+    first = sample(3)
+    assert torch.equal(first, sample(3)) and not torch.equal(first, sample(4))
+    assert torch.equal(first, sample(3, use_cache=False))
+    assert torch.equal(sample(5, top_k=1, num_return_sequences=2), s.rows.repeat_interleave(2, 0))
+
+
+@few_families
+def test_left_padding_changes_nothing(family):
+    s = scene(family)
+    rows = [tiny.text(1, length, seed=length)[0] for length in (3, 11, 5)]
+    ids, keep = tiny.left_padded(rows)
+    want = [generate(s.model, row[None], memory=along()) for row in rows]
+    assert torch.equal(generate(s.model, ids, attention_mask=keep, memory=along()), torch.cat(want))
+    want = [generate(s.model, row[None], memory=along(), num_beams=2) for row in rows]
+    assert torch.equal(generate(s.model, ids, attention_mask=keep, memory=along(), num_beams=2), torch.cat(want))
+
+
+CACHES = {"static": {"cache_implementation": "static"}, "chunked": {"prefill_chunk_size": 4}}
+
+
+@pytest.mark.parametrize(("family", "how"), tiny.cache_settings(FEW, CACHES))
+def test_caches_agree(family, how):
+    s = scene(family)
+    assert torch.equal(generate(s.model, s.ids, memory=along(), **how), s.rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("helper", ["assistant", "prompt lookup"])
+def test_drafts_do_not_change_the_answer(family, helper):
+    s = scene(family)
+    how = {"assistant": {"assistant_model": tiny.make(family)}, "prompt lookup": tiny.PROMPT_LOOKUP}
+    assert torch.equal(generate(s.model, s.ids[:1], memory=along(), **how[helper]), s.rows[:1])
+
+
+@torch.no_grad()
+def test_a_refused_draft_is_unread():
+    """What a draft added is cut off again: the other model never goes on from words that were taken back."""
+    s, lm = scene("llama"), copy.deepcopy(augmenting())
+    memory = mmattn.AugmentingModel(lm)
+    read, _ = lengths_read(lm)
+    got = generate(s.model, s.ids[:1], memory=memory, assistant_model=tiny.make("llama"))
+    assert torch.equal(got, s.rows[:1])
+    assert all(length < LENGTH + NEW for _, length in read[1:]), "read anew"
+
+
+@torch.no_grad()
+def test_the_next_turn_reads_what_it_must():
+    """A text that goes on from the host's cache, in a call of its own."""
+    s = scene("llama")
+    how = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    first = s.model.generate(s.ids, memory=along(), **how)
+    text = torch.cat([first.sequences, tiny.text(ROWS, 5, seed=5)], 1)
+    want = generate(s.model, text, memory=along())
+    assert torch.equal(generate(s.model, text, memory=along(), **tiny.going_on(first.past_key_values)), want)
+
+
+@torch.no_grad()
+def test_guidance_reads_twice():
+    s, text = scene("llama"), tiny.text(1, LENGTH)
+    got = generate(s.model, text, memory=along(), guidance_scale=1.7, use_cache=False)
+    for token in got[0]:
+        whole, bare = (
+            s.model(ids, memory=along()).logits[:, -1].log_softmax(-1) for ids in (text, text[:, LENGTH - 1 :])
+        )
+        assert (bare + 1.7 * (whole - bare)).argmax() == token
+        text = torch.cat([text, token.view(1, 1)], 1)
+
+
+@few_families
+def test_the_hosts_own_generate(family):
+    s = scene(family)
+    with s.model.condition(along()):
+        assert torch.equal(generate(s.model.host, s.ids), s.rows)
+        # Nothing that was read for one text is taken for another.
+        assert torch.equal(generate(s.model.host, s.ids.flip(0)), s.rows.flip(0))
+        with s.model.disable_adapter():
+            assert torch.equal(generate(s.model.host, s.ids), s.own)
+    assert torch.equal(generate(s.model, s.ids), s.own)
+
+
+def test_an_edited_model_is_read_anew():
+    s, lm = scene("llama"), copy.deepcopy(augmenting())
+    with s.model.condition(mmattn.AugmentingModel(lm)):
+        assert torch.equal(generate(s.model.host, s.ids), s.rows)
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                parameter.mul_(-1.5)
+        got = generate(s.model.host, s.ids)
+    assert not torch.equal(got, s.rows)
+    assert torch.equal(got, generate(s.model, s.ids, memory=mmattn.AugmentingModel(lm)))
+
+
+def test_options_of_the_attention_hold_over_a_growing_memory():
+    for options in ({"null_slot": True, "length_norm": 5.0}, {"qk_norm": True, "num_kv_heads": 1}, {"rotary": False}):
+        model, ids = attach(tiny.make("llama"), **options), tiny.text(ROWS, LENGTH)
+        how = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        with torch.no_grad():
+            out = model.generate(ids, memory=along(), **how)
+            full = model(out.sequences, memory=along()).logits[:, LENGTH - 1 : -1]
+        assert_close(torch.stack(out.logits, 1), full)
+        assert differs(full, tiny.own(out.sequences)[:, LENGTH - 1 : -1])
+
+
+def test_each_thread_follows_its_own():
+    s = scene("llama")
+    others = [along(seed=seed) for seed in (11, 13, 17)]
+    want = [generate(s.model, s.ids, memory=one) for one in others]
+    assert len({tuple(out.flatten().tolist()) for out in want}) > 1
+    with ThreadPoolExecutor(3) as pool:
+        for got, expected in zip(
+            pool.map(lambda one: generate(s.model, s.ids, memory=one), others * 2), want * 2, strict=True
+        ):
+            assert torch.equal(got, expected)

@@ -1,0 +1,212 @@
+"""A fused cache changes what a prompt's keys and values are, by what another model has read of the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.adapters import FusedCacheAdapter, JoinedAdapter, PassageAdapter
+from mmattn.errors import AttachError, ConditionError, ConfigError, NonFiniteError, ShapeError
+from mmattn.testing.case import no_trace, stir, traces
+from tests import tiny
+from tests.adapters.composed import composed_hosts as composing
+from tests.adapters.fused_cache.fused_hosts import OTHERS, PROJECTED, adapted, answer, fused, read
+from tests.adapters.joined.reference import CLOSE, REACHED, distance
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three prompts of 5, 0 and 2 tokens, padded on the right."""
+    ids = tiny.text(3, 5)
+    return ids, (torch.arange(5) < torch.tensor([5, 0, 2])[:, None]).long()
+
+
+@pytest.mark.parametrize("family", REACHED)
+def test_hosts(family: str) -> None:
+    """A fresh adapter is nothing, bit for bit; a trained one is heard where there is a prompt; no trace is left."""
+    host = tiny.make(family)
+    before, (first, mask) = traces(host), prompts()
+    ids, memory = torch.cat([first, tiny.text(3, 4, seed=3)], 1), read(first, mask)
+    own = answer(host, ids)
+    model = mmattn.attach(host, FusedCacheAdapter(memory.states[0].shape[2], gate="head"))
+    assert model.adapter("default").layers == (0, 1, 2)
+    assert torch.equal(answer(model, ids, memory=memory), own)
+    stir(model.adapter("default"))
+    found = answer(model, ids, memory=memory)
+    assert torch.equal(found[1], own[1]) and tiny.differs(found[::2], own[::2])
+    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), own)
+    assert torch.equal(answer(model, ids), own)
+    assert model.unload() is host
+    no_trace(host, before, family)
+    assert torch.equal(answer(host, ids), own)
+
+
+@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
+def test_others_are_refused_by_name(family: str) -> None:
+    """A host whose attention is not reached is refused by name, and nothing of it has changed."""
+    host = tiny.make(family)
+    before = traces(host)
+    with pytest.raises(AttachError, match=type(host).__name__):
+        mmattn.attach(host, FusedCacheAdapter(24))
+    no_trace(host, before, "a refused host")
+
+
+@pytest.mark.parametrize("family", PROJECTED)
+def test_against_the_slow_definition(family: str) -> None:
+    """Keys are fused before they are turned, token by token, in each layer after the layers before it."""
+    lengths, ids = [5, 0, 2], tiny.text(3, 11)
+    mask = torch.arange(11) < torch.tensor(lengths)[:, None]
+    model = adapted(family, gate="head")
+    host = tiny.make(family)
+    with fused(host, model.adapter("default"), composing.augmenting(), ids, lengths):
+        wanted = answer(host, ids)
+    found = answer(model, ids, memory=read(ids, mask.long()))
+    assert distance(found, wanted) <= CLOSE
+    assert distance(found, answer(host, ids)) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3"])
+def test_a_text_at_later_positions(family: str) -> None:
+    """What is fused does not depend on where a text stands, but in hosts that learned their positions."""
+    model, ids = adapted(family), tiny.text(2, 7)
+    memory, later = read(ids), torch.arange(7)[None] + 19
+    here, there = answer(model, ids, memory=memory), answer(model, ids, memory=memory, position_ids=later)
+    assert (distance(there, here) <= 10 * CLOSE) == (family != "gpt2")
+    alone = distance(answer(model, ids, position_ids=later), answer(model, ids))
+    assert (alone <= 10 * CLOSE) == (family != "gpt2")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "mixtral"])
+def test_what_is_cached_of_a_prompt(family: str) -> None:
+    """Keys at position 0 and values of each token, wherever it stands, whatever is padding beside it."""
+    lm = mmattn.AugmentingModel(tiny.make(family, seed=5))
+    rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3)]
+    ids, mask = tiny.left_padded(rows)
+    together = lm.prefill(ids, mask).left_aligned()
+    with torch.no_grad():
+        cache = lm.lm(rows[0][None], use_cache=True).past_key_values
+    for layer, states in enumerate(together.states):
+        keys, values = cache.layers[layer].keys[0], cache.layers[layer].values[0]
+        first = torch.cat([keys.transpose(0, 1).flatten(1)[0], values.transpose(0, 1).flatten(1)[0]])
+        assert distance(states[0, 0], first) <= CLOSE  # nothing was turned there
+        for row, alone in enumerate(rows):
+            apart = lm.prefill(alone[None]).states[layer][0]
+            assert distance(states[row, : len(alone)], apart) <= CLOSE
+            assert not states[row, len(alone) :].any()
+    if family != "gpt2":
+        again = lm.prefill(rows[0][:1].expand(1, 4)).states[0][0]
+        assert distance(again[3], again[0]) <= CLOSE  # of the first layer, where all states are those of the token
+    assert together.batch == 2 and together.nbytes() == 3 * 2 * 7 * lm.cache_dim * 4
+
+
+def test_several_models_on_one_host() -> None:
+    """A composed adapter and two fused caches, each with its model, scale and gate; each alone is what it is alone."""
+    model, ids = adapted("llama", name="one"), tiny.text(2, 7)
+    model.add_adapter("two", FusedCacheAdapter(composing.along().cache_dim, layers=(1, 2), hidden_dim=5))
+    calm = {"num_heads": 2, "head_dim": 6, "layers": (0, 2), "augmenting_layers": OTHERS}
+    model.add_adapter("three", mmattn.ComposedAdapter(composing.DIM, **calm))
+    for name in ("two", "three"):
+        stir(model.adapter(name))
+    model.set_adapter(["one", "two", "three"])
+    memory: dict[str, Any] = {"one": read(ids), "two": read(ids, seed=12), "three": composing.along(seed=13)}
+    found = answer(model, ids, memory=memory)
+    for name in memory:
+        others = {other: float(other != name) for other in memory}
+        without = answer(model, ids, memory={other: one for other, one in memory.items() if other != name})
+        assert torch.equal(answer(model, ids, memory=memory, adapter_scale=others), without)
+        assert distance(found, without) > 100 * CLOSE
+        only = {other: float(other == name) for other in memory}
+        assert torch.equal(
+            answer(model, ids, memory=memory, adapter_scale=only), answer(model, ids, memory={name: memory[name]})
+        )
+    half = answer(model, ids, memory=memory, adapter_scale={"one": 0.5, "two": 1.0, "three": 1.0})
+    assert distance(half, found) > 100 * CLOSE
+    other_order = {name: memory[name] for name in ("three", "two", "one")}
+    assert distance(answer(model, ids, memory=other_order), found) <= CLOSE
+    for wrong in ({"one": 1.0}, {"one": 1.0, "two": 1.0, "three": 1.0, "four": 1.0}, {"one": "1"}):
+        with pytest.raises(ConfigError, match="adapter_scale"):
+            model(ids, memory=memory, adapter_scale=wrong)
+    with pytest.raises(ConfigError, match="adapter_scale"):
+        model(ids, memory={"one": read(ids)}, adapter_scale={"one": float("nan")})
+
+
+def test_beside_what_is_joined() -> None:
+    """Slots beside a fused cache in any order; passages before the text only after it, and else an error says so."""
+    model, ids, slots = adapted("llama", name="fused"), tiny.text(2, 7), tiny.memory(2)
+    model.add_adapter("joined", JoinedAdapter(tiny.MEMORY_DIM, every=1))
+    stir(model.adapter("joined"))
+    model.set_adapter(["fused", "joined"])
+    given = {"fused": read(ids), "joined": slots}
+    found = answer(model, ids, memory=given)
+    assert distance(answer(model, ids, memory={name: given[name] for name in ("joined", "fused")}), found) <= CLOSE
+    assert distance(found, answer(model, ids, memory={"fused": given["fused"]})) > 100 * CLOSE
+    model = mmattn.attach(tiny.make("llama"), PassageAdapter(), "read")
+    passages = mmattn.hosts.PassageCache(model)
+    passages.add([[5, 6, 7], [9, 11]], progress=False)
+    model.add_adapter("fused", FusedCacheAdapter(composing.along().cache_dim, hidden_dim=5))
+    model.set_adapter(["read", "fused"])
+    given = {"fused": read(ids), "read": passages.select([[0, 1], []])}
+    alone = answer(model, ids, memory={"read": given["read"]})
+    assert torch.equal(answer(model, ids, memory=given), alone)
+    stir(model.adapter("fused"))
+    assert distance(answer(model, ids, memory=given), alone) > 100 * CLOSE
+    with pytest.raises(ConditionError, match="first in memory"):
+        model(ids, memory={name: given[name] for name in ("read", "fused")})
+
+
+def test_what_lies_in_padding_changes_nothing() -> None:
+    """NaN in the padding of a prompt changes no answer and no gradient; in a token it is refused."""
+    model, (ids, mask) = adapted("llama"), prompts()
+    clean = read(ids, mask)
+    dirty = replace(clean, states=tuple(one.masked_fill(mask[..., None] == 0, torch.nan) for one in clean.states))
+    grads = []
+    for memory in (clean, dirty):
+        model.adapters.zero_grad()
+        model(ids, memory=memory).logits.sum().backward()
+        grads.append(torch.cat([one.grad.flatten() for one in model.adapters.parameters()]))
+    assert torch.equal(answer(model, ids, memory=dirty), answer(model, ids, memory=clean))
+    assert torch.isfinite(grads[0]).all() and torch.equal(*grads)
+    broken = mmattn.AugmentingModel(tiny.make("llama", seed=3))
+    with torch.no_grad():
+        broken.lm.model.layers[1].self_attn.v_proj.weight.fill_(torch.nan)
+    with pytest.raises(NonFiniteError):
+        broken.prefill(ids)
+
+
+def test_what_is_refused() -> None:
+    """Other memories, models and texts are refused in words, and so is what the text of a request does not tell."""
+    model, ids = adapted("llama"), tiny.text(2, 7)
+    memory = read(ids)
+    for wrong in (tiny.memory(2), composing.along(), torch.zeros(2, 3, 4)):
+        with pytest.raises(ShapeError, match="prefill"):
+            model(ids, memory=wrong)
+    with pytest.raises(ShapeError, match="layer 4"):
+        model(ids, memory=replace(memory, states=memory.states[:3]))
+    with pytest.raises(ShapeError, match="memory_dim"):
+        model(ids, memory=replace(memory, states=tuple(one[..., :5] for one in memory.states)))
+    with pytest.raises(ShapeError, match="rows"):
+        model(ids[:1], memory=memory)
+    with pytest.raises(ConditionError, match="token 3 of row 1"):
+        other = ids.clone()
+        other[1, 3] += 1
+        model(other, memory=memory)
+    with pytest.raises(ConditionError, match="packed"):
+        model(ids, memory=memory, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1))
+    with pytest.raises(ConditionError, match="use generate"):
+        model.generate_batch([ids[0].tolist()], memory=[read(ids[:1])])
+    with pytest.raises(ConfigError, match="none can be made up"):
+        FusedCacheAdapter(24).example_memory(torch.Generator())
+    with pytest.raises(ConfigError, match="one layer for each"):
+        FusedCacheAdapter(24, layers=(0, 1), augmenting_layers=(0,))
+    with pytest.raises(AttachError, match="name one for each"):
+        mmattn.attach(tiny.make("llama"), FusedCacheAdapter(24, augmenting_layers=(0,)))
+    lm = composing.along()
+    with pytest.raises(ShapeError, match="input_ids"):
+        lm.prefill(torch.zeros(2, 3))
+    with pytest.raises(ShapeError, match="attention_mask"):
+        lm.prefill(ids, torch.ones(2, 3))
+    with pytest.raises(ConditionError, match="ComposedAdapter"):
+        mmattn.AugmentingModel(tiny.make("mamba")).prefill(ids)

@@ -1,0 +1,164 @@
+"""What was read of a prompt belongs to the call: ways to generate, caches of the host, beams, windows, training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mmattn
+from mmattn.adapters import FusedCacheAdapter
+from tests import tiny
+from tests.adapters.composed import composed_hosts as composing
+from tests.adapters.fused_cache.fused_hosts import adapted, answer, read
+from tests.adapters.joined.reference import CLOSE, distance
+
+NEW = 6
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+
+def written(model: Any, ids: torch.Tensor, memory: Any) -> torch.Tensor:
+    """What forwards of the whole text write, one after the other."""
+    for _ in range(NEW):
+        ids = torch.cat([ids, answer(model, ids, memory=memory)[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("way", [way for way in tiny.WAYS if way not in ("greedy", "beams")])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mistral"])
+def test_generate(family: str, way: str) -> None:
+    """Each way to generate writes what forwards of the whole text say, also where a window has passed the prompt."""
+    model, ids = adapted(family), tiny.text(1, 8)
+    memory = read(ids)
+    wanted = written(model, ids, memory)
+    assert torch.equal(model.generate(ids, memory=memory, **GREEDY), wanted)
+    assert torch.equal(model.generate(ids, memory=memory, **GREEDY, **tiny.WAYS[way]), wanted)
+    assert not torch.equal(tiny.make(family).generate(ids, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_beams_and_padding(family: str, cache: dict[str, Any]) -> None:
+    """Rows of several lengths, padded on the left, write what each writes alone, by one or three beams."""
+    model = adapted(family)
+    rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3, 5)]
+    ids, keep = tiny.left_padded(rows)
+    for beams in (1, 3):
+        given = GREEDY | {"num_beams": beams, **cache}
+        found = model.generate(ids, attention_mask=keep, memory=read(ids, keep), **given)
+        for number, row in enumerate(rows):
+            alone = model.generate(row[None], memory=read(row[None]), **given)
+            assert torch.equal(found[number, -NEW - len(row) :], alone[0])
+
+
+def test_a_prompt_of_fewer_tokens() -> None:
+    """The model may have read the first tokens only; the others are the host's own."""
+    model, ids = adapted("llama"), tiny.text(2, 9)
+    memory = read(ids[:, :4])
+    found = answer(model, ids, memory=memory)
+    assert distance(found, answer(model, ids, memory=read(ids))) > 100 * CLOSE
+    assert torch.equal(model.generate(ids, memory=memory, **GREEDY), written(model, ids, memory))
+    assert distance(found[:, :4], answer(model, ids[:, :4], memory=memory)) <= CLOSE
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_texts_in_turn(family: str) -> None:
+    """Two texts of one block, each with a cache of the host's, go on in turn; and one goes on in a call of its own."""
+    model, ids = adapted(family), tiny.text(2, 6)
+    memory, ends = read(ids), [tiny.text(2, 3, seed=seed) for seed in (8, 9)]
+    wanted = [answer(model, torch.cat([ids, end], 1), memory=memory)[:, 6:] for end in ends]
+    with torch.no_grad(), model.condition(memory):
+        caches = [model.host(ids, use_cache=True).past_key_values for _ in ends]
+        found: list[list[torch.Tensor]] = [[], []]
+        for token in range(3):
+            for number, (cache, end) in enumerate(zip(caches, ends, strict=True)):
+                logits = model.host(end[:, token : token + 1], **tiny.going_on(cache)).logits
+                found[number].append(logits)
+    for parts, one in zip(found, wanted, strict=True):
+        assert distance(torch.cat(parts, 1), one) <= CLOSE
+    with torch.no_grad():
+        cache = model(ids, memory=memory, use_cache=True).past_key_values
+        later = [model(ends[0][:, [token]], memory=memory, **tiny.going_on(cache)).logits for token in range(3)]
+    assert distance(torch.cat(later, 1), wanted[0]) <= CLOSE
+
+
+def test_fused_once() -> None:
+    """Keys and values are fused once for all tokens that are written, and again when a weight was changed."""
+    model, ids, counts = adapted("llama"), tiny.text(2, 6), [0]
+    memory = model.prepare(read(ids))
+    for layer in (0, 2):
+        model.adapter("default").block(layer).in_proj.register_forward_hook(
+            lambda *_: counts.__setitem__(0, counts[0] + 1)
+        )
+    model.generate(ids, memory=memory, **GREEDY)
+    assert counts == [2]
+    with torch.no_grad(), model.condition(memory):
+        cache = model.host(ids, use_cache=True).past_key_values
+        token = tiny.text(2, 1, seed=4)
+        for _ in range(2):
+            before = model.host(token, **tiny.going_on(cache)).logits
+            cache.crop(-1)
+        assert counts == [6]
+        model.adapter("default").block(2).gate.gate.zero_()
+        model.adapter("default").block(0).out_proj.bias.add_(1.0)
+        after = model.host(token, **tiny.going_on(cache)).logits
+        assert counts == [8] and distance(after, before) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """A host of another dtype keeps it, with weights of the adapter in float32 or its own."""
+    model, ids = adapted("llama"), tiny.text(2, 6)
+    memory, wanted = read(ids), answer(model, ids, memory=read(ids))
+    model.host.to(dtype)
+    close = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: CLOSE}[dtype]
+    for weights in (torch.float32, dtype):
+        model.adapters.to(weights)
+        found = answer(model, ids, memory=memory)
+        assert found.dtype == dtype and distance(found.float(), wanted) <= close
+        assert all(one.gate.gate.element_size() >= 4 for one in model.adapter("default").blocks.values())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_recomputed_layers(family: str) -> None:
+    """With recomputed layers the gradients are the same; every weight has one."""
+    ids, grads = tiny.text(2, 6), {}
+    for recompute in (False, True):
+        model = adapted(family)
+        if recompute:
+            model.train()
+            tiny.checkpoint(model.host, use_reentrant=False)
+        model(ids, labels=ids, memory=read(ids)).loss.backward()
+        grads[recompute] = {name: one.grad for name, one in model.adapters.named_parameters()}
+    for name, one in grads[False].items():
+        assert one.any() and distance(grads[True][name], one) <= CLOSE
+
+
+def test_it_learns_to_read() -> None:
+    """From nothing, a host learns to say what another model has read in a word that it cannot tell itself."""
+    host, ids = tiny.make("llama"), torch.full((4, 3), 5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        width = composing.along().cache_dim
+        model = mmattn.attach(host, FusedCacheAdapter(width, hidden_dim=32)).train()
+        words = torch.arange(20, 24)
+        prompt = ids.clone()
+        prompt[:, 1] = words
+        known = replace(read(prompt), ids=None)  # the host's own text has no such word
+        optimiser = torch.optim.AdamW(model.adapters.parameters(), lr=2e-2)
+        losses = []
+        for _ in range(100):
+            loss = F.cross_entropy(model(ids, memory=known).logits[:, -1], words)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(float(loss.detach()))
+        found = answer(model.eval(), ids, memory=known)[:, -1].argmax(-1)
+        order = [1, 2, 3, 0]
+        turned = replace(known, states=tuple(one[order] for one in known.states))
+        shuffled = answer(model, ids, memory=turned)[:, -1].argmax(-1)
+    assert losses[-1] < losses[0] / 10 and torch.equal(found, words) and torch.equal(shuffled, words[order])

@@ -1,0 +1,182 @@
+"""Inserted tokens are the host's own call with their embeddings before those of the text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.adapters import InsertedAdapter
+from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
+from mmattn.testing.case import no_trace, traces
+from tests import tiny
+from tests.adapters.inserted.reference import (
+    CLOSE,
+    LEARNED,
+    LENGTHS,
+    ROTARY,
+    answer,
+    attach,
+    distance,
+    embedded,
+    inserted,
+    slots,
+    weighed,
+)
+
+
+@pytest.mark.parametrize("family", [*ROTARY, *LEARNED])
+def test_they_are_embeddings_before_the_text(family: str) -> None:
+    """Without a gate, each row is the host with its slots in front, within 1e-5; a row without is the host's."""
+    model, host = attach(tiny.make(family), gate=False), tiny.make(family)
+    ids, memory = tiny.text(4, 13), tiny.memory(4, lengths=LENGTHS)
+    found = answer(model, ids, memory=memory)
+    for row, length in enumerate(LENGTHS):
+        before = slots(model, memory, row)
+        assert before.shape[1] == length
+        wanted = inserted(host, before, ids[[row]])
+        assert distance(found[[row]], wanted) <= CLOSE
+        if length:
+            assert distance(answer(host, ids)[[row]], wanted) > 100 * CLOSE, "the slots matter, or nothing was shown"
+    if family != "mixtral":  # experts mix rows by rounding
+        assert torch.equal(found[2], answer(host, ids)[2])
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_open_gates_are_the_plain_form(family: str) -> None:
+    """With its gates open, the gated form is the plain one, within 1e-5."""
+    model, host = attach(tiny.make(family)), tiny.make(family)
+    ids, memory = tiny.text(2, 13), tiny.memory(2, lengths=[5, 3])
+    found = answer(model, ids, memory=memory)
+    for row in range(2):
+        assert distance(found[[row]], inserted(host, slots(model, memory, row), ids[[row]])) <= CLOSE
+
+
+@pytest.mark.parametrize("family", [*ROTARY, *LEARNED])
+def test_fresh_gates_are_the_host(family: str) -> None:
+    """A fresh adapter with gates is the host bit for bit, also after padding on the left and in `generate`."""
+    model, host = attach(tiny.make(family), opened=False), tiny.make(family)
+    ids, mask = tiny.left_padded([tiny.text(1, length)[0] for length in (13, 6)])
+    memory = tiny.memory(2, lengths=[5, 2])
+    assert torch.equal(answer(model, ids, memory=memory), answer(host, ids))
+    given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    given |= {"return_dict_in_generate": True, "pad_token_id": 0}
+    found, wanted = model.generate(ids, memory=memory, **given), host.generate(ids, **given)
+    assert torch.equal(torch.stack(found.logits), torch.stack(wanted.logits))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt2", "opt"])
+def test_gates_weigh_what_the_slots_change(family: str) -> None:
+    """Half open gates add a part of what the slots change to the attention of each layer, as one call of the host."""
+    model, host = attach(tiny.make(family)), tiny.make(family)
+    opened = (0.3, 1.1, -0.4)
+    with torch.no_grad():
+        for layer, value in enumerate(opened):
+            model.adapter("default").block(layer).gate.gate.fill_(value)
+    ids, memory = tiny.text(1, 13), tiny.memory(1)
+    gates = torch.tensor(opened).tanh().tolist()
+    wanted = weighed(host, slots(model, memory), ids, gates, learned=family in LEARNED)
+    assert distance(answer(model, ids, memory=memory), wanted) <= CLOSE
+    halved = weighed(tiny.make(family), slots(model, memory), ids, [gate / 2 for gate in gates], family in LEARNED)
+    assert distance(halved, wanted) > 100 * CLOSE
+    assert distance(answer(model, ids, memory=memory, adapter_scale=0.5), halved) <= CLOSE
+
+
+@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
+def test_others_are_refused_by_name(family: str) -> None:
+    """A host whose attention is not reached is refused by name, and nothing of it has changed."""
+    host = tiny.make(family)
+    before = traces(host)
+    with pytest.raises(AttachError, match=type(host).__name__):
+        attach(host)
+    no_trace(host, before, "a refused host")
+
+
+def test_embeddings_of_another_width_are_refused() -> None:
+    """A host whose embeddings are projected to its hidden states is refused in words."""
+    with pytest.raises(AttachError, match="have width 24, and its hidden states 32"):
+        attach(tiny.make("opt", word_embed_proj_dim=24))
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_where_real_slots_lie_is_nothing(gate: bool) -> None:
+    """Real slots stand one after the other: what lies between them, NaN too, changes nothing, bit for bit."""
+    model, ids = attach(tiny.make("llama"), gate=gate), tiny.text(2, 7)
+    memory = tiny.memory(2, m=3)
+    wanted = answer(model, ids, memory=memory)
+    tokens = torch.full((2, 6, tiny.MEMORY_DIM), torch.nan)
+    mask = torch.tensor([[0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 0, 0]]).bool()
+    tokens[mask] = memory.tokens.flatten(0, 1)
+    assert torch.equal(answer(model, ids, memory=mmattn.Memory(tokens, mask)), wanted)
+    assert distance(answer(model, ids, memory=memory.tokens.flip(1)), wanted) > 100 * CLOSE, "their order is read"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """In half precision a fresh adapter is the host bit for bit, and an open one near what it is in single."""
+    ids, memory = tiny.text(2, 9), tiny.memory(2)
+    model = attach(tiny.make("llama").to(dtype), opened=False)
+    assert torch.equal(answer(model, ids, memory=memory), answer(tiny.make("llama").to(dtype), ids))
+    model, single = (attach(tiny.make("llama").to(one)) for one in (dtype, torch.float32))
+    model.adapter("default").load_state_dict(single.adapter("default").state_dict())
+    wanted = answer(single, ids, memory=memory)
+    assert distance(answer(model, ids, memory=memory).float(), wanted) < 0.1
+
+
+@pytest.mark.parametrize("projection", ["mlp", "linear"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])
+def test_slots_begin_as_large_as_embeddings(family: str, projection: str) -> None:
+    """A fresh projector gives slots of the size of the host's embeddings."""
+    model = attach(tiny.make(family), projection=projection)
+    found = slots(model, mmattn.Memory(7 * torch.randn(1, 300, tiny.MEMORY_DIM))).square().mean().sqrt()
+    wanted = model.host.get_input_embeddings()(torch.arange(tiny.VOCAB)).square().mean().sqrt()
+    assert 0.8 < float(found / wanted) < 1.25
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_recorded_weights(family: str, gate: bool) -> None:
+    """The weights of the tokens are the host's own of embeddings in front, and what explains a text by its slots."""
+    model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(1, 9), tiny.memory(1)
+    found = answer(model, ids, memory=memory)
+    with mmattn.inspect.record(model) as recorded:
+        assert torch.equal(answer(model, ids, memory=memory), found)
+    host = tiny.make(family, attn_implementation="eager")
+    if not gate or family != "gpt2":  # gated slots stand beside the first of the text where positions are learned
+        with torch.no_grad():
+            given = embedded(host, slots(model, memory), ids)
+            wanted = host(inputs_embeds=given, output_attentions=True, use_cache=False).attentions
+        for layer, one in enumerate(wanted):
+            assert distance(recorded["default", layer][0], one[:, :, 5:, :5]) <= CLOSE
+    trace = mmattn.inspect.attribute(model, ids, memory)
+    assert trace.weights.shape == (3, 4, 8, 5)
+    assert torch.allclose(trace.weights[1], recorded["default", 1][0][0, :, :-1], atol=1e-6)
+
+
+def test_settings() -> None:
+    """Settings outside of what is allowed are refused."""
+    for given in ({"memory_dim": 0}, {"projection": "three"}, {"gate": 1}, {"resampler": 3}):
+        with pytest.raises(ConfigError):
+            InsertedAdapter(**({"memory_dim": 5} | given))
+    assert InsertedAdapter(5, resampler={"num_latents": 3}).resampler == mmattn.Resampler(3).sized(5)  # type: ignore[arg-type]
+
+
+def test_what_is_refused() -> None:
+    """Packed rows, arrivals, parts of a host, parts of a memory, streams, banks: in words, and nothing is changed."""
+    model, ids, memory = attach(tiny.make("llama")), tiny.text(1, 7), tiny.memory(1)
+    host = answer(tiny.make("llama"), ids)
+    with pytest.raises(ShapeError, match="one row of memory"):
+        model(tiny.text(2, 7), memory=memory)
+    with pytest.raises(ConditionError, match="pad instead of packing"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), memory=memory)
+    with pytest.raises(ConditionError, match="arrived"):
+        model(ids, arrived=torch.zeros(1, 7, dtype=torch.long), memory=memory)
+    with pytest.raises(ConditionError, match="part of the host"), model.condition(memory):
+        model.host.model(ids)
+    with pytest.raises(ConditionError, match="all at once"):
+        model(ids, memory=mmattn.SharedMemory(memory, memory))
+    with pytest.raises(ConditionError, match="all at once"):
+        model(ids, memory=mmattn.MemoryStream(tiny.MEMORY_DIM))
+    with pytest.raises(ConditionError, match="no pages of"):
+        model.bank(memory)
+    assert torch.equal(answer(model, ids), host)

@@ -1,0 +1,229 @@
+"""Inserted tokens belong to the call: ways to generate, other adapters, edits, files, and no trace after it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import mmattn
+from mmattn.adapters import InsertedAdapter
+from mmattn.errors import ConditionError
+from mmattn.testing.case import no_trace, traces
+from tests import tiny
+from tests.adapters.inserted.reference import CLOSE, answer, attach, distance, embedded, slots
+
+NEW = 6
+WAYS = tiny.WAYS | {"several beams": {"num_beams": 4, "num_return_sequences": 2}}
+GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+
+def written(family: str, before: Tensor, ids: Tensor, **given: Any) -> Tensor:
+    """What a host without adapters writes after embeddings in front of a text."""
+    host: Any = tiny.make(family)
+    with torch.no_grad():
+        found: Tensor = host.generate(inputs_embeds=embedded(host, before, ids), **GIVEN | given)
+    return found
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(
+    ("family", "gate"), [("llama", False), ("llama", True), ("gpt2", False), ("gemma3_text", False), ("cohere", True)]
+)
+def test_generate(family: str, gate: bool, way: str) -> None:
+    """`generate` in every way writes what the host writes with the embeddings in front."""
+    model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(1, 13), tiny.memory(1)
+    plain = {"num_beams", "num_return_sequences"} & set(WAYS[way])
+    wanted = written(family, slots(model, memory), ids, **{name: WAYS[way][name] for name in plain})
+    found = model.generate(ids, memory=memory, **GIVEN | WAYS[way])
+    assert torch.equal(found[:, ids.shape[1] :], wanted)
+    with model.condition(memory):
+        assert torch.equal(model.host.generate(ids, **GIVEN | WAYS[way]), found)
+    alone = tiny.make(family).generate(ids, **GIVEN | WAYS[way])
+    assert torch.equal(model.generate(ids, **GIVEN | WAYS[way]), alone)
+    assert distance(answer(model, ids, memory=memory), answer(model, ids)) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+@pytest.mark.parametrize("gate", [False, True])
+def test_padded_prompts(family: str, gate: bool) -> None:
+    """Prompts padded on the left, with memories of several lengths, write what each writes alone."""
+    model, rows = attach(tiny.make(family), gate=gate), [tiny.text(1, 13)[0], tiny.text(1, 5, seed=1)[0]]
+    ids, mask = tiny.left_padded(rows)
+    memory = tiny.memory(2, lengths=[2, 5])
+    found = model.generate(ids, attention_mask=mask, memory=memory, **GIVEN)
+    for row, own in enumerate(rows):
+        alone = model.generate(own[None], memory=memory[row : row + 1], **GIVEN)
+        assert torch.equal(found[row, -NEW - len(own) :], alone[0])
+        if not gate:
+            assert torch.equal(alone[:, len(own) :], written(family, slots(model, memory, row), own[None]))
+
+
+@pytest.mark.parametrize(
+    ("family", "gate"),
+    [
+        ("llama", False),
+        ("gpt2", True),
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in (("llama", True), ("gpt2", False), ("mistral", True))
+        ),
+    ],
+)
+def test_continuous_batching(family: str, gate: bool) -> None:
+    """Requests that transformers schedules together write what each writes alone; one without slots, as the host."""
+    model = attach(tiny.make(family), gate=gate)
+    tiny.open_gates(model)
+    prompts = [tiny.text(1, length, seed=length)[0].tolist() for length in (4, 13, 7, 5, 4)]
+    memories = [tiny.memory(1), tiny.memory(1, m=3, seed=1), None, tiny.memory(1, lengths=[0]), tiny.memory(1, seed=2)]
+    settings = {
+        "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
+    }
+    found = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
+    for ids, memory, own in zip(prompts, memories, found, strict=True):
+        alone = model.generate(torch.tensor([ids]), memory=memory, **GIVEN)
+        assert own == alone[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_text_goes_on_in_a_cache_of_the_caller(gate: bool) -> None:
+    """Text given in two pieces with a cache of the caller's stands where it stands in one."""
+    for family in ("llama", "gpt2", "mistral"):
+        model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(2, 13), tiny.memory(2, lengths=[5, 2])
+        wanted = answer(model, ids, memory=memory)
+        with torch.no_grad():
+            first = model(ids[:, :5], memory=memory, use_cache=True)
+            second = model(ids[:, 5:], memory=memory, **tiny.going_on(first.past_key_values))
+        assert distance(second.logits, wanted[:, 5:]) <= CLOSE
+
+
+def test_a_memory_edited_inside_a_text_is_read_anew() -> None:
+    """A text that goes on in a cache sees its memory as it is now, not as it was at the beginning."""
+    model, ids, memory = attach(tiny.make("llama")), tiny.text(1, 13), tiny.memory(1)
+    with torch.no_grad(), model.condition(memory):
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        caches = [copy.deepcopy(cache) for _ in range(2)]
+        before = model(ids[:, 5:], **tiny.going_on(cache)).logits
+        memory.tokens.add_(torch.randn(memory.tokens.shape, generator=torch.Generator().manual_seed(0)))
+        found = model(ids[:, 5:], **tiny.going_on(caches[0])).logits
+        wanted = model(ids[:, 5:], memory=memory.tokens.clone(), **tiny.going_on(caches[1])).logits
+    assert torch.equal(found, wanted) and distance(found, before) > 100 * CLOSE
+
+
+def test_the_host_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One memory is read once for many calls and steps of `generate`, and again after an edit of what it depends on."""
+    model, ids = attach(tiny.make("llama")), tiny.text(1, 7)
+    memory = tiny.memory(1)
+    prepared, reader = model.prepare(memory), type(model.adapter("default").reader)
+    count, own = [0], reader.read
+
+    def read(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        return own(self, *args)
+
+    monkeypatch.setattr(reader, "read", read)
+    for _ in range(2):
+        model.generate(ids, memory=prepared, **GIVEN)
+        answer(model, ids, memory=prepared)
+    assert count == [1] and prepared.nbytes() == 2 * 4 * 5 * 16 * tiny.LAYERS
+    edited = [
+        memory.tokens,
+        model.adapter("default").projector[2].weight,
+        model.adapter("default").memory_norm.bias,
+        model.host.model.layers[1].self_attn.v_proj.weight,
+    ]
+    random = torch.Generator().manual_seed(0)
+    with model.condition(prepared):
+        before = answer(model, ids)
+        for number, tensor in enumerate(edited, 2):
+            with torch.no_grad():
+                tensor.add_(torch.randn(tensor.shape, generator=random))
+            found = answer(model, ids)
+            assert count == [number] and distance(found, before) > 100 * CLOSE
+            assert torch.equal(answer(model, ids, memory=mmattn.Memory(memory.tokens.clone())), found)
+            count[0], before = number, found
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_another_lora_reads_anew() -> None:
+    """What the host has read with a LoRA is not used without it, and is there again with it."""
+    from peft import LoraConfig, get_peft_model
+
+    host = get_peft_model(tiny.make("llama"), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    model, ids = attach(host.eval()), tiny.text(1, 7)
+    prepared = model.prepare(tiny.memory(1))
+    with_lora = answer(model, ids, memory=prepared)
+    with host.disable_adapter():
+        without = answer(model, ids, memory=prepared)
+        assert torch.equal(without, answer(model, ids, memory=tiny.memory(1)))
+    assert distance(without, with_lora) > 100 * CLOSE
+    assert torch.equal(answer(model, ids, memory=prepared), with_lora)
+
+
+def test_beside_other_adapters() -> None:
+    """It stands beside a gated adapter, each with its own memory, and its slots are read without the other."""
+    model = attach(tiny.make("llama"), name="seen")
+    wanted = answer(model, tiny.text(1), memory=tiny.memory(1))
+    mmattn.attach(model, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6), "eye")
+    with torch.no_grad():
+        for name, parameter in model.adapter("eye").named_parameters():
+            parameter.fill_(0.7) if "gate" in name else None
+    both = answer(model, tiny.text(1), memory={"seen": tiny.memory(1), "eye": tiny.memory(1, seed=1)})
+    assert distance(both, wanted) > 100 * CLOSE
+    assert torch.equal(answer(model, tiny.text(1), memory={"seen": tiny.memory(1)}), wanted)
+    with model.disable_adapter("eye"):
+        found = answer(model, tiny.text(1), memory={"seen": tiny.memory(1), "eye": tiny.memory(1, seed=1)})
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_beside_passages(family: str) -> None:
+    """Gated tokens stand beside passages, whose positions they leave alone: fresh ones change nothing, bit for bit."""
+    model = mmattn.attach(tiny.make(family), mmattn.adapters.PassageAdapter(), "read")
+    passages = mmattn.hosts.PassageCache(model)
+    passages.add([[5, 6, 7, 8]], progress=False)
+    wanted = answer(model, tiny.text(1), memory=passages.select([[0]]))
+    attach(model, opened=False, name="seen")
+    both = {"read": passages.select([[0]]), "seen": tiny.memory(1)}
+    assert torch.equal(answer(model, tiny.text(1), memory=both), wanted)
+    tiny.open_gates(model)
+    found = answer(model, tiny.text(1), memory=both)
+    assert distance(found, wanted) > 100 * CLOSE
+    assert distance(found, answer(model, tiny.text(1), memory={"seen": tiny.memory(1)})) > 100 * CLOSE
+
+
+def test_two_that_move_the_text_are_refused() -> None:
+    """Two without gates cannot both stand at the first positions."""
+    model = attach(tiny.make("llama"), gate=False)
+    attach(model, name="more", gate=False)
+    with pytest.raises(ConditionError, match="before one text"):
+        model(tiny.text(1), memory=tiny.memory(1))
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_files_and_copies(gate: bool, tmp_path: Path) -> None:
+    """A saved adapter and a deep copy answer as it did, the copy by its own host; unloaded, there is no trace."""
+    host, ids, memory = tiny.make("llama"), tiny.text(2, 7), tiny.memory(2, lengths=[5, 2])
+    before, plain = traces(host), answer(tiny.make("llama"), ids)
+    model = attach(host, gate=gate)
+    tiny.open_gates(model)
+    prepared = model.prepare(memory)
+    wanted = answer(model, ids, memory=prepared)
+    model.save_adapter(tmp_path / "adapter")
+    loaded = mmattn.load(tiny.make("llama"), tmp_path / "adapter")
+    assert loaded.adapter("default").config == InsertedAdapter(tiny.MEMORY_DIM, gate=gate)
+    assert torch.equal(answer(loaded, ids, memory=memory), wanted)
+    twin = copy.deepcopy(model)
+    assert twin.adapter("default").reader.model is twin
+    assert model.unload() is host
+    no_trace(host, before, "unloaded")
+    assert torch.equal(answer(host, ids), plain)
+    with torch.no_grad():
+        host.model.layers[0].self_attn.v_proj.weight.mul_(2)
+    assert torch.equal(answer(twin, ids, memory=prepared), wanted)

@@ -1,0 +1,241 @@
+"""Invariant 106: passages belong to the call: rows, ways to generate, other adapters, and no trace after it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import mmattn
+from mmattn.errors import ConditionError, ShapeError
+from mmattn.testing.case import no_trace, traces
+from tests import tiny
+from tests.kv_store.passage_hosts import CLOSE, PASSAGES, TEXT, distance, reader, text
+from tests.kv_store.test_passage_kv import answer
+
+NEW = 6
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mistral"])
+def test_each_row_has_its_own(family: str) -> None:
+    """Rows answer as each does alone, and a row without passages as the host does, bit for bit."""
+    model, passages = reader(family)
+    rows = [[0, 1], [], [2], [1, 1, 0]]
+    ids = torch.stack([torch.tensor(TEXT).roll(row) for row in range(4)])
+    found = answer(model, ids, memory=passages.select(rows))
+    for number, row in enumerate(rows):
+        alone = answer(model, ids[[number]], memory=passages.select([row]))
+        assert distance(found[[number]], alone) <= CLOSE
+    host = answer(tiny.make(family), ids)
+    assert torch.equal(found[1], host[1])
+    assert torch.equal(answer(model, ids, memory=passages.select([[]] * 4)), host)
+    assert torch.equal(answer(model, ids), host)
+    for number in (0, 2, 3):
+        assert distance(found[[number]], host[[number]]) > 100 * CLOSE
+    some = passages.select(rows)[[3, 0]]
+    assert some.batch == 2 and torch.equal(
+        answer(model, ids[[3, 0]], memory=some)[1:],
+        answer(model, ids[[3, 0]], memory=passages.select([rows[3], rows[0]]))[1:],
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapter_scale(family: str) -> None:
+    """adapter_scale 0 is the host, bit for bit; ½ lies between."""
+    model, passages = reader(family)
+    host, memory = answer(tiny.make(family), text()), passages.select([[0, 2]])
+    assert torch.equal(answer(model, text(), memory=memory, adapter_scale=0), host)
+    whole, half = (answer(model, text(), memory=memory, adapter_scale=one) for one in (1.0, 0.5))
+    assert distance(half, host) > 100 * CLOSE and distance(half, whole) > 100 * CLOSE
+    assert distance(half, host) < distance(whole, host)
+
+
+WAYS = tiny.WAYS | {"several beams": {"num_beams": 4, "num_return_sequences": 2}}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "cohere"])
+def test_generate(family: str, way: str) -> None:
+    """`generate` after a leading passage writes what it writes with the passage in the prompt."""
+    model, passages = reader(family)
+    given = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | WAYS[way]
+    whole = torch.tensor([[*PASSAGES[0], *TEXT]])
+    wanted = tiny.make(family).generate(whole, **given)[:, len(PASSAGES[0]) :]
+    found = model.generate(text(), memory=passages.select([[0]]), **given)
+    assert torch.equal(found, wanted)
+    with model.condition(passages.select([[0]])):
+        assert torch.equal(model.host.generate(text(), **given), wanted)
+    plain = tiny.make(family).generate(text(), **given)
+    assert torch.equal(model.generate(text(), **given), plain) and not torch.equal(plain, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+def test_padded_prompts(family: str) -> None:
+    """Prompts of several lengths, padded on the left, write what each writes alone."""
+    model, passages = reader(family)
+    given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    short = 5
+    ids = torch.tensor([TEXT, [0] * (len(TEXT) - short) + list(TEXT[:short])])
+    found = model.generate(ids, attention_mask=ids != 0, memory=passages.select([[2, 0], [1]]), **given)
+    first = model.generate(ids[:1], memory=passages.select([[2, 0]]), **given)
+    second = model.generate(ids[1:, -short:], memory=passages.select([[1]]), **given)
+    assert torch.equal(found[:1], first) and torch.equal(found[1:, -NEW - short :], second)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_continuous_batching(family: str) -> None:
+    """Requests that transformers schedules together write what each writes alone; one without passages, as the host."""
+    model, passages = reader(family)
+    prompts = [list(TEXT[:4]), list(TEXT), list(TEXT[2:9]), list(TEXT[:4])]
+    memories = [passages.select([[0]]), passages.select([[2, 1]]), None, passages.select([[1, 0, 2]])]
+    settings = {
+        "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
+    }
+    found = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
+    for ids, memory, written in zip(prompts, memories, found, strict=True):
+        alone = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        assert written == alone[0, len(ids) :].tolist()
+    assert found[0] != found[3]
+
+
+def test_text_goes_on_in_a_cache_of_the_caller() -> None:
+    """Text given in two pieces with a cache of the caller's stands where it stands in one."""
+    for family in ("llama", "gpt2"):
+        model, passages = reader(family)
+        memory, ids = passages.select([[1, 2]]), text()
+        wanted = answer(model, ids, memory=memory)
+        with torch.no_grad():
+            first = model(ids[:, :5], memory=memory, use_cache=True)
+            second = model(ids[:, 5:], memory=memory, **tiny.going_on(first.past_key_values))
+        assert distance(second.logits, wanted[:, 5:]) <= CLOSE
+
+
+def test_beside_other_adapters() -> None:
+    """Passages stand beside a gated adapter: each reads its own memory, given by name."""
+    model, passages = reader("llama")
+    model = mmattn.attach(
+        model, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6), "eye"
+    )
+    tiny.open_gates(model)
+    seen, read = tiny.memory(1), passages.select([[0, 1]])
+    both = answer(model, text(), memory={"eye": seen, "default": read})
+    assert distance(both, answer(model, text(), memory={"eye": seen})) > 100 * CLOSE
+    only = answer(model, text(), memory={"default": read})
+    assert distance(both, only) > 100 * CLOSE
+    alone, others = reader("llama")
+    assert torch.equal(only, answer(alone, text(), memory=others.select([[0, 1]])))
+    with model.disable_adapter("eye"):
+        assert torch.equal(answer(model, text(), memory={"eye": seen, "default": read}), only)
+
+
+def test_two_that_stand_before_the_text_are_refused() -> None:
+    """Two adapters cannot both put passages at the first positions."""
+    model, passages = reader("llama")
+    model = mmattn.attach(model, mmattn.adapters.PassageAdapter(), "more")
+    with pytest.raises(ConditionError, match="before one text"):
+        answer(model, text(), memory={"default": passages.select([[0]]), "more": _of(model, "more")})
+
+
+def _of(model: Any, name: str) -> Any:
+    """Passages read for one of several passage adapters."""
+    model.set_adapter(name)
+    cache = mmattn.hosts.PassageCache(model, adapter=name)
+    cache.add(PASSAGES[:1], progress=False)
+    model.set_adapter(["default", name])
+    return cache.select([[0]])
+
+
+def test_what_is_refused() -> None:
+    """Other memories, packed rows, arrivals, parts of a host, other rows: refused in words, and nothing is changed."""
+    model, passages = reader("llama")
+    memory, host = passages.select([[0]]), answer(tiny.make("llama"), text())
+    with pytest.raises(ShapeError, match="PassageCache"):
+        model(text(), memory=tiny.memory(1))
+    with pytest.raises(ShapeError, match="one row of memory"):
+        model(text(2), memory=memory)
+    with pytest.raises(ConditionError, match="pad instead of packing"):
+        model(text(), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 8]]), memory=memory)
+    with pytest.raises(ConditionError, match="arrived"):
+        model(text(), arrived=torch.zeros(1, len(TEXT), dtype=torch.long), memory=memory)
+    with pytest.raises(ConditionError, match="part of the host"), model.condition(memory):
+        model.host.model(text())
+    assert torch.equal(answer(model, text()), host)
+
+
+def test_unloaded_without_a_trace() -> None:
+    """`unload` gives back the very same host; a copy of both answers alike."""
+    for family in ("llama", "gpt2", "gemma2"):
+        host = tiny.make(family)
+        before, plain = traces(host), answer(host, text())
+        model = mmattn.attach(host, mmattn.adapters.PassageAdapter())
+        passages = mmattn.hosts.PassageCache(model)
+        passages.add(PASSAGES, progress=False)
+        wanted = answer(model, text(), memory=passages.select([[0, 1]]))
+        twin = copy.deepcopy(model)
+        assert model.unload() is host
+        no_trace(host, before, family)
+        assert torch.equal(answer(host, text()), plain)
+        others = mmattn.hosts.PassageCache(twin)
+        others.add(PASSAGES, progress=False)
+        assert torch.equal(answer(twin, text(), memory=others.select([[0, 1]])), wanted)
+
+
+def test_layers_that_lost_their_hook_are_noticed() -> None:
+    """A layer whose config was replaced raises instead of answering without its passages."""
+    model, passages = reader("llama")
+    model.host.model.layers[1].self_attn.config = model.host.config
+    with pytest.raises(ConditionError, match="not run, or lost"):
+        model(text(), memory=passages.select([[0]]))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_trained_beside_lora() -> None:
+    """Gradients of a text after passages reach a LoRA, with recomputed layers too; passages read before are refused."""
+    from peft import LoraConfig, get_peft_model
+
+    grads = {}
+    for recompute in (False, True):
+        host = get_peft_model(tiny.make("llama"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            for name, parameter in host.named_parameters():
+                if "lora" in name:
+                    parameter.normal_(0.0, 0.1)
+        model = mmattn.attach(host, mmattn.adapters.PassageAdapter())
+        passages = mmattn.hosts.PassageCache(model)
+        passages.add(PASSAGES, progress=False)
+        memory = passages.select([[0, 1]])
+        if recompute:
+            host.train()
+            tiny.checkpoint(host, use_reentrant=False)
+        model(text(), labels=text(), memory=memory).loss.backward()
+        grads[recompute] = {name: one.grad for name, one in host.named_parameters() if one.requires_grad}
+        assert all(one is not None and torch.isfinite(one).all() for one in grads[recompute].values())
+    for name, one in grads[False].items():
+        assert distance(grads[True][name], one) <= CLOSE
+    with torch.no_grad():
+        next(one for one in host.parameters() if one.requires_grad).add_(0.1)
+    with pytest.raises(ConditionError, match="were changed since"):
+        model(text(), memory=memory)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "glm", "mistral"])
+def test_recorded_weights(family: str) -> None:
+    """What is recorded are the weights of the host's own softmax: those of a prompt, and the answer is as it was."""
+    model, passages = reader(family)
+    memory = passages.select([[0]])
+    plain = answer(model, text(), memory=memory)
+    with mmattn.inspect.record(model) as weights:
+        assert torch.equal(answer(model, text(), memory=memory), plain)
+    host = tiny.make(family)
+    host.set_attn_implementation("eager")
+    begin = len(PASSAGES[0])
+    with torch.no_grad():
+        wanted = host(torch.tensor([[*PASSAGES[0], *TEXT]]), output_attentions=True).attentions
+    for layer in range(tiny.LAYERS):
+        (found,) = weights["default", layer]
+        assert distance(found, wanted[layer][:, :, begin:, :begin]) <= CLOSE

@@ -1,0 +1,227 @@
+"""A prefix is what a cache with its keys and values would be, and from passages what the passages are in the prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+
+import mmattn
+from mmattn.adapters import PassageAdapter, PrefixAdapter
+from mmattn.errors import AttachError, ConditionError, ShapeError
+from mmattn.testing.case import no_trace, traces
+from tests import tiny
+from tests.adapters.joined.reference import CLOSE, REACHED, answer, distance
+from tests.kv_store.passage_hosts import LEARNED, PASSAGES, text as passage_text
+
+P, NEW = 4, 6
+
+
+def adapted(family: str, prefixes: int = 3, **changes: Any) -> Any:
+    """A tiny host with prefixes of weights as large as its own keys and values."""
+    model = mmattn.attach(tiny.make(family, **changes), PrefixAdapter(P, prefixes))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.adapters.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    return model
+
+
+def with_cache(host: Any, adapter: Any, prefix: int, ids: Tensor) -> Tensor:
+    """What a host without adapters answers to one row whose cache holds a prefix."""
+    cache = DynamicCache(config=host.config)
+    for layer in adapter.layers:
+        block = adapter.prefix(layer)
+        cache.update(block.keys[[prefix]].detach(), block.values[[prefix]].detach(), layer)
+    with torch.no_grad():
+        logits: Tensor = host(ids, **tiny.going_on(cache)).logits
+    return logits
+
+
+@pytest.mark.parametrize("family", REACHED)
+def test_hosts(family: str) -> None:
+    """On every host that is reached a prefix is a cache of its keys and values, and a row without one is the host's."""
+    host = tiny.make(family)
+    before, ids = traces(host), tiny.text(4, 11)
+    own = answer(host, ids)
+    model = mmattn.attach(host, PrefixAdapter(P, 3))
+    model.adapters.load_state_dict(adapted(family).adapters.state_dict())
+    memory = torch.tensor([2, -1, 0, 2])
+    found = answer(model, ids, memory=memory)
+    assert torch.equal(found[1], own[1])
+    for row in (0, 2, 3):
+        wanted = with_cache(tiny.make(family), model.adapter("default"), int(memory[row]), ids[[row]])
+        assert distance(found[[row]], wanted) <= CLOSE
+    assert tiny.differs(found[[0, 2, 3]], own[[0, 2, 3]])
+    for given in ([None] * 4, [[]] * 4, torch.full((4,), -1)):
+        assert torch.equal(answer(model, ids, memory=given), own)
+    assert torch.equal(answer(model, ids), own)
+    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), own)
+    with model.disable_adapter():
+        assert torch.equal(answer(model, ids, memory=memory), own)
+    assert model.unload() is host
+    no_trace(host, before, family)
+    assert torch.equal(answer(host, ids), own)
+
+
+@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
+def test_others_are_refused_by_name(family: str) -> None:
+    """A host whose attention is not reached is refused by name, and nothing of it has changed."""
+    host = tiny.make(family)
+    before = traces(host)
+    with pytest.raises(AttachError, match=type(host).__name__):
+        mmattn.attach(host, PrefixAdapter(P))
+    no_trace(host, before, "a refused host")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "glm", "smollm3", "gpt2", "opt", "mistral"])
+def test_begun_from_passages(family: str) -> None:
+    """Begun from passages, prefixes are these in the prompt; several in a row are passages read one by one."""
+    model = mmattn.attach(tiny.make(family), PassageAdapter(), "read")
+    passages = mmattn.hosts.PassageCache(model)
+    passages.add([one[:5] for one in PASSAGES], progress=False)
+    model.add_adapter("prefix", PrefixAdapter(5, 3))
+    adapter: Any = model.adapter("prefix")
+    adapter.copy_passages(passages.select([[0], [1], [2]]), model.adapter("read"))
+    for number, passage in enumerate(PASSAGES):
+        whole = torch.tensor([[*passage[:5], *passage_text()[0].tolist()]])
+        wanted = answer(tiny.make(family), whole)[:, 5:]
+        assert distance(answer(model, passage_text(), memory={"prefix": [number]}), wanted) <= CLOSE
+    rows = [[2, 0], [1], [], [0, 1, 2]]
+    if family in LEARNED:
+        with pytest.raises(ConditionError, match="learned positions"):
+            answer(model, passage_text(4), memory={"prefix": rows})
+        return
+    found = answer(model, passage_text(4), memory={"prefix": rows})
+    wanted = answer(model, passage_text(4), memory={"read": passages.select(rows)})
+    assert distance(found, wanted) <= CLOSE and torch.equal(found[2], wanted[2])
+    with torch.no_grad():
+        adapter.copy_passages(passages.select([[1]]), model.adapter("read"), [0])
+    again = answer(model, passage_text(1), memory={"prefix": [0]})
+    assert distance(again, found[[1]]) <= CLOSE
+    for select, numbers in (([[0]], None), ([[0]], [3]), ([[]], [0])):
+        with pytest.raises(ShapeError, match="virtual tokens"):
+            adapter.copy_passages(passages.select(select), model.adapter("read"), numbers)
+
+
+@pytest.mark.parametrize("way", list(tiny.WAYS))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_generate(family: str, way: str) -> None:
+    """`generate` writes what each row alone writes, one token after the other in the whole text."""
+    model, ids = adapted(family), tiny.text(3 if "lookup" not in str(tiny.WAYS[way]) else 1)
+    memory = torch.tensor([1, -1, 2])[: len(ids)]
+    given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(ids, memory=memory, **given, **tiny.WAYS[way])
+    if way == "beams":
+        given |= tiny.WAYS[way]
+        wanted = torch.cat([model.generate(ids[[row]], memory=memory[[row]], **given) for row in range(3)])
+    else:
+        wanted = ids
+        for _ in range(NEW):
+            wanted = torch.cat([wanted, answer(model, wanted, memory=memory)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_padded_prompts_and_requests(family: str) -> None:
+    """Prompts of several lengths, padded or scheduled together, write what each writes alone."""
+    model, memory = adapted(family), [0, None, 2]
+    rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3, 5)]
+    ids, keep = tiny.left_padded(rows)
+    given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(ids, attention_mask=keep, memory=memory, **given)
+    settings = {
+        "generation_config": GenerationConfig(eos_token_id=-1, **given),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
+    }
+    prompts = [row.tolist() for row in rows]
+    requests = list(model.generate_batch(prompts, memory=memory, **settings).values())
+    for number, row in enumerate(rows):
+        alone = model.generate(row[None], memory=[memory[number]], **given)[0]
+        assert torch.equal(found[number, -NEW - len(row) :], alone)
+        assert requests[number].generated_tokens == alone[len(row) :].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradients(family: str) -> None:
+    """Gradients reach the keys and values of the prefixes in use, with recomputed layers too; reentrant is refused."""
+    ids, grads = tiny.text(3), {}
+    memory = [[1, 0], None, 1] if family == "llama" else [1, None, 0]
+    for recompute in (False, True):
+        model = adapted(family)
+        if recompute:
+            model.train()
+            tiny.checkpoint(model.host, use_reentrant=False)
+        with model.condition(memory):
+            for _ in range(2):  # two graphs in one block
+                model(ids, labels=ids).loss.backward()
+        grads[recompute] = {name: one.grad for name, one in model.adapters.named_parameters()}
+    for name, one in grads[False].items():
+        assert one[:2].flatten(1).any(1).all() and not one[2].any(), name
+        assert distance(grads[True][name], one) <= CLOSE
+    tiny.checkpoint(model.host, use_reentrant=True)
+    with pytest.raises(ConditionError, match="reentrant"):
+        model(ids, labels=ids, memory=memory)
+
+
+def test_each_prefix_learns_its_task() -> None:
+    """Trained together, each prefix makes the host write its word; the host's weights stay, and files give all back."""
+    model = adapted("llama", 2)
+    before = {name: one.clone() for name, one in model.host.state_dict().items()}
+    ids, labels = torch.full((2, 3), 5), torch.tensor([[-100, -100, 30], [-100, -100, 44]])
+    optimiser = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-2)
+    losses = []
+    for _ in range(80):
+        logits = model(ids, memory=torch.tensor([0, 1])).logits[:, -1]
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, -1])
+        optimiser.zero_grad()
+        loss.backward()
+        assert all(torch.isfinite(one.grad).all() for one in model.adapters.parameters())
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 10
+    assert answer(model, ids, memory=[0, 1])[:, -1].argmax(-1).tolist() == [30, 44]
+    assert all(torch.equal(one, before[name]) for name, one in model.host.state_dict().items())
+
+
+def test_saved_edited_and_stale(tmp_path: Path) -> None:
+    """Files give prefixes back; after an edit of a weight nothing that was put together before is used."""
+    model, ids = adapted("llama"), tiny.text(2)
+    prepared = model.prepare([[0, 2], [1]])
+    wanted = answer(model, ids, memory=prepared)
+    model.save_adapter(tmp_path / "prefix")
+    loaded = mmattn.load(tiny.make("llama"), tmp_path / "prefix")
+    assert torch.equal(answer(loaded, ids, memory=[[0, 2], 1]), wanted)
+    with torch.no_grad():
+        model.adapter("default").prefix(1).values[0] += 1.0
+    found = answer(model, ids, memory=prepared)
+    assert torch.equal(found, answer(model, ids, memory=[[0, 2], [1]]))
+    assert distance(found[:1], wanted[:1]) > 100 * CLOSE and distance(found[1:], wanted[1:]) <= CLOSE
+
+
+def test_what_is_refused() -> None:
+    """Other memories, prefixes that are not there, other rows, packed rows, two adapters before one text."""
+    model, ids = adapted("llama"), tiny.text(2)
+    host = answer(model, ids)
+    for memory in (tiny.memory(2), "01", torch.zeros(2), [True, 0], [[0, None]], [0.5], torch.zeros(2, 1).long()):
+        with pytest.raises(ShapeError, match="prefixes|reads no vectors"):
+            model(ids, memory=memory)
+    for memory in ([0, 3], [0, [-1]], torch.tensor([0, -2])):
+        with pytest.raises(ShapeError, match="prefixes 0 to 2"):
+            model(ids, memory=memory)
+    with pytest.raises(ShapeError, match="one row of memory"):
+        model(ids, memory=[0])
+    with pytest.raises(ConditionError, match="pad instead of packing"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2), memory=[0, 1])
+    with pytest.raises(ConditionError, match="arrived"):
+        model(ids, arrived=torch.zeros(2, 7, dtype=torch.long), memory=[0, 1])
+    with pytest.raises(ConditionError, match="no pages"):
+        model.bank(tiny.memory(4, e=1))
+    model.add_adapter("more", PrefixAdapter(2))
+    with pytest.raises(ConditionError, match="before one text"):
+        model(ids, memory={"default": [0, 1], "more": [0, 0]})
+    assert torch.equal(answer(model, ids), host)

@@ -1,0 +1,129 @@
+"""Checkpoints of peft's prefix tuning and cartridges answer as in peft, and prefixes are written as such."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mmattn
+from mmattn.errors import AdapterFileError, AttachError, NonFiniteError
+from mmattn.testing.case import no_trace, traces
+from tests import tiny
+from tests.adapters.joined.reference import CLOSE, answer, distance
+from tests.adapters.prefix.test_adapter import P, adapted
+
+# Both by peft.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning"),
+]
+
+
+def checkpoint(folder: Path, family: str = "llama", kind: str = "prefix", tokens: int = P, **settings: Any) -> Any:
+    """A model of peft with random virtual tokens, written to a folder."""
+    import peft
+
+    kinds = {"prefix": peft.PrefixTuningConfig, "cartridge": getattr(peft, "CartridgeConfig", None)}
+    if kinds[kind] is None:
+        pytest.skip("this peft has no cartridges")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(tokens)
+        config = kinds[kind](task_type="CAUSAL_LM", num_virtual_tokens=tokens, **settings)
+        model = peft.get_peft_model(tiny.make(family), config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["prefix", "projected", "cartridge"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "mistral"])
+def test_read(family: str, kind: str, tmp_path: Path) -> None:
+    """What peft wrote answers here as there, within 1e-5."""
+    settings = {"prefix_projection": True, "encoder_hidden_size": 12} if kind == "projected" else {}
+    theirs = checkpoint(tmp_path, family, kind.replace("projected", "prefix"), **settings)
+    ids = tiny.text(2, 11)
+    wanted = answer(theirs, ids, attention_mask=torch.ones_like(ids))
+    model = mmattn.hosts.load_prefix_tuning(tiny.make(family), tmp_path)
+    assert distance(answer(model, ids, memory=[0, 0]), wanted) <= CLOSE
+    assert distance(answer(model, ids), wanted) > 100 * CLOSE
+    written = ids
+    for _ in range(5):  # peft's own `generate` loses its prefix under transformers 5.24
+        logits = answer(theirs, written, attention_mask=torch.ones_like(written))
+        written = torch.cat([written, logits[:, -1:].argmax(-1)], 1)
+    given: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, memory=[0, 0], **given), written)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_written(family: str, tmp_path: Path) -> None:
+    """What is written here answers in peft as here, and read again it is bit for bit what it was."""
+    from peft import PeftModel
+
+    model, ids = adapted(family), tiny.text(2, 11)
+    mmattn.hosts.save_prefix_tuning(model, tmp_path, prefix=2)
+    theirs = PeftModel.from_pretrained(tiny.make(family), tmp_path).eval()
+    found = answer(theirs, ids, attention_mask=torch.ones_like(ids))
+    assert distance(found, answer(model, ids, memory=[2, 2])) <= CLOSE
+    again = mmattn.hosts.load_prefix_tuning(tiny.make(family), tmp_path)
+    assert torch.equal(answer(again, ids, memory=[0, 0]), answer(model, ids, memory=[2, 2]))
+
+
+def test_several_checkpoints(tmp_path: Path) -> None:
+    """Several checkpoints are the prefixes of one adapter, each row its own."""
+    ids, folders = tiny.text(2), [tmp_path / "a", tmp_path / "b"]
+    theirs = [checkpoint(folder, kind=kind) for folder, kind in zip(folders, ("prefix", "cartridge"), strict=True)]
+    model = mmattn.hosts.load_prefix_tuning(tiny.make("llama"), folders)
+    found = answer(model, ids, memory=[0, 1])
+    for row, one in enumerate(theirs):
+        wanted = answer(one, ids[[row]], attention_mask=torch.ones(1, 7))
+        assert distance(found[[row]], wanted) <= CLOSE
+    checkpoint(tmp_path / "c", tokens=P + 1)
+    with pytest.raises(AdapterFileError, match="equally many"):
+        mmattn.hosts.load_prefix_tuning(model, [*folders, tmp_path / "c"], "more")
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    """Other kinds, other sizes, torn or missing files are refused, and the host is as it was."""
+    import peft
+
+    good = tmp_path / "good"
+    checkpoint(good)
+    host = tiny.make("llama")
+    before = traces(host)
+    lora = tmp_path / "lora"
+    peft.get_peft_model(tiny.make("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(lora)
+    checkpoint(tmp_path / "deep", num_layers=2)
+    torn = tmp_path / "torn"
+    checkpoint(torn)
+    path = torn / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    other = tmp_path / "other"
+    checkpoint(other)
+    save_file({"weights": torch.zeros(2, 3)}, other / "adapter_model.safetensors")
+    for folder in (lora, tmp_path / "deep", torn, other, tmp_path / "none"):
+        with pytest.raises(AdapterFileError):
+            mmattn.hosts.load_prefix_tuning(host, folder)
+        no_trace(host, before, folder.name)
+    tensors = load_file(good / "adapter_model.safetensors")
+    tensors["prompt_embeddings"][0, 0] = torch.nan
+    save_file(tensors, good / "adapter_model.safetensors")
+    with pytest.raises(NonFiniteError):
+        mmattn.hosts.load_prefix_tuning(host, good)
+    no_trace(host, before, "NaN")
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    """Another kind of adapter, or a prefix that is not there."""
+    model = adapted("llama")
+    for name, prefix in (("default", 3), ("gated", 0)):
+        if name == "gated":
+            model.add_adapter("gated", mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1))
+        with pytest.raises(AttachError, match="PrefixAdapter"):
+            mmattn.hosts.save_prefix_tuning(model, tmp_path, prefix, name)
+    mmattn.hosts.save_prefix_tuning(model, tmp_path, 1)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["peft_type"] == "PREFIX_TUNING" and config["num_virtual_tokens"] == P

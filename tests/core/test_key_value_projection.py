@@ -1,0 +1,74 @@
+"""`KeyValueProjection` on its own, and the names its weights had before it was a module."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from torch import nn
+
+import mmattn.core.key_value_projection
+from mmattn import CrossAttention
+from mmattn.core.key_value_projection import KeyValueProjection
+from mmattn.core.state_names import upgrade_state_names
+from mmattn.errors import ShapeError
+from tests.core.random_inputs import MASK, B, E, L, M, make_layer
+from tests.reference import assert_close, attend_reference
+
+
+def test_examples() -> None:
+    result = doctest.testmod(mmattn.core.key_value_projection, extraglobs={"torch": torch, "nn": nn})
+    assert result.attempted and not result.failed
+
+
+def alone(h: int = 6, g: int = 2, k: int = 11) -> KeyValueProjection:
+    linears = (nn.Linear(E, g * k, bias=False) for _ in range(2))
+    return KeyValueProjection(*linears, num_heads=h, num_kv_heads=g, head_dim=k, memory_dim=E).double()
+
+
+@pytest.mark.parametrize("absorb", [False, True])
+def test_queries_of_another_layer(absorb: bool) -> None:
+    """Queries of anyone over K = M Wk and V = M Wv; a row that sees nothing gives exactly 0."""
+    projection, memory = alone(), torch.randn(B, M, E, dtype=torch.float64)
+    q = torch.randn(B, 6, L, 11, dtype=torch.float64)
+    keys, values = projection.keys_and_values(memory)
+    expected, expected_weights = attend_reference(q, keys.detach(), values.detach(), mask=MASK)
+    for given in ({"memory": memory, "mask": MASK}, {"memory": projection.project(memory, mask=MASK, absorb=absorb)}):
+        out, weights = projection(q, **given, return_weights=True)
+        assert_close(out, expected, torch.float64)
+        assert_close(weights, expected_weights, torch.float64)
+        assert not out[1].any() and torch.equal(projection(q, **given), projection(q, **given))
+    assert projection(q.float(), memory).dtype == torch.float32, "the dtype of the queries"
+    with pytest.raises(ShapeError, match="memory must be a tensor"):
+        projection(q, memory[..., 1:])
+
+
+def test_names() -> None:
+    """Its weights stand in it, in an attention and on its own."""
+    assert set(alone().state_dict()) == {"k_proj.weight", "v_proj.weight"}
+    layer = make_layer(qk_norm=True, null_slot=True, score_bias=True)
+    owned = {"k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.weight"}
+    owned |= {"null_key", "null_value", "score_scale"}
+    others = {"q_proj.weight", "q_proj.bias", "q_norm.weight", "out_proj.weight", "out_proj.bias"}
+    assert set(layer.state_dict()) == others | {f"kv_proj.{name}" for name in owned}
+
+
+def test_old_names() -> None:
+    """Those of any attention become new, at any depth; those of today and of a projection alone stay."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = make_layer(qk_norm=True, null_slot=True, score_bias=True)
+            self.blocks = nn.ModuleList([nn.ModuleDict({"attention": CrossAttention(12, num_heads=3)}), alone()])
+
+    model = Model()
+    new = model.state_dict()
+    old = {name.replace("kv_proj.", ""): value for name, value in new.items()}
+    assert len(set(old) - set(new)) == 10
+    for state in (old, new):
+        upgraded = upgrade_state_names(state)
+        assert list(upgraded) == list(new) and all(upgraded[name] is new[name] for name in new)
+    bare = model.attention.state_dict()
+    assert set(upgrade_state_names({name.replace("kv_proj.", ""): 0 for name in bare})) == set(bare)

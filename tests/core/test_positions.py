@@ -1,0 +1,273 @@
+"""Positions against the papers' formulas, transformers' Llama rotary and the ALiBi of Bloom and MPT."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+import mmattn
+import mmattn.core.positions
+from mmattn import positions
+from mmattn.errors import ConfigError, ShapeError
+from tests.core.random_inputs import named_weights
+from tests.reference import assert_close, cross_attention_reference, rotary_reference
+
+
+def test_docstring_examples_run() -> None:
+    result = doctest.testmod(mmattn.core.positions, extraglobs={"torch": torch})
+    assert result.attempted >= 7
+    assert result.failed == 0
+
+
+class TestSinusoidal:
+    def test_equals_the_paper(self) -> None:
+        places, dim = [0, 1, 7, 1009, 100_003], 22
+        made = positions.sinusoidal(torch.tensor(places), dim)
+        assert made.shape == (5, 22)
+        assert made.dtype == torch.float32
+        for row, place in enumerate(places):
+            for i in range(dim // 2):
+                angle = place / 10000 ** (2 * i / dim)
+                assert float(made[row, 2 * i]) == pytest.approx(math.sin(angle), abs=2e-7)
+                assert float(made[row, 2 * i + 1]) == pytest.approx(math.cos(angle), abs=2e-7)
+
+    def test_any_shape_and_fractions(self) -> None:
+        places = torch.rand(2, 3, 5) * 100
+        made = positions.sinusoidal(places, 14)
+        assert made.shape == (2, 3, 5, 14)
+        assert torch.equal(made[1, 2, 3], positions.sinusoidal(places[1, 2, 3], 14))
+
+
+class TestLearned:
+    def test_looks_up_and_trains_only_what_was_used(self) -> None:
+        table = positions.Learned(7, 5)
+        places = torch.tensor([[0, 6, 6], [2, 0, 2]])
+        made = table(places)
+        assert made.shape == (2, 3, 5)
+        assert torch.equal(made, table.weight[places])
+        made.sum().backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad[:, 0].tolist() == [2, 0, 2, 0, 0, 0, 2]
+
+    def test_starts_small_and_different(self) -> None:
+        weight = positions.Learned(97, 53).weight.detach()
+        assert float(weight.std()) == pytest.approx(0.02, rel=0.1)
+        assert len(weight.unique(dim=0)) == 97
+
+    @pytest.mark.parametrize("places", [[0, 7], [-1, 3]])
+    def test_a_position_it_does_not_have(self, places: list[int]) -> None:
+        with pytest.raises(ShapeError, match="must lie in 0…6, the 7 learned ones.*larger num"):
+            positions.Learned(7, 5)(torch.tensor(places))
+
+    def test_no_positions(self) -> None:
+        assert positions.Learned(7, 5)(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 5)
+
+
+class TestRotary:
+    @pytest.mark.parametrize("base", [10000.0, 500000.0])
+    @pytest.mark.parametrize("per_row", [False, True])
+    def test_equals_llama(self, base: float, per_row: bool) -> None:
+        b, h, l, k = 2, 3, 7, 22
+        config = LlamaConfig(
+            hidden_size=h * k, num_attention_heads=h, rope_parameters={"rope_type": "default", "rope_theta": base}
+        )
+        q, key = torch.randn(b, h, l, k), torch.randn(b, h, l, k)
+        places = torch.randint(0, 4001, (b, l)) if per_row else torch.randint(0, 4001, (l,))
+        cos, sin = LlamaRotaryEmbedding(config)(q, places.expand(b, l))
+        theirs = apply_rotary_pos_emb(q, key, cos, sin)
+        turn = positions.Rotary(k, base=base)
+        for ours, other in zip((turn(q, places), turn(key, places)), theirs, strict=True):
+            assert torch.isfinite(ours).all()
+            torch.testing.assert_close(ours, other, atol=1e-6, rtol=1e-6)
+
+    @pytest.mark.parametrize("axes", [1, 2, 3])
+    @pytest.mark.parametrize("rows", [None, 1, 2])
+    def test_equals_the_turn_of_complex_numbers(self, axes: int, rows: int | None) -> None:
+        shape = (*((rows,) if rows else ()), 7, *((axes,) if axes > 1 else ()))
+        places = torch.randint(0, 23, shape)
+        x = torch.randn(2, 5, 7, 12 * axes, dtype=torch.float64, requires_grad=True)
+        turned = positions.Rotary(12 * axes, base=997.0, axes=axes)(x, places)
+        expected = rotary_reference(x, places, base=997.0, axes=axes)
+        assert_close(turned, expected, torch.float64)
+        upstream = torch.randn_like(turned)
+        ours, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (turned, expected))
+        assert_close(ours, theirs, torch.float64, "grad")
+
+    @pytest.mark.parametrize("sections", [(3, 2, 6), (1, 9, 1)])
+    def test_time_row_and_column_in_sections(self, sections: tuple[int, int, int]) -> None:
+        """Of a video whose head width does not split in three."""
+        frames = torch.tensor([0.0, 0.5, 2.25])
+        places = positions.volume(frames, 2, 5)
+        x = torch.randn(2, 3, 30, 22, dtype=torch.float64, requires_grad=True)
+        turn = positions.Rotary(22, base=997.0, axes=3, sections=sections)
+        turned = turn(x, places)
+        expected = rotary_reference(x, places, base=997.0, axes=3, sections=sections)
+        assert_close(turned, expected, torch.float64)
+        upstream = torch.randn_like(turned)
+        ours, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (turned, expected))
+        assert_close(ours, theirs, torch.float64, "grad")
+        even = positions.Rotary(24, axes=3)(torch.randn(1, 1, 30, 24), places)
+        assert torch.isfinite(even).all() and positions.Rotary(24, axes=3).sections == (4, 4, 4)
+
+    def test_cross_attention_over_time_row_and_column(self) -> None:
+        b, l, d, e, h, k = 2, 3, 23, 19, 2, 18
+        layer = mmattn.CrossAttention(d, e, h, head_dim=k, rotary=positions.Rotary(k, axes=3))
+        x, memory = torch.randn(b, l, d), torch.randn(b, 20, e)
+        at = {"query_positions": torch.rand(b, l, 3) * 5, "memory_positions": positions.volume([0.0, 0.4], 2, 5)}
+        expected, _ = cross_attention_reference(
+            named_weights(layer), x, memory, num_heads=h, rotary_base=10000.0, axes=3, **at
+        )
+        assert_close(layer(x, memory, **at), expected, torch.float32)
+
+    def test_on_a_grid_the_first_pairs_turn_by_row_and_the_others_by_column(self) -> None:
+        k = 20
+        x = torch.randn(1, 1, 1, k)
+        turn = positions.Rotary(k, axes=2)
+        still = turn(x, torch.tensor([[0, 0]]))
+        assert torch.equal(still, x)
+        by_row = (turn(x, torch.tensor([[3, 0]])) != x).flatten().tolist()
+        by_column = (turn(x, torch.tensor([[0, 3]])) != x).flatten().tolist()
+        assert by_row == ([True] * 5 + [False] * 5) * 2
+        assert by_column == ([False] * 5 + [True] * 5) * 2
+
+    def test_a_grid_of_one_row_turns_its_half_as_a_line_does(self) -> None:
+        line = torch.randn(1, 3, 5, 10)
+        first, second = line.chunk(2, dim=-1)
+        still = torch.randn(1, 3, 5, 5)
+        x = torch.cat((first, still, second, still), dim=-1)
+        places = torch.tensor([4, 0, 11, 2, 3])
+        turned = positions.Rotary(20, axes=2)(x, torch.stack((places, torch.zeros_like(places)), dim=-1))
+        expected = positions.Rotary(10)(line, places)
+        assert torch.equal(turned[..., :5], expected[..., :5])
+        assert torch.equal(turned[..., 10:15], expected[..., 5:])
+        assert torch.equal(turned[..., 5:10], still)
+
+    @pytest.mark.parametrize("axes", [1, 2])
+    def test_scores_depend_on_the_distance_only(self, axes: int) -> None:
+        q, key = torch.randn(1, 1, 1, 20, dtype=torch.float64), torch.randn(1, 1, 1, 20, dtype=torch.float64)
+        turn = positions.Rotary(20, axes=axes)
+
+        def score(query_place: list[int], key_place: list[int]) -> float:
+            places = [torch.tensor(each[:axes]) for each in (query_place, key_place)]
+            places = [each if axes == 1 else each[None] for each in places]
+            return float((turn(q, places[0]) * turn(key, places[1])).sum())
+
+        near, far, other = score([5, 2], [3, 13]), score([105, 62], [103, 73]), score([5, 2], [4, 13])
+        assert near == pytest.approx(far, rel=1e-10)
+        assert near != pytest.approx(other, rel=1e-3)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision_is_turned_in_float32_also_after_half(self, dtype: torch.dtype) -> None:
+        turn = positions.Rotary(22).to(dtype)
+        x, places = torch.randn(2, 3, 7, 22).to(dtype), torch.randint(2000, 4001, (7,))
+        turned = turn(x, places)
+        assert turned.dtype == dtype
+        assert torch.equal(turned, turn(x.float(), places).to(dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(turn(x, places), turned)
+
+    def test_it_has_nothing_to_save(self) -> None:
+        assert not positions.Rotary(22).state_dict()
+
+    @pytest.mark.parametrize(
+        ("axes", "x", "places", "words"),
+        [
+            (1, (2, 3, 7, 22), (5,), r"\(7,\) or \(2, 7\) .* got \(5,\)"),
+            (1, (2, 3, 7, 22), (3, 7), r"got \(3, 7\)"),
+            (1, (2, 3, 7, 22), (7, 2), r"got \(7, 2\)"),
+            (2, (2, 3, 7, 20), (7,), r"\(7, 2\) or \(2, 7, 2\) .* 2 axes, got \(7,\)"),
+            (2, (2, 3, 7, 20), (7, 3), r"got \(7, 3\)"),
+            (1, (2, 3, 7, 20), (7,), r"x must be \(b, h, l, 22\), got \(2, 3, 7, 20\)"),
+            (1, (3, 7, 22), (7,), r"x must be \(b, h, l, 22\)"),
+        ],
+    )
+    def test_sizes_that_do_not_fit(self, axes: int, x: tuple[int, ...], places: tuple[int, ...], words: str) -> None:
+        turn = positions.Rotary(22 if axes == 1 else 20, axes=axes)
+        with pytest.raises(ShapeError, match=words):
+            turn(torch.randn(x), torch.zeros(places, dtype=torch.long))
+
+
+def test_grid_is_row_by_row() -> None:
+    places = positions.grid(3, 5)
+    assert places.tolist() == [[row, column] for row in range(3) for column in range(5)]
+    patches = torch.randn(2, 3, 5)
+    assert torch.equal(patches[:, places[:, 0], places[:, 1]], patches.flatten(1))
+
+
+def test_volume_is_frame_by_frame() -> None:
+    places = positions.volume(torch.tensor([0.5, 1.5]), 3, 5)
+    assert places.tolist() == [[time, r, c] for time in (0.5, 1.5) for r in range(3) for c in range(5)]
+    assert torch.equal(places[:15, 1:].long(), positions.grid(3, 5))
+
+
+class TestAlibi:
+    @pytest.mark.parametrize("h", [1, 2, 3, 5, 7, 8, 11, 12, 16, 25, 32, 71, 128])
+    def test_slopes_equal_bloom_and_mpt(self, h: int) -> None:
+        slopes = positions.alibi_slopes(h)
+        bloom = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), h, torch.float32)[:, 0, 1]
+        mpt = -build_mpt_alibi_tensor(h, 2)[:, 0, 0]
+        assert slopes.shape == (h,)
+        assert slopes.dtype == torch.float32
+        torch.testing.assert_close(slopes, bloom, rtol=1e-5, atol=0)
+        torch.testing.assert_close(slopes, mpt, rtol=1e-5, atol=0)
+
+    def test_slopes_of_eight_heads_as_the_paper_prints_them(self) -> None:
+        assert positions.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+
+    @pytest.mark.parametrize("h", [8, 11])
+    def test_attention_equals_bloom_where_causal(self, h: int) -> None:
+        l = 13
+        scores = torch.randn(h, l, l).masked_fill(torch.ones(l, l).triu(1).bool(), float("-inf"))
+        theirs = scores + build_alibi_tensor(torch.ones(1, l, dtype=torch.long), h, torch.float32)
+        ours = scores + positions.alibi(h, l, l)
+        torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), atol=1e-6, rtol=1e-5)
+
+    def test_bias_is_minus_the_distance(self) -> None:
+        h, l, m, offset = 3, 5, 11, 4
+        bias, slopes = positions.alibi(h, l, m, offset), positions.alibi_slopes(h)
+        assert bias.shape == (h, l, m)
+        for head in range(h):
+            for i in range(l):
+                assert bias[head, i].tolist() == [-float(slopes[head]) * abs(i + offset - j) for j in range(m)]
+
+    def test_offset_continues_where_the_cache_ends(self) -> None:
+        assert torch.equal(positions.alibi(3, 2, 13, offset=11), positions.alibi(3, 13, 13)[:, 11:])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: positions.sinusoidal(torch.arange(3), 7), "dim must be even.*got 7"),
+        (lambda: positions.sinusoidal([1, 2], 8), "positions must be a tensor, got list"),
+        (lambda: positions.sinusoidal(torch.tensor([True]), 8), "positions must be ints or floats"),
+        (lambda: positions.Learned(0, 5), "num must be at least 1"),
+        (lambda: positions.Learned(7, True), "dim must be an int"),
+        (lambda: positions.Learned(7, 5)(torch.tensor([1.0])), "must be ints"),
+        (lambda: positions.Rotary(7), "multiple of 2 .*got 7"),
+        (lambda: positions.Rotary(22, axes=2), "multiple of 4 .*2 axes.*got 22"),
+        (lambda: positions.Rotary(22, axes=3), "multiple of 6 .*got 22, or give sections"),
+        (lambda: positions.Rotary(22, axes=3, sections=(5, 5)), r"3 numbers of pairs.*22 / 2; got \[5, 5\]"),
+        (lambda: positions.Rotary(22, axes=3, sections=(5, 5, 5)), "add up to 22 / 2"),
+        (lambda: positions.Rotary(22, axes=3, sections=(6, 5, 0)), "sections must be at least 1"),
+        (lambda: positions.Rotary(8, base=0.0), "base must be above 0"),
+        (lambda: positions.Rotary(8, base=float("nan")), "base must be a finite number"),
+        (lambda: positions.Rotary(8, axes=0), "axes must be at least 1"),
+        (lambda: positions.grid(0, 3), "height must be at least 1"),
+        (lambda: positions.grid(3, 2.0), "width must be an int"),
+        (lambda: positions.alibi_slopes(0), "h must be at least 1"),
+        (lambda: positions.alibi(3, -1, 5), "l must be at least 0"),
+        (lambda: positions.alibi(3, 5, 5, offset=0.5), "offset must be an int"),
+    ],
+)
+def test_bad_arguments_are_named(make: Callable[[], Tensor], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()

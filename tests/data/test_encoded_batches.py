@@ -1,0 +1,274 @@
+"""Batches of a store: their order, where they may begin, what is in memory, and the threads that read."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn import training
+from mmattn.data.encoded.blocks import Block
+from mmattn.data.rows import Row
+from mmattn.errors import AdapterFileError, ConfigError
+from tests.data.encoded_rows import flip
+from tests.training import small_run
+
+ROWS = 307
+SLOTS, WIDTH = 3, 7
+BLOCK = 11  # rows, about
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of very different lengths in some thirty blocks of three shards."""
+    folder = tmp_path_factory.mktemp("store")
+    rows = [
+        Row(f"{n}:" + "x" * (n * 37 % 101), memory=mmattn.Memory(torch.full((1, SLOTS, WIDTH), float(n))))
+        for n in range(ROWS)
+    ]
+    training.encode_rows(rows, folder, rows_per_shard=113, block_bytes=BLOCK * (SLOTS * WIDTH * 2 + 55))
+    return folder
+
+
+@pytest.fixture
+def store(folder: Path) -> training.MemoryStore:
+    return training.MemoryStore(folder)
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    """Of the rows of each batch, whose memories are looked at too."""
+    found = []
+    for batch in batches:
+        found.append([int(row.text.split(":")[0]) for row in batch])
+        assert all(
+            torch.equal(row.memory.tokens, torch.full((1, SLOTS, WIDTH), float(n)).half())
+            for row, n in zip(batch, found[-1], strict=True)
+        )
+    return found
+
+
+def mixing(store: training.MemoryStore, batch_size: int = 5, seed: int = 3, **options: Any) -> training.StoreBatches:
+    """Batches whose window is about a sixth of the store."""
+    return training.StoreBatches(store, batch_size, seed, **{"buffer_bytes": int(store.row_bytes * 50), **options})
+
+
+def readers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("mmattn-read-ahead")]
+
+
+class TestOrder:
+    @pytest.mark.parametrize("batch_size", [1, 5, 64, 1000])
+    def test_every_row_once_an_epoch(self, store: training.MemoryStore, batch_size: int) -> None:
+        batches = mixing(store, batch_size)
+        for epoch in range(2):
+            found = numbers(batches.epoch(epoch))
+            assert sorted(n for batch in found for n in batch) == list(range(ROWS))
+            assert len(found) == batches.batches_per_epoch == -(-ROWS // batch_size)
+            assert [len(batch) for batch in found[:-1]] == [batch_size] * (len(found) - 1)
+
+    def test_a_function_of_seed_and_epoch(self, store: training.MemoryStore, folder: Path) -> None:
+        """Invariant 112."""
+        first = numbers(mixing(store).epoch(0))
+        assert numbers(mixing(training.MemoryStore(folder), threads=1).epoch(0)) == first
+        assert numbers(mixing(store).epoch(1)) != first and numbers(mixing(store, seed=4).epoch(0)) != first
+
+    def test_in_order(self, store: training.MemoryStore) -> None:
+        found = numbers(training.StoreBatches(store, 4, shuffle=False).epoch(7))
+        assert found == [list(range(n, min(n + 4, ROWS))) for n in range(0, ROWS, 4)]
+
+    @pytest.mark.parametrize("shuffle", [True, False])
+    def test_it_may_begin_at_any_batch(self, store: training.MemoryStore, shuffle: bool) -> None:
+        """Invariant 112."""
+        batches = mixing(store, shuffle=shuffle)
+        whole = numbers(batches.epoch(2))
+        for start in (0, 1, 9, 10, 11, 23, len(whole) - 1, len(whole), len(whole) + 5):
+            assert numbers(batches.epoch(2, start)) == whole[start:], start
+
+    def test_nothing_before_its_window_is_read(
+        self, store: training.MemoryStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Invariant 112."""
+        read: list[int] = []
+        plain = training.MemoryStore.read_block
+
+        def counted(self: training.MemoryStore, number: int) -> Block:
+            read.append(number)
+            return plain(self, number)
+
+        monkeypatch.setattr(training.MemoryStore, "read_block", counted)
+        batches = mixing(store)
+        numbers(batches.epoch(0))
+        blocks = len(read)
+        assert len(set(read)) == blocks > 25
+        read.clear()
+        numbers(batches.epoch(0, 50))
+        assert len(read) == len(set(read)) < blocks / 4
+
+    def test_rows_of_many_blocks_are_mixed(self, store: training.MemoryStore) -> None:
+        """A batch has rows from all over its window, and a window from all over the store."""
+        found = numbers(mixing(store, 10).epoch(0))
+        blocks = [{n // BLOCK for n in batch} for batch in found]
+        assert sum(map(len, blocks)) / len(blocks) > 3
+        window = {n // BLOCK for batch in found[:5] for n in batch}
+        assert max(window) - min(window) > 15
+
+    def test_rows_of_like_length_share_a_batch(self, store: training.MemoryStore) -> None:
+        def padding(batches: list[list[Row]]) -> int:
+            return sum(sum(max(r.text_length for r in batch) - row.text_length for row in batch) for batch in batches)
+
+        grouped = padding(list(mixing(store).epoch(0)))
+        ordered = padding(list(training.StoreBatches(store, 5, shuffle=False).epoch(0)))
+        assert grouped < ordered / 3
+
+    def test_of_some_rows(self, store: training.MemoryStore) -> None:
+        chosen = store.select([n for n in range(ROWS) if n % 3])
+        found = numbers(mixing(chosen).epoch(0))
+        assert sorted(n for batch in found for n in batch) == [n for n in range(ROWS) if n % 3]
+        assert numbers(mixing(chosen).epoch(0, 11)) == found[11:]
+
+    def test_refused(self, store: training.MemoryStore) -> None:
+        with pytest.raises(ConfigError, match="has no rows"):
+            training.StoreBatches(store.select([]), 3)
+        for wrong in ({"batch_size": 0}, {"batch_size": 3, "threads": 0}, {"batch_size": 3, "buffer_bytes": 0}):
+            with pytest.raises(ConfigError, match="must be"):
+                training.StoreBatches(store, **wrong)
+
+    def test_its_fingerprint_tells_orders_apart(self, store: training.MemoryStore) -> None:
+        some = [
+            mixing(store),
+            mixing(store, buffer_bytes=10**6),
+            mixing(store.select([1, 2])),
+            mixing(store, shuffle=False),
+        ]
+        assert len({one.fingerprint for one in some}) == 4
+        assert mixing(store).fingerprint == some[0].fingerprint
+
+
+class TestMemory:
+    def test_it_stays_within_its_buffer(self, store: training.MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Invariant 112: at most the blocks of two windows, and four, at any time; rows that are kept keep none."""
+        alive: weakref.WeakSet[Block] = weakref.WeakSet()
+        plain = training.MemoryStore.read_block
+        most = 0
+
+        def counted(self: training.MemoryStore, number: int) -> Block:
+            nonlocal most
+            block = plain(self, number)
+            alive.add(block)
+            most = max(most, len(alive))
+            return block
+
+        monkeypatch.setattr(training.MemoryStore, "read_block", counted)
+        monkeypatch.setattr(Block, "__hash__", object.__hash__)
+        monkeypatch.setattr(Block, "__eq__", object.__eq__)
+        kept = []
+        batches = mixing(store)
+        for batch in batches.epoch(0):
+            assert all(row.memory is not None for row in batch)
+            kept += batch
+        window = batches._window * batches.batch_size // BLOCK + 2
+        assert window < most <= 2 * window + 4
+        gc.collect()
+        assert len(kept) == ROWS and not alive
+
+
+class TestThreads:
+    def test_they_end_with_the_epoch(self, store: training.MemoryStore) -> None:
+        list(mixing(store).epoch(0))
+        assert not readers()
+
+    def test_they_end_when_it_is_closed(self, store: training.MemoryStore) -> None:
+        epoch: Any = mixing(store).epoch(0)
+        next(epoch)
+        assert readers()
+        epoch.close()
+        assert not readers()
+
+    def test_they_end_with_an_error(self, folder: Path, tmp_path: Path) -> None:
+        copied = Path(shutil.copytree(folder, tmp_path / "store"))
+        flip(copied, 1, "0004.tokens")
+        with pytest.raises(AdapterFileError, match="'0004.tokens' were changed"):
+            list(mixing(training.MemoryStore(copied)).epoch(0))
+        assert not readers()
+
+    def test_another_thread_may_advance_it(self, store: training.MemoryStore) -> None:
+        """Begun in one thread, advanced in a second and closed in a third."""
+        whole = numbers(mixing(store).epoch(0))
+        epoch: Any = mixing(store).epoch(0)
+        found = [next(epoch)]
+        thread = threading.Thread(target=lambda: found.extend(next(epoch) for _ in range(20)))
+        thread.start()
+        thread.join()
+        closing = threading.Thread(target=epoch.close)
+        closing.start()
+        closing.join()
+        assert numbers(found) == whole[:21] and not readers()
+
+    def test_two_epochs_at_once(self, store: training.MemoryStore) -> None:
+        batches = mixing(store)
+        pairs = list(zip(batches.epoch(0), batches.epoch(1), strict=True))
+        assert numbers(pair[0] for pair in pairs) == numbers(batches.epoch(0))
+        assert numbers(pair[1] for pair in pairs) == numbers(batches.epoch(1))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows of `small_run` as a store."""
+    folder = tmp_path_factory.mktemp("data")
+    training.encode_rows(small_run.rows(), folder, rows_per_shard=9, block_bytes=700)
+    return folder
+
+
+class TestTraining:
+    def train(self, data: Path, out: Path, steps: int, **settings: Any) -> Any:
+        """Train a tiny host on a store, as `small_run` does on other rows."""
+        model = small_run.attach(dropout=0.2)
+        collator = small_run.collator(out)
+        store = training.MemoryStore(data)
+        batches = training.StoreBatches(store, 5, seed=1, buffer_bytes=int(store.row_bytes * 10))
+
+        def loss(rows: Any, seeds: Any) -> Any:
+            return training.sum_nats(model, collator.batch(rows))
+
+        chosen = {"learning_rate": 1e-2, "save_steps": 1, "eval_steps": 2, "logging_steps": 1} | settings
+        done = training.train(
+            model,
+            loss,
+            batches,
+            training.TrainingConfig(max_steps=11, **chosen),
+            training.make_accelerator(device="cpu"),
+            eval_rows=store.select(range(4)),
+            folder=out / "checkpoints",
+            progress=False,
+            log=lambda **figures: stop(figures["step"], steps),
+        )
+        return done, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def test_it_goes_on_where_it_was(self, data: Path, tmp_path: Path) -> None:
+        """Invariant 112: interrupted in the middle of an epoch, it learns the same batches after that, bit for bit."""
+        whole, weights = self.train(data, tmp_path / "whole", 11)
+        half, _ = self.train(data, tmp_path / "half", 7)
+        assert half.interrupted and half.global_step < 11 and whole.global_step == 11
+        again, same = self.train(data, tmp_path / "half", 11)
+        assert again.resumed_from_step >= 6 and again.epoch == whole.epoch
+        assert weights and all(torch.equal(weights[name], same[name]) for name in weights)
+        assert not readers()
+
+    def test_other_rows_are_refused(self, data: Path, tmp_path: Path) -> None:
+        self.train(data, tmp_path, 3)
+        training.encode_rows(small_run.rows()[:17], tmp_path / "other", rows_per_shard=9, block_bytes=700)
+        with pytest.raises(ConfigError, match="lengths of the rows"):
+            self.train(tmp_path / "other", tmp_path, 11)
+
+
+def stop(step: int, steps: int) -> None:
+    """Interrupt a run as Ctrl-C does."""
+    if step == steps < 11:
+        raise KeyboardInterrupt

@@ -1,0 +1,227 @@
+"""Reading a store: rows by number, from a folder or an address, and everything that may be wrong with its files."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+import mmattn
+from mmattn import training
+from mmattn.data.encoded.shards import shard_name
+from mmattn.data.rows import Row
+from mmattn.errors import AdapterFileError, ConfigError
+from tests.data.encoded_rows import Eye, captions, encode_captions, flip
+
+COLOURS = [1, 2, 1, 3, 4, 5, 6, 4, 7, 8, 1, 9, 10]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirteen rows in four shards, some of which refer to entries of other shards."""
+    folder = tmp_path_factory.mktemp("made")
+    captions(folder / "data", COLOURS)
+    encode_captions(folder / "data", folder / "store", Eye())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(made: Path) -> torch.Tensor:
+    """The vectors (n, m, e) of each row."""
+    return Eye()([str(made / "data" / f"{n}.png") for n in range(len(COLOURS))]).tokens.half()
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    """A store that may be damaged."""
+    return Path(shutil.copytree(made / "store", tmp_path / "store"))
+
+
+class TestRows:
+    def test_by_number(self, made: Path, truth: torch.Tensor) -> None:
+        store = training.MemoryStore(made / "store")
+        assert repr(store) == "MemoryStore(rows=13, e=5, float16, shards=4)"
+        for number in (0, 12, 5, 2, 10, -1, -13):
+            row = store[number]
+            assert row.text.startswith(f"picture {number % 13}")
+            assert row.memory.tokens.dtype == torch.float16 and torch.equal(row.memory.tokens[0], truth[number])
+        for number in (13, -14):
+            with pytest.raises(IndexError, match="of a store with 13 rows"):
+                _ = store[number]
+
+    def test_some_of_them(self, made: Path, truth: torch.Tensor) -> None:
+        store = training.MemoryStore(made / "store")
+        chosen = store.select([7, 2, 11, 2])
+        assert [row.text.split()[1] for row in chosen] == ["7", "2", "11", "2"]
+        assert [row.text for row in chosen[1:3]] == [store[2].text, store[11].text]
+        assert torch.equal(chosen[2].memory.tokens[0], truth[11])
+        assert len(store[5:]) == 8 and len(store) == 13
+        assert len({one.sha256 for one in (store, chosen, store[5:], chosen[1:])}) == 4
+        assert training.MemoryStore(made / "store").select([7, 2, 11, 2]).sha256 == chosen.sha256
+        with pytest.raises(IndexError, match="rows 2 to 13 of a store"):
+            store.select([2, 13])
+
+    def test_texts_are_read_without_vectors(self, copied: Path) -> None:
+        for shard, one in enumerate(training.MemoryStore(copied).manifest.shards):
+            for block, (_, entries, _) in enumerate(one.blocks):
+                if entries:
+                    flip(copied, shard, f"{block:04d}.tokens")
+        store = training.MemoryStore(copied)
+        assert store.text_lengths() == [len(f"picture {n}" + " ü" * (n % 5)) for n in range(13)]
+        assert all(row.has_memory for row in store)
+        assert [row.contents for row in store].count(((0, 0),)) == 3
+
+    def test_in_another_process(self, made: Path, truth: torch.Tensor) -> None:
+        """A store and a row are pickled: what `spawn`, Ray and data loaders do."""
+        store = training.MemoryStore(made / "store").select([4, 9])
+        again = pickle.loads(pickle.dumps(store))
+        assert torch.equal(again[1].memory.tokens[0], truth[9]) and len(again) == 2
+        row = pickle.loads(pickle.dumps(store[0]))
+        assert row.text == store[0].text and row.sources == store[0].sources and row.contents == store[0].contents
+        assert torch.equal(row.memory.tokens[0], truth[4])
+
+    def test_a_row_is_like_any_other(self, made: Path) -> None:
+        from dataclasses import replace
+
+        row = training.MemoryStore(made / "store")[3]
+        assert isinstance(row, Row) and not row.images and not row.passages and row.picture is None
+        other = replace(row, text="other")
+        assert other.text == "other" and torch.equal(other.memory.tokens, row.memory.tokens)
+
+    def test_writing_into_a_memory_changes_no_file(self, copied: Path, truth: torch.Tensor) -> None:
+        training.MemoryStore(copied)[3].memory.tokens.fill_(7)
+        assert torch.equal(training.MemoryStore(copied)[3].memory.tokens[0], truth[3])
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("scheme", ["file", "memory"])
+    def test_the_same_rows(self, scheme: str, made: Path, truth: torch.Tensor) -> None:
+        address = f"file://{made / 'store'}"
+        if scheme == "memory":
+            address = "memory://bucket/store"
+            system = fsspec.filesystem("memory")
+            for path in (made / "store").iterdir():
+                system.pipe(f"/bucket/store/{path.name}", path.read_bytes())
+        store = training.MemoryStore(address)
+        assert store.folder.is_local == (scheme == "file")
+        for number in (12, 0, 10, 4):
+            assert torch.equal(store[number].memory.tokens[0], truth[number])
+        rows = [row for batch in training.StoreBatches(store, 3, seed=5).epoch(0) for row in batch]
+        assert sorted(int(row.text.split()[1]) for row in rows) == list(range(13))
+        for row in rows:
+            assert torch.equal(row.memory.tokens[0], truth[int(row.text.split()[1])])
+
+    def test_a_damaged_one(self, copied: Path) -> None:
+        """Invariant 111."""
+        system = fsspec.filesystem("memory")
+        flip(copied, 1, "0000.tokens")
+        for path in copied.iterdir():
+            system.pipe(f"/damaged/{path.name}", path.read_bytes())
+        with pytest.raises(AdapterFileError, match=r"shard-000001.*'0000.tokens' were changed"):
+            _ = training.MemoryStore("memory://damaged")[4].memory
+        system.rm(f"/damaged/{shard_name(2)}")
+        with pytest.raises(AdapterFileError, match="/damaged/shard-000002.safetensors' is missing"):
+            training.MemoryStore("memory://damaged")
+
+    def test_no_such_address(self) -> None:
+        with pytest.raises(ConfigError, match="'nosuch://a/b' cannot be read by fsspec"):
+            training.MemoryStore("nosuch://a/b")
+        with pytest.raises(AdapterFileError, match="there is no folder 'memory://nowhere'"):
+            training.MemoryStore("memory://nowhere")
+
+
+class TestDamage:
+    @pytest.mark.parametrize("kind", ["tokens", "rows"])
+    def test_a_flipped_bit_is_found(self, kind: str, copied: Path) -> None:
+        """Invariant 111: in vectors or texts, by whoever reads them first; the others are as they were."""
+        flip(copied, 1, f"0001.{kind}")
+        store = training.MemoryStore(copied)
+        first, second = (sum(block[0] for block in store.manifest.shards[0].blocks) + n for n in (0, 2))
+        assert store[first].memory.length == 6
+        with pytest.raises(AdapterFileError, match=rf"shard-000001.*'0001.{kind}' were changed after"):
+            _ = store[second].memory
+        with pytest.raises(AdapterFileError, match=rf"shard-000001.*'0001.{kind}' were changed after"):
+            for batch in training.StoreBatches(store, 2).epoch(0):
+                assert batch
+
+    def test_a_missing_shard_is_named(self, copied: Path) -> None:
+        """Invariant 111."""
+        (copied / shard_name(2)).unlink()
+        with pytest.raises(
+            AdapterFileError, match=r"shard-000002.safetensors' is missing, and store.json says [\d,]+ by"
+        ):
+            training.MemoryStore(copied)
+
+    def test_a_shard_that_goes_while_it_is_read(self, copied: Path) -> None:
+        store = training.MemoryStore(copied)
+        (copied / shard_name(3)).unlink()
+        with pytest.raises(AdapterFileError, match=r"shard-000003.safetensors': there is no such file"):
+            list(training.StoreBatches(store, 2).epoch(0))
+
+    def test_a_short_shard_is_named(self, copied: Path) -> None:
+        path = copied / shard_name(1)
+        path.write_bytes(path.read_bytes()[:-8])
+        with pytest.raises(AdapterFileError, match=r"shard-000001.safetensors' has [\d,]+ bytes"):
+            training.MemoryStore(copied)
+
+    def test_a_shard_of_another_store(self, copied: Path, made: Path, tmp_path: Path) -> None:
+        """Invariant 111: of the same size, whole, and yet not the one that was written."""
+        encode_captions(made / "data", tmp_path / "other", Eye(seed=1))
+        shutil.copy(tmp_path / "other" / shard_name(0), copied / shard_name(0))
+        store = training.MemoryStore(copied)
+        with pytest.raises(AdapterFileError, match="is not the shard that store.json describes"):
+            _ = store[0]
+
+    def test_no_store(self, tmp_path: Path) -> None:
+        with pytest.raises(AdapterFileError, match="has no store.json, so it is no store"):
+            training.MemoryStore(tmp_path)
+        with pytest.raises(AdapterFileError, match="there is no folder"):
+            training.MemoryStore(tmp_path / "gone")
+        (tmp_path / "file").touch()
+        with pytest.raises(AdapterFileError, match="there is no folder"):
+            training.MemoryStore(tmp_path / "file")
+
+
+class TestMemories:
+    def test_as_a_collator_asks_for_them(self, made: Path, truth: torch.Tensor) -> None:
+        store = training.MemoryStore(made / "store")
+        memories = training.StoreMemories(store)
+        batch = memories.of([store[2], store[11]])
+        assert batch is not None and torch.equal(batch.tokens, truth[[2, 11]].float())
+        assert memories.fingerprint == Eye().fingerprint == store.fingerprint and memories.dim == 5
+        assert memories.of([Row("no memory")]) is None
+        mixed = memories.of([store[1], Row("no memory"), Row("own", memory=mmattn.Memory(torch.ones(1, 2, 5)))])
+        assert mixed is not None and mixed.lengths == [6, 0, 2] and not mixed.tokens[1].any()
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+    def test_a_batch_is_the_memories_of_its_rows(self, dtype: str, tmp_path: Path) -> None:
+        """Rows of one entry are stacked at once, and any others one by one: with the same result."""
+        random_ = torch.Generator().manual_seed(3)
+        given = [mmattn.Memory(torch.randn(1, 3, 7, generator=random_)) for _ in range(4)]
+        given += [mmattn.Memory(torch.randn(1, 5, 7, generator=random_))]
+        given += [mmattn.Memory(torch.randn(1, 3, 7, generator=random_), segments=torch.tensor([[0, 1, 1]]))]
+        given += [mmattn.Memory(torch.randn(1, 3, 7, generator=random_), scores=torch.rand(1, 3, generator=random_))]
+        rows = [Row("a", memory=memory) for memory in given]
+        store = training.encode_rows(rows, tmp_path, dtype=dtype, block_bytes=50)
+        memories = training.StoreMemories(store)
+        for numbers in ([1], [0, 3, 2], [0, 4], [1, 5], [6, 2], [4], [5, 6]):
+            batch = memories.of([store[number] for number in numbers])
+            whole = mmattn.Memory.stack([store[number].memory for number in numbers]).to(torch.float32)
+            assert batch is not None and batch.lengths == [given[number].length for number in numbers]
+            for name in ("tokens", "mask", "segments", "scores"):
+                one, other = getattr(batch, name), getattr(whole, name)
+                assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
+
+    def test_what_is_not_encoded_is_refused(self, made: Path) -> None:
+        memories = training.StoreMemories(training.MemoryStore(made / "store"))
+        with pytest.raises(ConfigError, match="a row has pictures, and there is no encoder for them"):
+            memories.of([Row("a picture", images=(str(made / "data" / "0.png"),))])
+
+    def test_a_row_by_number_keeps_no_vectors(self, made: Path) -> None:
+        """An evaluation goes through rows whose memories never stand whole."""
+        row = training.MemoryStore(made / "store")[3]
+        assert row.memory is not row.memory and torch.equal(row.memory.tokens, row.memory.tokens)

@@ -1,0 +1,108 @@
+"""Packed batches: every document once, rows no longer than the longest, and the loss of the padded batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from transformers import DataCollatorWithFlattening, TrainingArguments
+
+import mmattn
+from mmattn import training
+from mmattn.data.packing import fill_rows
+from mmattn.errors import ShapeError
+from tests import tiny
+from tests.training import small_run
+
+
+@given(st.lists(st.integers(1, 53), min_size=1, max_size=41))
+def test_every_document_has_a_place(lengths: list[int]) -> None:
+    rows = fill_rows(lengths)
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    assert all(sum(lengths[number] for number in row) <= max(lengths) for row in rows)
+    # Two rows that would fit into one are never left apart.
+    sums = sorted(sum(lengths[number] for number in row) for row in rows)
+    assert len(sums) < 2 or sums[0] + sums[1] > max(lengths)
+
+
+def collators(folder: Path) -> tuple[training.RowCollator, training.RowCollator]:
+    """Of the rows of the small run: padded, and packed."""
+    given: dict[str, Any] = {"tokenizer": small_run.Letters(), "memories": small_run.collator(folder).memories}
+    return training.RowCollator(**given), training.RowCollator(**given, packing=True)
+
+
+def test_rows_cost_what_they_do_padded(tmp_path: Path) -> None:
+    """Prompts that are only read, rows without a memory, and memories of unequal length among them."""
+    model = tiny.open_gates(small_run.attach())
+    rows, (plain, packing) = small_run.rows(), collators(tmp_path)
+    padded, packed = plain.batch(rows), packing.batch(rows)
+    assert packed.input_ids.shape[0] < len(rows) and packed.input_ids.shape[1] == padded.input_ids.shape[1]
+    assert packed.attention_mask is None and packed.position_ids is not None
+    assert float((packed.input_ids != 0).sum() / packed.input_ids.numel()) > 0.85, "little is padding"
+    found, wanted = training.sum_nats(model, packed), training.sum_nats(model, padded)
+    assert found[1] == wanted[1]
+    tiny.assert_close(found[0], wanted[0])
+    alone = training.sum_nats(model, plain.batch([training.Row(row.text, row.prompt) for row in rows]))
+    assert (alone[0] - wanted[0]).abs() > 0.1, "the memories matter"
+
+
+def test_the_control_sees_the_same_texts(tmp_path: Path) -> None:
+    host, rows = tiny.make("llama"), small_run.rows()
+    given: dict[str, Any] = {"tokenizer": small_run.Letters(), "text_only": True}
+    padded, packed = (training.RowCollator(**given, packing=packing).batch(rows) for packing in (False, True))
+    with torch.no_grad():
+        tiny.assert_close(training.sum_nats(host, packed)[0], training.sum_nats(host, padded)[0])
+
+
+def test_scores_and_segments_go_with_their_document() -> None:
+    tokens = torch.arange(3.0).view(3, 1, 1).expand(3, 2, 5)
+    memory = mmattn.Memory(tokens, segments=torch.tensor([[0, 1]] * 3), scores=torch.tensor([[3.0, 5.0]] * 3) * 2)
+    memory.scores[1] = 7.0
+    batch = training.pack([[5], [6, 7, 8, 9], [4, 3]], memory)
+    assert batch.input_ids.tolist() == [[6, 7, 8, 9], [4, 3, 5, 0]]
+    assert batch.memory.tokens[:, 0, 0].tolist() == [1, 2, 0, 0] and batch.memory.lengths == [2, 2, 2, 0]
+    assert batch.memory.scores[:, 0].tolist() == [7, 6, 6, 6] and batch.memory.segments.tolist() == [[0, 1]] * 4
+    with pytest.raises(ShapeError, match="3 documents need 3 rows of memory, got 1"):
+        training.pack([[5], [6], [7]], memory[:1])
+    with pytest.raises(ShapeError, match="leave empty texts out"):
+        training.pack([[5], []])
+
+
+@pytest.mark.parametrize("how", ["rows", "flattening"])
+def test_the_trainer_learns_as_it_does_padded(how: str, tmp_path: Path) -> None:
+    plain, packing = collators(tmp_path)
+    rows: Any = small_run.rows()
+    if how == "flattening":  # transformers' own collator, beside which the memories are stacked
+        table = [{"input_ids": [1, 5 + i % 7, 9, 2], "memory": torch.randn(3, tiny.MEMORY_DIM)} for i in range(12)]
+        rows = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in table]
+        plain, packing = (
+            training.MemoryCollator(one)
+            for one in (_padded, DataCollatorWithFlattening(return_tensors="pt", separator_id=-100))
+        )
+    losses = []
+    for collator in (plain, packing):
+        made = training.AdapterTrainer(
+            model=small_run.attach(),
+            args=TrainingArguments(
+                output_dir=str(tmp_path / "out"), max_steps=5, per_device_train_batch_size=4, learning_rate=1e-2,
+                report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1, seed=3, save_strategy="no",
+                dataloader_pin_memory=False, remove_unused_columns=False,
+            ),
+            data_collator=collator,
+            train_dataset=rows,
+        )  # fmt: skip
+        made.train()
+        losses.append([line["loss"] for line in made.state.log_history if "loss" in line])
+    assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def _padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }

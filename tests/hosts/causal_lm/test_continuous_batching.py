@@ -1,0 +1,317 @@
+"""Continuous batching: whatever transformers schedules together, each request answers as it does alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+
+import mmattn
+from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.causal_lm import continuous_batching as requests
+from tests import tiny
+
+NEW = 7
+#: Few blocks: with its default size the cache of a tiny host takes a minute on a CPU.
+SMALL = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64}
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    answers = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return {"generation_config": answers, "continuous_batching_config": ContinuousBatchingConfig(**SMALL | more)}
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, tiny.VOCAB - 2, (length,), generator=generator).tolist() for length in lengths]
+
+
+def one_by_one(model: Any, inputs: list[list[int]], memories: Sequence[Any]) -> list[list[int]]:
+    answers = []
+    for ids, memory in zip(inputs, memories, strict=True):
+        out = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
+def tokens(outputs: dict[str, Any]) -> list[list[int]]:
+    return [one.generated_tokens for one in outputs.values()]
+
+
+@pytest.fixture(params=["row by row", "put together"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How requests that write attend: as on the CPU, and as on an accelerator."""
+    if request.param == "put together":
+        monkeypatch.setattr(requests, "ROW_BY_ROW", set())
+
+
+@pytest.mark.usefixtures("layout")
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen3"))]
+)
+def test_each_request_answers_as_it_does_alone(family: str) -> None:
+    """Memories of several lengths, one shared, none, and two prompts that are alike but for their memory."""
+    model, inputs = tiny.attach(tiny.make(family)), prompts((4, 9, 2, 6, 4, 11))
+    inputs[4] = list(inputs[0])
+    memories = [tiny.memory(1, m=3 + row, seed=row) for row in range(6)]
+    memories[2], memories[3] = None, memories[1]
+    wanted = one_by_one(model, inputs, memories)
+    assert wanted[0] != wanted[4] and wanted[1] != one_by_one(model, inputs, [None] * 6)[1]
+    assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
+
+
+def test_nothing_is_computed_on_padding() -> None:
+    """A long prompt beside requests that write: the adapters see each token once, and keys and values as they lie."""
+    model, inputs = tiny.attach(tiny.make("llama"), layers=(0,)), prompts((3, 3, 3, 40))
+    memories = [tiny.memory(1, m=3 + row, seed=row) for row in range(4)]
+    wanted, seen = one_by_one(model, inputs, memories), []
+    block = model.adapter("default").block(0)
+    block.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2].numel()))
+    given = settings(max_batch_tokens=16)
+    assert tokens(model.generate_batch(inputs, memory=memories, **given)) == wanted
+    # A token for each of the prompts and of the answers but the last, which nobody reads.
+    assert sum(seen) == sum(map(len, inputs)) + 4 * (NEW - 1)
+
+
+def test_without_a_memory_it_is_the_hosts_own() -> None:
+    inputs = prompts((4, 9, 2))
+    wanted = tokens(tiny.make("llama").generate_batch(inputs, **settings()))
+    model = tiny.attach(tiny.make("llama"))
+    assert tokens(model.generate_batch(inputs, **settings())) == wanted
+    assert tokens(model.generate_batch(inputs, memory=[None] * 3, **settings())) == wanted
+
+
+@pytest.mark.usefixtures("layout")
+@pytest.mark.parametrize(
+    "setting", [{"null_slot": True}, {"score_bias": True}, {"resampler": {"num_latents": 3}}], ids=str
+)
+def test_other_adapters(setting: dict[str, Any]) -> None:
+    model, inputs = tiny.attach(tiny.make("llama"), **setting), prompts((4, 7, 3))
+    memories: list[Any] = [
+        mmattn.Memory(tiny.memory(1, m=m, seed=m).tokens, scores=torch.linspace(-1, 1, m)[None]) for m in (3, 5, 4)
+    ]
+    memories[1] = None
+    wanted = one_by_one(model, inputs, memories)
+    assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
+
+
+def test_rows_of_one_memory_and_several_answers() -> None:
+    model, inputs, memory = tiny.attach(tiny.make("llama")), prompts((4, 7)), tiny.memory(2, lengths=[5, 2])
+    wanted = one_by_one(model, inputs, [memory[:1], memory[1:]])
+    given = settings()
+    given["generation_config"].num_return_sequences = 2
+    assert tokens(model.generate_batch(inputs, memory=memory, **given)) == [wanted[0], wanted[0], wanted[1], wanted[1]]
+
+
+def test_streams_cancelled_requests_and_what_is_left() -> None:
+    model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 9, 6))
+    shared, own = tiny.memory(1, seed=3), tiny.memory(1, seed=4)
+    wanted = one_by_one(model, inputs, [shared, own, shared])
+    freed = weakref.ref(own.tokens)
+    with model.host.continuous_batching_context_manager(**settings()) as manager:
+        given = [
+            manager.add_request(ids, memory=memory, streaming=True, max_new_tokens=count)
+            for ids, memory, count in zip(inputs, (shared, own, shared), (NEW, 10_000, NEW), strict=True)
+        ]
+        with pytest.raises(ShapeError, match="memory_dim=13"):
+            manager.add_request(inputs[0], memory=torch.randn(1, 3, 5))
+        with pytest.raises(ShapeError, match="a request has one row of memory, and 2 were given"):
+            manager.add_request(inputs[0], memory=tiny.memory(2))
+        seen: dict[str, list[list[int]]] = {name: [] for name in given}
+        ended: set[str] = set()
+        while ended < {given[0], given[2]}:
+            result = manager.get_result(timeout=60)
+            assert result is not None and result.error is None
+            seen[result.request_id].append(list(result.generated_tokens))
+            if result.request_id == given[1] and len(result.generated_tokens) == 2:
+                manager.cancel_request(given[1])
+                assert len(manager.memories) <= 2
+            if result.is_finished():
+                ended.add(result.request_id)
+        assert len(seen[given[0]]) > 2, "piece by piece"
+        assert [seen[name][-1] for name in (given[0], given[2])] == [wanted[0], wanted[2]]
+        assert seen[given[1]][1] == wanted[1][:2]
+        assert len(manager.memories) == 0 and manager.memories.nbytes() == 0
+        del own
+        gc.collect()
+        assert freed() is None, "the memory of a cancelled request is let go"
+        again = manager.add_request(inputs[0], memory=shared)
+        result = manager.get_result(timeout=60)
+        while result.request_id != again:  # what was written before it was cancelled
+            result = manager.get_result(timeout=60)
+        assert result.generated_tokens == wanted[0]
+
+
+def test_one_of_several_answers_is_cancelled() -> None:
+    """The others go on with the memory that they share; the last one takes it with it."""
+    model, (ids,), memory = tiny.attach(tiny.make("llama")), prompts((4,)), tiny.memory(1)
+    given = settings()
+    given["generation_config"].num_return_sequences = 2
+    (wanted,) = one_by_one(model, [ids], [memory])
+    with model.host.continuous_batching_context_manager(**given) as manager:
+        name = manager.add_request(ids, memory=memory)
+        manager.cancel_request(f"{name}__child#0")
+        assert len(manager.memories) == 1
+        found = manager.get_result(timeout=60)
+        while found.request_id != name:  # the other one, where it was too late to cancel it
+            assert found.generated_tokens == wanted
+            found = manager.get_result(timeout=60)
+        assert found.generated_tokens == wanted
+    assert len(manager.memories) == 0
+
+
+def test_what_fails_leaves_no_memory() -> None:
+    model, (ids, other), memory = tiny.attach(tiny.make("llama")), prompts((4, 3)), tiny.memory(1)
+    with model.host.continuous_batching_context_manager(**settings()) as manager:
+        manager.add_request(ids, "first", memory=memory, max_new_tokens=500)
+        with pytest.raises(ConditionError, match="'first' has not ended"):
+            manager.add_request(other, "first", memory=tiny.memory(1, seed=5))
+        with pytest.raises(TypeError):
+            manager.add_request(None, "second", memory=memory)
+        assert len(manager.memories) == 1
+        manager.add_request(other, "third", memory=memory, no_such_argument=1)
+        failed = manager.get_result("third", timeout=60)
+        assert "no_such_argument" in failed.error and len(manager.memories) == 1
+        manager.cancel_request("first")
+        assert len(manager.memories) == 0 and manager.memories.nbytes() == 0
+
+
+def test_a_model_that_must_have_memories() -> None:
+    adapter = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
+    model, inputs = mmattn.attach(tiny.make("llama"), adapter, require_memory=True), prompts((4, 3))
+    tiny.open_gates(model)
+    memories = [tiny.memory(1, seed=row) for row in range(2)]
+    wanted = one_by_one(model, inputs, memories)
+    assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
+    twin = copy.deepcopy(model)
+    assert tokens(twin.generate_batch(inputs, memory=memories, **settings())) == wanted
+
+
+def test_a_shared_memory_is_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, shared = tiny.attach(tiny.make("llama")), prompts((4, 9, 6, 3)), tiny.memory(1)
+    projected = []
+    for name, attention in model.attentions().items():
+        own = attention.project
+        monkeypatch.setattr(
+            attention, "project", lambda *a, own=own, name=name, **k: projected.append(name) or own(*a, **k)
+        )
+    found = model.generate_batch(inputs, memory=[shared] * 4, **settings())
+    assert len(found) == 4 and sorted(projected) == sorted(model.attentions()), "once for each layer"
+
+
+def test_what_continuous_batching_cannot_give() -> None:
+    model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 9))
+    with model.condition(tiny.memory(2)), pytest.raises(ConditionError, match=r"model.generate_batch\(inputs, memory="):
+        model.host.generate_batch(inputs, **settings())
+    with pytest.raises(ShapeError, match="2 requests need 2 memories, got 3"):
+        model.generate_batch(inputs, memory=[None] * 3, **settings())
+    with pytest.raises(ConditionError, match="would leave the adapters out"):
+        model.generate_batch(inputs, **settings(varlen_compile_config=CompileConfig()))
+    model.unload()
+    latest = mmattn.GatedAdapter(memory_dim=13, every=2, visible_segments="latest", media_token=5, num_heads=2)
+    model = mmattn.attach(tiny.make("llama"), latest)
+    memory = mmattn.Memory(torch.randn(1, 2, 13), segments=torch.zeros(1, 2, dtype=torch.long))
+    with pytest.raises(ConditionError, match="continuous batching does not tell: use generate"):
+        model.generate_batch(inputs[:1], memory=[memory], **settings())
+    needs = mmattn.attach(tiny.make("gpt2"), mmattn.GatedAdapter(memory_dim=13, every=2), require_memory=True)
+    with pytest.raises(ConditionError, match="memory"):
+        needs.generate_batch(inputs, **settings())
+
+
+def gathered(manager: Any, count: int) -> dict[Any, list[int]]:
+    """What so many answers are, by the name of the request."""
+    found: dict[Any, list[int]] = {}
+    while len(found) < count:
+        result = manager.get_result(timeout=60)
+        assert result is not None and result.error is None
+        if result.is_finished():
+            found[result.request_id] = result.generated_tokens
+    return found
+
+
+@pytest.mark.parametrize("names", [("a", "a__child#7", "", 7), ("a__child#0", "a", "b__child#0__child#1", "__child#0")])
+def test_the_name_of_a_request_says_nothing_of_its_memory(names: tuple[Any, ...]) -> None:
+    """Invariant 117."""
+    model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 9, 2, 6))
+    memories = [tiny.memory(1, m=3 + row, seed=row) for row in range(4)]
+    wanted, plain = one_by_one(model, inputs, memories), one_by_one(model, inputs[:1], [None])
+    with model.host.continuous_batching_context_manager(**settings()) as manager:
+        for ids, name, memory in zip(inputs, names, memories, strict=True):
+            manager.add_request(ids, name, memory=memory)
+        assert gathered(manager, 4) == dict(zip(names, wanted, strict=True))
+        assert len(manager.memories) == 0
+        # A name whose request has ended is free, also for one without a memory.
+        manager.add_request(inputs[0], names[0])
+        assert gathered(manager, 1) == {names[0]: plain[0]}
+
+
+def test_names_that_are_taken() -> None:
+    """Invariant 117."""
+    model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 3))
+    given, memory = settings(), tiny.memory(1)
+    wanted = one_by_one(model, inputs[1:], [memory])
+    with model.host.continuous_batching_context_manager(**given) as manager:
+        manager.add_request(inputs[0], "req_0", max_new_tokens=500)
+        with pytest.raises(ConditionError, match="'req_0' has not ended"):
+            manager.add_request(inputs[1], "req_0", memory=memory)
+        assert manager.add_request(inputs[1], memory=memory) == "req_1"
+        assert gathered(manager, 1) == {"req_1": wanted[0]}
+        manager.cancel_request("req_0")
+    given["generation_config"].num_return_sequences = 2
+    for first, second in (("a", "a__child#0"), ("a__child#0", "a")):
+        with model.host.continuous_batching_context_manager(**given) as manager:
+            manager.add_request(inputs[0], first, memory=memory, max_new_tokens=500)
+            with pytest.raises(ConditionError, match="has not ended"):
+                manager.add_request(inputs[1], second, memory=memory)
+            manager.cancel_request(first)
+
+
+def test_a_further_answer_goes_on_where_the_first_is_cancelled() -> None:
+    """Invariant 117: the memory of a forked answer is not let go with that of the prompt that it comes from."""
+    model, (ids,), memory = tiny.attach(tiny.make("llama")), prompts((4,)), tiny.memory(1)
+    given, wanted = settings(), one_by_one(model, prompts((4,)), [tiny.memory(1)])[0]
+    given["generation_config"].num_return_sequences = 2
+    with model.host.continuous_batching_context_manager(**given) as manager:
+        name = manager.add_request(ids, memory=memory, streaming=True)
+        while (result := manager.get_result(timeout=60)).request_id == name:
+            pass
+        other = result.request_id
+        manager.cancel_request(name)
+        while not (result.request_id == other and result.is_finished()):
+            result = manager.get_result(timeout=60)
+        assert result.generated_tokens == wanted
+
+
+@pytest.mark.parametrize("kind", ["gated", "joined", "inserted"])
+def test_a_memory_that_was_edited_is_read_again_by_the_next_request(kind: str) -> None:
+    """Invariant 119: also while the first request that was given it runs, beside which a host reads nothing."""
+    adapter = {
+        "gated": mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1),
+        "joined": mmattn.adapters.JoinedAdapter(memory_dim=tiny.MEMORY_DIM, every=1),
+        "inserted": mmattn.adapters.InsertedAdapter(memory_dim=tiny.MEMORY_DIM),
+    }[kind]
+    torch.manual_seed(0)
+    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), adapter), 2.0)
+    (long, ids), memory = prompts((4, 3)), tiny.memory(1, seed=3)
+    before = one_by_one(model, [ids], [memory])
+    with model.host.continuous_batching_context_manager(**settings()) as manager:
+        manager.add_request(long, "first", memory=memory, max_new_tokens=300)
+        with torch.no_grad():
+            memory.tokens.copy_(tiny.memory(1, seed=9).tokens)
+        manager.add_request(ids, "second", memory=memory)
+        given = {"default": memory}
+        manager.add_request(ids, "third", memory=given)
+        found = gathered(manager, 2)
+        given["default"] = tiny.memory(1, seed=11)
+        manager.add_request(ids, "fourth", memory=given)
+        found |= gathered(manager, 1)
+        manager.cancel_request("first")
+    after, other = one_by_one(model, [ids], [memory]), one_by_one(model, [ids], [given])
+    assert before != after != other
+    assert found == {"second": after[0], "third": after[0], "fourth": other[0]}

@@ -1,0 +1,257 @@
+"""Packed rows: documents in one row answer, lose and learn as they do padded, each with its own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening
+
+import mmattn
+from mmattn.errors import ConditionError, ShapeError
+from tests import tiny
+
+LENGTHS = (7, 3, 5, 11)
+#: Their attention and their positions cannot be told where documents begin.
+MIXING = ("bloom", "mamba")
+#: They keep documents apart with a mask of four dimensions only.
+MASKED = ("falcon", "mpt", "opt")
+APART = [family for family in tiny.FAMILIES if family not in MIXING]
+families = pytest.mark.parametrize("family", APART)
+
+
+@dataclass
+class Texts:
+    """The same documents padded and packed."""
+
+    padded: dict[str, Tensor]
+    packed: dict[str, Tensor]
+
+    @property
+    def real(self) -> Tensor:
+        return self.padded["attention_mask"].bool()
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    return make_texts(LENGTHS)
+
+
+def make_texts(lengths: tuple[int, ...]) -> Texts:
+    generator = torch.Generator().manual_seed(3)
+    documents = [torch.randint(3, tiny.VOCAB - 2, (length,), generator=generator) for length in lengths]
+    flat = DataCollatorWithFlattening(return_tensors="pt")([{"input_ids": one.tolist()} for one in documents])
+    ids, keep = tiny.left_padded([one.flip(0) for one in documents])
+    ids, keep = ids.flip(1), keep.flip(1)
+    padded = {"input_ids": ids, "attention_mask": keep, "labels": ids.masked_fill(keep == 0, -100)}
+    padded["labels"][:, 0] = -100
+    return Texts(padded, {name: value for name, value in flat.items() if isinstance(value, Tensor)})
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: one.grad for name, one in model.adapters.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-6)], ids=["32", "64"])
+@families
+def test_answers_loss_and_gradients_are_those_of_the_padded_batch(
+    family: str, dtype: torch.dtype, tolerance: float, texts: Texts
+) -> None:
+    if (family, dtype) == ("mixtral", torch.float64):
+        return  # its experts know no float64
+    model = tiny.attach(tiny.make(family).to(dtype)).to(dtype)
+    memory = tiny.memory(len(LENGTHS), lengths=[5, 2, 0, 4]).to(dtype)
+    padded = model(**texts.padded, memory=memory)
+    padded.loss.backward()
+    wanted = gradients(model)
+    packed = model(**texts.packed, memory=memory)
+    packed.loss.backward()
+    tiny.assert_close(packed.logits[0], padded.logits[texts.real], tolerance)
+    tiny.assert_close(packed.loss, padded.loss, tolerance)
+    found = gradients(model)
+    # A gate's gradient is a sum of terms that may all but cancel: in float32 only all weights together tell.
+    parts = [[*wanted]] if dtype == torch.float32 else [[name] for name in wanted]
+    for names in parts:
+        got, want = (torch.cat([grads[name].flatten() for name in names]) for grads in (found, wanted))
+        tiny.assert_close(got, want, tolerance)
+
+
+@families
+def test_a_document_without_memory_is_the_hosts_own(family: str, texts: Texts) -> None:
+    model, host = tiny.attach(tiny.make(family)), tiny.make(family)
+    with torch.no_grad():
+        found = model(**texts.packed, memory=tiny.memory(4, lengths=[5, 0, 3, 0])).logits[0]
+        none = model(**texts.packed, memory=tiny.memory(4, lengths=[0, 0, 0, 0])).logits[0]
+        own = host(**texts.packed, use_cache=False).logits[0]
+        alone = [
+            host(texts.padded["input_ids"][row : row + 1, :length]).logits[0] for row, length in enumerate(LENGTHS)
+        ]
+    if family not in MASKED:
+        assert torch.equal(none, own), "bit for bit"
+    parts = found.split(list(LENGTHS))
+    for row in (1, 3):
+        assert torch.equal(parts[row], none.split(list(LENGTHS))[row]), "bit for bit"
+        tiny.assert_close(parts[row], alone[row])
+    assert all((parts[row] - alone[row]).abs().max() > 1e-2 for row in (0, 2))
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.DISTINCT if family in APART] + ["mpt"])
+def test_documents_never_see_each_others_memory(family: str, texts: Texts) -> None:
+    model, memory = tiny.attach(tiny.make(family)), tiny.memory(len(LENGTHS))
+    with torch.no_grad():
+        before = model(**texts.packed, memory=memory).logits[0].split(list(LENGTHS))
+        memory.tokens[1] = float("inf")
+        other = mmattn.Memory(torch.where(memory.tokens.isinf(), torch.ones(()), memory.tokens))
+        after = model(**texts.packed, memory=other).logits[0].split(list(LENGTHS))
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_several_packed_rows(family: str, texts: Texts) -> None:
+    """Memory rows follow the documents through all rows."""
+    model, memory = tiny.attach(tiny.make(family)), tiny.memory(len(LENGTHS))
+    ids, parts = texts.padded["input_ids"], list(LENGTHS)
+    rows = [torch.cat([ids[0, :7], ids[1, :3], ids[1, :1]]), ids[3, :11]]  # a token of its own fills the first row
+    positions = torch.tensor([[*range(7), *range(3), 0], [*range(11)]])
+    given = {"input_ids": torch.stack(rows), "position_ids": positions}
+    four = mmattn.Memory(memory.tokens[[0, 1, 2, 3]])
+    with torch.no_grad():
+        found = model(**given, memory=four).logits
+        wanted = model(**{k: v for k, v in texts.padded.items() if k != "labels"}, memory=memory).logits
+    tiny.assert_close(found[0, :7], wanted[0, :7])
+    tiny.assert_close(found[0, 7:10], wanted[1, :3])
+    tiny.assert_close(found[1], wanted[3, : parts[3]])
+
+
+@pytest.mark.parametrize("how", ["condition", "base_model", "checkpointing", "inputs_embeds", "a mask of ones"])
+def test_in_every_way_of_calling(how: str, texts: Texts) -> None:
+    model, memory = tiny.attach(tiny.make("llama")), tiny.memory(len(LENGTHS))
+    given = {name: value for name, value in texts.packed.items() if name != "labels"}
+    wanted = model(**given, memory=memory).logits
+    if how == "condition":
+        with model.condition(memory):
+            found = model.host(**given).logits
+    elif how == "base_model":
+        found = model.host.lm_head(model.base_model(**given, memory=memory).last_hidden_state)
+    elif how == "checkpointing":
+        model(**texts.packed, memory=memory).loss.backward()
+        without = gradients(model)
+        model.train()
+        tiny.checkpoint(model.host, False)
+        out = model(**texts.packed, memory=memory)
+        out.loss.backward()
+        for name, grad in gradients(model).items():
+            tiny.assert_close(grad, without[name])
+        found = out.logits
+    elif how == "inputs_embeds":
+        embedded = model.host.get_input_embeddings()(given.pop("input_ids"))
+        found = model(**given, inputs_embeds=embedded, memory=memory).logits
+    else:
+        found = model(**given, attention_mask=torch.ones_like(given["input_ids"]), memory=memory).logits
+    tiny.assert_close(found, wanted)
+
+
+def test_boundaries_of_flash_attention(texts: Texts) -> None:
+    """What flash attention is told; on the CPU, where the host does not read it, a mask keeps documents apart."""
+    model, memory = tiny.attach(tiny.make("gpt2")), tiny.memory(len(LENGTHS))
+    given = {name: value for name, value in texts.packed.items() if name != "labels"}
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    more = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
+    with torch.no_grad():
+        wanted = model(**given, memory=memory).logits
+        tiny.assert_close(model(**given, **more, memory=memory).logits, wanted)
+
+
+def test_padding_that_seq_idx_numbers_minus_one(texts: Texts) -> None:
+    """It belongs to no document: it takes no row of the memory, and is the host's own bit for bit."""
+    model, memory, ids = tiny.attach(tiny.make("llama")), tiny.memory(len(LENGTHS)), texts.padded["input_ids"]
+    pad = tiny.text(1, 3)[0]
+    rows = [torch.cat([pad[:1], ids[0, :7], ids[1, :3], pad[1:]]), torch.cat([ids[2, :5], pad, ids[3, :5]])]
+    index = torch.tensor([[-1] + [0] * 7 + [1] * 3 + [-1] * 2, [2] * 5 + [-1] * 3 + [3] * 5])
+    positions = torch.tensor([[0, *range(7), *range(3), *range(2)], [*range(5), *range(3), *range(5)]])
+    given = {"input_ids": torch.stack(rows), "position_ids": positions}
+    with torch.no_grad():
+        found = model(**given, seq_idx=index, memory=memory).logits
+        wanted = model(**{k: v for k, v in texts.padded.items() if k != "labels"}, memory=memory).logits
+        own = tiny.make("llama")(**given, use_cache=False).logits
+    for number, length in enumerate((7, 3, 5, 5)):
+        tiny.assert_close(found[index == number], wanted[number, :length])
+    assert torch.equal(found[index < 0], own[index < 0])
+
+
+def test_chunks_and_images_are_those_of_their_document() -> None:
+    lengths = (9, 4, 13)
+    texts, host = make_texts(lengths), tiny.make("llama")
+    labels = {"labels"}
+    padded = {k: v for k, v in texts.padded.items() if k not in labels}
+    packed = {k: v for k, v in texts.packed.items() if k not in labels}
+    adapter = mmattn.GatedAdapter(memory_dim=13, every=2, num_heads=2, head_dim=8, visible_segments="latest")
+    model = tiny.open_gates(mmattn.attach(host, adapter))
+    tokens = torch.randn(3, 6, 13, generator=torch.Generator().manual_seed(5))
+    memory = mmattn.Memory(tokens, segments=torch.tensor([[0, 0, 1, 1, 2, 2]] * 3))
+    images = (torch.arange(13) // 4).clamp(max=3).expand(3, -1)
+    flat = torch.cat([images[row, :length] for row, length in enumerate(lengths)])[None]
+    with torch.no_grad():
+        wanted = model(**padded, memory=memory, images=images).logits[texts.real]
+        tiny.assert_close(model(**packed, memory=memory, images=flat).logits[0], wanted)
+    model.unload()
+
+
+def test_chunked_adapters(texts: Texts) -> None:
+    adapter = mmattn.ChunkedAdapter(memory_dim=13, chunk_size=3, layers=(0, 2), num_heads=2, head_dim=8)
+    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), adapter))
+    seen: list[Tensor] = []
+
+    def retrieve(chunks: Tensor) -> mmattn.Memory:
+        """A memory that is made of the ids of each chunk."""
+        seen.append(chunks)
+        rows = [torch.Generator().manual_seed(int((chunk * torch.arange(1, 4)).sum())) for chunk in chunks]
+        return mmattn.Memory(torch.stack([torch.randn(2, 13, generator=row) for row in rows]))
+
+    with torch.no_grad():
+        wanted = model(
+            texts.padded["input_ids"], attention_mask=texts.padded["attention_mask"], memory=retrieve
+        ).logits[texts.real]
+        found = model(texts.packed["input_ids"], position_ids=texts.packed["position_ids"], memory=retrieve).logits[0]
+    tiny.assert_close(found, wanted)
+    assert torch.equal(seen[0], seen[-1]), "the chunks of the documents, none across two of them"
+
+
+@pytest.mark.parametrize("family", MIXING)
+def test_a_host_that_mixes_documents_is_refused(family: str, texts: Texts) -> None:
+    model = tiny.attach(tiny.make(family))
+    with pytest.raises(ConditionError, match=r"mixes the documents of packed rows.*pad instead of packing"):
+        model(texts.packed["input_ids"], position_ids=texts.packed["position_ids"], memory=tiny.memory(4))
+
+
+def test_what_does_not_go_with_packed_rows(texts: Texts) -> None:
+    model, ids = tiny.attach(tiny.make("llama")), texts.packed["input_ids"]
+    given: dict[str, Any] = {"position_ids": texts.packed["position_ids"]}
+    with pytest.raises(ShapeError, match="the packed rows hold 4 documents and the memory of adapter 'default' has 3"):
+        model(ids, **given, memory=tiny.memory(3))
+    with pytest.raises(ConditionError, match="cannot go on with a cache"):
+        model(ids, **given, memory=tiny.memory(4), use_cache=True)
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    with pytest.raises(ConditionError, match="leave attention_mask out"):
+        model(ids, **given, memory=tiny.memory(4), attention_mask=mask)
+    with torch.no_grad():  # without a memory all is the host's own
+        assert torch.equal(model(ids, **given).logits, tiny.make("llama")(ids, **given).logits)
+        straight = torch.arange(ids.shape[1])[None]
+        found = model(ids, position_ids=straight, memory=tiny.memory(1)).logits
+        assert torch.equal(found, model(ids, memory=tiny.memory(1)).logits), "one document"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_force() -> Iterator[None]:
+    from mmattn.hosts.context import FORWARD
+
+    yield
+    assert FORWARD.get() is None

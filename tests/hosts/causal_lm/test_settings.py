@@ -1,0 +1,145 @@
+"""Every setting of the gated adapter keeps the promises that the plain one keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmattn
+from tests import tiny
+from tests.tiny import assert_close, differs
+
+ROWS, LENGTH = 3, 7
+
+SETTINGS = {
+    "gates per head": {"gate": "head"},
+    "gates per channel": {"gate": "channel"},
+    "no feed-forward": {"feed_forward": 0},
+    "grouped heads": {"num_heads": 4, "num_kv_heads": 2},
+    "one key head": {"num_heads": 3, "num_kv_heads": 1},
+    "query and key norm": {"qk_norm": True},
+    "null slot": {"null_slot": True},
+    "length norm": {"length_norm": 17.0},
+    "score bias": {"score_bias": True},
+    "standardised scores": {"score_bias": True, "score_mean": 0.7, "score_std": 0.3, "null_slot": True},
+    "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
+    "before the layer": {"position": "before"},
+    "RMS norm": {"layout": {"norm": "rms", "norm_eps": 1e-3}, "qk_norm": True},
+    "no memory norm": {"layout": {"memory_norm": False}},
+    "SwiGLU": {"layout": {"activation": "swiglu"}},
+}
+
+settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
+
+
+def memory(lengths=(5, 2, 3)):
+    plain = tiny.memory(ROWS, lengths=list(lengths))
+    scores = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(5))
+    return mmattn.Memory(plain.tokens, plain.mask, scores=scores)
+
+
+@settings
+@torch.no_grad()
+def test_fresh_is_nothing_and_open_is_something(setting):
+    ids = tiny.text(ROWS, LENGTH)
+    own = tiny.make("llama")(ids).logits
+    model = tiny.attach(tiny.make("llama"), opened=False, **setting)
+    assert torch.equal(model(ids, memory=memory()).logits, own)
+    tiny.open_gates(model)
+    out = model(ids, memory=memory()).logits
+    assert differs(out, own)
+    assert_close(out, torch.cat([model(ids[i : i + 1], memory=memory()[i]).logits for i in range(ROWS)]))
+    # The whole adapter is silent where a row sees nothing, whatever it learnt to say by itself.
+    mixed = model(ids, memory=memory([5, 0, 3])).logits
+    assert torch.equal(mixed[1], own[1]) and differs(mixed[[0, 2]], own[[0, 2]])
+    assert torch.equal(model(ids, memory=memory([0, 0, 0])).logits, own)
+    empty = memory()
+    empty = mmattn.Memory(empty.tokens[:, :0], scores=empty.scores[:, :0])
+    assert torch.equal(model(ids, memory=empty).logits, own)
+
+
+@settings
+@torch.no_grad()
+def test_padding_is_not_there(setting):
+    ids, model = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting)
+    given = memory()
+    want = model(ids, memory=given).logits
+    garbage = mmattn.Memory(given.tokens.clone(), given.mask, scores=given.scores.clone())
+    garbage.tokens[~given.mask] = float("nan")
+    garbage.scores[~given.mask] = float("inf")
+    assert torch.equal(model(ids, memory=garbage).logits, want)
+    longer = mmattn.Memory(
+        torch.nn.functional.pad(given.tokens, (0, 0, 0, 2), value=3.0),
+        torch.nn.functional.pad(given.mask, (0, 2)),
+        scores=torch.nn.functional.pad(given.scores, (0, 2), value=7.0),
+    )
+    assert_close(model(ids, memory=longer).logits, want)
+
+
+@settings
+@torch.no_grad()
+def test_a_memory_whose_check_was_left_out_is_not_refused(setting):
+    """NaN in it makes its own row NaN, and no other."""
+    ids, model, given = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting), memory()
+    want, tokens = model(ids, memory=given).logits, given.tokens.clone()
+    tokens[1, 0] = float("nan")
+    broken = mmattn.Memory(tokens, given.mask, scores=given.scores, check_finite=False)
+    out = model(ids, memory=broken).logits
+    assert out[1].isnan().all()
+    assert_close(out[::2], want[::2])
+
+
+@settings
+@torch.no_grad()
+def test_a_prepared_memory_follows_every_weight(setting):
+    ids, model = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting)
+    prepared = model.prepare(memory())
+    out = model(ids, memory=prepared).logits
+    for name, parameter in model.adapters.named_parameters():
+        before = out
+        parameter.mul_(-1.5).add_(torch.linspace(0, 0.3, parameter.numel()).view_as(parameter) + 0.1)
+        out = model(ids, memory=prepared).logits
+        assert not torch.equal(out, before), name
+        assert torch.equal(out, model(ids, memory=memory()).logits), name
+
+
+@settings
+def test_everything_learns(setting):
+    ids, model = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting).train()
+    model.eval()
+    with torch.no_grad():
+        model(ids, memory=memory())
+    model.train()
+    model(ids, labels=ids, memory=memory()).loss.backward()
+    for name, parameter in model.adapters.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.abs().max() > 0, f"{name} never learns"
+
+
+@settings
+@pytest.mark.parametrize("size", ["usual", "long"])
+@torch.no_grad()
+def test_generating(setting, size, monkeypatch):
+    ids, model, given = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting), memory()
+    want = model(ids, memory=given).logits
+    if size == "long":
+        # Long memories are kept in another form than short ones; here every memory is long.
+        monkeypatch.setattr("mmattn.adapters.prepared_memory.ABSORB_ABOVE", 0)
+        assert_close(model(ids, memory=given).logits, want)
+    how = {"max_new_tokens": 4, "do_sample": False, "num_beams": 3}
+    together = model.generate(ids, memory=given, **how)
+    alone = torch.cat([model.generate(ids[i : i + 1], memory=given[i], **how) for i in range(ROWS)])
+    assert torch.equal(together, alone)
+    out = model.generate(ids, memory=given, max_new_tokens=4, do_sample=False)
+    full = model(out, memory=given).logits[:, LENGTH - 1 : -1]
+    assert torch.equal(full.argmax(-1), out[:, LENGTH:])
+
+
+@settings
+@torch.no_grad()
+def test_saving(setting, tmp_path):
+    ids, model = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting)
+    model.save_adapter(tmp_path / "adapter")
+    other = mmattn.load(tiny.make("llama"), tmp_path / "adapter")
+    assert other.adapters["default"].config == model.adapters["default"].config
+    assert torch.equal(other(ids, memory=memory()).logits, model(ids, memory=memory()).logits)

@@ -1,0 +1,335 @@
+"""A UNet stays itself: its keys, modes and processors; swaps, LoRA and offloading beside an adapter; saved adapters."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import AttnProcessor
+
+import mmattn
+from mmattn.errors import AdapterFileError, AttachError, ConditionError
+from tests import tiny, tiny_unets
+from tests.adapters import adapter_folders
+from tests.tiny import assert_close, differs
+from tests.tiny_unets import ROWS, run
+
+MID = 3  # the number of the attention layer in the middle, the host's last
+
+
+@pytest.fixture
+def model():
+    """A tiny UNet with an open adapter."""
+    return tiny_unets.attach(tiny_unets.make())
+
+
+# Being the same
+
+
+@pytest.mark.parametrize("kind", tiny_unets.KINDS)
+def test_nothing_of_the_host_is_other_and_nothing_stays(kind, tmp_path):
+    unet = tiny_unets.make(kind)
+    before, keys, processors = tiny_unets.traces(unet), list(unet.state_dict()), unet.attn_processors
+    trained = [parameter.requires_grad for parameter in unet.parameters()]
+    model = tiny_unets.attach(unet)
+    model.add_adapter("second", tiny_unets.adapter(tokens=2))
+    assert list(unet.state_dict()) == keys
+    assert unet.attn_processors == processors
+    unet.save_pretrained(tmp_path)
+    again = UNet2DConditionModel.from_pretrained(tmp_path).eval()
+    assert list(again.state_dict()) == keys
+    with torch.no_grad():
+        args, kwargs = tiny_unets.given(kind)
+        assert torch.equal(again(*args, **kwargs).sample, tiny_unets.own(kind))
+        unet.enable_gradient_checkpointing()
+        with torch.enable_grad():
+            run(model, tiny.memory(ROWS), kind)
+        if kind in tiny_unets.CORE_KINDS:
+            model.use_core()
+            run(model, tiny.memory(ROWS), kind)
+    assert model.unload() is unet
+    assert not any("mmattn" in type(value).__module__ for part in unet.modules() for value in part.__dict__.values())
+    unet.disable_gradient_checkpointing()
+    assert tiny_unets.traces(unet) == [
+        (name, sorted({*names, "_gradient_checkpointing_func"} if "gradient_checkpointing" in names else names), hooks)
+        for name, names, hooks in before
+    ]
+    assert all(got is want for got, want in zip(unet.attn_processors.values(), processors.values(), strict=True))
+    assert [parameter.requires_grad for parameter in unet.parameters()] == trained
+    with torch.no_grad():
+        assert torch.equal(unet(*args, **kwargs).sample, tiny_unets.own(kind))
+
+
+@torch.no_grad()
+def test_a_detached_handle_reaches_the_host_no_longer(model):
+    unet = model.unload()
+    before = tiny_unets.traces(unet)
+    for attempt in (
+        lambda: run(model, tiny.memory(ROWS)),
+        lambda: model.condition(tiny.memory(ROWS)).__enter__(),
+        lambda: model.use_core(),
+        lambda: model.add_adapter("second", tiny_unets.adapter()),
+    ):
+        with pytest.raises(ConditionError, match="attach again"):
+            attempt()
+    assert tiny_unets.traces(unet) == before
+    assert torch.equal(run(tiny_unets.attach(unet)), tiny_unets.own())
+
+
+def test_a_layer_that_memory_does_not_reach(model):
+    """A layer that is run without being called: its hooks are passed by, and the call says so."""
+    attn = model.layer(1)
+    kind = type(attn)
+    attn.__class__ = type("Deaf", (kind,), {"__call__": lambda self, *args, **kwargs: self.forward(*args, **kwargs)})
+    with pytest.raises(ConditionError, match=r"did not reach \['up_blocks.1.attentions.0"):
+        run(model, tiny.memory(ROWS))
+    with torch.no_grad():
+        assert torch.equal(run(model), tiny_unets.own())
+        assert torch.equal(run(model, tiny.memory(ROWS), adapter_scale=0.0), tiny_unets.own())
+        attn.__class__ = kind
+        assert differs(run(model, tiny.memory(ROWS)), tiny_unets.own())
+
+
+def test_pickling_says_what_to_do(model):
+    for thing in (model, model.host):
+        with pytest.raises(TypeError, match="save_adapter"):
+            pickle.dumps(thing)
+    host = model.unload()
+    again = pickle.loads(pickle.dumps(host))
+    args, kwargs = tiny_unets.given()
+    assert torch.equal(again(*args, **kwargs).sample, host(*args, **kwargs).sample)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_compiled_afterwards(model):
+    memory, args = tiny.memory(ROWS), tiny_unets.given()[0]
+    want, own = run(model, memory), run(model)
+    compiled = torch.compile(model.host, backend="eager")
+    with model.condition(memory):
+        assert_close(compiled(*args).sample, want)
+        assert_close(compiled(*args).sample, want)
+    assert_close(compiled(*args).sample, own)
+    with pytest.raises(ConditionError, match="attach first"):
+        mmattn.attach(torch.compile(tiny_unets.make(), backend="eager"), tiny_unets.adapter())
+
+
+@pytest.mark.parametrize("core", [False, True])
+@pytest.mark.parametrize("which", ["model", "host"])
+@torch.no_grad()
+def test_copies_are_independent(model, which, core):
+    memory = tiny.memory(ROWS)
+    model.use_core(core)
+    want = run(model, memory)
+    other = copy.deepcopy(model) if which == "model" else copy.deepcopy(model.host)._mmattn
+    assert other is not model and other.host is not model.host
+    assert torch.equal(run(other, memory), want)
+    for parameter in other.adapters.parameters():
+        parameter.mul_(-0.5)
+    assert torch.equal(run(model, memory), want)
+    changed = run(other, memory)
+    assert differs(changed, want)
+    model.unload()
+    assert torch.equal(run(other, memory), changed)
+    with other.condition(memory):
+        assert torch.equal(model.host(*tiny_unets.given()[0]).sample, tiny_unets.own())
+
+
+@pytest.mark.parametrize("which", ["model", "host"])
+@torch.no_grad()
+def test_modes_and_dtypes_reach_the_adapter(model, which):
+    thing, memory, args = model if which == "model" else model.host, tiny.memory(ROWS), tiny_unets.given()[0]
+    assert not any(part.training for part in model.modules())
+    thing.train()
+    assert all(part.training for part in model.modules())
+    thing.eval()
+    assert not any(part.training for part in model.modules())
+    want = run(model, memory)
+    for dtype, tolerance in ((torch.float64, 1e-5), (torch.bfloat16, 0.15), (torch.float32, 0.05)):
+        thing.to(dtype)
+        assert {one.dtype for one in model.parameters()} == {dtype}
+        for core in (False, True):
+            model.use_core(core)
+            out = model(args[0].to(dtype), args[1], args[2].to(dtype), memory=memory).sample
+            assert out.dtype is dtype
+            assert_close(out.float(), want, tolerance)
+        model.use_core(False)
+
+
+@torch.no_grad()
+def test_a_float32_adapter_on_a_bfloat16_host(model):
+    want = run(model, tiny.memory(ROWS))
+    state = model.adapters.state_dict()
+    model = tiny_unets.attach(tiny_unets.make().bfloat16())
+    model.adapters.load_state_dict(state)
+    assert {one.dtype for one in model.adapters.parameters()} == {torch.float32}
+    args = tiny_unets.given()[0]
+    own = tiny_unets.make().bfloat16()(args[0].bfloat16(), args[1], args[2].bfloat16()).sample
+    for memory in (tiny.memory(ROWS, lengths=[5, 0, 5]), tiny.memory(ROWS, lengths=[5, 0, 5]).to(torch.bfloat16)):
+        out = model(args[0].bfloat16(), args[1], args[2].bfloat16(), memory=memory).sample
+        assert out.dtype is torch.bfloat16
+        assert torch.equal(out[1], own[1])
+        assert_close(out[::2].float(), want[::2], 0.15)
+
+
+# Processors that come and go
+
+
+def swaps():
+    return {
+        "sliced": lambda unet: unet.set_attention_slice("max"),
+        "fused": lambda unet: unet.fuse_qkv_projections(),
+        "fused and back": lambda unet: (unet.fuse_qkv_projections(), unet.unfuse_qkv_projections()),
+        "plain": lambda unet: unet.set_attn_processor(AttnProcessor()),
+        "default": lambda unet: unet.set_default_attn_processor(),
+        "by name": lambda unet: unet.set_attn_processor({name: AttnProcessor() for name in unet.attn_processors}),
+    }
+
+
+@pytest.mark.parametrize("kind", ["stable", "k", "sdxl"])
+@pytest.mark.parametrize("swap", swaps())
+@torch.no_grad()
+def test_an_adapter_outlives_the_hosts_processors(kind, swap):
+    model, memory = tiny_unets.attach(tiny_unets.make(kind)), tiny.memory(ROWS, lengths=[5, 0, 3])
+    want, own = run(model, memory, kind), run(model, None, kind)
+    swaps()[swap](model.host)
+    assert_close(run(model, memory, kind), want)
+    assert_close(run(model, None, kind), own)
+    assert torch.equal(run(model, memory, kind)[1], run(model, None, kind)[1])
+    model.unload()
+    late = tiny_unets.attach(model.host)
+    assert_close(run(late, memory, kind), want)
+
+
+# LoRA
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first", ["lora", "adapter"])
+@torch.no_grad()
+def test_lora_beside_an_adapter(first, bias):
+    unet, memory = tiny_unets.make(), tiny.memory(ROWS)
+    if first == "lora":
+        tiny_unets.lora(unet, lora_bias=bias)
+    model = tiny_unets.attach(unet, blocks=("mid",))
+    if first == "adapter":
+        tiny_unets.lora(unet, lora_bias=bias)
+    alone = tiny_unets.make()
+    tiny_unets.lora(alone, lora_bias=bias)
+    args, _ = tiny_unets.given()
+    own = alone(*args).sample
+    assert differs(own, tiny_unets.own())
+    assert torch.equal(run(model), own)
+    with tiny_unets.listening(model, MID) as heard:
+        run(model)
+        without = heard["out"]
+        out = run(model, memory)
+        x, seen = heard["x"], heard["out"]
+    assert_close(seen - without, tiny_unets.share(model, MID, x, memory))
+    assert torch.equal(run(model, tiny.memory(ROWS, lengths=[5, 0, 3]))[1], own[1])
+    unet.disable_lora()
+    other = run(model, memory)
+    assert differs(other, out)
+    unet.enable_lora()
+    assert torch.equal(run(model, memory), out)
+    unet.delete_adapters("default")
+    assert torch.equal(run(model), tiny_unets.own())
+    assert_close(run(model, memory), other)
+
+
+def test_lora_is_its_owners_to_train():
+    unet = tiny_unets.make()
+    tiny_unets.lora(unet)
+    model = tiny_unets.attach(unet)
+    run(model, tiny.memory(ROWS)).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("lora" in name or name.startswith("adapters")), name
+    model.unload()
+    assert {name for name, one in unet.named_parameters() if one.requires_grad} == {
+        name for name, _ in unet.named_parameters() if "lora" in name
+    }
+
+
+# Offloading
+
+
+@torch.no_grad()
+def test_hooks_of_accelerate(model):
+    memory = tiny.memory(ROWS, lengths=[5, 0, 3])
+    want, own = run(model, memory), run(model)
+    seen = []
+
+    class Passing(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(type(module).__name__)
+            return args, kwargs
+
+    add_hook_to_module(model.host, Passing())
+    add_hook_to_module(model.layer(1), Passing())
+    add_hook_to_module(model.layer(1).to_out[0], Passing())
+    for core in (False, True):
+        model.use_core(core)
+        assert_close(run(model, memory), want)
+        assert_close(run(model), own)
+    assert {"UNet2DConditionModel", "Attention", "Linear"} <= set(seen)
+
+
+@torch.no_grad()
+def test_weights_that_are_fetched_for_every_use(model):
+    """Sequential offloading: between their uses the host's weights have no values."""
+    memory = tiny.memory(ROWS, lengths=[5, 0, 3])
+    want, own = run(model, memory), run(model)
+    cpu_offload(model.host, execution_device=torch.device("cpu"))
+    assert model.layer(1).to_out[0].weight.is_meta
+    out = run(model, memory)
+    assert_close(out, want)
+    assert torch.equal(out[1], own[1])
+    again = tiny_unets.attach(model.unload())
+    assert_close(run(again, memory), want)
+
+
+# Files
+
+
+@torch.no_grad()
+def test_a_saved_adapter_comes_back(tmp_path):
+    model, memory = tiny_unets.attach(tiny_unets.make(), tokens=2, blocks=("up", "mid")), tiny.memory(ROWS)
+    model.save_adapter(tmp_path)
+    assert sorted(adapter_folders.contents(tmp_path)) == adapter_folders.FILES
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["kind"] == "decoupled" and config["adapter"]["blocks"] == ["up", "mid"]
+    assert config["host"]["class"] == "UNet2DConditionModel" and config["layers"] == [1, 2, 3]
+    assert "memory=memory" in (tmp_path / "README.md").read_text()
+    unet = tiny_unets.make()
+    again = mmattn.load(unet, tmp_path)
+    assert torch.equal(run(again, memory), run(model, memory))
+    second = mmattn.load(again, tmp_path, "second")
+    assert second is again and list(again.adapters) == ["default", "second"]
+    with pytest.warns(UserWarning, match="not those the adapter"):
+        mmattn.load(tiny_unets.make(seed=1), tmp_path)
+
+
+def test_a_saved_adapter_for_another_host(tmp_path):
+    tiny_unets.attach(tiny_unets.make()).save_adapter(tmp_path / "unet")
+    tiny.attach(tiny.make("llama"), layers=(0,)).save_adapter(tmp_path / "lm")
+    for make, folder, match in (
+        (lambda: tiny_unets.make("sdxl"), "unet", "4 layers of width 17.*8 layers of width 17"),
+        (lambda: tiny_unets.make(cross_attention_dim=19), "unet", "width 17.*width 19"),
+        (lambda: tiny_unets.make(block_out_channels=(22, 14)), "unet", "of another shape"),
+        (lambda: tiny.make("llama"), "unet", "LlamaForCausalLM"),
+        (tiny_unets.make, "lm", "UNet2DConditionModel"),
+    ):
+        host = make()
+        before = tiny_unets.traces(host)
+        with pytest.raises(AdapterFileError, match=match):
+            mmattn.load(host, tmp_path / folder)
+        assert tiny_unets.traces(host) == before
+    model = tiny_unets.attach(tiny_unets.make())
+    with pytest.raises(AttachError, match="already attached"):
+        mmattn.load(model, tmp_path / "unet")

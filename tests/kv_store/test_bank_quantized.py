@@ -1,0 +1,315 @@
+"""A quantised bank gives the numbers of its definition bit for bit, within half a step of what was projected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmattn
+from mmattn.core.quantization import QuantizedPages, quantize
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError
+from mmattn.storage.safetensors import read_tensors, write_tensors
+from tests import tiny
+from tests.kv_store.banks import (
+    ENTRIES,
+    LENGTH,
+    ROWS,
+    SLOTS,
+    answer,
+    by_hand,
+    entries,
+    hits,
+    read_and_project,
+    reload,
+    rounded,
+    rounded_bank,
+    settings,
+)
+from tests.tiny import assert_close
+
+LONG = 17
+quantizations = pytest.mark.parametrize("quantization", ["int8", "int4"])
+lengths = pytest.mark.parametrize("m", [1, SLOTS, LONG])
+
+
+def banks(model, memory, quantization):
+    """A quantised bank, and a plain one of the numbers that it must have."""
+    return model.bank(memory, quantization=quantization), rounded_bank(model.bank(memory), quantization)
+
+
+def shown(kv):
+    """Keys and values of the slots that may be attended to."""
+    kv = kv.without_null()
+    if kv.mask is None or kv.lengths is not None:
+        return kv.keys, kv.values
+    return kv.keys.transpose(1, 2)[kv.mask], kv.values.transpose(1, 2)[kv.mask]
+
+
+def assert_same(bank, plain, found=None):
+    """Both give the same answers and the same keys and values, bit for bit, without projecting."""
+    found = found or hits(len(plain))
+    (got, projected), (want, _) = (answer(one.model, one.gather(**found)) for one in (bank, plain))
+    assert projected == 0
+    assert torch.isfinite(got).all() and torch.equal(got, want)
+    for adapter in map(bank.model.adapter, bank.model.active):
+        for layer in adapter.layers:
+            with torch.no_grad():
+                ours, theirs = (read_and_project(one.gather(**found), adapter, layer)[1] for one in (bank, plain))
+            assert ours.lengths == theirs.lengths and ours.keys.dtype is theirs.keys.dtype
+            assert all(map(torch.equal, shown(ours), shown(theirs)))
+    return got
+
+
+# The definition
+
+
+@settings
+@lengths
+@quantizations
+def test_the_numbers_are_those_of_the_definition(setting, m, quantization):
+    model, memory = tiny.attach(tiny.make("llama"), **setting), entries(m=m)
+    bank, plain = banks(model, memory, quantization)
+    assert_same(bank, plain)
+    exact = model.bank(memory)
+    assert not torch.equal(*(answer(model, one.gather(**hits()))[0] for one in (plain, exact)))
+
+
+@lengths
+@quantizations
+def test_errors_are_at_most_half_a_step(m, quantization):
+    model, memory = tiny.attach(tiny.make("llama"), score_bias=True, num_kv_heads=1), entries(m=m)
+    every = torch.arange(ENTRIES)[:, None]
+    given = {"rows": every, "scores": every * 0.0}
+    with torch.no_grad():
+        for layer in (0, 2):
+            exact, got = (
+                read_and_project(bank.gather(**given), model.adapters["default"], layer)[1]
+                for bank in (model.bank(memory), model.bank(memory, quantization=quantization))
+            )
+            for part in ("keys", "values"):
+                want, numbers = getattr(exact, part), getattr(got, part)
+                largest = {"int8": 127, "int4": 7}[quantization]
+                _, steps = rounded(want, memory.mask, largest, part == "keys" and m == LONG)
+                shown = memory.mask[:, None, :, None].expand_as(want)
+                assert (steps[shown] > 0).all()
+                assert ((numbers - want).abs() <= steps * 0.50001)[shown].all()
+                assert ((numbers - want).abs() > steps * 0.4)[shown].any()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-37, 1e-20, 1.0, 1e20, 1e38])
+@pytest.mark.parametrize("largest", [127, 7])
+def test_numbers_of_any_size(size, largest):
+    numbers = torch.linspace(-1, 1, 1001).double() * size
+    codes, scales = quantize(numbers.float(), 0, largest)
+    assert int(codes.abs().max()) <= largest and (largest if size > 1e-30 else 0) in codes
+    assert ((codes * scales.double() - numbers).abs() <= scales.double() * 0.5001).all()
+
+
+@lengths
+@quantizations
+def test_padding_has_no_say_in_the_scales(m, quantization):
+    keys, values = torch.randn(2, ENTRIES, 3, m, 7).unbind()
+    mask = entries(m=m).mask & (torch.arange(ENTRIES) != 3)[:, None]
+    pages = QuantizedPages(quantization)
+    want = pages.encode(keys.masked_fill(~mask[:, None, :, None], 0), values, mask)
+    loud = pages.encode(keys.masked_fill(~mask[:, None, :, None], 1e9), values, mask)
+    assert all(torch.equal(want[part], loud[part]) for part in pages.parts)
+
+
+@quantizations
+def test_what_entries_do_not_show_has_no_say(model, quantization):
+    """Padding in an entry, and an entry of nothing but padding."""
+    memory = entries(m=LONG)
+    mask = memory.mask.clone()
+    mask[3] = False
+    memory = mmattn.Memory(memory.tokens, mask)
+    bank, plain = banks(model, memory, quantization)
+    scores = torch.zeros(ROWS, 2)
+    assert_same(bank, plain, {"rows": torch.tensor([[3, 4], [3, 3], [0, 3]]), "scores": scores})
+    assert_same(bank, plain)
+
+
+@quantizations
+def test_packed_rows(quantization):
+    """Where most slots are padding, the real ones alone are gathered."""
+    model = tiny.attach(tiny.make("llama"), score_bias=True, num_heads=4, num_kv_heads=2)
+    for m in (11, 61):
+        memory = entries(7, m)
+        memory = mmattn.Memory(memory.tokens, memory.mask & (torch.arange(m) % 3 == 1))
+        bank, plain = banks(model, memory, quantization)
+        found = hits(7, 1009 if m == 11 else 211)
+        with torch.no_grad():
+            assert read_and_project(bank.gather(**found), model.adapters["default"], 0)[1].lengths is not None
+        assert_same(bank, plain, found)
+
+
+# Precisions and calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@lengths
+@quantizations
+def test_every_precision_rounds_once(dtype, m, quantization):
+    """The numbers of a host in another dtype are codes times scales, rounded to that dtype."""
+    model, found = tiny.attach(tiny.make("llama"), null_slot=True).to(dtype), hits()
+    bank, plain = banks(model, entries(m=m).to(dtype), quantization)
+    assert_same(bank, plain, found | {"scores": found["scores"].to(dtype)})
+
+
+@lengths
+@quantizations
+def test_under_autocast(model, m, quantization):
+    bank, plain = banks(model, entries(m=m), quantization)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(bank, plain)
+        rebuilt = model.bank(entries(m=m), quantization=quantization)
+    first = assert_same(bank, plain)
+    assert torch.equal(answer(model, rebuilt.gather(**hits()))[0], first)
+    with torch.inference_mode():
+        inside = model.bank(mmattn.Memory(entries(m=m).tokens * 1, entries(m=m).mask), quantization=quantization)
+    assert torch.equal(answer(model, inside.gather(**hits()))[0], first)
+
+
+@torch.no_grad()
+@quantizations
+def test_generating_with_beams(model, quantization):
+    bank, plain = banks(model, entries(), quantization)
+    prompt = {"inputs": tiny.text(ROWS, LENGTH), "max_new_tokens": 6, "do_sample": False, "num_beams": 3}
+    got, want = (model.generate(**prompt, memory=one.gather(**hits())) for one in (bank, plain))
+    assert torch.equal(got, want)
+
+
+@quantizations
+def test_several_adapters(quantization):
+    model = tiny.attach(tiny.make("llama"), score_bias=True)
+    tiny.attach(model.host, name="other", layers=(1, 2), null_slot=True, num_heads=3)
+    bank, plain = banks(model, entries(m=LONG), quantization)
+    both = assert_same(bank, plain)
+    model.set_adapter("other")
+    assert not torch.equal(assert_same(bank, plain), both)
+
+
+@quantizations
+def test_gradients_and_changed_weights_take_the_entries(model, ids, quantization):
+    memory, found = entries(), hits()
+    bank, gradients = model.bank(memory, quantization=quantization), []
+    prepared, plain = bank.gather(**found), by_hand(memory, **found)
+    for given in (prepared, plain):
+        model.adapters.zero_grad()
+        model(ids, labels=ids, memory=given).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.adapters.parameters()])
+    for got, want in zip(*gradients, strict=True):
+        assert want.abs().max() > 0
+        assert_close(got, want, 1e-5)
+    assert torch.equal(bank.memory(**found).tokens, model.bank(memory).memory(**found).tokens)
+    reload(model)
+    assert_close(answer(model, prepared)[0], answer(model, plain)[0], 1e-6)
+    with pytest.raises(ConditionError, match=r"bank\.refresh\(\)"):
+        bank.gather(**found)
+    bank.refresh()
+    assert_same(bank, rounded_bank(model.bank(memory), quantization))
+
+
+# Edits and files
+
+
+@pytest.mark.parametrize("m", [SLOTS, LONG])
+@quantizations
+def test_an_edit_changes_no_other_entry(model, m, quantization):
+    """The same edits of a quantised bank and of a plain one; what was not named stays as it was, bit for bit."""
+    memory, louder = entries(m=m), entries(4, m, seed=9)
+    louder = mmattn.Memory(louder.tokens * 100, louder.mask)
+    bank, plain = model.bank(memory, quantization=quantization), model.bank(memory)
+
+    def stored(one, rows):
+        return [table[rows + 1].clone() for name, table in one._tables.items() if name != "edition"]
+
+    places, others = [1, 2, 17, 20], torch.tensor([row for row in range(ENTRIES) if row not in (1, 2, 17, 20)])
+    before = stored(bank, others)
+    for one in (bank, plain):
+        one.update(places, louder)
+        assert one.add(louder).tolist() == [23, 24, 25, 26]
+        one.remove([23])
+    assert all(map(torch.equal, stored(bank, others), before))
+    assert not any(table.any() for table in stored(bank, torch.tensor([23])))
+    rounded_bank(plain, quantization)
+    assert_same(bank, plain, hits())
+    assert_same(bank, plain, {"rows": torch.tensor([[26], [17], [25]]), "scores": torch.zeros(3, 1)})
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("m", [SLOTS, LONG])
+@quantizations
+def test_a_bank_comes_back_from_its_file(model, tmp_path, mapped, m, quantization):
+    bank, path, found = model.bank(entries(m=m), quantization=quantization), tmp_path / "bank.safetensors", hits()
+    want, _ = answer(model, bank.gather(**found))
+    bank.save(path)
+    back = model.load_bank(path, mapped=mapped)
+    assert (len(back), back.nbytes(), back.page_nbytes()) == (len(bank), bank.nbytes(), bank.page_nbytes())
+    got, projected = answer(model, back.gather(**found))
+    assert projected == 0 and torch.equal(got, want)
+    # What is added to it is quantised as it is.
+    for one in (bank, back):
+        one.update([2], entries(1, m, seed=6))
+        one.add(entries(3, m, seed=7))
+    assert torch.equal(answer(model, back.gather(**found))[0], answer(model, bank.gather(**found))[0])
+    back.save(path)
+    assert len(model.load_bank(path, mapped=mapped)) == ENTRIES + 3
+    raw = path.read_bytes()
+    for damaged in (raw[:-7], raw[:-1000] + bytes([raw[-1000] ^ 4]) + raw[-999:]):
+        path.write_bytes(damaged)
+        with pytest.raises(AdapterFileError):
+            model.load_bank(path, mapped=mapped)
+
+
+def test_what_a_file_says_of_its_pages(model, tmp_path):
+    path = tmp_path / "bank.safetensors"
+    model.bank(entries(), quantization="int8").save(path)
+    tables, metadata = read_tensors(path, "mmattn-bank", check_finite=False)
+    for says in (
+        {"quantization": None},
+        {"quantization": "int4"},
+        {"quantization": "int3"},
+        {"quantization": ["int8"]},
+        {"dtype": "BF16"},
+        {"dtype": "I8", "quantization": None},
+    ):
+        write_tensors(path, tables, metadata | says)
+        with pytest.raises(AdapterFileError):
+            model.load_bank(path)
+    write_tensors(path, tables | {"default.0.key_scales": tables["default.0.key_scales"].float()}, metadata)
+    with pytest.raises(AdapterFileError, match="default.0.key_scales"):
+        model.load_bank(path)
+    # A file from before there were quantised pages says nothing of them.
+    plain = model.bank(entries(), torch.bfloat16)
+    plain.save(path)
+    tables, metadata = read_tensors(path, "mmattn-bank", check_finite=False)
+    assert metadata.pop("quantization") is None
+    write_tensors(path, tables, metadata)
+    assert torch.equal(
+        answer(model, model.load_bank(path).gather(**hits()))[0], answer(model, plain.gather(**hits()))[0]
+    )
+
+
+# What it is for
+
+
+@pytest.mark.parametrize("m", [1, 64])
+def test_bytes(m):
+    """At the sizes of the benchmark, and of the facts: entries of 64 slots and of one, heads of 64 and 40."""
+    for k in (64, 40):
+        model = tiny.attach(tiny.make("llama"), num_heads=2, head_dim=k)
+        memory = tiny.memory(ENTRIES, m)
+        exact = model.bank(memory).page_nbytes()
+        assert model.bank(memory, quantization="int8").page_nbytes() <= 0.28 * exact
+        assert model.bank(memory, quantization="int4").page_nbytes() <= 0.155 * exact
+        assert model.bank(memory, torch.bfloat16).page_nbytes() == 0.5 * exact
+
+
+def test_what_is_not_offered(model):
+    with pytest.raises(ConfigError, match=r"torch.int8.*quantization='int8' or 'int4'"):
+        model.bank(entries(), torch.int8)
+    with pytest.raises(ConfigError, match=r"quantization='int3', and there is 'int8', 'int4'.*give one"):
+        model.bank(entries(), quantization="int3")
+    with pytest.raises(ConfigError, match=r"torch.bfloat16.*quantization='int8'.*leave one of them out"):
+        model.bank(entries(), torch.bfloat16, quantization="int8")

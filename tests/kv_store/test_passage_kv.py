@@ -1,0 +1,163 @@
+"""Invariant 103: passages before a text are one call of the host in which passages do not see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mmattn
+from mmattn.core import key_rotation
+from mmattn.testing.case import no_trace, traces
+from tests import tiny
+from tests.adapters.composed import composed_hosts as composing
+from tests.kv_store.passage_hosts import CLOSE, LEARNED, PASSAGES, ROTARY, TEXT, blocks, distance, reader, text
+
+READING = [*ROTARY, *LEARNED]
+
+
+def answer(model: object, *args: object, **kwargs: object) -> torch.Tensor:
+    """The logits of a call without gradients."""
+    with torch.no_grad():
+        return model(*args, **kwargs).logits  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("family", READING)
+def test_a_leading_passage_is_a_prefill(family: str) -> None:
+    """Invariant 103: one leading passage is what it is in the prompt, within 1e-5."""
+    model, passages = reader(family)
+    for number, passage in enumerate(PASSAGES):
+        whole = torch.tensor([[*passage, *TEXT]])
+        wanted = answer(tiny.make(family), whole)[:, len(passage) :]
+        assert distance(answer(model, text(), memory=passages.select([[number]])), wanted) <= CLOSE
+        # the passage matters, or nothing was shown
+        assert distance(answer(model, text()), wanted) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("family", READING)
+def test_passages_do_not_see_each_other(family: str) -> None:
+    """Invariant 103: several passages, in any order and twice, are one call in which they do not see each other."""
+    model, passages = reader(family)
+    host = tiny.make(family)
+    for row in ([0, 1, 2], [2, 0], [1, 1], [1, 2, 0]):
+        wanted = blocks(host, row, parallel=family in LEARNED)
+        assert distance(answer(model, text(), memory=passages.select([row])), wanted) <= CLOSE
+    seen = answer(host, torch.tensor([[*PASSAGES[0], *PASSAGES[1], *TEXT]]))[:, -len(TEXT) :]
+    assert distance(blocks(host, [0, 1], parallel=family in LEARNED), seen) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_keys_are_turned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 104: keys are turned to where their passage stands: without that, the answer is another."""
+    model, passages = reader(family)
+    wanted = blocks(tiny.make(family), [2, 0])
+    monkeypatch.setattr(key_rotation.KeyRotation, "__call__", lambda self, keys, distance: keys)
+    assert distance(answer(model, text(), memory=passages.select([[2, 0]])), wanted) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
+def test_others_are_refused_by_name(family: str) -> None:
+    """Invariant 105: a host whose attention is not reached is refused by name, and nothing of it has changed."""
+    host = tiny.make(family)
+    before = traces(host)
+    with pytest.raises(mmattn.errors.AttachError, match=type(host).__name__):
+        mmattn.attach(host, mmattn.adapters.PassageAdapter())
+    no_trace(host, before, "a refused host")
+
+
+def test_alibi_and_chunks_are_refused() -> None:
+    """Invariant 105: positions that cannot be moved are refused, whatever a short text would show."""
+    host = tiny.make("falcon", alibi=True)
+    with pytest.raises(mmattn.errors.AttachError, match="Falcon"):
+        mmattn.attach(host, mmattn.adapters.PassageAdapter())
+    host = tiny.make("llama")
+    host.config.layer_types = ["chunked_attention"] * tiny.LAYERS
+    with pytest.raises(mmattn.errors.AttachError, match="within chunks"):
+        mmattn.attach(host, mmattn.adapters.PassageAdapter())
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "factor": 4.0}
+BY_LENGTH = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 50, **LONGROPE},
+    "longrope within the probe": {"rope_type": "longrope", "original_max_position_embeddings": 16, **LONGROPE},
+    "longrope from 4096": {"rope_type": "longrope", "original_max_position_embeddings": 4096, **LONGROPE},
+}
+
+
+def by_length(rope: str, family: str = "llama") -> nn.Module:
+    settings = {"rope_theta": 10000.0, **BY_LENGTH[rope]}
+    return tiny.make(family, rope_parameters=settings, max_position_embeddings=8192 if "4096" in rope else 128)
+
+
+@pytest.mark.parametrize("rope", BY_LENGTH)
+@pytest.mark.parametrize("kind", ["passages", "prefix", "inserted", "fused"])
+def test_frequencies_that_follow_the_length_of_the_text_are_refused(kind: str, rope: str) -> None:
+    """Invariant 137: keys that were read before a text would keep the frequencies of a short one."""
+    adapters = {
+        "passages": mmattn.adapters.PassageAdapter,
+        "prefix": lambda: mmattn.adapters.PrefixAdapter(num_virtual_tokens=3),
+        "inserted": lambda: mmattn.adapters.InsertedAdapter(memory_dim=13),
+        "fused": lambda: mmattn.adapters.FusedCacheAdapter(memory_dim=composing.along().cache_dim),
+    }
+    host, ids = by_length(rope), torch.arange(3, 3 + 60)[None]
+    short, long, before = answer(host, ids[:, :7]), answer(host, ids), traces(host)
+    with pytest.raises(mmattn.errors.AttachError, match="frequencies of LlamaForCausalLM change with the length"):
+        mmattn.attach(host, adapters[kind]())
+    no_trace(host, before, "a refused host")
+    assert torch.equal(answer(host, ids[:, :7]), short) and torch.equal(answer(host, ids), long)
+
+
+@pytest.mark.parametrize("rope", BY_LENGTH)
+def test_a_second_model_whose_frequencies_follow_the_length_is_refused(rope: str) -> None:
+    """Invariant 137: its cache of a long prompt could not be turned to where a host has it."""
+    with pytest.raises(mmattn.errors.AttachError, match="change with the length"):
+        mmattn.AugmentingModel(by_length(rope)).prefill(torch.arange(3, 9)[None])
+
+
+@pytest.mark.parametrize("kind", [mmattn.adapters.JoinedAdapter, mmattn.GatedAdapter])
+def test_what_has_no_position_is_not_refused(kind: Callable[..., Any]) -> None:
+    model = tiny.open_gates(mmattn.attach(by_length("dynamic"), kind(memory_dim=13, every=1)))
+    assert answer(model, torch.arange(3, 3 + 60)[None], memory=tiny.memory(1)).isfinite().all()
+
+
+def test_another_attention_function_is_refused() -> None:
+    """Invariant 105: attention without a mask is refused when a passage is read or given, with what to do."""
+    model, passages = reader("llama")
+    wanted = answer(model, text(), memory=passages.select([[0]]))
+    model.host.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(mmattn.errors.ConditionError, match="set_attn_implementation"):
+        answer(model, text(), memory=passages.select([[0]]))
+    model.host.set_attn_implementation("eager")
+    assert distance(answer(model, text(), memory=passages.select([[0]])), wanted) <= CLOSE
+
+
+@pytest.mark.parametrize("family", ["llama", "glm", "phi", "cohere", "smollm3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(family: str, dtype: torch.dtype) -> None:
+    """The keys of half precision are told apart, turned in single precision, and answer as the host does."""
+    model = mmattn.attach(tiny.make(family).to(dtype), mmattn.adapters.PassageAdapter())
+    passages = mmattn.hosts.PassageCache(model)
+    passages.add(PASSAGES, progress=False)
+    exact = blocks(tiny.make(family), [2, 1, 0])
+    host = distance(blocks(tiny.make(family).to(dtype), [2, 1, 0]).float(), exact)
+    found = distance(answer(model, text(), memory=passages.select([[2, 1, 0]])).float(), exact)
+    assert found <= 3 * host
+
+
+def test_rope_scaling() -> None:
+    """Frequencies and attention scaling of other rotary kinds (yarn, llama3, linear) are those of the host."""
+    base = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    kinds = [
+        {"rope_type": "yarn", **base},
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **base},
+    ]
+    for rope in kinds:
+        model, passages = reader("llama", rope_parameters=rope, max_position_embeddings=128)
+        host = tiny.make("llama", rope_parameters=rope, max_position_embeddings=128)
+        assert distance(answer(model, text(), memory=passages.select([[1, 0]])), blocks(host, [1, 0])) <= CLOSE
+        assert distance(blocks(host, [1, 0]), blocks(tiny.make("llama"), [1, 0])) > 100 * CLOSE

@@ -2,8 +2,6 @@
 
 A file names things; it never decides what is imported or opened. The kind of an adapter is one of those that are
 registered, sizes are bounded before a tensor is created, and no text may be a path, an address or the name of a module.
-
-Format 2 has the names of DESIGN's second edition; files of format 1 are read by `migrations.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from mmattn.errors import AdapterFileError, AttachError, MmattnError
 
 FORMAT = "mmattn-adapter"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 
 MAX_LAYERS = 1024
 MAX_NUMBER = 1 << 20
@@ -91,7 +89,7 @@ def _rises(values: list[int]) -> bool:
 _Rules = dict[str, tuple[bool, Callable[[object], bool], str]]
 _FIELDS: _Rules = {
     "format": (True, lambda value: value == FORMAT, repr(FORMAT)),
-    "format_version": (True, _size(1, FORMAT_VERSION), f"an int from 1 to {FORMAT_VERSION}"),
+    "format_version": (True, _size(1, FORMAT_VERSION), f"{FORMAT_VERSION}"),
     "mmattn_version": (True, _text(_VERSION), "a version such as '0.1.0'"),
     "kind": (True, _text(_IDENTIFIER), "the name of a kind of adapter"),
     "package": (False, _or_none(_text(_IDENTIFIER)), "the name of the package that registers the kind, or null"),
@@ -197,7 +195,7 @@ def parse_config(config: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
     """The adapter settings that `config` describes.
 
     Args:
-        config: checked, in the newest format.
+        config: checked.
         kinds: the registered dataclasses by kind; it is an instance of one of them, and of nothing else.
 
     Raises:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.adapter_config import FORMAT, Shapes, check_config
-from mmattn.adapters.migrations import migrate_config, migrate_names
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.files import Path, fcntl, replacing, sync_folder, write_text
 from mmattn.storage.json_files import read_json, write_json
@@ -214,7 +213,7 @@ def _check_folder(folder: str) -> None:
 def load_folder(
     folder: Path, check: Callable[[dict[str, Any], Shapes], None] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors that `save_folder` wrote, in the newest format whatever the file's.
+    """The config and the tensors that `save_folder` wrote.
 
     Args:
         folder: the folder.
@@ -242,10 +241,9 @@ def _load(
     folder: str, check: Callable[[dict[str, Any], Shapes], None] | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, shapes = _read_config(folder)
-    version, migrated = config["format_version"], migrate_config(config)
     if check is not None:
-        check(migrated, migrate_names(shapes, version))
+        check(config, shapes)
     tensors, metadata = read_tensors(os.path.join(folder, TENSORS), FORMAT, max_header=MAX_HEADER)
     if not _same(metadata, config) or {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()} != shapes:
         raise AdapterFileError(f"{TENSORS} in {folder!r} was replaced while it was read")
-    return migrated, migrate_names(tensors, version)
+    return config, tensors

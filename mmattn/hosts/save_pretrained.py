@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_config import check_config
-from mmattn.adapters.migrations import migrate_config
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.ownership import AttachedModel
@@ -199,5 +198,5 @@ def saved_settings(state: Mapping[str, Tensor], source: str) -> dict[str, dict[s
         if (room, last) == ("adapters", SETTINGS):
             what = f"{key!r} in {source}"
             config = parse_json(what, bytes(state[key].to(torch.uint8).flatten().tolist()), _MAX_JSON)
-            found[name] = migrate_config(check_config(config, what))
+            found[name] = check_config(config, what)
     return found

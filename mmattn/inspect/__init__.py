@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "AdapterMetrics": "adapter_metrics",
     "HeadFigures": "attention_figures",
-    "Trace": "trace",
+    "Trace": "record",
     "attribute": "attribution",
     "doctor": "diagnosis",
     "head_figures": "attention_figures",
-    "load_traces": "trace",
+    "load_traces": "record",
     "media_names": "media",
     "over_frames": "media",
     "over_series": "media",
@@ -26,9 +26,9 @@ _HOME = {
     "plot_mask": "plots",
     "plot_positions": "plots",
     "plot_surface": "plots",
-    "record": "recording",
+    "record": "record_attention",
     "roll_out": "rollout",
-    "save_traces": "trace",
+    "save_traces": "record",
     "write_page": "explorer",
 }
 

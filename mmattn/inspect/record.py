@@ -18,7 +18,7 @@ from mmattn.storage.file_meaning import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 
-FORMAT, VERSION = "mmattn-traces", 3
+FORMAT = "mmattn-traces"
 #: The name of the file in a run's folder.
 FILE = "attention.safetensors"
 #: Largest width or height of a stored picture, in pixels; a strip, three times as wide as it is high, has four of them.
@@ -206,7 +206,7 @@ def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
             }
         )
     file = Path(run) / FILE
-    write_tensors(file, tensors, {"format": FORMAT, "format_version": VERSION, "traces": described})
+    write_tensors(file, tensors, {"format": FORMAT, "traces": described})
     return file
 
 
@@ -232,25 +232,8 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
             "at their end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
         )
     tensors, about = read_tensors(file, FORMAT)
-    version = about.get("format_version", 1)
-    if version not in range(1, VERSION + 1):
-        raise AdapterFileError(
-            f"{file} is of version {version}, and this mmattn reads up to version {VERSION}: install a newer mmattn"
-        )
     with making_sense(file, "traces"):
-        described = [_migrated(one, version) for one in about["traces"]]
-        return [_restored(number, one, tensors) for number, one in enumerate(described)]
-
-
-def _migrated(about: dict[str, Any], version: int) -> dict[str, Any]:
-    """A trace of an earlier format in the newest.
-
-    In format 1 `queries` is called `looking`, and `word_grid` may be missing; before format 3 there are no spans.
-    """
-    if version == 1:
-        renamed = {"queries" if name == "looking" else name: value for name, value in about.items()}
-        about = {"word_grid": None} | renamed
-    return {"spans": None, "extent": None, "unit": "s"} | about if version < 3 else about
+        return [_restored(number, one, tensors) for number, one in enumerate(about["traces"])]
 
 
 def _restored(number: int, about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:

@@ -76,8 +76,8 @@ def load_index(path: Path, mapped: bool) -> tuple[dict[str, str], VectorStore]:
         IndexFileError: as for `read_version`, or a store that is not registered.
     """
 
-    def check(about: dict[str, Any], version: int) -> _Described:
-        return _check(os.fspath(path), _upgraded(about) if version == 1 else about)
+    def check(about: dict[str, Any]) -> _Described:
+        return _check(os.fspath(path), about)
 
     def read(described: _Described, folder: str) -> VectorStore:
         try:
@@ -101,16 +101,6 @@ def load_index(path: Path, mapped: bool) -> tuple[dict[str, str], VectorStore]:
 
     save, store = read_version(path, check, read)
     return {os.path.realpath(path): save}, store
-
-
-def _upgraded(about: dict[str, Any]) -> dict[str, Any]:
-    """What the first format said, in the words of the second."""
-    engine = about.get("engine")
-    if set(about) != {"count", "dim", "metric", "encoder", "engine", "next_id"} or not isinstance(engine, dict):
-        return {}
-    new = {name: about[name] for name in about if name != "engine"}
-    settings = {name: value for name, value in engine.items() if name != "kind"}
-    return {**new, "store": engine.get("kind"), "module": "mmattn.retrieval", "settings": settings}
 
 
 def _check(path: str, about: dict[str, Any]) -> _Described:

@@ -16,9 +16,7 @@ from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.paged_cache import PagePool
 from mmattn.core.positions import Learned, Rotary, alibi, sinusoidal, token_positions
-from mmattn.core.state_names import upgrade_state_names
 from mmattn.errors import (
-    AdapterFileError,
     ConfigError,
     ShapeError,
     check_choice,
@@ -35,8 +33,6 @@ from mmattn.storage.safetensors import read_tensors, write_tensors
 
 POSITIONS = ("sinusoidal", "learned", "rotary", "alibi")
 FORMAT = "mmattn-seq2seq"
-#: 2: keys and values of an attention have a module of their own (`kv_proj`).
-FORMAT_VERSION = 2
 
 
 class EncoderDecoder(nn.Module):
@@ -314,7 +310,7 @@ class EncoderDecoder(nn.Module):
         Raises:
             OSError: the folder is missing or full; what was at `path` is unchanged.
         """
-        metadata = {"format": FORMAT, "format_version": FORMAT_VERSION, "settings": self.settings}
+        metadata = {"format": FORMAT, "settings": self.settings}
         write_tensors(path, self.state_dict(), metadata)
 
     @classmethod
@@ -329,14 +325,6 @@ class EncoderDecoder(nn.Module):
             NonFiniteError: NaN or infinity in the weights.
         """
         weights, metadata = read_tensors(path, FORMAT)
-        version = metadata.get("format_version", 1)
-        if version > FORMAT_VERSION:
-            raise AdapterFileError(
-                f"{path} was written in format_version {version}, and this mmattn reads 1 to {FORMAT_VERSION}: "
-                "upgrade mmattn, or save the model again with this one"
-            )
-        if version < 2:
-            weights = upgrade_state_names(weights)
         with making_sense(path, "model whose weights are those of its settings"):
             settings = metadata["settings"]
             layers = len({name.split(".")[1] for name in weights if name.startswith("decoder.")})

@@ -20,6 +20,8 @@ from mmattn.storage.files import Path
 from mmattn.storage.json_files import parse_json
 
 MAX_HEADER = 16 << 20
+#: Of every tensor file; all begin at 1 with mmattn 1.0.
+FORMAT_VERSION = 1
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -185,9 +187,14 @@ def _metadata(
     hashes = parse_json(f"the checksums of {str(path)!r}", info["sha256"].encode(), limit)
     if not isinstance(metadata, dict) or metadata.get("format") != expect:
         raise AdapterFileError(f"cannot read {str(path)!r}: its metadata and its header name different formats")
-    version = metadata.get("format_version", 1)
+    version = metadata.get("format_version", FORMAT_VERSION)
     if type(version) is not int or str(version) != info["format_version"]:
         raise AdapterFileError(f"cannot read {str(path)!r}: its metadata and its header name different versions")
+    if version != FORMAT_VERSION:
+        raise AdapterFileError(
+            f"{str(path)!r} has format version {version:.3g}, and this mmattn reads {FORMAT_VERSION}; update it with: "
+            "pip install --upgrade mmattn"
+        )
     if not isinstance(hashes, dict) or set(hashes) != names:
         raise AdapterFileError(f"cannot read {str(path)!r}: its checksums are not those of its tensors")
     return metadata, hashes

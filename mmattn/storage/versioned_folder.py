@@ -27,8 +27,7 @@ from mmattn.storage.files import Path, fcntl, sync_folder
 from mmattn.storage.json_files import read_json, write_json
 
 FORMAT = "mmattn-index"
-#: 1 described "engine" where 2 describes "store": see `index_files`.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 MANIFEST = "index.json"
 
 _FIELDS = {"format", "format_version", "version", "save", "files", "about", "sha256"}
@@ -110,14 +109,14 @@ def _write_version(folder: str, about: dict[str, Any], write: Callable[[str], No
 
 def read_version(
     folder: Path,
-    check: Callable[[dict[str, Any], int], Described],
+    check: Callable[[dict[str, Any]], Described],
     read: Callable[[Described, str], Result],
 ) -> tuple[str, Result]:
     """The name of the save that counts, and what is read from its files.
 
     Args:
         folder: where `write_version` wrote.
-        check: given what the version is and the number of the format, checks it before any other file is opened.
+        check: given what the version is, checks it before any other file is opened.
         read: given what `check` gave and the folder of the files, whose bytes are those that were written.
 
     Raises:
@@ -126,7 +125,7 @@ def read_version(
     folder = os.fspath(folder)
     while True:
         manifest = _read_manifest(folder)
-        described = check(manifest["about"], manifest["format_version"])
+        described = check(manifest["about"])
         place = os.path.join(folder, f"v{manifest['version']}")
         try:
             with _locked(place, exclusive=False):
@@ -158,7 +157,7 @@ def _read_manifest(folder: str) -> dict[str, Any]:
     number = manifest.get("format_version")
     if type(number) is not int or not 1 <= number <= FORMAT_VERSION:
         raise IndexFileError(
-            f"{path!r} has format version {number!r:.80}, and this mmattn reads 1 to {FORMAT_VERSION}; a newer mmattn "
+            f"{path!r} has format version {number!r:.80}, and this mmattn reads {FORMAT_VERSION}; a newer mmattn "
             "wrote it, or it was changed"
         )
     body = {key: value for key, value in manifest.items() if key != "sha256"}

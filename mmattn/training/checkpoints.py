@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.core.state_names import upgrade_state_names
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.file_meaning import making_sense
 from mmattn.storage.files import sync_folder
@@ -26,7 +25,6 @@ from mmattn.storage.safetensors import check_values, read_tensors, write_tensors
 
 FORMAT = "mmattn-checkpoint"
 STATE = "state.safetensors"
-VERSION = 2
 
 _NAME = re.compile(r"step-(\d{8})")
 _UNFINISHED = re.compile(r"\.checkpoint-[0-9a-f]{16}")
@@ -61,7 +59,7 @@ def save_checkpoint(
     target, unfinished = folder / f"step-{step:08d}", _unfinished(folder)
     unfinished.mkdir()
     try:
-        write_tensors(unfinished / STATE, tensors, {"format": FORMAT, "version": VERSION, **about})
+        write_tensors(unfinished / STATE, tensors, {"format": FORMAT, **about})
         if save_more is not None:
             save_more(unfinished)
         sync_folder(unfinished)
@@ -97,7 +95,7 @@ def remove_checkpoints(folder: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint, and the JSON object that was written with them, in today's names.
+    """The tensors of a checkpoint, and the JSON object that was written with them.
 
     Raises:
         AdapterFileError: it is damaged, or of a newer format, or has weights that are not finite; the message says
@@ -105,66 +103,13 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     with making_sense(path / STATE, "state of a run"):
         tensors, about = read_tensors(path / STATE, FORMAT, check_finite=False)
-        version = about.get("version", 1)
-        if version not in (1, VERSION):
-            raise AdapterFileError(
-                f"{path} has format version {version!r} and this mmattn reads up to {VERSION}: update mmattn"
-            )
         for name, tensor in tensors.items():
             if name.startswith(_WEIGHTS):  # what a loader of batches keeps may be anything
                 check_values(name, tensor)
-        if version == 1:
-            return _tensors_of_version_1(tensors, path), _from_version_1(about)
         return tensors, about
 
 
 _WEIGHTS = ("weights.", "averaged.", "best.", "moments.")
-
-
-# What settings and results were called in version 1.
-_SETTINGS_1 = {
-    "steps": "max_steps",
-    "epochs": "num_train_epochs",
-    "lr": "learning_rate",
-    "gate_lr": "gate_learning_rate",
-    "warmup": "warmup_steps",
-    "schedule": "lr_scheduler_type",
-    "clip": "max_grad_norm",
-    "ema": "ema_decay",
-    "evaluate_every": "eval_steps",
-    "patience": "early_stopping_patience",
-    "batch": "batch_size",
-}
-_RESULTS_1 = {
-    "step": "global_step",
-    "place": "batch_in_epoch",
-    "held_out": "eval_loss",
-    "best": "best_eval_loss",
-    "best_step": "best_global_step",
-    "bad": "evals_without_improvement",
-    "stopped": "stopped_early",
-}
-
-
-def _from_version_1(about: Mapping[str, Any]) -> dict[str, Any]:
-    def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        return {names.get(name, name): value for name, value in values.items()}
-
-    return {**about, "run": renamed(about["run"], _SETTINGS_1), "at": renamed(about["at"], _RESULTS_1)}
-
-
-def _tensors_of_version_1(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors under today's names; the moments of the optimizer go by the order of the weights."""
-    if any(name.endswith(_MOVED_1) for name in tensors):
-        raise AdapterFileError(
-            f"{path} was written by an earlier mmattn, which had the weights of null slots, score biases and norms of "
-            "heads in another order, so that the optimizer's moments would go to others: finish the run with that "
-            "version, or name another folder to train anew"
-        )
-    return upgrade_state_names(tensors)
-
-
-_MOVED_1 = (".null_key", ".score_scale", ".k_norm.weight", ".q_norm.weight")
 
 
 def _unfinished(folder: Path) -> Path:

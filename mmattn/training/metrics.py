@@ -16,9 +16,6 @@ from mmattn.storage.files import write_text
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "eval_loss", "seconds")
 """Columns that every table begins with."""
 
-# Names in the lines of the first format.
-_RENAMED: dict[str, str] = {"lr": "learning_rate", "gradient_norm": "grad_norm", "held_out_loss": "eval_loss"}
-
 
 class Metrics:
     """`metrics.jsonl` and `metrics.csv` of a run, one line per call.
@@ -67,7 +64,7 @@ class Metrics:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The complete lines of a `metrics.jsonl`, with today's names; a process killed while it wrote leaves half a one.
+    """The complete lines of a `metrics.jsonl`; a process killed while it wrote leaves half a one.
 
     Args:
         path: of the file; where there is none, there are no lines.
@@ -78,12 +75,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             found.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return [_renamed(line) for line in found if isinstance(line, dict)]
+    return [line for line in found if isinstance(line, dict)]
 
 
 def _numbers(line: Mapping[str, Any]) -> list[str]:
     return [name for name, value in line.items() if isinstance(value, (int, float))]
-
-
-def _renamed(line: dict[str, Any]) -> dict[str, Any]:
-    return {_RENAMED.get(name, name): value for name, value in line.items()}

@@ -22,7 +22,7 @@ def config(**changes: Any) -> dict[str, Any]:
     host = {"kind": "causal_lm", "class": "LlamaForCausalLM", "model_type": "llama", "hidden_size": 17, "num_layers": 5}
     return {
         "format": "mmattn-adapter",
-        "format_version": 2,
+        "format_version": 1,
         "mmattn_version": "0.1.0.dev1",
         "kind": "gated",
         "package": "mmattn",

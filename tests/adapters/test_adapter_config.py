@@ -31,7 +31,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 # What is written into the config of both files, and what the message must say.
 CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer": (lambda c: c.update(format_version=3), "format version 3.*update"),
+    "newer": (lambda c: c.update(format_version=2), "format version 2.*update"),
     "much newer": (lambda c: c.update(format_version=10**30), "format version 1000.*update"),
     "no field": (lambda c: c.pop("layers"), "lacks: .*layers"),
     "unknown field": (lambda c: c.update(module="os"), "unknown here: .*module"),

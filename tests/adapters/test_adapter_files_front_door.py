@@ -111,7 +111,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         AdapterFileError,
         "of width 31; this host .* width 32",
     ),
-    "newer": (lambda f: rewrite(f, lambda t, c: c.update(format_version=3)), AdapterFileError, "update"),
+    "newer": (lambda f: rewrite(f, lambda t, c: c.update(format_version=2)), AdapterFileError, "update"),
     "kind": (lambda f: rewrite(f, lambda t, c: c.update(kind="os")), AdapterFileError, "'os'"),
 }
 

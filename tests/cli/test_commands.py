@@ -327,7 +327,7 @@ class TestErrors:
     @pytest.mark.slow
     def test_no_bars_in_a_pipe_and_no_warnings_of_other_packages(self) -> None:
         golden = ROOT / "tests" / "golden"
-        words = ["doctor", golden / "2" / "gated", "--host", golden / "hosts" / "llama"]
+        words = ["doctor", golden / "1" / "gated", "--host", golden / "hosts" / "llama"]
         done = subprocess.run(
             [sys.executable, "-m", "mmattn", *map(str, words)], capture_output=True, text=True, cwd=ROOT
         )

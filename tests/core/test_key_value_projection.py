@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import mmattn.core.key_value_projection
-from mmattn import CrossAttention
 from mmattn.core.key_value_projection import KeyValueProjection
-from mmattn.core.state_names import upgrade_state_names
 from mmattn.errors import ShapeError
 from tests.core.random_inputs import MASK, B, E, L, M, make_layer
 from tests.reference import assert_close, attend_reference
@@ -52,23 +50,3 @@ def test_names() -> None:
     owned |= {"null_key", "null_value", "score_scale"}
     others = {"q_proj.weight", "q_proj.bias", "q_norm.weight", "out_proj.weight", "out_proj.bias"}
     assert set(layer.state_dict()) == others | {f"kv_proj.{name}" for name in owned}
-
-
-def test_old_names() -> None:
-    """Those of any attention become new, at any depth; those of today and of a projection alone stay."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = make_layer(qk_norm=True, null_slot=True, score_bias=True)
-            self.blocks = nn.ModuleList([nn.ModuleDict({"attention": CrossAttention(12, num_heads=3)}), alone()])
-
-    model = Model()
-    new = model.state_dict()
-    old = {name.replace("kv_proj.", ""): value for name, value in new.items()}
-    assert len(set(old) - set(new)) == 10
-    for state in (old, new):
-        upgraded = upgrade_state_names(state)
-        assert list(upgraded) == list(new) and all(upgraded[name] is new[name] for name in new)
-    bare = model.attention.state_dict()
-    assert set(upgrade_state_names({name.replace("kv_proj.", ""): 0 for name in bare})) == set(bare)

@@ -1,12 +1,12 @@
-"""Make golden adapters of the format that this mmattn writes: only those that are not there yet.
+"""Make golden adapters, one of each kind and host: only those that are not there yet.
 
     python -m tests.golden.make
 
 `hosts/` holds tiny hosts with their weights, since what transformers and diffusers draw for a seed may change. For each
 adapter `<version>/<name>/` is the folder as `save_adapter` wrote it, and `<version>/<name>.safetensors` what it is
 given and what the host answers then, without and with the adapter; one is there as an IP-Adapter's single file too.
-What has been released is never made again: `tests/test_golden.py` loads it for ever. A new kind or setting gets a new
-name, a new format version a new folder.
+What was released is never made again: `tests/test_golden.py` loads it for ever. A new kind or setting gets a new name,
+a new format version a new folder.
 """
 
 from __future__ import annotations
@@ -35,20 +35,8 @@ ROWS, SLOTS = 3, 5
 CHUNK = 3
 
 _FEW = {"num_heads": 2, "head_dim": 3}
-_LATENTS = mmattn.Resampler(num_latents=3, depth=2, num_heads=1, head_dim=5, feed_forward=1.0)
 _ADAPTERS: dict[str, Any] = {
     "gated": mmattn.GatedAdapter(E, every=2, **_FEW),
-    "gated-several-layers": mmattn.GatedAdapter(E, layers=(0, 1, 3), gate="head", feed_forward=0.0, **_FEW),
-    "gated-resampler": mmattn.GatedAdapter(E, layers=(1,), resampler=_LATENTS, **_FEW),
-    "gated-latest-image": mmattn.GatedAdapter(
-        E,
-        layers=(2,),
-        visible_segments="latest",
-        media_token=1,
-        layout={"feed_forward_all": True},
-        null_slot=True,
-        **_FEW,
-    ),
     "gated-other-blocks": mmattn.GatedAdapter(
         E,
         layers=(0, 3),
@@ -65,23 +53,16 @@ _ADAPTERS: dict[str, Any] = {
     "chunked": mmattn.ChunkedAdapter(E, layers=(1, 2), chunk_size=CHUNK, **_FEW),
     "decoupled": mmattn.DecoupledAdapter(E),
     "decoupled-image-tokens": mmattn.DecoupledAdapter(E, tokens=2, start="host"),
-    "decoupled-resampler-up": mmattn.DecoupledAdapter(E, blocks=("up", "mid"), resampler=_LATENTS),
     "composed": mmattn.ComposedAdapter(12, layers=(1, 3), augmenting_layers=(3, 0), num_heads=2, head_dim=4),
-    "composed-own-place": mmattn.ComposedAdapter(
-        12, layers=(1, 3), augmenting_layers=(3, 0), num_heads=2, head_dim=4, own_place=True
-    ),
     "joint_decoupled": mmattn.adapters.JointDecoupledAdapter(E, TimedResampler(3, 1, 8, 2, 4, 2, 6)),
     "decoupled-after-blocks": mmattn.DecoupledAdapter(
         E, tokens=2, layout=DecoupledLayout(slot_dim=5, bias=True, added_to="block")
     ),
     "passages": mmattn.adapters.PassageAdapter(),
     "joined": mmattn.adapters.JoinedAdapter(E, layers=(0, 3)),
-    "joined-by-head": mmattn.adapters.JoinedAdapter(E, every=2, gate="head", length_norm=3.0),
-    "joined-local": mmattn.adapters.JoinedAdapter(E, every=2, local_window=2),
     "prefix": mmattn.adapters.PrefixAdapter(num_virtual_tokens=4, num_prefixes=2),
     "fused_cache": mmattn.adapters.FusedCacheAdapter(12, layers=(1, 3), augmenting_layers=(3, 0), hidden_dim=5),
     "inserted": mmattn.adapters.InsertedAdapter(E),
-    "inserted-without-gates": mmattn.adapters.InsertedAdapter(E, projection="linear", gate=False, resampler=_LATENTS),
 }
 
 
@@ -199,13 +180,10 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
         given["mask"] = torch.arange(slots) < torch.tensor([slots, slots - 2, 0])[:, None]
     if name == "chunked":
         given["segments"] = torch.arange(slots).expand(ROWS, -1) % 3
-    if name == "gated-latest-image":
-        given["segments"] = (torch.arange(slots) // 3).expand(ROWS, -1)
     if name == "gated-other-blocks":
         given["scores"] = torch.randn(ROWS, slots, generator=random)
     if host_of(name) == "llama":
         given["input_ids"] = torch.randint(2, VOCAB, (ROWS, LENGTH), generator=random)
-        given["input_ids"][:, [1, 6]] = 1  # where an image is looked for, these are two
     else:
         given["sample"] = torch.randn(ROWS, CHANNELS, HEIGHT, WIDTH, generator=random)
         given["text"] = torch.randn(ROWS, TEXT_LENGTH, TEXT_DIM, generator=random)

@@ -80,41 +80,25 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Excep
         made(**changes)
 
 
-def test_files_of_format_1_load(tmp_path: Path) -> None:
-    """`looking` was what `queries` is, and the first of these files knew no grid of words."""
-    tensors, about = read_tensors(GOLDEN / FILE, "mmattn-traces")
-    assert about["format_version"] == 1 and [one["looking"] for one in about["traces"]] == ["words", "sources"]
+def test_a_golden_file_loads() -> None:
+    """Traces that mmattn 1.0 saved."""
+    tensors, _ = read_tensors(GOLDEN / FILE, "mmattn-traces")
     text, patches = inspect.load_traces(GOLDEN)
     assert (text.words, text.title, text.queries) == (("a", "b", "c", "d", "e"), "a title", "words")
+    assert (text.grid, text.spans, text.extent, text.unit) == (None, None, None, "s")
     assert (patches.sources, patches.queries) == (("a", "b", "c", "d"), "sources")
-    assert text.grid is text.word_grid is None and patches.grid == (2, 2) and patches.word_grid == (3, 2)
+    assert patches.grid == (2, 2) and patches.word_grid == (3, 2)
     for name, tensor in tensors.items():
         number, field = name.split(".")
         got = getattr((text, patches)[int(number)], field)
         assert got == tensor.numpy().tobytes() if isinstance(got, bytes) else torch.equal(got, tensor)
-    for one in about["traces"]:
-        del one["word_grid"]
-    write_tensors(tmp_path / FILE, tensors, about)
-    assert [trace.word_grid for trace in inspect.load_traces(tmp_path)] == [None, None]
-
-
-def test_files_of_format_2_load() -> None:
-    """They knew no spans."""
-    folder = GOLDEN.parent / "2"
-    tensors, about = read_tensors(folder / FILE, "mmattn-traces")
-    assert about["format_version"] == 2 and "spans" not in about["traces"][0]
-    text, patches = inspect.load_traces(folder)
-    assert (text.words, text.sources, text.title, text.grid) == (("x", "y", "z"), ("a", "b"), "a title", None)
-    assert (patches.queries, patches.grid, patches.word_grid) == ("sources", (2, 2), (3, 2))
-    assert (text.spans, text.extent, text.unit) == (None, None, "s")
-    assert torch.equal(text.weights, tensors["0.weights"]) and torch.equal(patches.weights, tensors["1.weights"])
 
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterFileError, match=r"no attention\.safetensors in .*train again"):
         inspect.load_traces(tmp_path)
-    write_tensors(tmp_path / FILE, {}, {"format": "mmattn-traces", "format_version": 4, "traces": []})
-    with pytest.raises(AdapterFileError, match="of version 4, and this mmattn reads up to version 3: install a newer"):
+    write_tensors(tmp_path / FILE, {}, {"format": "mmattn-traces", "format_version": 2, "traces": []})
+    with pytest.raises(AdapterFileError, match="format version 2, and this mmattn reads 1; update"):
         inspect.load_traces(tmp_path)
     write_tensors(tmp_path / FILE, {}, {"format": "mmattn-memory", "format_version": 1})
     with pytest.raises(AdapterFileError, match="'mmattn-memory'"):
@@ -123,7 +107,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     broken |= {"word_grid": None}
     for traces in ([broken], [{}], [3], 7, [broken | {"grid": [1]}]):
         tensors = {"0.weights": torch.ones(1, 1, 2, 1)}
-        write_tensors(tmp_path / FILE, tensors, {"format": "mmattn-traces", "format_version": 2, "traces": traces})
+        write_tensors(tmp_path / FILE, tensors, {"format": "mmattn-traces", "traces": traces})
         with pytest.raises(AdapterFileError, match="holds no sound traces"):
             inspect.load_traces(tmp_path)
     with pytest.raises(ConfigError, match="no traces"):

@@ -145,23 +145,6 @@ def test_a_file_brings_back_the_same_model(tmp_path) -> None:
             EncoderDecoder.load(path)
 
 
-def test_files_of_the_first_version_load(tmp_path) -> None:
-    """They had no version, and keys and values stood beside the queries; a newer version is refused as such."""
-    model, path = tiny("learned"), tmp_path / "model.safetensors"
-    model.save(path)
-    weights, metadata = read_tensors(path, "mmattn-seq2seq")
-    old = {name.replace(".kv_proj.", "."): weight for name, weight in weights.items()}
-    assert len(old) == len(weights) and "decoder.1.cross_attention.v_proj.weight" in old
-    write_tensors(path, old, {"format": "mmattn-seq2seq", "settings": metadata["settings"]})
-    again = EncoderDecoder.load(path).eval()
-    assert torch.equal(logits(again, SOURCE, TARGET), logits(model, SOURCE, TARGET))
-    again.save(path)
-    assert set(read_tensors(path, "mmattn-seq2seq")[0]) == set(weights)
-    write_tensors(path, weights, {**metadata, "format_version": 3})
-    with pytest.raises(AdapterFileError, match="format_version 3, and this mmattn reads 1 to 2"):
-        EncoderDecoder.load(path)
-
-
 @pytest.mark.parametrize(
     ("source", "given", "match"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-META = {"format": "example", "format_version": 3, "note": 'grüße "\\ 🌷', "list": [1, 2.5, None, True, {"a": []}]}
+META = {"format": "example", "format_version": 1, "note": 'grüße "\\ 🌷', "list": [1, 2.5, None, True, {"a": []}]}
 
 
 def example() -> dict[str, torch.Tensor]:

@@ -69,4 +69,4 @@ def test_these_checks_can_fail() -> None:
         2: [],
     }
     assert said_in('"""Invariants 2, 15: both."""  # Invariant 7') == {2, 7, 15}
-    assert "TestRules::test_causal" in functions_of(ROOT / "tests" / "test_masks.py")
+    assert "TestRules::test_causal" in functions_of(ROOT / "tests" / "core" / "test_masks.py")

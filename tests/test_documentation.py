@@ -10,6 +10,8 @@ import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,9 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/
 REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
 LONG = ("docs/extending.md",)  # it runs the suites that a new adapter must pass
-SITE = "https://mmattn.github.io/mmattn/"
-REPOSITORY = re.compile(
-    r"https://(?:github\.com/mmattn/mmattn/(?:blob|tree)|raw\.githubusercontent\.com/mmattn/mmattn)/main/"
+OURS = re.compile(
+    r"https://(?:mmattn\.github\.io/mmattn/"
+    r"|(?:github\.com/mmattn/mmattn/(?:blob|tree)|raw\.githubusercontent\.com/mmattn/mmattn)/main/)"
 )
 ROOMS = "adapters encoders errors hosts inspect retrieval seq2seq testing training"
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
@@ -108,22 +110,14 @@ def test_a_block_that_is_not_the_file_it_shows_is_seen() -> None:
 
 
 def links(page: Path) -> list[str]:
-    """Where a page leads within this project, code left out."""
-    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    found = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
-    return [target for target in found if "://" not in target or SITE in target or REPOSITORY.match(target)]
+    """Return the links of a page within this repository, code left out."""
+    return [target for target in targets(page.read_text(encoding="utf-8")) if "://" not in target]
 
 
-def linked_file(page: Path, place: str) -> Path:
-    """The file of this project that a link leads to, which may be one of its pages on the site or on GitHub."""
-    if place.startswith(SITE):
-        name = place.removeprefix(SITE).strip("/")
-        folder = ROOT if name.startswith("recipes/") else ROOT / "docs"
-        file = folder / f"{name or 'README'}.md"
-        return file if file.exists() else folder / name / "README.md"
-    if REPOSITORY.match(place):
-        return ROOT / REPOSITORY.sub("", place)
-    return page.parent / place if place else page
+def targets(text: str) -> list[str]:
+    """Return all links of a text, code left out."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
 
 
 def dead_links(page: Path) -> list[str]:
@@ -131,7 +125,7 @@ def dead_links(page: Path) -> list[str]:
     dead = []
     for target in links(page):
         place, _, heading = target.partition("#")
-        file = linked_file(page, place)
+        file = page.parent / place if place else page
         if not file.exists() or (heading and heading not in headings(file)):
             dead.append(target)
     return dead
@@ -160,14 +154,23 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](other.md) [b](gone.md) [c](other.md#two-words-one) [d](other.md#three) ![e](gone.png)\n")
     assert dead_links(page) == ["gone.md", "other.md#three", "gone.png"]
-    blob = "https://github.com/mmattn/mmattn/blob/main/"
-    page.write_text(f"[a]({SITE}) [b]({SITE}core/#masks) [c]({SITE}core/#no) [d]({blob}LICENSE) [e]({blob}gone)\n")
-    assert dead_links(page) == [f"{SITE}core/#no", f"{blob}gone"]
 
 
-def test_the_readme_reads_well_on_the_package_page() -> None:
-    """There, relative links and pictures lead nowhere."""
-    assert [target for target in links(ROOT / "README.md") if "://" not in target] == []
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES, *RECIPES])
+def test_links_need_no_network(page: str) -> None:
+    """Links to files of this repository are relative: they work in a clone."""
+    assert [target for target in targets((ROOT / page).read_text(encoding="utf-8")) if OURS.match(target)] == []
+
+
+def test_links_of_the_package_page_are_absolute() -> None:
+    command = [sys.executable, "-m", "hatch_fancy_pypi_readme", "pyproject.toml"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [target for target in targets(text) if "://" not in target] == []
+    ours = [OURS.sub("", target).partition("#")[0] for target in targets(text) if OURS.match(target)]
+    assert len(ours) > 20 and all((ROOT / place).exists() for place in ours)
+
+
+def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from mmattn.hosts import AdaptedCausalLM
 from tests import tiny
 from tests.retrieval import databases
 
@@ -58,6 +59,18 @@ def seeded(request: pytest.FixtureRequest) -> int:
     np.random.seed(seed)
     torch.manual_seed(seed)
     return seed
+
+
+@pytest.fixture
+def model() -> AdaptedCausalLM:
+    """A tiny LLaMA with a gated adapter whose gates are open."""
+    return tiny.attach(tiny.make("llama"))
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    """Token ids (3, 7)."""
+    return tiny.text(3, 7)
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def write_runs(runs: Mapping[Path, str], out: Path, heads: bool = False) -> None
         AdapterFileError: a folder has no traces.
     """
     from mmattn.inspect.explorer import write_page
-    from mmattn.inspect.record import load_traces
+    from mmattn.inspect.trace import load_traces
 
     # The texts of a single run need no name above them.
     traces = {name if len(runs) > 1 else "": load_traces(run) for run, name in runs.items()}

@@ -20,7 +20,7 @@ def demo() -> None:
     It ends with a page that shows what all of them attended to (see `mmattn explore`).
     """
     from mmattn.inspect.environment import check_extras
-    from mmattn.inspect.record import FILE
+    from mmattn.inspect.trace import FILE
     from mmattn.recipes import find_recipe, load_recipe
     from mmattn.storage.hub import without_progress_bars
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.media import media_names, over_frames, over_series, over_sound
     from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
-    from mmattn.inspect.record import Trace, load_traces, save_traces
     from mmattn.inspect.record_attention import record
     from mmattn.inspect.rollout import roll_out
+    from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 
 def __getattr__(name: str) -> Any:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.base import AdaptedModel
-from mmattn.inspect.record import Trace
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.rollout import own_weights, roll_out
 from mmattn.inspect.slot_names import slot_name
+from mmattn.inspect.trace import Trace
 from mmattn.inspect.trial import evaluating
 from mmattn.memory import Memory
 

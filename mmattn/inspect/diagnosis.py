@@ -16,7 +16,7 @@ from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.base import AdaptedModel
 from mmattn.inspect.batches import memories_of, random_batch
-from mmattn.inspect.doctor import CHECKS, OF_ROWS, openings
+from mmattn.inspect.checks import CHECKS, OF_ROWS, openings
 from mmattn.inspect.environment import version
 from mmattn.inspect.memory_variants import has_rows
 from mmattn.inspect.trial import Trial, evaluating

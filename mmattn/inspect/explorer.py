@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError
-from mmattn.inspect.record import Trace
+from mmattn.inspect.trace import Trace
 from mmattn.storage.files import write_text
 
 #: Bytes of a page, at most.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmattn.encoders import Frame, LogMelEncoder, load_audio, load_image
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float
-from mmattn.inspect.record import Trace
 from mmattn.inspect.slot_names import slot_name
+from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 
 #: Pixels of the picture of a sound or a series, and the height of a frame in a strip.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmattn.core.masks import Mask
 from mmattn.errors import ConfigError, ShapeError, import_extra
-from mmattn.inspect.record import Trace
+from mmattn.inspect.trace import Trace
 
 File = str | PathLike[str]
 

@@ -10,8 +10,8 @@ import torch
 
 from mmattn.encoders.images import as_list, load_image, picture_files
 from mmattn.errors import ImageError
-from mmattn.inspect.record import Trace
 from mmattn.inspect.record_attention import record
+from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline
 from mmattn.pipelines.generation import arguments, generate_texts, left_padded, prompt_rows, stream_text

@@ -12,8 +12,8 @@ from torch import Tensor
 from mmattn.data.text_batches import bos_and_eos
 from mmattn.errors import TextError
 from mmattn.inspect.attribution import attribute
-from mmattn.inspect.record import Trace
 from mmattn.inspect.record_attention import record
+from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.base import IndexPipeline
 from mmattn.pipelines.generation import generate_texts, left_padded, prompt_rows, stream_text

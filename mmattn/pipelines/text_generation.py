@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, TextError
-from mmattn.inspect.record import Trace
 from mmattn.inspect.record_attention import record
+from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.base import IndexPipeline
 from mmattn.pipelines.build import load_host

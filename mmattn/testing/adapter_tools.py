@@ -12,8 +12,8 @@ from mmattn.errors import ConditionError
 from mmattn.inspect.attribution import attribute
 from mmattn.inspect.diagnosis import doctor
 from mmattn.inspect.explorer import write_page
-from mmattn.inspect.record import load_traces, save_traces
 from mmattn.inspect.record_attention import record
+from mmattn.inspect.trace import load_traces, save_traces
 from mmattn.testing.case import Case, close, same
 from mmattn.testing.running import Check
 

@@ -97,7 +97,7 @@ def reached(name: str) -> Tensor:
 def reading(request, monkeypatch) -> bool:
     """On an accelerator and in a traced graph no value is looked at."""
     if not request.param:
-        for module in ("attention", "key_values"):
+        for module in ("attention", "key_value_heads"):
             monkeypatch.setattr(f"mmattn.core.{module}.may_read", lambda tensor: False)
         monkeypatch.setattr("mmattn.core.key_value_heads.readable", lambda tensor: False)
     return request.param

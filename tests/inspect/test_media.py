@@ -20,7 +20,7 @@ import mmattn.inspect.slot_names
 from mmattn import inspect
 from mmattn.encoders import Frame, LogMelEncoder, SeriesEncoder
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError
-from mmattn.inspect.record import SIDE
+from mmattn.inspect.trace import SIDE
 from tests.inspect.test_trace import made
 from tests.tiny_audio import chirp
 

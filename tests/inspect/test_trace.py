@@ -12,7 +12,7 @@ from PIL import Image
 import mmattn
 from mmattn import inspect
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, TextError
-from mmattn.inspect.record import FILE, SIDE
+from mmattn.inspect.trace import FILE, SIDE
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 GOLDEN = Path(__file__).parent / "golden" / "1"

@@ -23,7 +23,7 @@ from mmattn.encoders.style import StyleEncoder, StyleNetwork
 from mmattn.errors import AdapterFileError, ConfigError, IndexFileError, NonFiniteError
 from mmattn.hosts import PassageCache
 from mmattn.inspect import Trace, load_traces, save_traces
-from mmattn.inspect.record import FILE, FORMAT
+from mmattn.inspect.trace import FILE, FORMAT
 from mmattn.retrieval import Index
 from mmattn.seq2seq import EncoderDecoder
 from mmattn.storage.safetensors import read_tensors, write_tensors

@@ -55,6 +55,7 @@ def test_beams_read_the_row_they_belong_to(h, g, dtype):
 def rules(h: int, rows: int) -> dict[str, Tensor | masks.Mask]:
     each = torch.rand(rows, h, L, M) < 0.5
     each[0, :, 1] = each[-1, 0, 0] = False
+    each[0, :, 0, 0] = rows > 1  # a slot that MASK shows
     return {
         "(l, m)": RULE,
         "(b, l, m)": each[:, 0],

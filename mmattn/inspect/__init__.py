@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "AdapterMetrics": "adapter_metrics",
+    "AdapterMetrics": "attention_figures",
     "HeadFigures": "attention_figures",
-    "Trace": "record",
+    "Trace": "trace",
     "attribute": "attribution",
     "doctor": "diagnosis",
     "head_figures": "attention_figures",
-    "load_traces": "record",
+    "load_traces": "trace",
     "media_names": "media",
     "over_frames": "media",
     "over_series": "media",
@@ -27,23 +27,21 @@ _HOME = {
     "plot_positions": "plots",
     "plot_surface": "plots",
     "record": "record_attention",
-    "roll_out": "rollout",
-    "save_traces": "record",
+    "roll_out": "attribution",
+    "save_traces": "trace",
     "write_page": "explorer",
 }
 
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
-    from mmattn.inspect.adapter_metrics import AdapterMetrics
-    from mmattn.inspect.attention_figures import HeadFigures, head_figures
-    from mmattn.inspect.attribution import attribute
+    from mmattn.inspect.attention_figures import AdapterMetrics, HeadFigures, head_figures
+    from mmattn.inspect.attribution import attribute, roll_out
     from mmattn.inspect.diagnosis import doctor
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.media import media_names, over_frames, over_series, over_sound
     from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
     from mmattn.inspect.record_attention import record
-    from mmattn.inspect.rollout import roll_out
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.base import AdaptedModel
-from mmattn.inspect.record_attention import record
-from mmattn.inspect.rollout import own_weights, roll_out
-from mmattn.inspect.slot_names import slot_name
+from mmattn.inspect.record_attention import record, slot_name
 from mmattn.inspect.trace import Trace
 from mmattn.inspect.trial import evaluating
 from mmattn.memory import Memory
@@ -131,17 +129,7 @@ def attribute(
 def named_sources(
     memory: Memory, sources: Sequence[str | None] | None = None, grid: tuple[int, int] | None = None
 ) -> tuple[list[str], Tensor]:
-    """The names of a memory's sources, and the source (m,) of each slot, -1 for a slot that is masked or has none.
-
-    Args:
-        memory: one row.
-        sources: as in `attribute`.
-        grid: as in `Trace`.
-
-    Raises:
-        ShapeError: names or a grid that do not fit the slots.
-        ConfigError: no slot that may be attended to has a source.
-    """
+    """The names of a memory's sources, and the source (m,) of each slot, -1 for a slot that is masked or has none."""
     if grid is not None and (grid[0] * grid[1] != memory.length or sources is not None):
         raise ShapeError(
             f"a grid of {grid[0]} × {grid[1]} and names do not fit {memory.length} slots: give one of them"
@@ -207,3 +195,46 @@ def _probability(model: AdaptedModel, row: Tensor, memory: Memory | None, name: 
     given = {} if memory is None else {"memory": {name: memory}}
     logits = model(input_ids=ids, **given).logits[:, start - 1 : -1].float()
     return logits.log_softmax(-1).gather(2, ids[:, start:, None].to(logits.device))[..., 0].exp().cpu()
+
+
+def roll_out(own: Sequence[Tensor], memory: Mapping[int, Tensor], before: bool = False) -> Tensor:
+    """Shares (l, s) of the sources in the last states of the tokens.
+
+    Args:
+        own: A (l, l), the host's own weights at each of its layers.
+        memory: C (l, s), the weights of the sources, by number of the host layer.
+        before: whether the adapter's blocks come before their layer instead of after it.
+
+    >>> own, memory = [torch.tensor([[1.0, 0.0], [0.5, 0.5]])] * 2, {0: torch.tensor([[0.8], [0.0]])}
+    >>> roll_out(own, memory).tolist()  # the second token reads the source from the first
+    [[0.4000000059604645], [0.10000000149011612]]
+    """
+    shares = torch.zeros_like(next(iter(memory.values())))
+    for layer, weights in enumerate(own):
+        if before:
+            shares = _after_block(shares, memory.get(layer))
+        shares = (shares + weights @ shares) / 2
+        if not before:
+            shares = _after_block(shares, memory.get(layer))
+    return shares
+
+
+def _after_block(shares: Tensor, weights: Tensor | None) -> Tensor:
+    return shares if weights is None else (1 - weights.sum(-1, keepdim=True) / 2) * shares + weights / 2
+
+
+def own_weights(model: nn.Module, **call: Any) -> list[Tensor] | None:
+    """The host's own weights (l, l) at each layer in a call of one row, the mean over heads; None where it gives none.
+
+    The host is left with the eager implementation of attention, which gives weights.
+    """
+    implementation = getattr(getattr(model.host, "config", None), "_attn_implementation", None)
+    change = getattr(model.host, "set_attn_implementation", None)
+    if implementation is None or change is None:
+        return None
+    if implementation != "eager":
+        change("eager")
+    by_layer = getattr(model(**call, output_attentions=True), "attentions", None)
+    if not by_layer or any(weights is None or weights.dim() != 4 for weights in by_layer):
+        return None
+    return [weights[0].float().mean(0).cpu() for weights in by_layer]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError, NonFiniteError
-from mmattn.inspect.memory_variants import cut, emptied, has_rows, padded, shuffled
-from mmattn.inspect.trial import Trial, apart
+from mmattn.inspect.trial import Trial, apart, cut, emptied, has_rows, padded, shuffled
 
 Verdict = tuple[bool | None, str]
 #: Where the memory of a row is replaced by that of the next one, and nothing changes.
@@ -151,11 +150,7 @@ def gates(trial: Trial) -> Verdict:
 
 
 def openings(tensors: Mapping[str, Tensor]) -> Verdict:
-    """How far the gates among the tensors of an adapter are open, or else how large its value projections are.
-
-    Args:
-        tensors: its parameters, by name.
-    """
+    """How far the gates among the tensors of an adapter are open, or else how large its value projections are."""
     gates = {name: value for name, value in tensors.items() if name.endswith("gate.gate")}
     projections = {
         name: value for name, value in tensors.items() if name.startswith("blocks.") and name.endswith(".v_proj.weight")
@@ -254,14 +249,7 @@ OF_ROWS = (
 
 
 def no_influence(changes: dict[str, float], trial: Trial, fault: str, hint: str) -> Verdict:
-    """The verdict on changes of the output that may be nothing but rounding.
-
-    Args:
-        changes: of the output, by what caused them.
-        trial: the trial, for the size of its rounding.
-        fault: begins the answer if one is larger.
-        hint: ends it.
-    """
+    """The verdict on changes of the output that may be nothing but rounding."""
     bad = {word: size for word, size in changes.items() if size > trial.rounding}
     if bad:
         return False, f"{fault}: {sizes_of(bad)}; {hint}"

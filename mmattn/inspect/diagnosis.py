@@ -10,16 +10,20 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.serialization import load_folder
-from mmattn.errors import AdapterFileError, NonFiniteError
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.base import AdaptedModel
-from mmattn.inspect.batches import memories_of, random_batch
+from mmattn.hosts.context import Call
 from mmattn.inspect.checks import CHECKS, OF_ROWS, openings
 from mmattn.inspect.environment import version
-from mmattn.inspect.memory_variants import has_rows
-from mmattn.inspect.trial import Trial, evaluating
+from mmattn.inspect.trial import Trial, evaluating, has_rows
+from mmattn.memory import Memory
 
 _WORDS = {True: "ok", False: "FAIL", None: "note"}
 
@@ -43,13 +47,7 @@ class Report:
     lines: list[tuple[bool | None, str, str]] = field(default_factory=list)
 
     def add(self, ok: bool | None, check: str, answer: str) -> None:
-        """Append a line.
-
-        Args:
-            ok: the verdict, None for a note.
-            check: its name.
-            answer: in words.
-        """
+        """Append a line."""
         self.lines.append((ok, check, answer))
 
     @property
@@ -106,13 +104,6 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
     """Check the folder of a saved adapter: its files, finite weights, and gates that are open.
 
     Gates start at 0, where an adapter adds nothing. With a host, all checks of `doctor` run too, on a random batch.
-
-    Args:
-        folder: as `save_adapter` wrote it.
-        host: name or folder of the model that the adapter was trained on, to be loaded.
-
-    Raises:
-        AdapterFileError: the host cannot be loaded, or the adapter is for another one.
     """
     report = Report()
     try:
@@ -152,3 +143,44 @@ def versions(model: AdaptedModel) -> str:
     numbers: dict[str, str | None] = {"Python": platform.python_version(), "mmattn": version("mmattn") or "from source"}
     numbers |= {name: version(name) for name in ("torch", type(model.host).__module__.partition(".")[0])}
     return ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
+
+
+# Rows of a random batch.
+ROWS = 3
+
+
+def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The memory of each active adapter in a batch, by name: a `Memory`, or what else has rows."""
+    if not isinstance(batch, Mapping) or batch.get("memory") is None:
+        given = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ConfigError(
+            "doctor needs the arguments of a call by name, with a memory (dict(input_ids=..., memory=...)); got "
+            f"{given}"
+        )
+    if given_cache(batch) is not None:
+        raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
+    prepared = {name: one for name, one in model.prepare_by_name(batch["memory"]).items() if name in model.active}
+    memories = {name: one for name, one in prepared.items() if has_rows(one)}
+    sources = model.bind({name: one for name, one in prepared.items() if name not in memories})
+    if not prepared:
+        raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
+    others = {name: value for name, value in batch.items() if name != "memory"}
+    text = model.text_state(Call({}), (), others) if any(source.follows_text for source in sources.values()) else None
+    with model.disable_adapter():
+        memories |= {name: source.as_memory(text) for name, source in sources.items()}
+    for name, memory in memories.items():
+        if isinstance(memory, Memory) and not bool(memory.real_slots().any()):
+            raise ConfigError(
+                f"every slot of the memory for adapter {name!r} is masked: give doctor a memory with real slots"
+            )
+    return memories
+
+
+def random_batch(model: AdaptedModel, name: str = "default") -> dict[str, Any]:
+    """A random batch for one adapter of a model, some slots of the memory masked."""
+    generator = torch.Generator().manual_seed(0)
+    adapter = model.adapter(name)
+    device = adapter.weight.device
+    batch = model.example_batch(generator, adapter.config, ROWS)
+    moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    return moved | {"memory": {name: adapter.config.example_memory(generator, ROWS).to(device)}}

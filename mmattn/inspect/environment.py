@@ -86,9 +86,6 @@ NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub
 def version(distribution: str) -> str | None:
     """The installed version of a distribution, or None; nothing is imported.
 
-    Args:
-        distribution: its name on PyPI.
-
     >>> version("no-such-distribution") is None
     True
     """
@@ -106,9 +103,6 @@ def extras() -> dict[str, dict[str, str | None]]:
 def missing_extra(module: str | None) -> Exception | None:
     """The MissingExtraError that names the extra of a module that cannot be imported; None where no extra brings it.
 
-    Args:
-        module: its name, as in `ModuleNotFoundError.name`.
-
     >>> print(missing_extra("PIL.Image"))
     PIL is needed here and is not installed; install it with: pip install 'mmattn[vision]'
     """
@@ -124,15 +118,7 @@ def missing_extra(module: str | None) -> Exception | None:
 
 
 def check_extras(what: str, *names: str) -> None:
-    """Check that everything of some extras is installed, before work begins that needs it at its end.
-
-    Args:
-        what: needs them, in the message.
-        names: of the extras.
-
-    Raises:
-        MissingExtraError: modules are missing; the message names all of them and what brings them.
-    """
+    """Check that everything of some extras is installed, before work begins that needs it at its end."""
     from mmattn.errors import MissingExtraError
 
     missing = [module for module, extra in MODULES.items() if extra in names and util.find_spec(module) is None]

@@ -68,13 +68,6 @@ def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
 
     Left out are first single heads, then the last traces, then, of one alone, its layers and at last the end of its
     text.
-
-    Args:
-        traces: one or more.
-        room: bytes of their JSON, at most.
-
-    Raises:
-        ConfigError: one word does not fit.
     """
     shown, notes = list(traces), []
     if sum(map(_size, shown)) > room and any(trace.weights.shape[1] > 1 for trace in shown):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmattn.encoders import Frame, LogMelEncoder, load_audio, load_image
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float
-from mmattn.inspect.slot_names import slot_name
+from mmattn.inspect.record_attention import slot_name
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 

@@ -39,7 +39,7 @@ class Trace:
         title: a line above it.
         queries: which of the two attend, so that their weights sum to 1 or less: "words" to sources, or "sources" to
             words, as the patches of a picture do that is drawn from a text.
-        rollout: (l, s), see `mmattn.inspect.rollout`.
+        rollout: (l, s), see `mmattn.inspect.attribution`.
         probability: (l,) of each word.
         without: (l,) of each word without a memory.
         dropped: (l, s) of each word without one source.

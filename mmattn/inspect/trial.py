@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.adapters.composed.prompt import AugmentedPrompt
 from mmattn.errors import ConditionError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import is_reading_memory
 from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.inspect.attention_figures import AttentionFigures, figures_by_call
-from mmattn.inspect.memory_variants import padded, shuffled
+from mmattn.memory import Memory
 
 # By dtype, the least and the most that two ways to compute the same may differ by; between them, a hundredth of the
 # effect of a memory.
@@ -46,11 +49,7 @@ class Trial:
         self.batch = {key: value for key, value in batch.items() if key not in _LEFT_OUT}
 
     def run(self, memory: Any) -> Tensor:
-        """The output for a memory, or for None with the adapters disabled.
-
-        Args:
-            memory: a `Memory`, or what `model.prepare` returns for one.
-        """
+        """The output for a memory, or for None with the adapters disabled."""
         with torch.random.fork_rng(cuda_devices(self.model)):
             if memory is None:
                 bare = {key: value for key, value in self.batch.items() if key not in self.model.memory_keywords}
@@ -106,12 +105,7 @@ class Trial:
     def states_at_layers(
         self, memory: Any, given: Mapping[int, Tensor] | None = None
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """The inputs and the outputs of the host's layers that the adapter acts at, by their number.
-
-        Args:
-            memory: as in `run`.
-            given: inputs to use instead, so that each layer is independent of those before it.
-        """
+        """The inputs and the outputs of the host's layers that the adapter acts at, by their number."""
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         with contextlib.ExitStack() as stack:
@@ -149,10 +143,6 @@ class Trial:
 def apart(got: Tensor, want: Tensor) -> Tensor:
     """The largest difference in each row (b,), relative to the largest number in `want`; infinite where one is NaN.
 
-    Args:
-        got: (b, …).
-        want: (b, …).
-
     >>> apart(torch.tensor([[1.0, 4.0], [2.0, float("nan")]]), torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
     tensor([0.2500,    inf])
     """
@@ -164,11 +154,7 @@ def apart(got: Tensor, want: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside the block a model is in evaluation mode and computes no gradients; its modes are restored afterwards.
-
-    Args:
-        model: whose modules need not all be in the same mode.
-    """
+    """Inside the block a model is in evaluation mode and computes no gradients; its modes are restored afterwards."""
     with in_eval_mode(model), torch.no_grad():
         yield
 
@@ -242,3 +228,58 @@ def _states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 def _with_states(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
+
+
+# Masked slots that `padded` appends.
+EXTRA = 3
+
+
+def has_rows(memory: Any) -> bool:
+    """Whether this is what a kind reads that has rows and no slots."""
+    return not isinstance(memory, Memory) and hasattr(memory, "__getitem__") and hasattr(memory, "batch")
+
+
+def shuffled(memory: Any, where: Tensor | None = None) -> Any:
+    """Another memory of the same statistics: the channels of every vector in another order, or the rows.
+
+    A vector that another order leaves as it is, such as one number, changes its sign, and one of zeros becomes ones.
+    """
+    if not isinstance(memory, Memory):
+        row = torch.arange(memory.batch)
+        other = row.roll(-1) if where is None else torch.where(where.cpu(), row.roll(-1), row)
+        moved = memory[other]
+        # The text of the row begins otherwise than what was read.
+        return replace(moved, ids=None) if isinstance(moved, AugmentedPrompt) else moved
+    order = torch.randperm(memory.dim, generator=torch.Generator().manual_seed(0)).to(memory.device)
+    tokens = memory.tokens[..., order]
+    alike = (tokens == memory.tokens).all(-1, keepdim=True)
+    tokens = torch.where(alike, torch.where(tokens == 0, 1, -tokens), tokens)
+    if where is not None:
+        where = where.to(memory.device)
+        tokens = torch.where(where[..., None] if where.dim() == 2 else where[:, None, None], tokens, memory.tokens)
+    return memory.replace(tokens)
+
+
+def emptied(memory: Memory, where: Tensor | None = None) -> Memory:
+    """The memory with every slot of some rows masked."""
+    real = memory.real_slots()
+    mask = torch.zeros_like(real) if where is None else real & ~where.to(real.device)[:, None]
+    return Memory(memory.tokens, mask, memory.segments, memory.scores, check_finite=False)
+
+
+def cut(memory: Memory) -> Memory:
+    """The memory with 0 slots."""
+    segments, scores = (None if one is None else one[:, :0] for one in (memory.segments, memory.scores))
+    return Memory(memory.tokens[:, :0], None, segments, scores)
+
+
+def padded(memory: Memory, filling: float) -> Memory:
+    """The memory with a few more masked slots, and a number in all masked slots and their scores."""
+    real = memory.real_slots()
+    mask = F.pad(real, (0, EXTRA))
+    # A vector of equal numbers would be the same for any number after a LayerNorm.
+    garbage = filling * (1 - 2 * (torch.arange(memory.dim, device=memory.device) % 2)).to(memory.dtype)
+    tokens = torch.where(mask[..., None], F.pad(memory.tokens, (0, 0, 0, EXTRA)), garbage)
+    segments, scores = (None if one is None else F.pad(one, (0, EXTRA)) for one in (memory.segments, memory.scores))
+    scores = None if scores is None else scores.masked_fill(~mask.to(scores.device), filling)
+    return Memory(tokens, mask, segments, scores, check_finite=False)

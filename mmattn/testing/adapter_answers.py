@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import MmattnError, NonFiniteError, ShapeError
-from mmattn.inspect.memory_variants import cut, emptied, padded
+from mmattn.inspect.trial import cut, emptied, padded
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, close, differ, each_tensor, refuses, rows_of, same
 from mmattn.testing.running import Check

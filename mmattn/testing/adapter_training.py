@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from mmattn.inspect.memory_variants import padded
+from mmattn.inspect.trial import padded
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, cast, close, differ, distance, same
 from mmattn.testing.running import Check

@@ -19,8 +19,7 @@ from mmattn.hosts.attach import adapted_model, attach
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call
 from mmattn.hosts.registry import host_kind, host_kinds
-from mmattn.inspect.batches import random_batch
-from mmattn.inspect.diagnosis import doctor
+from mmattn.inspect.diagnosis import doctor, random_batch
 from mmattn.testing.case import Case, MakeHost, answer_of, differ, no_trace, refuses, same, stir, traces
 from mmattn.testing.running import Check, run_checks
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mmattn
 import mmattn.inspect.media
-import mmattn.inspect.slot_names
+import mmattn.inspect.record_attention
 from mmattn import inspect
 from mmattn.encoders import Frame, LogMelEncoder, SeriesEncoder
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError
@@ -38,7 +38,7 @@ def dark(picture: bytes) -> Tensor:
 
 
 def test_docstring_examples_run() -> None:
-    for module, count in ((mmattn.inspect.media, 3), (mmattn.inspect.slot_names, 1)):
+    for module, count in ((mmattn.inspect.media, 3), (mmattn.inspect.record_attention, 1)):
         result = doctest.testmod(module, extraglobs={"torch": torch})
         assert (result.attempted, result.failed) == (count, 0)
 

@@ -194,10 +194,10 @@ class AdapterMetrics:
             grad_norm: the L2 norm of the gradient of all trained parameters as it was computed; what is found in the
                 parameters may have been clipped since, and is scaled back to it.
         """
-        found = {**self._gates(), **self._gradients(grad_norm)}
+        figures = {**self._gates(), **self._gradients(grad_norm)}
         if self.forward is not None and step % self.attention_steps == 0:
-            found |= self._attention(self.forward)
-        return found
+            figures |= self._attention(self.forward)
+        return figures
 
     def _parameters(self) -> Iterator[tuple[str, list[str], nn.Parameter]]:
         """The place of each parameter of an adapter, the rest of its name, and itself."""
@@ -229,13 +229,13 @@ class AdapterMetrics:
                 forward()
         except ConditionError:  # the host's own attention does not give its weights
             return {}
-        found = {}
+        figures = {}
         for (owner, layer), figures in calls.items():
             null = sum(one.null for one in figures) / len(figures)
-            found[f"memory_attention/{_place(owner, layer)}"] = round(1 - null, 6)
+            figures[f"memory_attention/{_place(owner, layer)}"] = round(1 - null, 6)
             if getattr(self.model.adapter(owner).config, "null_slot", False):
-                found[f"null_attention/{_place(owner, layer)}"] = round(null, 6)
-        return found
+                figures[f"null_attention/{_place(owner, layer)}"] = round(null, 6)
+        return figures
 
 
 def _place(owner: str, layer: Any = None) -> str:

@@ -102,15 +102,15 @@ def attribute(
         dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
         # Slots that are joined have their share of the text's own softmax, which rollout does not add up.
         joined = adapter.position == "joined"
-        own = None if joined else own_weights(model, input_ids=row, memory={name: memory})
+        host_weights = None if joined else own_weights(model, input_ids=row, memory={name: memory})
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
     by_layer = {layer: one[0].float() @ belongs for layer, one in sorted(weights.items())}
     depth = max(by_layer) + 1
     rolled = None
-    if own is not None and len(own) >= depth:
+    if host_weights is not None and len(host_weights) >= depth:
         means = {layer: one.mean(0) for layer, one in by_layer.items()}
-        rolled = roll_out(own, means, adapter.position == "before")[start - 1 : -1]
+        rolled = roll_out(host_weights, means, adapter.position == "before")[start - 1 : -1]
     return Trace(
         texts[start:],
         names,
@@ -141,13 +141,13 @@ def named_sources(
     if sources is not None:
         if len(sources) != memory.length:
             raise ShapeError(f"sources must name each of {memory.length} slots, got {len(sources)}")
-        given: Sequence[Any] = sources
+        slots: Sequence[Any] = sources
     else:
-        given = memory.sources[0] if memory.sources else [f"slot {slot}" for slot in range(memory.length)]
+        slots = memory.sources[0] if memory.sources else [f"slot {slot}" for slot in range(memory.length)]
     numbers: dict[str, int] = {}
     labels: list[str] = []
     owner = torch.full((memory.length,), -1)
-    for slot, (one, real) in enumerate(zip(given, memory.real_slots()[0].tolist(), strict=True)):
+    for slot, (one, real) in enumerate(zip(slots, memory.real_slots()[0].tolist(), strict=True)):
         if one is None or not real:
             continue
         # The slots of one passage are one source, although each names its slot.

@@ -23,7 +23,7 @@ ALIKE = "not checked: that of the next row changes none; give two rows or more w
 
 
 def adds(trial: Trial) -> Verdict:
-    """Whether the adapter changes the hidden states at each of its layers."""
+    """Check that the adapter changes the hidden states at each of its layers."""
     sizes = {index: apart(full, bare).max().item() for index, (full, _, bare) in trial.layer_outputs.items()}
     silent = [index for index in trial.adapter.layers if not sizes.get(index, 0) > trial.negligible]
     if silent:
@@ -32,7 +32,7 @@ def adds(trial: Trial) -> Verdict:
 
 
 def depends(trial: Trial) -> Verdict:
-    """Whether what is added at each layer depends on the memory; layers that add nothing are left to `adds`."""
+    """Check that each layer's update depends on the memory; `adds` reports layers without an update."""
     outputs = trial.layer_outputs
     adding = [index for index, (full, _, bare) in outputs.items() if apart(full, bare).max() > trial.negligible]
     if not adding:
@@ -46,7 +46,7 @@ def depends(trial: Trial) -> Verdict:
 
 
 def another_memory(trial: Trial) -> Verdict:
-    """Whether another memory changes the output of every row that has one."""
+    """Check that another memory changes the output of every row that has one."""
     changes = apart(trial.other_output, trial.output)
     if has_rows(trial.memory):
         changed, b = changes > trial.negligible, trial.memory.batch
@@ -67,7 +67,7 @@ def another_memory(trial: Trial) -> Verdict:
 
 
 def padding(trial: Trial) -> Verdict:
-    """Whether masked slots change the output: their presence, numbers in them, NaN in them."""
+    """Check that masked slots leave the output unchanged: their presence, numbers in them, NaN in them."""
     plain = trial.run(padded(trial.memory, 0.0))
     changes = {"presence": apart(plain, trial.output).max().item()}
     for word, filling in (("large numbers", 1e3), ("NaN", torch.nan)):
@@ -81,7 +81,7 @@ def padding(trial: Trial) -> Verdict:
 
 
 def future(trial: Trial) -> Verdict:
-    """Whether tokens attend to slots that only later tokens may attend to."""
+    """Check that no token attends to slots of later tokens."""
     first = trial.first_tokens()
     if first is None:
         return None, "not checked: every token may attend to every slot"
@@ -99,7 +99,7 @@ def future(trial: Trial) -> Verdict:
 
 
 def rows(trial: Trial) -> Verdict:
-    """Whether another memory in some rows changes the output of the others.
+    """Check that another memory in some rows leaves the output of the others unchanged.
 
     Rows are changed by the binary digits of their numbers: every two rows differ in one.
     """
@@ -119,7 +119,7 @@ def rows(trial: Trial) -> Verdict:
 
 
 def empty(trial: Trial) -> Verdict:
-    """Whether the output is that of the host where no slot may be attended to."""
+    """Check that rows without visible slots give the host's output."""
     alone = {"0 slots": cut(trial.memory), "all slots masked": emptied(trial.memory)}
     sizes = {word: apart(trial.run(memory), trial.host_output).max().item() for word, memory in alone.items()}
     bad = {word: size for word, size in sizes.items() if size > trial.negligible}
@@ -134,7 +134,7 @@ def empty(trial: Trial) -> Verdict:
 
 
 def disabled(trial: Trial) -> Verdict:
-    """Whether the output is that of the host while the adapter is disabled."""
+    """Check that a disabled adapter gives the host's output."""
     size = apart(trial.run(None), trial.host_output).max().item()
     if size > trial.negligible:
         return False, f"the output differs from the host's by {size:.1e}: something acts outside of the adapter's call"
@@ -145,12 +145,12 @@ def disabled(trial: Trial) -> Verdict:
 
 
 def gates(trial: Trial) -> Verdict:
-    """How far the gates are open, or for an adapter without gates the size of its value projections."""
+    """Report the openings of the gates, or of an adapter without gates the size of its value projections."""
     return openings(dict(trial.adapter.named_parameters()))
 
 
 def openings(tensors: Mapping[str, Tensor]) -> Verdict:
-    """How far the gates among the tensors of an adapter are open, or else how large its value projections are."""
+    """Report the openings of the gates among an adapter's tensors, or else the size of its value projections."""
     gates = {name: value for name, value in tensors.items() if name.endswith("gate.gate")}
     projections = {
         name: value for name, value in tensors.items() if name.startswith("blocks.") and name.endswith(".v_proj.weight")
@@ -208,7 +208,7 @@ def cost(trial: Trial) -> Verdict:
 
 
 def steady(trial: Trial) -> Verdict:
-    """Whether two equal calls give the same output, which the other checks rely on."""
+    """Check that two equal calls give the same output, which the other checks rely on."""
     if trial.noise == 0:
         return True, "the same output, bit for bit"
     if trial.noise > 1e-2:

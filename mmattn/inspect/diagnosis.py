@@ -52,7 +52,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.failed
 
     @property
@@ -111,21 +111,25 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
     except (AdapterFileError, NonFiniteError) as error:
         report.add(False, "files", str(error))
         return report
-    wanted = config["host"]
+    host_config = config["host"]
     count = sum(tensor.numel() for tensor in tensors.values())
     report.add(True, "files", f"complete, checksums agree, written by mmattn {config['mmattn_version']}")
     report.add(True, "kind", f"{config['kind']}, {count:,} parameters, at layers {config['layers']}")
-    report.add(True, "host", f"{wanted['class']} of {wanted['num_layers']} layers, width {wanted['hidden_size']}")
+    report.add(
+        True,
+        "host",
+        f"{host_config['class']} of {host_config['num_layers']} layers, width {host_config['hidden_size']}",
+    )
     reads = getattr(adapter_kinds().get(config["kind"]), "reads", None)
     report.add(True, "memory", reads or f"width {config['adapter']['memory_dim']}")
     if host is None:
         ok, answer = openings(tensors)
         report.add(ok, "gates", answer)
         return report
-    kind = host_kinds().get(wanted["kind"])
+    kind = host_kinds().get(host_config["kind"])
     if kind is None:
         raise AdapterFileError(
-            f"this adapter is for a host of kind {wanted['kind']!r}, and registered are {', '.join(host_kinds())}: "
+            f"this adapter is for a host of kind {host_config['kind']!r}, and registered are {', '.join(host_kinds())}: "
             "import the package that registers it first"
         )
     loaded = kind.load_host(host)
@@ -152,10 +156,9 @@ ROWS = 3
 def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The memory of each active adapter in a batch, by name: a `Memory`, or what else has rows."""
     if not isinstance(batch, Mapping) or batch.get("memory") is None:
-        given = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        kind = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConfigError(
-            "doctor needs the arguments of a call by name, with a memory (dict(input_ids=..., memory=...)); got "
-            f"{given}"
+            f"doctor needs the arguments of a call by name, with a memory (dict(input_ids=..., memory=...)); got {kind}"
         )
     if given_cache(batch) is not None:
         raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")

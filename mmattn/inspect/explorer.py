@@ -54,12 +54,12 @@ def write_page(
     """
     by_group = traces if isinstance(traces, Mapping) else {"": traces}
     groups = [name for name, some in by_group.items() for _ in some]
-    given = [one if heads else mean_of_heads(one) for some in by_group.values() for one in some]
-    if not given:
+    selected = [one if heads else mean_of_heads(one) for some in by_group.values() for one in some]
+    if not selected:
         raise ConfigError("there are no traces to show: give one or more")
     room = LIMIT - len(_page([], groups, [], title).encode()) - 1000
-    shown, notes = fitted(given, room)
-    write_text(path, _page([described(trace) for trace in shown], groups, notes, title))
+    selected, notes = fitted(selected, room)
+    write_text(path, _page([described(trace) for trace in selected], groups, notes, title))
     return notes
 
 
@@ -69,30 +69,30 @@ def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
     Left out are first single heads, then the last traces, then, of one alone, its layers and at last the end of its
     text.
     """
-    shown, notes = list(traces), []
-    if sum(map(_size, shown)) > room and any(trace.weights.shape[1] > 1 for trace in shown):
-        shown = [mean_of_heads(trace) for trace in shown]
+    selected, notes = list(traces), []
+    if sum(map(_size, selected)) > room and any(trace.weights.shape[1] > 1 for trace in selected):
+        selected = [mean_of_heads(trace) for trace in selected]
         notes.append("Single heads are left out, and their mean is shown: the page would be too large.")
     total, count = 0, 0
-    for trace in shown:
+    for trace in selected:
         total += _size(trace)
         count += total <= room
-    if max(count, 1) < len(shown):
-        notes.append(f"{max(count, 1)} of {len(shown)} samples are shown: the page would be too large.")
-        shown = shown[: max(count, 1)]
-    if _size(shown[0]) > room:
-        shown = [mean_of_layers(shown[0])]
+    if max(count, 1) < len(selected):
+        notes.append(f"{max(count, 1)} of {len(selected)} samples are selected: the page would be too large.")
+        selected = selected[: max(count, 1)]
+    if _size(selected[0]) > room:
+        selected = [mean_of_layers(selected[0])]
         notes.append("Single layers are left out, and their mean is shown: the page would be too large.")
-    if _size(shown[0]) > room:
-        length = len(shown[0].words)
-        words = max(1, length * room // (2 * _size(shown[0])))
-        shown = [first_words(shown[0], words)]
-        notes.append(f"{words} of {length} words are shown: the page would be too large.")
-    if _size(shown[0]) > room:
+    if _size(selected[0]) > room:
+        length = len(selected[0].words)
+        words = max(1, length * room // (2 * _size(selected[0])))
+        selected = [first_words(selected[0], words)]
+        notes.append(f"{words} of {length} words are selected: the page would be too large.")
+    if _size(selected[0]) > room:
         raise ConfigError(
-            f"a page of one word takes {_size(shown[0]):,} bytes, and {room:,} are free: name fewer or shorter sources"
+            f"a page of one word takes {_size(selected[0]):,} bytes, and {room:,} are free: name fewer or shorter sources"
         )
-    return shown, notes
+    return selected, notes
 
 
 def mean_of_heads(trace: Trace) -> Trace:

@@ -125,13 +125,13 @@ def over_frames(trace: Trace, memory: Memory, frames: Sequence[Frame], *, row: i
             )
     rows, columns = (1 + max(place[axis] for place in named.values()) for axis in (1, 2))
     # A grid is read row by row, and each of its rows goes through all frames.
-    wanted = [(time, r, c) for r in range(rows) for time in times for c in range(columns)]
-    if sorted(places) != sorted(wanted):
+    places_of_grid = [(time, r, c) for r in range(rows) for time in times for c in range(columns)]
+    if sorted(places) != sorted(places_of_grid):
         raise ConfigError(
-            f"a strip of {len(times)} frames has {len(wanted)} patches, and the trace names {len(places)} sources: "
+            f"a strip of {len(times)} frames has {len(places_of_grid)} patches, and the trace names {len(places)} sources: "
             "give all patches of each frame"
         )
-    order = [places.index(place) for place in wanted]
+    order = [places.index(place) for place in places_of_grid]
     moved: dict[str, Any] = {
         name: None if getattr(trace, name) is None else getattr(trace, name)[..., order]
         for name in ("weights", "rollout", "dropped")
@@ -143,17 +143,17 @@ def over_frames(trace: Trace, memory: Memory, frames: Sequence[Frame], *, row: i
 
 def _sources(memory: Memory, every: float | None, row: int) -> list[dict[str, Any] | None]:
     """The sources of a row, as they are or gathered in stretches."""
-    found = memory.sources[row] if memory.sources is not None else [{}]
-    for source in found:
+    sources = memory.sources[row] if memory.sources is not None else [{}]
+    for source in sources:
         if source is not None and not (isinstance(source, dict) and ("start" in source or "time" in source)):
             raise ConfigError(
                 "this memory has no sources that say when its slots are: give one of an encoder of sounds, series or "
                 "videos"
             )
     if every is None:
-        return found
+        return sources
     check_float("every", every, at_least=1e-6)
-    return [source if source is None or "time" in source else _stretch(source, every) for source in found]
+    return [source if source is None or "time" in source else _stretch(source, every) for source in sources]
 
 
 def _stretch(source: dict[str, Any], every: float) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def _curves(values: Tensor) -> Tensor:
     parts = []
     for channel in values.T:
         # What was not observed is no curve.
-        seen = channel[channel.isfinite()]
-        low, high = (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 1.0)
+        observed = channel[channel.isfinite()]
+        low, high = (float(observed.min()), float(observed.max())) if len(observed) else (0.0, 1.0)
         scaled = (channel - low) / max(high - low, 1e-9) * (height - 3) + 1
         page = torch.full((height, _WIDTH), 255, dtype=torch.uint8)
         edges = torch.linspace(0, len(scaled), _WIDTH + 1).long()

@@ -91,7 +91,7 @@ class Trace:
         check_choice("queries", self.queries, ("words", "sources"))
         l, s = len(self.words), len(self.sources)
         heads = self.weights.shape[1] if self.weights.dim() == 4 else "h"
-        wanted = {
+        shapes = {
             "weights": (len(self.layers), heads, l, s),
             "rollout": (l, s),
             "probability": (l,),
@@ -99,26 +99,26 @@ class Trace:
             "dropped": (l, s),
         }
         for name in _TENSORS:
-            given = getattr(self, name)
-            if given is None:
+            value = getattr(self, name)
+            if value is None:
                 continue
-            if tuple(given.shape) != wanted[name]:
+            if tuple(value.shape) != shapes[name]:
                 raise ShapeError(
-                    f"{name} of {len(self.layers)} layers, {l} words and {s} sources must be {wanted[name]}, "
-                    f"got {tuple(given.shape)}"
+                    f"{name} of {len(self.layers)} layers, {l} words and {s} sources must be {shapes[name]}, "
+                    f"got {tuple(value.shape)}"
                 )
-            if not torch.isfinite(given).all():
+            if not torch.isfinite(value).all():
                 raise NonFiniteError(f"{name} of a trace has NaN or infinity: check the model with doctor(...) first")
-            object.__setattr__(self, name, given.detach().float().cpu())
+            object.__setattr__(self, name, value.detach().float().cpu())
         for grid, count, kind in ((self.grid, s, "sources"), (self.word_grid, l, "words")):
             if grid is not None and grid[0] * grid[1] != count:
                 raise ShapeError(f"a grid of {grid[0]} × {grid[1]} patches does not fit {count} {kind}")
         if self.spans is not None:
             self._check_spans()
         for name in _PICTURES:
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, bytes):
-                object.__setattr__(self, name, _small(given))
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bytes):
+                object.__setattr__(self, name, _small(value))
 
     def _check_spans(self) -> None:
         """Complete the spans, and refuse those that are none."""

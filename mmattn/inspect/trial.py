@@ -201,18 +201,18 @@ def _tapped(
 @contextlib.contextmanager
 def _undone(layer: nn.Module) -> Iterator[None]:
     """Inside the block, what other hooks change in the input and the output of a layer is undone."""
-    own: list[Any] = []
-    given: list[Tensor] = []
+    outputs: list[Any] = []
+    inputs: list[Tensor] = []
     # The first hook sees the host's values alone, and the last one restores them.
     hooks = [
         layer.register_forward_pre_hook(
-            lambda module, args, kwargs: given.append(_states(args, kwargs)), with_kwargs=True, prepend=True
+            lambda module, args, kwargs: inputs.append(_states(args, kwargs)), with_kwargs=True, prepend=True
         ),
         layer.register_forward_pre_hook(
-            lambda module, args, kwargs: _with_states(given.pop(), args, kwargs), with_kwargs=True
+            lambda module, args, kwargs: _with_states(inputs.pop(), args, kwargs), with_kwargs=True
         ),
-        layer.register_forward_hook(lambda module, args, output: own.append(output), prepend=True),
-        layer.register_forward_hook(lambda module, args, output: own.pop()),
+        layer.register_forward_hook(lambda module, args, output: outputs.append(output), prepend=True),
+        layer.register_forward_hook(lambda module, args, output: outputs.pop()),
     ]
     try:
         yield
@@ -235,7 +235,7 @@ EXTRA = 3
 
 
 def has_rows(memory: Any) -> bool:
-    """Whether this is what a kind reads that has rows and no slots."""
+    """True for memories with rows and without slots: prefixes, passages, prompts of another model."""
     return not isinstance(memory, Memory) and hasattr(memory, "__getitem__") and hasattr(memory, "batch")
 
 

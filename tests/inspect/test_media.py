@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import math
 from pathlib import Path
@@ -35,12 +34,6 @@ def traced(names: list[str], weights: Tensor | None = None, **more: Any) -> mmat
 def dark(picture: bytes) -> Tensor:
     grey = Image.open(io.BytesIO(picture)).convert("L")
     return 255 - torch.from_numpy(np.asarray(grey, dtype=np.float32).copy())
-
-
-def test_docstring_examples_run() -> None:
-    for module, count in ((mmattn.inspect.media, 3), (mmattn.inspect.record_attention, 1)):
-        result = doctest.testmod(module, extraglobs={"torch": torch})
-        assert (result.attempted, result.failed) == (count, 0)
 
 
 @pytest.mark.parametrize("kind", ["spectrogram", "waveform"])

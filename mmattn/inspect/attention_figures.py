@@ -229,13 +229,13 @@ class AdapterMetrics:
                 forward()
         except ConditionError:  # the host's own attention does not give its weights
             return {}
-        figures = {}
+        shares = {}
         for (owner, layer), figures in calls.items():
             null = sum(one.null for one in figures) / len(figures)
-            figures[f"memory_attention/{_place(owner, layer)}"] = round(1 - null, 6)
+            shares[f"memory_attention/{_place(owner, layer)}"] = round(1 - null, 6)
             if getattr(self.model.adapter(owner).config, "null_slot", False):
-                figures[f"null_attention/{_place(owner, layer)}"] = round(null, 6)
-        return figures
+                shares[f"null_attention/{_place(owner, layer)}"] = round(null, 6)
+        return shares
 
 
 def _place(owner: str, layer: Any = None) -> str:

@@ -129,8 +129,8 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
     kind = host_kinds().get(host_config["kind"])
     if kind is None:
         raise AdapterFileError(
-            f"this adapter is for a host of kind {host_config['kind']!r}, and registered are {', '.join(host_kinds())}: "
-            "import the package that registers it first"
+            f"the adapter needs a host of kind {host_config['kind']!r}; registered: {', '.join(host_kinds())}. "
+            "Import the package that registers it"
         )
     loaded = kind.load_host(host)
     with warnings.catch_warnings(record=True) as caught:

@@ -78,7 +78,7 @@ def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
         total += _size(trace)
         count += total <= room
     if max(count, 1) < len(selected):
-        notes.append(f"{max(count, 1)} of {len(selected)} samples are selected: the page would be too large.")
+        notes.append(f"{max(count, 1)} of {len(selected)} samples are shown: the page would be too large.")
         selected = selected[: max(count, 1)]
     if _size(selected[0]) > room:
         selected = [mean_of_layers(selected[0])]
@@ -87,10 +87,10 @@ def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
         length = len(selected[0].words)
         words = max(1, length * room // (2 * _size(selected[0])))
         selected = [first_words(selected[0], words)]
-        notes.append(f"{words} of {length} words are selected: the page would be too large.")
+        notes.append(f"{words} of {length} words are shown: the page would be too large.")
     if _size(selected[0]) > room:
         raise ConfigError(
-            f"a page of one word takes {_size(selected[0]):,} bytes, and {room:,} are free: name fewer or shorter sources"
+            f"a page of one word takes {_size(selected[0]):,} bytes of {room:,}: give fewer or shorter sources"
         )
     return selected, notes
 

@@ -125,13 +125,13 @@ def over_frames(trace: Trace, memory: Memory, frames: Sequence[Frame], *, row: i
             )
     rows, columns = (1 + max(place[axis] for place in named.values()) for axis in (1, 2))
     # A grid is read row by row, and each of its rows goes through all frames.
-    places_of_grid = [(time, r, c) for r in range(rows) for time in times for c in range(columns)]
-    if sorted(places) != sorted(places_of_grid):
+    patches = [(time, r, c) for r in range(rows) for time in times for c in range(columns)]
+    if sorted(places) != sorted(patches):
         raise ConfigError(
-            f"a strip of {len(times)} frames has {len(places_of_grid)} patches, and the trace names {len(places)} sources: "
+            f"a strip of {len(times)} frames has {len(patches)} patches, and the trace names {len(places)} sources: "
             "give all patches of each frame"
         )
-    order = [places.index(place) for place in places_of_grid]
+    order = [places.index(place) for place in patches]
     moved: dict[str, Any] = {
         name: None if getattr(trace, name) is None else getattr(trace, name)[..., order]
         for name in ("weights", "rollout", "dropped")

@@ -1,11 +1,13 @@
-"""Progress of long loops: a bar on a terminal, otherwise a few plain lines on stderr."""
+"""Progress of long loops: a bar on a terminal, otherwise a few plain lines on stderr; and their interruption."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 #: Seconds after which a line is printed before the next tenth is done.
 PATIENCE = 60.0
@@ -91,3 +93,29 @@ def batches(total: int, size: int, label: str, progress: bool = True) -> Iterato
         for start in range(0, total, size):
             yield start
             advance(min(size, total - start))
+
+
+@contextlib.contextmanager
+def recorded_interrupts() -> Iterator[list[int]]:
+    """Record each Ctrl-C inside the block, which raises KeyboardInterrupt as ever.
+
+    The list that it gives stays empty outside the main thread, and where interrupts are ignored or already handled.
+    """
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupts
+        return
+    try:
+        signal.signal(signal.SIGINT, interrupt)
+    except ValueError:  # not the main thread, which alone is interrupted
+        yield interrupts
+        return
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -34,7 +34,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(\(.*\))?", re.ASCII)
 
 
 def is_label(text: object) -> bool:
-    """True for text that names something and cannot be followed anywhere: no path, address or module."""
+    """Return True for text that names something and cannot be followed anywhere: no path, address or module."""
     return (
         isinstance(text, str)
         and len(text) <= 200
@@ -46,14 +46,7 @@ def is_label(text: object) -> bool:
 
 
 def check_name(name: object) -> str:
-    """Return `name` if an adapter can be attached and saved under it.
-
-    Args:
-        name: as given.
-
-    Raises:
-        AttachError: it is not a plain name.
-    """
+    """Return `name` if an adapter can be attached and saved under it; AttachError otherwise."""
     plain = isinstance(name, str) and _NAME.fullmatch(name) is not None and "." not in name
     # An `nn.ModuleDict` has attributes that its entries cannot be named after.
     if not plain or hasattr(nn.ModuleDict(), str(name)):
@@ -128,15 +121,7 @@ def _check_fields(what: str, fields: Mapping[str, Any], rules: _Rules) -> None:
 
 
 def check_config(config: object, what: str = "adapter_config.json") -> dict[str, Any]:
-    """Return `config` if every field is known, well formed and bounded.
-
-    Args:
-        config: as read.
-        what: its name in messages.
-
-    Raises:
-        AdapterFileError: it is not; the message names a newer `format_version` or a file of PEFT as such.
-    """
+    """Return `config` if every field is known, well formed and bounded; AdapterFileError otherwise."""
     if not isinstance(config, dict):
         raise AdapterFileError(f"{what} must hold one JSON object, got {_short(config)}")
     if "peft_type" in config:
@@ -180,7 +165,7 @@ def _check_values(what: str, value: object) -> None:
 
 
 def adapter_settings(adapter: Any) -> dict[str, Any]:
-    """The fields of an adapter's dataclass as plain JSON values, for `config["adapter"]`."""
+    """Return the fields of an adapter's dataclass as plain JSON values, for `config["adapter"]`."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -192,14 +177,9 @@ def adapter_settings(adapter: Any) -> dict[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
-    """The adapter settings that `config` describes.
+    """Return the adapter settings of a checked config, an instance of one of the registered dataclasses `kinds`.
 
-    Args:
-        config: checked.
-        kinds: the registered dataclasses by kind; it is an instance of one of them, and of nothing else.
-
-    Raises:
-        AdapterFileError: an unknown kind or setting, a value of another type, or one that the adapter itself refuses.
+    AdapterFileError for an unknown kind or setting, or a value that the adapter refuses.
     """
     kind = config["kind"]
     if kind not in kinds:
@@ -229,7 +209,7 @@ def _build(what: str, cls: type, settings: Mapping[str, Any]) -> Any:
 
 
 def _convert(what: str, value: Any, hint: Any) -> Any:
-    """A JSON value as the type of the field wants it: a list as a tuple, an object as the dataclass of the hint."""
+    """Convert a JSON value to the type of a field: a list to a tuple, an object to the dataclass of the hint."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for option in options:
         origin = typing.get_origin(option) or option
@@ -258,15 +238,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def check_tensors(expected: Shapes, given: Shapes | Mapping[str, Tensor]) -> None:
-    """Compare the names, shapes and dtypes of tensors with those that an adapter needs.
-
-    Args:
-        expected: shape and dtype by name.
-        given: the same of a file, or its tensors by name.
-
-    Raises:
-        AdapterFileError: they differ; up to five missing, unexpected and ill-fitting tensors are listed.
-    """
+    """Raise AdapterFileError if names, shapes or dtypes of tensors differ from those that an adapter needs."""
     has = {
         name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (tuple(x[0]), x[1]) for name, x in given.items()
     }

@@ -3,9 +3,9 @@
 The tensor file carries the config in its header and is the truth; the JSON file is a copy for people and tools, and
 must agree. Two files cannot be replaced in one step, so a save first puts the new config aside in a file of its own,
 then replaces the tensor file (the one step that decides between old and new), then the JSON copy, and removes the file
-put aside. A load whose copy is older than the tensor file reads the config put aside: if that one agrees, the save was
+put aside. A load whose copy is older than the tensor file reads the config put aside: if they agree, the save was
 killed between the two steps, and the tensor file is right. Any other disagreement is an error. Saves into one folder
-wait for each other. All that takes room on the disk is written before the deciding step.
+wait for each other. Whatever takes room on the disk is written before the deciding step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import contextlib
 import errno
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from mmattn.adapters.adapter_config import FORMAT, Shapes, check_config
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.storage.files import Path, fcntl, replacing, sync_folder, write_text
+from mmattn.storage.files import Path, lock_folder, replacing, sync_folder, write_text
 from mmattn.storage.json_files import read_json, write_json
 from mmattn.storage.safetensors import check_values, read_header, read_tensors, write_tensors
 
@@ -32,36 +31,10 @@ TENSORS = "adapter_model.safetensors"
 CARD = "README.md"
 PENDING = ".adapter_config.json.next"
 
-MAX_HEADER = 8 << 20
 CARD_MARK = "<!-- Written by mmattn and replaced at every save; remove this line to keep a text of your own. -->"
 
+#: Seconds to wait for another save into the same folder.
 _WAIT = 60.0
-
-
-@contextlib.contextmanager
-def _locked(folder: str, shared: bool) -> Iterator[None]:
-    """Hold the folder against other saves; the lock sits on the folder itself and dies with the process."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        end = time.monotonic() + _WAIT
-        while True:
-            try:
-                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > end:
-                    raise TimeoutError(
-                        errno.ETIMEDOUT, f"another process has been saving here for {_WAIT:.0f} seconds", folder
-                    ) from error
-                time.sleep(0.005)
-            except OSError:  # a file system without locks
-                break
-        yield
-    finally:
-        os.close(handle)
 
 
 def _make_folder(folder: str) -> list[str]:
@@ -94,8 +67,8 @@ def save_folder(folder: Path, *, config: Mapping[str, Any], tensors: Mapping[str
 
     Raises:
         ConfigError: the config or a tensor cannot be saved.
-        NonFiniteError: a tensor has NaN or infinity; what was saved before is unchanged.
-        OSError: the disk is full, or the folder is a file or not writable; what was saved before is unchanged.
+        NonFiniteError: a tensor has NaN or infinity; the old adapter is unchanged.
+        OSError: the disk is full, or the folder is a file or not writable; the old adapter is unchanged.
     """
     try:
         config = check_config(json.loads(json.dumps(config)), "the config to be saved")
@@ -106,7 +79,7 @@ def save_folder(folder: Path, *, config: Mapping[str, Any], tensors: Mapping[str
     folder = os.path.realpath(folder)
     created = _make_folder(folder)
     try:
-        with _locked(folder, shared=False):
+        with lock_folder(folder, wait=_WAIT):
             _replace(folder, config, tensors, card)
     except BaseException:
         for path in created:
@@ -138,12 +111,7 @@ def _replace(folder: str, config: Mapping[str, Any], tensors: Mapping[str, Tenso
 
 
 def replace_card(folder: Path, change: Callable[[str], str]) -> None:
-    """Write the `README.md` of a saved adapter anew; one that mmattn did not write stays.
-
-    Args:
-        folder: of the adapter.
-        change: from the text that is there, without the mark, to the new one.
-    """
+    """Rewrite the `README.md` of a saved adapter with `change(text)`; one that mmattn did not write stays."""
     path = os.path.join(os.path.realpath(folder), CARD)
     if os.path.lexists(path) and _is_our_card(path):
         with open(path, encoding="utf-8") as file:
@@ -152,12 +120,12 @@ def replace_card(folder: Path, change: Callable[[str], str]) -> None:
 
 
 def _settle(folder: str) -> None:
-    """Finish a save that was killed: update the copy, then remove the config put aside."""
+    """Finish a killed save: update the copy, then remove the config put aside."""
     pending = os.path.join(folder, PENDING)
     if not os.path.lexists(pending):
         return
     with contextlib.suppress(AdapterFileError):
-        _, config = read_header(os.path.join(folder, TENSORS), FORMAT, MAX_HEADER)
+        _, config = read_header(os.path.join(folder, TENSORS), FORMAT)
         if _same(read_json(pending), config):
             write_json(os.path.join(folder, CONFIG), config)
     os.unlink(pending)
@@ -177,11 +145,11 @@ def _same(a: object, b: object) -> bool:
 
 
 def _read_config(folder: str) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """The config on which both files agree, checked, and what tensors there are; no value is read."""
+    """Return the checked config on which both files agree, and shape and dtype of the tensors."""
     path = os.path.join(folder, CONFIG)
     pending = os.path.join(folder, PENDING)
     copy = check_config(read_json(path)) if os.path.lexists(path) or not os.path.lexists(pending) else None
-    shapes, config = read_header(os.path.join(folder, TENSORS), FORMAT, MAX_HEADER)
+    shapes, config = read_header(os.path.join(folder, TENSORS), FORMAT)
     if not _same(copy, config):
         aside = read_json(pending) if os.path.lexists(pending) else None
         if not _same(aside, config):
@@ -213,12 +181,11 @@ def _check_folder(folder: str) -> None:
 def load_folder(
     folder: Path, check: Callable[[dict[str, Any], Shapes], None] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors that `save_folder` wrote.
+    """Read the config and the tensors that `save_folder` wrote.
 
     Args:
         folder: the folder.
-        check: called with the config and the shape and dtype of each tensor before any value is read; raises to refuse
-            them, as `check_tensors` does.
+        check: given the config and the shape and dtype of each tensor before any value is read; raises to refuse them.
 
     Raises:
         AdapterFileError: the folder or a file in it is missing, torn, changed, newer or something else.
@@ -231,7 +198,7 @@ def load_folder(
             return _load(folder, check)
         except AdapterFileError:
             # Perhaps a save is under way: wait for its end, and read again.
-            with _locked(folder, shared=True):
+            with lock_folder(folder, shared=True, wait=_WAIT):
                 return _load(folder, check)
     except OSError as error:
         raise AdapterFileError(f"cannot load an adapter from {folder!r}: {error.strerror or error}") from error
@@ -243,7 +210,7 @@ def _load(
     config, shapes = _read_config(folder)
     if check is not None:
         check(config, shapes)
-    tensors, metadata = read_tensors(os.path.join(folder, TENSORS), FORMAT, max_header=MAX_HEADER)
+    tensors, metadata = read_tensors(os.path.join(folder, TENSORS), FORMAT)
     if not _same(metadata, config) or {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()} != shapes:
         raise AdapterFileError(f"{TENSORS} in {folder!r} was replaced while it was read")
     return config, tensors

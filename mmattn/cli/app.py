@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from mmattn.cli import compare, encode, index, inspect, pipelines, recipes, serve
-from mmattn.storage.interrupts import recorded_interrupts
+from mmattn.progress import recorded_interrupts
 
 # What transformers, peft and diffusers import where it is installed warns of Enums registered with torch.compile, of
 # optional kernels and of names that moved, which no user of a command can change.

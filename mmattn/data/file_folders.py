@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.storage.file_kinds import open_regular
-from mmattn.storage.files import Path
+from mmattn.storage.files import Path, open_regular
 
 
 class FileFolder:

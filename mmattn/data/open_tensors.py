@@ -8,8 +8,7 @@ from torch import Tensor
 
 from mmattn.data.file_folders import FileFolder
 from mmattn.errors import AdapterFileError
-from mmattn.storage.safetensors import as_tensor
-from mmattn.storage.tensor_layout import read_layout
+from mmattn.storage.safetensors import as_tensor, read_layout
 
 
 class TensorFile:

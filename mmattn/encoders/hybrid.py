@@ -15,7 +15,7 @@ from mmattn.encoders.base import FrozenEncoder
 from mmattn.encoders.text import MINILM, TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.storage.file_meaning import making_sense, validated
+from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
+from mmattn.storage.hub import is_weights_path, read_weights, refuse_keys
 from mmattn.storage.json_files import read_json
-from mmattn.storage.released_weights import is_weights_path, read_weights, refuse_keys
 from mmattn.tokenization import ClipTokenizer
 
 #: The arguments of `ImageProcessor` by the keys of open_clip's preprocess_cfg.

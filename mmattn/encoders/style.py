@@ -17,9 +17,9 @@ from mmattn.encoders.base import ImageEncoder
 from mmattn.encoders.images import MAX_PIXELS
 from mmattn.encoders.preprocessing import ImageProcessor, each_image
 from mmattn.errors import ImageError, check_int
-from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.storage.files import replacing
-from mmattn.storage.released_weights import read_weights
+from mmattn.storage.hub import read_weights
+from mmattn.storage.json_files import making_sense, validated
 
 WIDTH = 64
 LARGEST = 32  # pixels of a side; larger pictures are scaled down

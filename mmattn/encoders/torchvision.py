@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmattn.encoders.base import ImageEncoder
 from mmattn.encoders.preprocessing import ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.storage.released_weights import is_weights_path, read_weights, refuse_keys
+from mmattn.storage.hub import is_weights_path, read_weights, refuse_keys
 
 # Last layer before the pooling, by the names torchvision gives it; Swin's `permute` puts channels first again.
 _LAST = (

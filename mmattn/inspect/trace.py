@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, check_choice
-from mmattn.storage.file_meaning import making_sense
+from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 

@@ -14,8 +14,8 @@ from mmattn.adapters.adapter_config import Shapes, check_tensors
 from mmattn.errors import AdapterFileError
 from mmattn.kv_store.page_formats import PageFormat, describe_format, described_format
 from mmattn.kv_store.tables import blank_tables, weights
-from mmattn.storage.file_meaning import making_sense
 from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_header, read_tensors, write_tensors
 
 FORMAT = "mmattn-bank"

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmattn.core.paged_cache import side_by_side
 from mmattn.core.quantization import QUANTIZATIONS, Quantization, QuantizedPages
 from mmattn.errors import ConfigError
-from mmattn.storage.tensor_layout import DTYPES, NAMES
+from mmattn.storage.safetensors import DTYPES, NAMES
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmattn import __version__
 from mmattn.adapters.adapter_config import check_tensors
 from mmattn.errors import AdapterFileError
-from mmattn.storage.file_meaning import making_sense, validated
+from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 FORMAT = "mmattn-passages"

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_float, check_int
-from mmattn.storage.file_meaning import making_sense, validated
-from mmattn.storage.json_files import dump_json
+from mmattn.storage.json_files import dump_json, making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 FORMAT = "mmattn-memory"

@@ -18,7 +18,7 @@ from mmattn.memory import Memory
 from mmattn.pipelines.build import check_encoder, resolve
 from mmattn.pipelines.config import PipelineConfig
 from mmattn.retrieval.index import Index
-from mmattn.storage.file_kinds import open_regular
+from mmattn.storage.files import open_regular
 from mmattn.storage.json_files import MAX_JSON, parse_json
 
 _WANTED = "an index for an adapter is made of JSON objects, one on each line"

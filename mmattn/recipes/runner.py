@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mmattn.progress import recorded_interrupts
 from mmattn.recipes.assets import find_recipe, load_recipe
 from mmattn.recipes.errors import refuse
 from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings
-from mmattn.storage.interrupts import recorded_interrupts
 
 
 def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Any:

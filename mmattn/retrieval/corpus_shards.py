@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConditionError, import_extra
-from mmattn.storage.file_meaning import making_sense, validated
 from mmattn.storage.files import write_text
 from mmattn.storage.fingerprints import file_fingerprint
-from mmattn.storage.json_files import dump_json, parse_json, read_json
+from mmattn.storage.json_files import dump_json, making_sense, parse_json, read_json, validated
 from mmattn.storage.safetensors import check_values
 
 FORMAT = "mmattn-corpus"

@@ -28,7 +28,7 @@ from mmattn.seq2seq.checks import check_ids, check_memory
 from mmattn.seq2seq.generation import beam_search, greedy
 from mmattn.seq2seq.kv_cache import Cache, GrowingCache
 from mmattn.seq2seq.transformer import TransformerBlock
-from mmattn.storage.file_meaning import making_sense
+from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 POSITIONS = ("sinusoidal", "learned", "rotary", "alibi")

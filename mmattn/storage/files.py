@@ -1,4 +1,4 @@
-"""Atomic writes of files.
+"""Files: atomic writes, locks, and the kind of a foreign or damaged file for error messages.
 
 A write goes to a temporary file beside the target, which is fsync'ed and renamed over it, and the folder is fsync'ed:
 a killed process or a full disk leaves the old file or the new one. What a killed process leaves behind is removed by
@@ -7,15 +7,19 @@ the next write into that folder; a lock tells it from the temporary file of a pr
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from os import PathLike
 from typing import IO
+
+from mmattn.errors import AdapterFileError
 
 try:
     import fcntl
@@ -42,14 +46,7 @@ def _open_temporary(folder: str) -> tuple[int, str]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files in a folder whose writer was killed; those of running writers stay.
-
-    Args:
-        folder: where files were written.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Remove the temporary files whose writer was killed; those of running writers stay."""
     if fcntl is None:
         return
     with os.scandir(folder) as entries:
@@ -65,14 +62,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk (fsync), where the system can.
-
-    Args:
-        folder: where files were written or renamed.
-
-    Raises:
-        OSError: the folder cannot be opened or flushed.
-    """
+    """Flush the names in a folder to the disk (fsync), where the system can."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -85,28 +75,33 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a folder alone among processes and threads; the lock ends with the block, or with the process.
+def lock_folder(folder: Path, *, shared: bool = False, wait: bool | float = True) -> Iterator[None]:
+    """Hold a folder among processes and threads; the lock dies with the process.
 
     Args:
-        folder: one that is there.
-        wait: for another who holds it.
-
-    Raises:
-        BlockingIOError: another holds it, and it was not to be waited for.
-        OSError: the folder cannot be opened.
+        folder: the folder.
+        shared: beside others that share it.
+        wait: False raises BlockingIOError if another holds the folder, a number does so after these seconds.
     """
     if fcntl is None:
         yield
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    end = time.monotonic() + wait
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks
-            pass
+        while True:
+            try:
+                fcntl.flock(handle, how if wait is True else how | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= end:
+                    raise BlockingIOError(
+                        errno.EWOULDBLOCK, "another process holds this folder; try again later", str(folder)
+                    ) from error
+                time.sleep(0.005)
+            except OSError:  # a file system without locks
+                break
         yield
     finally:
         os.close(handle)
@@ -114,16 +109,9 @@ def lock_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing, which replaces `path` when the block ends without an error.
+    """Open a temporary file that replaces `path` when the block ends without an error.
 
-    The mode of an existing file is kept, and of a symbolic link the target is replaced.
-
-    Args:
-        path: the file to be written.
-
-    Raises:
-        OSError: the disk is full, the folder is missing or not writable, or `path` is a folder; what was at `path` is
-            unchanged.
+    An existing file keeps its mode, and the target of a symbolic link is replaced. OSError leaves `path` as it was.
     """
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
@@ -156,15 +144,97 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text as UTF-8, atomically.
-
-    Args:
-        path: the file to be written.
-        text: its content.
-
-    Raises:
-        OSError: the disk is full, the folder is missing or not writable; what was at `path` is unchanged.
-    """
+    """Write text as UTF-8, atomically; OSError leaves `path` as it was."""
     raw = text.encode()
     with replacing(path) as file:
         file.write(raw)
+
+
+# Foreign and damaged files ----------------------------------------------------------------------------------------
+
+_STARTS = (
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
+    (b"/annex/objects/", "a git-annex pointer, not the file itself"),
+    (b"PK\x05\x06", "an empty zip archive"),
+    (b"\x1f\x8b", "a gzip archive; unpack it first"),
+    (b"BZh", "a bzip2 archive; unpack it first"),
+    (b"\xfd7zXZ", "an xz archive; unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive; unpack it first"),
+    (b"7z\xbc\xaf", "a 7z archive; unpack it first"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x93NUMPY", "a numpy array"),
+    (b"GGUF", "a GGUF file"),
+    (b"\x89PNG", "a PNG picture"),
+    (b"\xff\xd8\xff", "a JPEG picture"),
+    (b"%PDF", "a PDF document"),
+    (b"SQLite format 3", "an SQLite database"),
+    (b"\x7fELF", "a program"),
+)
+
+
+def describe_start(head: bytes, size: int) -> str:
+    """Return the kind of a file in words, from its first 512 bytes and its size."""
+    if not size:
+        return "an empty file"
+    for start, words in _STARTS:
+        if head.startswith(start):
+            return words
+    if head.startswith(b"PK\x03\x04"):
+        if b".pkl" in head:
+            return "a torch.save file (a zip with a pickle inside), which can run code; save it as safetensors"
+        return "a zip archive; unpack it first"
+    if head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+        return "a pickle, which can run code; save it as safetensors"
+    if head[257:262] == b"ustar":
+        return "a tar archive; unpack it first"
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
+        return "an HTML page (a failed download or a login page)"
+    if text.startswith(b"<"):
+        return "an XML document (an error message of a server?)"
+    if text.startswith((b"{", b"[")):
+        return "JSON text"
+    if not head.strip(b"\0"):
+        return "nothing but zeros (a crash before the data reached the disk)"
+    length = int.from_bytes(head[:8], "little")
+    if head[8:9] == b"{":
+        if length > size - 8:
+            return f"a truncated safetensors file: a header of {length:,} bytes in a file of {size:,}"
+        return "a safetensors file"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "text in UTF-16; save it as UTF-8"
+    with contextlib.suppress(UnicodeDecodeError):
+        # What is read may end within a character.
+        if codecs.getincrementaldecoder("utf-8")().decode(head, len(head) == size).isprintable() or b"\n" in head:
+            return "a text file"
+    if size < 8:
+        return f"a truncated file: {size} bytes, and a safetensors file has at least 8"
+    return f"no format known here (it begins with {head[:8]!r})"
+
+
+def describe(path: Path) -> str:
+    """Return the kind of the file at a path in words, or why it cannot be read."""
+    try:
+        with open_regular(path) as (file, size):
+            return describe_start(file.read(512), size)
+    except AdapterFileError as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+    """Open a regular file and yield it with its size; AdapterFileError for anything that cannot be read."""
+    try:
+        # Not blocking: the file may be a pipe without a writer.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError as error:
+        raise AdapterFileError(f"cannot read {str(path)!r}: there is no such file") from error
+    except (OSError, ValueError) as error:
+        raise AdapterFileError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        kind = "a folder, and a file is needed" if stat.S_ISDIR(mode) else "not a regular file (a pipe or a device)"
+        raise AdapterFileError(f"cannot read {str(path)!r}: it is {kind}")
+    with open(handle, "rb") as file:
+        yield file, os.fstat(handle).st_size

@@ -13,23 +13,12 @@ from torch import Tensor
 from mmattn.errors import ConfigError
 
 _WORDS = 1024
-_BLOCK = 1 << 20
 
 
 def file_fingerprint(path: str | os.PathLike[str]) -> str:
-    """The sha256 of a file, read a megabyte at a time.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    digest = hashlib.sha256()
+    """Return the sha256 of a file."""
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
@@ -66,11 +55,7 @@ def fingerprint(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors inside a quantised one; of a plain one, itself.
-
-    Args:
-        tensor: any.
-    """
+    """Yield the plain tensors inside a quantised one; a plain one yields itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_parts(getattr(tensor, name))

@@ -1,21 +1,23 @@
-"""Models and tokenizers of transformers loaded as they were released: complete, finite, and without running code."""
+"""Models, tokenizers and weights loaded as they were released: complete, finite, and without running code."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
-from mmattn.errors import AdapterFileError
+from torch import Tensor
+
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.storage.fingerprints import plain_parts
-from mmattn.storage.released_weights import refuse_keys
 from mmattn.storage.safetensors import check_values
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """A context without the progress bars of transformers; its setting is restored afterwards."""
+    """Hide the progress bars of transformers inside the block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -30,19 +32,7 @@ def without_progress_bars() -> Iterator[None]:
 def load_pretrained(
     kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any
 ) -> tuple[Any, Any]:
-    """Load the tokenizer and the model under a name on the hub or in a folder.
-
-    Args:
-        kind: the class of transformers that loads the model, such as "AutoModel".
-        name: a name on the hub or a folder.
-        what: what was asked for, in messages.
-        unused: submodules that do not run, and need not be among the weights.
-        **options: further arguments of the model's `from_pretrained`; `revision` is the tokenizer's, too.
-
-    Raises:
-        AdapterFileError: nothing to load, or weights that are incomplete, damaged or no safetensors.
-        NonFiniteError: NaN or infinity in the weights.
-    """
+    """Load the tokenizer and the model under a name on the hub or in a folder, as `load_model` does."""
     import transformers
 
     revision = {"revision": options["revision"]} if "revision" in options else {}
@@ -54,14 +44,7 @@ def load_pretrained(
 
 
 def load_feature_extractor(name: str | os.PathLike[str]) -> Any:
-    """Load what turns waveforms into the features that the model under a name reads.
-
-    Args:
-        name: a name on the hub or a folder.
-
-    Raises:
-        AdapterFileError: nothing to load.
-    """
+    """Load the feature extractor of waveforms under a name on the hub or in a folder."""
     import transformers
 
     try:
@@ -71,12 +54,12 @@ def load_feature_extractor(name: str | os.PathLike[str]) -> Any:
 
 
 def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
-    """Load the model under a name on the hub or in a folder, without its tokenizer.
+    """Load a model with a class of transformers, such as "AutoModel", from a name on the hub or a folder.
 
     Args:
-        kind: the class of transformers that loads the model, such as "AutoModel".
+        kind: the class of transformers.
         name: a name on the hub or a folder.
-        what: what was asked for, in messages.
+        what: the noun for messages.
         unused: submodules that do not run, and need not be among the weights.
         **options: further arguments of `from_pretrained`.
 
@@ -107,3 +90,53 @@ def _refuse(name: str | os.PathLike[str], what: str, error: Exception) -> NoRetu
         "kept from before, or a folder with config.json, the tokenizer (of sounds preprocessor_config.json) and "
         "model.safetensors"
     ) from error
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Read all tensors of another library's safetensors file; AdapterFileError for pickles, damage, NaN or infinity."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(path)
+    if file.suffix.lower() != ".safetensors":
+        raise AdapterFileError(
+            f"weights are read from .safetensors files, got {str(path)!r}: a pickle (.pt, .pth, .bin) can run code. "
+            "Convert it once, where you trust it: safetensors.torch.save_file(torch.load(path, weights_only=True), new)"
+        )
+    if not file.is_file():
+        raise AdapterFileError(f"there is no weights file {str(path)!r}")
+    try:
+        weights = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise AdapterFileError(f"{str(path)!r} is not a readable safetensors file: {error}") from error
+    if not weights:
+        raise AdapterFileError(f"{str(path)!r} holds no tensors; get the file again")
+    for name, tensor in weights.items():
+        try:
+            check_values(name, tensor)
+        except NonFiniteError as error:
+            raise AdapterFileError(f"cannot use {str(path)!r}: {error}; get the file again") from error
+    return weights
+
+
+def is_weights_path(weights: object) -> bool:
+    """Return True for a path, False for a name of released weights; ConfigError for anything else."""
+    if isinstance(weights, os.PathLike):
+        return True
+    if not isinstance(weights, str):
+        raise ConfigError(f"weights must be a name or a path, got {type(weights).__name__}")
+    return os.sep in weights or "/" in weights or Path(weights).suffix in (".safetensors", ".pt", ".pth", ".bin")
+
+
+def refuse_keys(path: str | os.PathLike[str], name: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise AdapterFileError for tensors that a network lacks or a file has too many; five of each are named."""
+    faults = [
+        f"{len(keys)} {what}: {', '.join(keys[:5])}{', …' if len(keys) > 5 else ''}"
+        for what, keys in (("missing", missing), ("unexpected", unexpected))
+        if keys
+    ]
+    if faults:
+        raise AdapterFileError(
+            f"{os.fspath(path)!r} does not hold the weights of {name} ({'; '.join(faults)}); give the name of the "
+            "network the file was made for, or rename its tensors"
+        )

@@ -1,4 +1,4 @@
-"""JSON read and written strictly: no key twice, no NaN, a bounded size and depth; each write atomic."""
+"""JSON read and written strictly: no key twice, no NaN, a bounded size and depth, values of declared types."""
 
 from __future__ import annotations
 
@@ -6,40 +6,28 @@ import codecs
 import json
 import math
 import os
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.storage.file_kinds import describe_start, open_regular
-from mmattn.storage.files import Path, write_text
+from mmattn.errors import AdapterFileError, ConfigError, MmattnError
+from mmattn.storage.files import Path, describe_start, open_regular, write_text
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MAX_DEPTH = 64
 MAX_JSON = 1 << 20
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a value as JSON, atomically.
-
-    Args:
-        path: the file to be written.
-        value: text, finite numbers, booleans, None, lists, and dicts by text.
-
-    Raises:
-        ConfigError: `value` is not plain JSON (NaN, an object, keys that are the same text).
-        OSError: the disk is full, the folder is missing or not writable; what was at `path` is unchanged.
-    """
+    """Write a value as JSON, atomically; ConfigError if it is not plain JSON, OSError leaves `path` as it was."""
     write_text(path, dump_json(os.path.basename(os.fspath(path)), value, indent=2, limit=MAX_JSON).decode() + "\n")
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON) -> Any:
-    """Read a JSON file strictly: no key twice, no NaN, at most 64 levels.
-
-    Args:
-        path: of the file, in UTF-8.
-        max_bytes: larger files are refused.
-
-    Raises:
-        AdapterFileError: no such file, another kind of file, or JSON that is damaged, too large or too deep.
-    """
+    """Read a JSON file in UTF-8 strictly; AdapterFileError for any other file, and for damaged or too large JSON."""
     with open_regular(path) as (file, size):
         raw = file.read(max_bytes + 1)
     looks = describe_start(raw[:512], size)
@@ -61,24 +49,14 @@ def _nesting(raw: bytes) -> int:
 
 
 def parse_json(what: str, raw: bytes, limit: int) -> Any:
-    """Parse JSON strictly: no key twice, no NaN, at most 64 levels.
-
-    Args:
-        what: what is parsed, in messages.
-        raw: text in UTF-8, with or without a byte-order mark.
-        limit: bytes at most.
-
-    Raises:
-        AdapterFileError: JSON that is damaged, too large or too deep.
-    """
+    """Parse UTF-8 JSON of at most `limit` bytes strictly: no key twice, no NaN, at most 64 levels."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"the key {double!r} stands twice in one object")
-        return found
+        keys = [key for key, _ in pairs]
+        twice = [key for number, key in enumerate(keys) if key in keys[:number]] if len(set(keys)) < len(keys) else []
+        if twice:
+            raise ValueError(f"the key {twice[0]!r} stands twice in one object")
+        return dict(pairs)
 
     def finite(text: str) -> float:
         value = float(text)
@@ -106,17 +84,7 @@ def parse_json(what: str, raw: bytes, limit: int) -> Any:
 
 
 def dump_json(what: str, value: object, limit: int, indent: int | None = None) -> bytes:
-    """Encode a value as JSON that `parse_json` reads.
-
-    Args:
-        what: what is encoded, in messages.
-        value: text, finite numbers, booleans, None, lists, and dicts by text.
-        limit: bytes at most.
-        indent: spaces of each level; None for one line.
-
-    Raises:
-        ConfigError: `value` is not plain JSON, or needs more than `limit` bytes.
-    """
+    """Encode a value as JSON that `parse_json` reads; ConfigError if it is not plain JSON or too large."""
     try:
         separators = (",", ":") if indent is None else None
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent, separators=separators)
@@ -125,3 +93,50 @@ def dump_json(what: str, value: object, limit: int, indent: int | None = None) -
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{what} must be plain JSON (text, finite numbers, lists, dicts by text): {error}") from error
     return raw
+
+
+def validated(what: str, kind: Any, value: Any) -> Any:
+    """Return a value of parsed JSON, or JSON as bytes, as a type that pydantic knows, strictly.
+
+    In bytes a list may stand for a tuple. `what` names the file in the AdapterFileError for anything else.
+
+    >>> validated("a file", list[int], [3, 5])
+    [3, 5]
+    """
+    from pydantic import ValidationError
+
+    adapter = _adapter(kind)
+    try:
+        read = adapter.validate_json if isinstance(value, bytes) else adapter.validate_python
+        return read(value, strict=True)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+        raise AdapterFileError(f"{what} is not what this version reads: {wrong:.500}") from error
+
+
+@contextmanager
+def making_sense(path: Path, what: str) -> Iterator[None]:
+    """Turn errors of the block into an AdapterFileError that `path` holds no sound `what`.
+
+    Checksums say that a file is as it was written, and anybody can write one. Errors of the operating system and
+    MemoryError pass through.
+    """
+    try:
+        yield
+    except (AdapterFileError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # pyarrow raises some without one, of what it reads
+            raise
+        named = str(error) if isinstance(error, MmattnError) else f"{type(error).__name__}: {error}"
+        reason = " ".join(named.split())
+        raise AdapterFileError(
+            f"{str(path)!r} holds no sound {what}: {reason:.300}. Fetch or write it again"
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.storage.file_meaning import making_sense
 from mmattn.storage.files import sync_folder
+from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import check_values, read_tensors, write_tensors
 
 FORMAT = "mmattn-checkpoint"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConfigError, check_int
-from mmattn.storage.file_meaning import making_sense, validated
+from mmattn.storage.json_files import making_sense, validated
 from mmattn.training import checkpoints
 from mmattn.training.config import TrainingResult
 

@@ -166,8 +166,8 @@ print(loads)
                 tries.append("done")
                 try:
                     save(tmp_path, name=f"v{len(tries)}")
-                except TimeoutError as error:
-                    assert "another process has been saving" in str(error)
+                except BlockingIOError as error:
+                    assert "another process holds this folder" in str(error)
                     tries[-1] = "waited"
             return plain(*args)
 

@@ -131,8 +131,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an edited manifest": (lambda f: edit(f / "index.json", lambda raw: raw.replace(b'"ip"', b'"l2"')), "checksum"),
     "another manifest": (lambda f: (f / "index.json").write_text('{"a": 1}'), "not describe an index"),
     "a newer one": (
-        lambda f: edit(f / "index.json", lambda raw: raw.replace(b'"format_version": 2', b'"format_version": 3')),
-        "format version 3.*reads 1 to 2",
+        lambda f: edit(f / "index.json", lambda raw: raw.replace(b'"format_version": 1', b'"format_version": 2')),
+        "format version 2.*reads 1",
     ),
     "an entry fewer": (
         lambda f: (edit(f / "v1/entries.jsonl", lambda raw: raw[: raw.index(b"\n") + 1]), forge(f)),

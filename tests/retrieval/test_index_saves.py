@@ -99,7 +99,7 @@ STEPS = (
     "os.replace",
     "os.fsync",
     "mmattn.storage.versioned_folder.sync_folder",
-    "mmattn.storage.versioned_folder._digest",
+    "mmattn.storage.versioned_folder.file_fingerprint",
 )
 
 

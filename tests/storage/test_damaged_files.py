@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from mmattn.errors import AdapterFileError, NonFiniteError
-from mmattn.storage.file_kinds import describe
+from mmattn.storage.files import describe
 from mmattn.storage.json_files import read_json, write_json
 from mmattn.storage.safetensors import read_header, read_tensors, write_tensors
 from tests.storage.tensor_files import META, example, same_bits

@@ -29,7 +29,7 @@ from torch import Tensor
 from mmattn.adapters.gated.adapter import GatedAdapter, GatedLayout
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, check_choice, check_int
-from mmattn.storage.released_weights import refuse_keys
+from mmattn.storage.hub import refuse_keys
 from mmattn.storage.safetensors import check_values
 
 

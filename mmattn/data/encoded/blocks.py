@@ -28,7 +28,7 @@ from torch import Tensor
 from mmattn.data.rows import Row
 from mmattn.errors import AdapterFileError
 from mmattn.memory import Memory
-from mmattn.storage.file_meaning import validated
+from mmattn.storage.json_files import validated
 
 Part = tuple[int, int]
 """Shard and number of an entry."""

@@ -17,9 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from mmattn.data.file_folders import FileFolder
 from mmattn.data.row_contents import encoders_fingerprint
-from mmattn.storage.file_meaning import validated
 from mmattn.storage.files import write_text
-from mmattn.storage.json_files import dump_json, parse_json
+from mmattn.storage.json_files import dump_json, parse_json, validated
 
 MANIFEST, PLAN = "store.json", "plan.json"
 MAX_JSON = 256 << 20

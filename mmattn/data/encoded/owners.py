@@ -20,7 +20,7 @@ from mmattn.adapters.adapter_config import check_tensors
 from mmattn.data.row_contents import content_sha256, encoded_parts
 from mmattn.data.rows import Row
 from mmattn.errors import AdapterFileError
-from mmattn.storage.file_meaning import making_sense
+from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 FORMAT = "mmattn-store-contents"

@@ -19,7 +19,7 @@ from mmattn.data.encoded.manifest import ShardHeader, StoredShard
 from mmattn.data.file_folders import FileFolder
 from mmattn.data.open_tensors import TensorFile
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.storage.file_meaning import making_sense, validated
+from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import write_tensors
 
 FORMAT = "mmattn-store-shard"

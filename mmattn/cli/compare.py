@@ -23,8 +23,7 @@ def compare(
     """
     from mmattn.errors import MissingExtraError
     from mmattn.inspect.plots import plot_curves
-    from mmattn.training.compare import METRICS, compare_runs, curves_of
-    from mmattn.training.saved_runs import read_seeds
+    from mmattn.training.compare import METRICS, compare_runs, curves_of, read_seeds
 
     names = [run.resolve().name for run in runs]
     given = {

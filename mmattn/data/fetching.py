@@ -13,7 +13,7 @@ from mmattn.data.prefetch import on_device, pinned
 from mmattn.data.sampling import Batches, EpochBatches, derive_seed, split_between_processes
 from mmattn.errors import ConfigError
 from mmattn.training.config import Collate, TrainingConfig
-from mmattn.training.processes import Processes
+from mmattn.training.distributed import Processes
 
 
 @dataclass(frozen=True)

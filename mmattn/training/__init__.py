@@ -25,24 +25,26 @@ from mmattn.data.splits import held_out_split, split_rows
 from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
 from mmattn.hosts.lora import add_lora, load_lora, matched_lora, ranks_for
 from mmattn.progress import tracked
-from mmattn.training.accelerator import end_training, make_accelerator
-from mmattn.training.activation_checkpointing import gradient_checkpointing
 from mmattn.training.checkpoints import last_step
-from mmattn.training.compare import compare_runs, curves_of
+from mmattn.training.compare import (
+    SavedRun,
+    compare_runs,
+    curves_of,
+    mean_and_spread,
+    read_run,
+    read_seeds,
+    spread_table,
+)
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult
+from mmattn.training.distributed import end_training, make_accelerator, shard_host
 from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run
 from mmattn.training.evaluation import mean_loss
 from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
 from mmattn.training.loop import train
 from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
-from mmattn.training.memory_warning import memory_warning
-from mmattn.training.metrics import Metrics, read_metrics
-from mmattn.training.metrics_log import MetricsLog
-from mmattn.training.optimization import learning_rate_factor, parameter_groups
-from mmattn.training.processes import shard_host
+from mmattn.training.metrics import Metrics, MetricsLog, memory_warning, read_metrics
+from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
 from mmattn.training.run_folder import RunFolder, markdown_table
-from mmattn.training.saved_runs import SavedRun, read_run, read_seeds
-from mmattn.training.seed_tables import mean_and_spread, spread_table
 from mmattn.training.trackers import log_to_trackers, report_to_trackers
 
 __all__ = [

@@ -39,19 +39,7 @@ def save_checkpoint(
     save_total_limit: int = 2,
     save_more: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write the checkpoint of a step, and remove the oldest ones; return its path.
-
-    Args:
-        folder: of all checkpoints of a run.
-        step: of the optimizer.
-        tensors: by name.
-        about: a JSON object that is written with the tensors.
-        save_total_limit: checkpoints that stay.
-        save_more: writes further files into the folder it is called with.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written to; earlier checkpoints are as they were.
-    """
+    """Write the checkpoint of a step, and remove the oldest ones; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name):
@@ -95,12 +83,7 @@ def remove_checkpoints(folder: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint, and the JSON object that was written with them.
-
-    Raises:
-        AdapterFileError: it is damaged, or of a newer format, or has weights that are not finite; the message says
-            which.
-    """
+    """The tensors of a checkpoint, and the JSON object that was written with them."""
     with making_sense(path / STATE, "state of a run"):
         tensors, about = read_tensors(path / STATE, FORMAT, check_finite=False)
         for name, tensor in tensors.items():
@@ -132,31 +115,13 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy values into the parameters of the same names.
-
-    Args:
-        parameters: by name.
-        tensors: by name.
-        where: the file they are from, for messages.
-
-    Raises:
-        AdapterFileError: other names or shapes; nothing is changed then.
-    """
+    """Copy values into the parameters of the same names."""
     check_fits(parameters, tensors, where)
     assign(parameters, tensors)
 
 
 def check_fits(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors of other names or shapes than those of the parameters, or that are no floating point.
-
-    Args:
-        parameters: by name.
-        tensors: by name.
-        where: the file they are from, for messages.
-
-    Raises:
-        AdapterFileError: there is one.
-    """
+    """Refuse tensors of other names or shapes than those of the parameters, or that are no floating point."""
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     there = {name: tuple(tensor.shape) if tensor.is_floating_point() else None for name, tensor in tensors.items()}
     if wanted != there:
@@ -195,15 +160,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
 
 
 def check_moments(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse moments that are not those of the parameters of an optimizer.
-
-    Args:
-        optimizer: that is to have them.
-        tensors: as `optimizer_tensors` names them; none before the first step.
-
-    Raises:
-        AdapterFileError: one is of no parameter, or an average of another shape.
-    """
+    """Refuse moments that are not those of the parameters of an optimizer."""
     shapes = [tuple(one.shape) for group in optimizer.param_groups for one in group["params"]]
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")
@@ -220,12 +177,6 @@ def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]
 
 def without_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """A state of dicts and lists as JSON values, and the tensors that are in it by name.
-
-    Args:
-        state: such as `StatefulDataLoader.state_dict` returns; None is none.
-
-    Raises:
-        ConfigError: something in it is neither a JSON value nor a tensor.
 
     >>> without_tensors({"at": 3, "generator": torch.zeros(2)})[0]
     {'at': 3, 'generator': {'tensor of a state': '0'}}

@@ -22,18 +22,7 @@ from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, l
 
 
 def chunked_token_nats(model: Any, kwargs: Mapping[str, Any], labels: Tensor, chunk_size: int) -> Tensor:
-    """Cross-entropy -log p (b, l - 1) of each token after those before it, the logits of so many tokens at once.
-
-    Args:
-        model: a language model of transformers with a frozen head, with adapters or without.
-        kwargs: it is called with, without labels.
-        labels: (b, l), -100 where nothing is learned.
-        chunk_size: tokens.
-
-    Raises:
-        ConditionError: the head is trained, or logits are no scaled or capped linear function of last hidden states.
-        ConfigError: a chunk size below 1.
-    """
+    """Cross-entropy -log p (b, l - 1) of each token after those before it, the logits of so many tokens at once."""
     check_int("chunk_size", chunk_size)
     head = output_head(model)
     states = last_hidden_states(model, kwargs)[:, :-1]
@@ -55,13 +44,7 @@ class ChunkedLoss:
         self.model, self.chunk_size = model, chunk_size
 
     def __call__(self, *, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Tensor]:
-        """The loss.
-
-        Args:
-            labels: (b, l), -100 where nothing is learned.
-            num_items_in_batch: tokens that are learned in all micro-batches; None for those of this one.
-            kwargs: the model's own.
-        """
+        """The loss."""
         nats = chunked_token_nats(self.model, kwargs, labels, self.chunk_size)
         count = (labels[:, 1:] != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return {"loss": nats.sum() / count}
@@ -72,15 +55,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, labels: Tensor, head: OutputHead, chunk_size: int) -> Tensor:
-        """The loss of each token, and what the backward pass needs.
-
-        Args:
-            ctx: of autograd.
-            states: (t, d).
-            labels: (t,) the tokens.
-            head: of the language model.
-            chunk_size: tokens at once.
-        """
+        """The loss of each token, and what the backward pass needs."""
         weight, learns = head.linear.weight, ctx.needs_input_grad[0]
         nats = torch.empty(len(states), device=weight.device)
         gradients = torch.empty_like(states) if learns else None
@@ -102,11 +77,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The gradient by the hidden states (t, d).
-
-        Args:
-            ctx: of autograd.
-            gradient: (t,) by the losses.
-        """
+        """The gradient by the hidden states (t, d)."""
         (gradients,) = ctx.saved_tensors
         return (gradient.to(gradients.device)[:, None] * gradients.float()).to(gradients.dtype), None, None, None

@@ -2,14 +2,116 @@
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mmattn.errors import ConfigError
+from mmattn.storage.json_files import read_json
+from mmattn.training.metrics import read_metrics
 from mmattn.training.run_folder import markdown_table
-from mmattn.training.saved_runs import SavedRun
-from mmattn.training.seed_tables import mean_and_spread
+from mmattn.training.trackers import flattened
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a run of any recipe left in its folder, or has written so far.
+
+    Attributes:
+        path: the folder.
+        settings: as they were used, without sections: "optim.max_steps".
+        rows: of `table.json`; none before the run is finished.
+        metrics: lines by the name of the model that was trained; "" where the run names none.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def values(self, metric: str, model: str = "") -> dict[int, float]:
+        """A metric by step.
+
+        Args:
+            metric: its name, such as "eval_loss".
+            model: the name of the model.
+        """
+        lines = self.metrics.get(model, [])
+        return {line["step"]: line[metric] for line in lines if line.get(metric) is not None and "step" in line}
+
+    def lowest(self, metric: str, model: str = "") -> float:
+        """The lowest value of a metric: what a sweep looks for.
+
+        Args:
+            metric: its name.
+            model: the name of the model.
+
+        Raises:
+            ConfigError: it was never measured.
+        """
+        found = self.values(metric, model)
+        if not found:
+            known = dict.fromkeys(name for lines in self.metrics.values() for line in lines for name in line)
+            raise ConfigError(
+                f"{self.path} has no {metric!r} in its metrics{f' of {model!r}' if model else ''}; there are: "
+                f"{', '.join(known) or 'none'}"
+            )
+        return min(found.values())
+
+
+def read_run(folder: str | os.PathLike[str]) -> SavedRun:
+    """Read what a run left in its folder; of a run that is going on, what is there.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ConfigError: no such folder, or none of a run.
+        AdapterFileError: a damaged table.
+    """
+    import yaml
+
+    place = Path(folder)
+    config = place / "config.resolved.yaml"
+    if not config.is_file():
+        raise ConfigError(f"{place} is not the folder of a run: it has no {config.name}; name one that `out` named")
+    try:
+        settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{config} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{config} must hold settings, got {type(settings).__name__}")
+    table = place / "table.json"
+    content = read_json(table, max_bytes=64 << 20) if table.is_file() else {}
+    rows = content.get("rows", []) if isinstance(content, dict) else []
+    metrics: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(place.glob("metrics*.jsonl")):
+        own = path.stem.removeprefix("metrics").removeprefix("_")
+        for line in read_metrics(path):
+            metrics.setdefault(str(line.pop("model", own)), []).append(line)
+    return SavedRun(place, flattened(settings), [row for row in rows if isinstance(row, dict)], metrics)
+
+
+def read_seeds(folder: str | os.PathLike[str]) -> list[SavedRun]:
+    """The run of a folder, or where `mmattn train --seeds` wrote one for each seed, all of them.
+
+    Args:
+        folder: of the run, or of folders `seed-N`.
+
+    Raises:
+        ConfigError: neither.
+        AdapterFileError: a damaged table.
+    """
+    place = Path(folder)
+    seeds = [path for path in place.glob("seed-*") if (path / "config.resolved.yaml").is_file()]
+    if (place / "config.resolved.yaml").is_file() or not seeds:
+        return [read_run(place)]
+    return [read_run(path) for path in sorted(seeds, key=lambda path: (len(path.name), path.name))]
+
 
 Runs = Mapping[str, Sequence[SavedRun]]
 """By name a run, or the runs of several seeds."""
@@ -165,3 +267,52 @@ def _is_number(value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+Columns = Mapping[str, tuple[str, float, str, str]]
+"""For each figure of a row: the column's head, a factor, a format, a unit."""
+
+
+def spread_table(corner: str, columns: Columns, tables: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """One markdown table from the rows of several runs, each figure as mean ± spread.
+
+    Args:
+        corner: head of the first column.
+        columns: of each figure.
+        tables: the rows of each run; a row has a "name" and a figure for each column.
+
+    >>> runs = [[{"name": "seen", "bits": bits}] for bits in (3.0, 3.2, 3.1)]
+    >>> print(spread_table("", {"bits": ("bits saved", 1, "+.2f", "")}, runs))
+    |      |   bits saved |
+    | ---- | -----------: |
+    | seen | +3.10 ± 0.10 |
+    """
+    lines = []
+    for place, first in enumerate(tables[0]):
+        rows = [table[place] for table in tables]
+        cells = [
+            mean_and_spread([row[name] for row in rows], scale, form, unit)
+            for name, (_, scale, form, unit) in columns.items()
+        ]
+        lines.append([first["name"], *cells])
+    return markdown_table([corner, *(head for head, *_ in columns.values())], lines)
+
+
+def mean_and_spread(values: Sequence[float | None], scale: float, form: str, unit: str) -> str:
+    """Mean ± half the range of the values that are numbers.
+
+    Args:
+        values: of each run.
+        scale: factor of all of them.
+        form: a format specification; counts, which have a "," in it, have no spread.
+        unit: written after the figure.
+
+    >>> mean_and_spread([3.0, 3.2, 3.1], 1, "+.2f", "")
+    '+3.10 ± 0.10'
+    """
+    known = [scale * value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return "–"
+    mean, spread = sum(known) / len(known), (max(known) - min(known)) / 2
+    about = "" if len(known) == 1 or "," in form else f" ± {spread:{form.lstrip('+')}}"
+    return f"{mean:{form}}{about}{unit}"

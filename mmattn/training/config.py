@@ -136,11 +136,7 @@ class TrainingResult:
 
 
 def total_steps(config: TrainingConfig, batches: Batches) -> int:
-    """Steps of the optimizer from the first to the last epoch.
-
-    Raises:
-        ConfigError: epochs of a stream, whose length is not known.
-    """
+    """Steps of the optimizer from the first to the last epoch."""
     if config.max_steps is not None:
         return config.max_steps
     assert config.num_train_epochs is not None

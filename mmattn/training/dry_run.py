@@ -6,6 +6,7 @@ import contextlib
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -100,17 +101,7 @@ def is_dry_run() -> bool:
 def measured(
     model: nn.Module, label: str, seconds: Sequence[float], waited: float, rows: int, steps: int, accelerator: Any
 ) -> DryRun:
-    """What a training would take.
-
-    Args:
-        model: that was trained for some steps.
-        label: of the training.
-        seconds: of each step, waiting included.
-        waited: seconds of waiting in all of them.
-        rows: of a step.
-        steps: of the whole run.
-        accelerator: of the run.
-    """
+    """What a training would take."""
     parameters = list(model.parameters())
     trained = [one for one in parameters if one.requires_grad]
     device = accelerator.device
@@ -137,3 +128,37 @@ def _peak(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class StepClock:
+    """The time of the steps since the last metrics; that of evaluations and checkpoints does not count."""
+
+    def __init__(self) -> None:
+        self.begin(0.0)
+
+    def begin(self, waited: float) -> None:
+        """Count from here."""
+        self._began, self._waited, self._aside = time.perf_counter(), waited, 0.0
+        self._rows = self._targets = 0.0
+
+    def count(self, rows: int, targets: float) -> None:
+        """Count what a step learned."""
+        self._rows, self._targets = self._rows + rows, self._targets + targets
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context whose time does not count."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._aside += time.perf_counter() - began
+
+    def metrics(self, waited: float) -> dict[str, float]:
+        """Rows and targets a second, and the share of the time spent waiting."""
+        seconds = max(time.perf_counter() - self._began - self._aside, 1e-9)
+        return {
+            "waiting": round((waited - self._waited) / seconds, 4),
+            "rows_per_second": round(self._rows / seconds, 3),
+            "targets_per_second": round(self._targets / seconds, 3),
+        }

@@ -15,7 +15,7 @@ from mmattn.data.sampling import derive_seed, split_between_processes
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
 from mmattn.training.config import Collate, Loss
-from mmattn.training.processes import Processes
+from mmattn.training.distributed import Processes
 
 GROUPS = 8
 """Batches that held-out rows make at least where there are so many: the spread between them is the noise of a loss."""
@@ -65,17 +65,6 @@ def evaluate(
 
     "eval_loss_shuffled" is the loss of the same rows with other rows' memories, and "memory_gain_stderr" the standard
     error of the difference of the two, from its spread between batches (paired, as in arXiv 2411.00640).
-
-    Args:
-        model: as in `mean_loss`.
-        loss: as in `mean_loss`.
-        rows: held-out rows.
-        shuffled_rows: see `shuffle_memories`; empty for the loss alone.
-        batch_size: as in `mean_loss`.
-        accelerator: as in `mean_loss`.
-        gradient_accumulation_steps: as in `mean_loss`.
-        seed: as in `mean_loss`.
-        collate: as in `mean_loss`.
     """
     processes = Processes.of(model, accelerator)
     size = max(1, batch_size // (gradient_accumulation_steps * processes.count))

@@ -33,15 +33,12 @@ from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
 from mmattn.progress import tracked
 from mmattn.training import checkpoints
-from mmattn.training.activation_checkpointing import gradient_checkpointing
-from mmattn.training.compilation import compiled_blocks
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
-from mmattn.training.dry_run import MEASURED, DryRun, DryRunEnded, is_dry_run, measured
+from mmattn.training.distributed import Processes
+from mmattn.training.dry_run import MEASURED, DryRun, DryRunEnded, StepClock, is_dry_run, measured
 from mmattn.training.evaluation import evaluate
-from mmattn.training.optimization import learning_rate_factor, parameter_groups
-from mmattn.training.processes import Processes
+from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
 from mmattn.training.run_state import RunState
-from mmattn.training.step_clock import StepClock
 
 # Settings that may differ when a run is resumed: what is learned depends on none of them, but for rounding.
 _FREE = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmattn.storage.files import write_text
+from mmattn.training.trackers import log_to_trackers
 
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "eval_loss", "seconds")
 """Columns that every table begins with."""
@@ -80,3 +81,96 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _numbers(line: Mapping[str, Any]) -> list[str]:
     return [name for name, value in line.items() if isinstance(value, (int, float))]
+
+
+class MetricsLog:
+    """Writes metrics into `metrics.jsonl` and `metrics.csv` and to the trackers, and prints what `memory_warning` says.
+
+    Args:
+        accelerator: what `make_accelerator` returned; only its first process writes.
+        folder: of the run.
+        step: of the checkpoint from which the run is resumed, as in `Metrics`.
+        name: of the files, without their endings.
+        prefix: of the figures in trackers.
+        targets: what the loss counts, such as "tokens", of which the throughput is told.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        folder: str | os.PathLike[str],
+        step: int = 0,
+        *,
+        name: str = "metrics",
+        prefix: str = "adapter",
+        targets: str = "targets",
+    ) -> None:
+        self.accelerator, self.prefix, self.targets = accelerator, prefix, targets
+        self.path = Path(folder) / f"{name}.jsonl"
+        self.metrics = Metrics(folder, step, name) if accelerator.is_main_process else None
+
+    def __call__(self, **figures: Any) -> None:
+        """Write the metrics of a step.
+
+        Args:
+            **figures: by name, as `train` gives them.
+        """
+        if self.metrics is None:
+            return
+        named = {name.replace("targets_per_", f"{self.targets}_per_"): value for name, value in figures.items()}
+        self.metrics.log(**named)
+        log_to_trackers(self.accelerator, self.prefix, named.pop("step"), named)
+        if (warning := memory_warning(read_metrics(self.path))) is not None:
+            self.accelerator.print(f"{self.prefix}: {warning}")
+
+
+PATIENCE = 3
+"""Evaluations in a row that must agree."""
+ERRORS = 2.0
+"""Standard errors that a gain must exceed to be one."""
+
+
+def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """What to say after the last evaluation of a run: that its memory does nothing, or that it does at last.
+
+    A memory does nothing where the loss on held-out rows is no higher with the memories of other rows, by more than two
+    standard errors, in three evaluations in a row. That is said once; and once more when it is no longer so.
+
+    Args:
+        lines: of metrics, as `read_metrics` returns them; evaluations have "eval_loss", "eval_loss_shuffled" and
+            "memory_gain_stderr".
+
+    >>> noise = [{"step": n, "eval_loss": 2.5, "eval_loss_shuffled": 2.5, "memory_gain_stderr": 0.1} for n in (1, 2, 3)]
+    >>> memory_warning(noise[:2]) is None
+    True
+    >>> print(memory_warning(noise)[:55])
+    the adapter ignores its memory so far: in 3 evaluations
+    """
+    if not lines or "eval_loss_shuffled" not in lines[-1]:
+        return None
+    ignored = [_is_ignored(line) for line in lines if "eval_loss_shuffled" in line]
+    streak, before, last = _streak(ignored), _streak(ignored[:-1]), lines[-1]
+    losses = f"{last['eval_loss']:.4f} with its own memory, {last['eval_loss_shuffled']:.4f} with another row's"
+    if streak == PATIENCE:
+        return (
+            f"the adapter ignores its memory so far: in {PATIENCE} evaluations up to step {last['step']} the loss of "
+            f"held-out rows was no higher with the memories of other rows ({losses}). See gate/ and memory_attention/ "
+            "in the metrics; and whether the texts can be told from these memories at all, by a linear probe for "
+            "instance"
+        )
+    if not streak and before >= PATIENCE:
+        return f"the adapter uses its memory from step {last['step']} on ({losses})"
+    return None
+
+
+def _streak(flags: Sequence[bool]) -> int:
+    """How many of the last ones are true, one after the other."""
+    return next((count for count, one in enumerate(reversed(flags)) if not one), len(flags))
+
+
+def _is_ignored(line: Mapping[str, Any]) -> bool:
+    own, other, error = (line.get(name) for name in ("eval_loss", "eval_loss_shuffled", "memory_gain_stderr"))
+    if own is None or other is None:
+        return False
+    # Of a single batch no error is known: then only what is equal to rounding is.
+    return bool(other - own <= (1e-6 * abs(own) if error is None else ERRORS * error))

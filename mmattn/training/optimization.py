@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.errors import ConfigError
 
 #: The share of the learning rate that is left, from 1 to 0, when a share from 0 to 1 of the steps after the warm-up is
@@ -74,3 +79,73 @@ def learning_rate_factor(step: int, max_steps: int, warmup_steps: int, lr_schedu
         return (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps))
     return 0.01 + 0.99 * SCHEDULES[lr_scheduler_type](done)
+
+
+@contextlib.contextmanager
+def compiled_blocks(model: Any, backend: str = "inductor") -> Iterator[None]:
+    """Inside this context every block of every adapter is compiled, for text of any length.
+
+    The attention over the memory itself is left to the kernels that it has: it computes on no padding, and so would be
+    compiled again for each length of a memory. Weights are inputs of the graphs, which see every step of the optimizer.
+    """
+    blocks = trained_blocks("torch_compile", model)
+    for block in blocks:
+        if isinstance(block, KeyValueProjection) or type(block).forward is nn.Module.forward:
+            raise ConfigError(
+                f"torch_compile was asked for, and {type(block).__name__} of this adapter is attention over the memory "
+                "alone, which keeps its own kernels: nothing is left to compile. Set it to False"
+            )
+    readers = [part for block in blocks for part in block.modules() if hasattr(type(part), "attend")]
+    for reader in readers:
+        reader.__dict__["attend"] = torch.compiler.disable(reader.attend)
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
+    try:
+        yield
+    finally:
+        for reader in readers:
+            del reader.__dict__["attend"]
+        for block in blocks:
+            del block.__dict__["forward"]
+
+
+@contextlib.contextmanager
+def gradient_checkpointing(model: Any) -> Iterator[None]:
+    """Gradient checkpointing (arXiv 1604.06174) of every block of every adapter, inside this context.
+
+    The gradients are the same bit for bit. The host has a setting of its own:
+    `model.activation_checkpointing_enable()`.
+
+    Args:
+        model: what `mmattn.attach` returned.
+
+    Raises:
+        ConfigError: the model has no adapters.
+    """
+    blocks = trained_blocks("gradient_checkpointing", model)
+    compiled = [block.__dict__.get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = partial(_checkpointed, block.forward)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, compiled, strict=True):
+            del block.__dict__["forward"]
+            if forward is not None:
+                block.forward = forward
+
+
+def trained_blocks(setting: str, model: Any) -> list[Any]:
+    """The blocks of all adapters of a model."""
+    adapters = getattr(model, "adapters", None)
+    if not adapters:
+        raise ConfigError(
+            f"{setting} is for adapters, and {type(model).__name__} has none: attach one, or set it to False"
+        )
+    return [block for adapter in adapters.values() for block in adapter.blocks.values()]
+
+
+def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

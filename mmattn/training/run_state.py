@@ -57,11 +57,7 @@ class RunState:
         self.data_state: Any = None  # of a StatefulDataLoader, after the last batch that was learned
 
     def average(self, decay: float) -> None:
-        """Move the averages towards the weights.
-
-        Args:
-            decay: the share of the average that stays, from 0 to 1.
-        """
+        """Move the averages towards the weights."""
         for name, average in self.averaged.items():
             average.lerp_(self.parameters[name].detach().to(average), 1 - decay)
 
@@ -76,12 +72,7 @@ class RunState:
             checkpoints.assign(self.parameters, own)
 
     def evaluated(self, eval_loss: float, patience: int) -> None:
-        """Note the loss of held-out rows, and whether the run ends early.
-
-        Args:
-            eval_loss: with the weights that the parameters have now, which are kept where it is the lowest.
-            patience: evaluations without improvement after which the run ends; 0 for a run that does not.
-        """
+        """Note the loss of held-out rows, and whether the run ends early."""
         done, done.eval_loss = self.done, eval_loss
         better = eval_loss < done.best_eval_loss
         if better:
@@ -96,13 +87,7 @@ class RunState:
         checkpoints.assign(self.parameters, self.best or self.averaged)
 
     def save(self, folder: Path, save_total_limit: int, save_more: Callable[[Path], None] | None) -> None:
-        """Write a checkpoint.
-
-        Args:
-            folder: of all checkpoints of the run.
-            save_total_limit: checkpoints that stay.
-            save_more: writes further files into the checkpoint's folder, of the averaged weights where there are some.
-        """
+        """Write a checkpoint."""
         groups = {"weights": {name: p.detach() for name, p in self.parameters.items()}}
         groups |= {"averaged": self.averaged, "best": self.best}
         groups["moments"] = checkpoints.optimizer_tensors(self.optimizer)
@@ -124,16 +109,7 @@ class RunState:
         )
 
     def resume(self, folder: Path, device: torch.device) -> None:
-        """Load the last checkpoint, if there is one.
-
-        Args:
-            folder: of all checkpoints of the run.
-            device: of the averages.
-
-        Raises:
-            ConfigError: it is of a run with another identity.
-            AdapterFileError: it is damaged, or of another model.
-        """
+        """Load the last checkpoint, if there is one."""
         found = checkpoints.list_checkpoints(folder)
         if not found:
             return
@@ -171,11 +147,7 @@ class RunState:
 
 
 def _resumed(at: Mapping[str, str]) -> TrainingResult:
-    """The result of a run so far, of the texts that a checkpoint has of it.
-
-    Raises:
-        ConfigError: it lacks some, or they are no counts.
-    """
+    """The result of a run so far, of the texts that a checkpoint has of it."""
     done = TrainingResult()
     if not set(at) <= set(_RESUMED):
         raise ConfigError(f"it says {sorted(at)[:10]} of the run, known are {', '.join(_RESUMED)}")

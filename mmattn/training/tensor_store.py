@@ -55,14 +55,7 @@ class TensorStore:
         self._find_shards()
 
     def get(self, name: str) -> Tensor | None:
-        """A tensor, not to be written to; None where there is none of this name.
-
-        Args:
-            name: of the tensor.
-
-        Raises:
-            AdapterFileError: its shard was changed after it was written, or removed.
-        """
+        """A tensor, not to be written to; None where there is none of this name."""
         with self._lock:
             if name in self._pending:
                 return self._pending[name]
@@ -77,18 +70,7 @@ class TensorStore:
             return self._open[shard][name]
 
     def put(self, name: str, tensor: Tensor) -> Tensor:
-        """Add a tensor.
-
-        Args:
-            name: that no other tensor has.
-            tensor: on any device.
-
-        Returns:
-            The copy that was taken, as `get` gives it.
-
-        Raises:
-            OSError: the disk is full; what is on it stays.
-        """
+        """Add a tensor."""
         with self._lock:
             taken = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             self._pending[name] = taken
@@ -98,11 +80,7 @@ class TensorStore:
             return taken
 
     def flush(self) -> None:
-        """Write what is not yet on the disk.
-
-        Raises:
-            OSError: the disk is full; what is on it stays.
-        """
+        """Write what is not yet on the disk."""
         with self._lock:
             if not self._pending:
                 return

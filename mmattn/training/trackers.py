@@ -24,14 +24,7 @@ PROJECT = "mmattn"
 def start_trackers(
     accelerator: Any, folder: str | os.PathLike[str] | None, settings: Mapping[str, Any] | None, step: int
 ) -> None:
-    """Begin a run in each tracker of an accelerator, or go on with the one it has.
-
-    Args:
-        accelerator: with `log_with`.
-        folder: of the run; None for one of its own in each tracker, which does not go on.
-        settings: of the run; sections become "section.key".
-        step: of the checkpoint from which the run is resumed; 0 begins anew.
-    """
+    """Begin a run in each tracker of an accelerator, or go on with the one it has."""
     names = [str(name) for name in accelerator.log_with]
     known = _known(folder) if step else {}
     identity = known.get("wandb", uuid.uuid4().hex[:8])
@@ -107,10 +100,6 @@ def report_to_trackers(accelerator: Any, folder: str | os.PathLike[str]) -> None
 
 def flattened(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Settings without sections, each a number, a text, True, False or None.
-
-    Args:
-        settings: sections as dicts.
-        before: what their names begin with.
 
     >>> flattened({"seed": 0, "optim": {"max_steps": 40, "betas": [0.9, 0.98]}})
     {'seed': 0, 'optim.max_steps': 40, 'optim.betas': '[0.9, 0.98]'}

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
-from mmattn.training.compilation import compiled_blocks
+from mmattn.training.optimization import compiled_blocks
 from tests import tiny, tiny_unets
 from tests.training import small_run
 

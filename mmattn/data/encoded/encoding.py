@@ -25,7 +25,7 @@ from mmattn.errors import ConfigError, check_choice, check_int
 from mmattn.progress import counted
 from mmattn.retrieval.ray_workers import run_on_ray
 from mmattn.storage.files import lock_folder
-from mmattn.training.accelerator import process_state
+from mmattn.training.distributed import process_state
 
 # Seconds between two looks at what other processes have done.
 _PAUSE = 0.2

@@ -72,8 +72,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def last_step(folder: Path) -> int:
     """The step of the last checkpoint in a folder; 0 where there is none."""
-    found = list_checkpoints(folder)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    paths = list_checkpoints(folder)
+    return int(paths[-1].name.removeprefix("step-")) if paths else 0
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -122,13 +122,13 @@ def load_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, T
 
 def check_fits(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors of other names or shapes than those of the parameters, or that are no floating point."""
-    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    there = {name: tuple(tensor.shape) if tensor.is_floating_point() else None for name, tensor in tensors.items()}
-    if wanted != there:
-        differing = [name for name in {**wanted, **there} if wanted.get(name) != there.get(name)]
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    shapes = {name: tuple(tensor.shape) if tensor.is_floating_point() else None for name, tensor in tensors.items()}
+    if expected != shapes:
+        differing = [name for name in {**expected, **shapes} if expected.get(name) != shapes.get(name)]
         raise AdapterFileError(
-            f"{where} holds {len(there)} trained tensors and this model trains {len(wanted)}; {len(differing)} differ "
-            f"({', '.join(differing[:5])}): another adapter or other settings. Name another folder for this run"
+            f"{where} does not fit this model: {len(differing)} of {len(expected)} trained tensors differ "
+            f"({', '.join(differing[:5])}). Use the same adapter and settings, or another folder"
         )
 
 
@@ -147,7 +147,7 @@ def copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The moments of an optimizer under flat names."""
     state = optimizer.state_dict()["state"]
-    return {f"{index}.{key}": torch.as_tensor(value) for index, own in state.items() for key, value in own.items()}
+    return {f"{index}.{key}": torch.as_tensor(value) for index, one in state.items() for key, value in one.items()}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
@@ -164,8 +164,8 @@ def check_moments(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor
     shapes = [tuple(one.shape) for group in optimizer.param_groups for one in group["params"]]
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")
-        own = shapes[int(index)] if index.isdecimal() and int(index) < len(shapes) else None
-        if own is None or not key or (key.startswith("exp_avg") and tuple(tensor.shape) != own):
+        shape = shapes[int(index)] if index.isdecimal() and int(index) < len(shapes) else None
+        if shape is None or not key or (key.startswith("exp_avg") and tuple(tensor.shape) != shape):
             raise AdapterFileError(f"it has a moment {name[:100]!r} {tuple(tensor.shape)}, which no parameter has")
 
 
@@ -202,7 +202,7 @@ def without_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def with_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `without_tensors` was given, of what it returned."""
+    """Reverse `without_tensors`."""
     if isinstance(state, dict):
         if set(state) == {_TENSOR}:
             return tensors[state[_TENSOR]]

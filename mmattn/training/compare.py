@@ -19,7 +19,7 @@ from mmattn.training.trackers import flattened
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a run of any recipe left in its folder, or has written so far.
+    """A run read back from its folder, finished or not.
 
     Attributes:
         path: the folder.
@@ -53,14 +53,14 @@ class SavedRun:
         Raises:
             ConfigError: it was never measured.
         """
-        found = self.values(metric, model)
-        if not found:
-            known = dict.fromkeys(name for lines in self.metrics.values() for line in lines for name in line)
+        values = self.values(metric, model)
+        if not values:
+            names = dict.fromkeys(name for lines in self.metrics.values() for line in lines for name in line)
             raise ConfigError(
                 f"{self.path} has no {metric!r} in its metrics{f' of {model!r}' if model else ''}; there are: "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(names) or 'none'}"
             )
-        return min(found.values())
+        return min(values.values())
 
 
 def read_run(folder: str | os.PathLike[str]) -> SavedRun:
@@ -90,9 +90,9 @@ def read_run(folder: str | os.PathLike[str]) -> SavedRun:
     rows = content.get("rows", []) if isinstance(content, dict) else []
     metrics: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(place.glob("metrics*.jsonl")):
-        own = path.stem.removeprefix("metrics").removeprefix("_")
+        model = path.stem.removeprefix("metrics").removeprefix("_")
         for line in read_metrics(path):
-            metrics.setdefault(str(line.pop("model", own)), []).append(line)
+            metrics.setdefault(str(line.pop("model", model)), []).append(line)
     return SavedRun(place, flattened(settings), [row for row in rows if isinstance(row, dict)], metrics)
 
 
@@ -125,7 +125,7 @@ _NONE = "–"
 
 
 def compare_runs(runs: Runs, metrics: Sequence[str] = METRICS) -> str:
-    """What differs between runs, of one recipe or of several: then what they have in common is compared.
+    """Compare runs of one or several recipes: settings that differ, tables, metrics over steps.
 
     Of several seeds a figure of the table is the mean ± half the range, and a metric the mean.
 
@@ -149,14 +149,14 @@ def curves_of(runs: Runs, metrics: Sequence[str] = METRICS) -> Curves:
         runs: see `Runs`.
         metrics: their names; one that no run has is left out.
     """
-    found: dict[str, dict[str, list[dict[int, float]]]] = {}
+    curves: dict[str, dict[str, list[dict[int, float]]]] = {}
     for metric in metrics:
         for name, seeds in runs.items():
             for model in dict.fromkeys(model for run in seeds for model in run.metrics):
                 values = [one for run in seeds if (one := run.values(metric, model))]
                 if values:
-                    found.setdefault(metric, {})[f"{name}: {model}" if model else name] = values
-    return found
+                    curves.setdefault(metric, {})[f"{name}: {model}" if model else name] = values
+    return curves
 
 
 def _settings(runs: Runs) -> str:
@@ -170,20 +170,20 @@ def _settings(runs: Runs) -> str:
             rows.append([key, *values])
     lines = [f"{len(common)} settings in common, of which {len(rows)} differ."]
     for name, one in given.items():
-        if own := [key for key in one if key not in common]:
-            more = f" and {len(own) - 8} more" if len(own) > 8 else ""
-            lines.append(f"Not in all of them, but in {name}: {', '.join(own[:8])}{more}.")
+        if missing := [key for key in one if key not in common]:
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            lines.append(f"Not in all of them, but in {name}: {', '.join(missing[:8])}{more}.")
     table = markdown_table(["setting", *given], rows) if rows else ""
     return "\n\n".join(part for part in ("\n".join(lines), table) if part)
 
 
 def _shared_settings(seeds: Sequence[SavedRun]) -> dict[str, str]:
     """Each setting as text, with all its values where seeds differ in it."""
-    found: dict[str, dict[str, None]] = {}
+    texts: dict[str, dict[str, None]] = {}
     for run in seeds:
         for key, value in run.settings.items():
-            found.setdefault(key, {})[_NONE if value is None else str(value)] = None
-    return {key: ", ".join(values) for key, values in found.items()}
+            texts.setdefault(key, {})[_NONE if value is None else str(value)] = None
+    return {key: ", ".join(values) for key, values in texts.items()}
 
 
 def _tables(runs: Runs) -> list[str]:
@@ -205,33 +205,33 @@ def _tables(runs: Runs) -> list[str]:
         parts.append(markdown_table([figure, *labelled], rows))
     alone = {figure: next(iter(names)) for figure, names in having.items() if len(names) == 1}
     for name in runs:
-        if own := [figure for figure, owner in alone.items() if owner == name]:
-            parts.append(f"In the table of {name} alone: {', '.join(own)}.")
+        if figures := [figure for figure, owner in alone.items() if owner == name]:
+            parts.append(f"In the table of {name} alone: {', '.join(figures)}.")
     if unfinished := [name for name, seeds in runs.items() if not all(run.rows for run in seeds)]:
         parts.append(f"Without a table, as it is not finished or measured nothing: {', '.join(unfinished)}.")
     return parts
 
 
 def _labelled(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Rows by name; those that share one are told apart by a whole number that they have besides."""
+    """Return rows by name; equal names are extended by a count that differs."""
     names = [str(row.get("name", number)) for number, row in enumerate(rows)]
-    found: dict[str, Mapping[str, Any]] = {}
+    labelled: dict[str, Mapping[str, Any]] = {}
     for name, row in zip(names, rows, strict=True):
-        alike = [other for other, own in zip(rows, names, strict=True) if own == name]
+        alike = [other for other, other_name in zip(rows, names, strict=True) if other_name == name]
         label = name
         if len(alike) > 1:
             counts = [key for key, value in row.items() if _is_whole(value)]
             key = next((key for key in counts if len({other.get(key) for other in alike}) == len(alike)), None)
-            label = f"{name}, {key} {row[key]:,}" if key else f"{name} ({len(found)})"
-        found[label] = row
-    return found
+            label = f"{name}, {key} {row[key]:,}" if key else f"{name} ({len(labelled)})"
+        labelled[label] = row
+    return labelled
 
 
 def _tables_of_curves(curves: Curves) -> Iterable[str]:
     """Of each metric its value at a few steps, the last one, and the lowest."""
     for metric, named in curves.items():
-        known = sorted({step for seeds in named.values() for values in seeds for step in values})
-        chosen = [known[round(number * (len(known) - 1) / max(1, _STEPS - 1))] for number in range(_STEPS)]
+        all_steps = sorted({step for seeds in named.values() for values in seeds for step in values})
+        chosen = [all_steps[round(number * (len(all_steps) - 1) / max(1, _STEPS - 1))] for number in range(_STEPS)]
         steps = list(dict.fromkeys(chosen))
         rows = []
         for name, seeds in named.items():
@@ -310,9 +310,9 @@ def mean_and_spread(values: Sequence[float | None], scale: float, form: str, uni
     >>> mean_and_spread([3.0, 3.2, 3.1], 1, "+.2f", "")
     '+3.10 ± 0.10'
     """
-    known = [scale * value for value in values if value is not None and math.isfinite(value)]
-    if not known:
+    numbers = [scale * value for value in values if value is not None and math.isfinite(value)]
+    if not numbers:
         return "–"
-    mean, spread = sum(known) / len(known), (max(known) - min(known)) / 2
-    about = "" if len(known) == 1 or "," in form else f" ± {spread:{form.lstrip('+')}}"
+    mean, spread = sum(numbers) / len(numbers), (max(numbers) - min(numbers)) / 2
+    about = "" if len(numbers) == 1 or "," in form else f" ± {spread:{form.lstrip('+')}}"
     return f"{mean:{form}}{about}{unit}"

@@ -106,7 +106,7 @@ class TrainingConfig:
 
 @dataclass
 class TrainingResult:
-    """Where a training run ended.
+    """Result of a training run.
 
     Attributes:
         global_step: steps of the optimizer since the beginning of the run, also where it was resumed.

@@ -38,7 +38,7 @@ class Processes:
 
     @classmethod
     def of(cls, model: Any, accelerator: Any) -> Processes:
-        """Those that train a model."""
+        """Return the layout of the processes that train a model."""
         copies, processes = tensor_parallel_size(model), accelerator.num_processes
         if processes % copies:
             raise ConfigError(
@@ -62,8 +62,8 @@ class Processes:
         flat = torch.cat([gradient.to(self.accelerator.device, torch.float32).flatten() for gradient in gradients])
         # Copies of a share differ by rounding: their mean keeps the adapters of all equal.
         flat = self.accelerator.reduce(flat, "sum") / self.copies
-        for gradient, own in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-            gradient.copy_(own.view_as(gradient))
+        for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """The values of the first process, so that all begin alike."""
@@ -123,30 +123,30 @@ def make_accelerator(
     check_choice("device", device, ("auto", "cpu"))
     accelerate = import_extra("accelerate", "train")
     cpu = device == "cpu" or not torch.accelerator.is_available()
-    given: dict[str, Any] = {"cpu": cpu, "mixed_precision": mixed_precision}
+    options: dict[str, Any] = {"cpu": cpu, "mixed_precision": mixed_precision}
     if trackers:
-        there = sorted(name.value for name in accelerate.tracking.get_available_trackers())
-        if lacking := sorted(set(trackers) - set(there)):
+        available = sorted(name.value for name in accelerate.tracking.get_available_trackers())
+        if lacking := sorted(set(trackers) - set(available)):
             raise ConfigError(
                 f"the tracker {lacking[0]!r} is not installed, or accelerate does not know it; there are: "
-                f"{', '.join(there) or 'none'}. Metrics are written as JSON lines and CSV in any case"
+                f"{', '.join(available) or 'none'}. Metrics are written as JSON lines and CSV in any case"
             )
-        given |= {"log_with": list(trackers), "project_dir": None if folder is None else str(folder)}
+        options |= {"log_with": list(trackers), "project_dir": None if folder is None else str(folder)}
     _forget_last(accelerate)
     _join_restarted(cpu)
     try:
-        made = accelerate.Accelerator(**given)
+        run_accelerator = accelerate.Accelerator(**options)
     except ValueError as error:
         raise ConfigError(f"mixed_precision={mixed_precision}: {error}") from error
-    if mixed_precision != "no" and not made.native_amp:
+    if mixed_precision != "no" and not run_accelerator.native_amp:
         # accelerate leaves fp16 on the CPU out without a word.
         raise ConfigError(
-            f"mixed_precision={mixed_precision} does not exist on {made.device.type}: use bf16 there, or no"
+            f"mixed_precision={mixed_precision} does not exist on {run_accelerator.device.type}: use bf16 there, or no"
         )
-    _check_launched(made, "train CONFIG")
+    _check_launched(run_accelerator, "train CONFIG")
     if trackers:
-        start_trackers(made, folder, settings, resumed_step)
-    return made
+        start_trackers(run_accelerator, folder, settings, resumed_step)
+    return run_accelerator
 
 
 def process_state() -> Any:
@@ -193,5 +193,5 @@ def _join_restarted(cpu: bool) -> None:
     store = torch.distributed.TCPStore(
         environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), world, is_master=False
     )
-    own = torch.distributed.PrefixStore(f"start {starts}", store)
-    torch.distributed.init_process_group("gloo" if cpu else None, store=own, rank=rank, world_size=world)
+    prefixed = torch.distributed.PrefixStore(f"start {starts}", store)
+    torch.distributed.init_process_group("gloo" if cpu else None, store=prefixed, rank=rank, world_size=world)

@@ -22,7 +22,7 @@ _ASKED: ContextVar[bool] = ContextVar("mmattn_dry_run", default=False)
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a training would take, by a few of its steps.
+    """Cost of a training run, extrapolated from a few steps.
 
     Args:
         label: of the training.
@@ -94,14 +94,14 @@ def dry_run() -> Iterator[None]:
 
 
 def is_dry_run() -> bool:
-    """Whether trainings are only to be measured here."""
+    """True inside a `dry_run` block."""
     return _ASKED.get()
 
 
 def measured(
     model: nn.Module, label: str, seconds: Sequence[float], waited: float, rows: int, steps: int, accelerator: Any
 ) -> DryRun:
-    """What a training would take."""
+    """Return the cost of a training run."""
     parameters = list(model.parameters())
     trained = [one for one in parameters if one.requires_grad]
     device = accelerator.device

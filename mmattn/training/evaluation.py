@@ -70,12 +70,12 @@ def evaluate(
     size = max(1, batch_size // (gradient_accumulation_steps * processes.count))
     if len(shuffled_rows):
         size = min(size, math.ceil(len(rows) / (GROUPS * processes.count)))
-    own = _batch_losses(model, loss, rows, size, processes, seed, collate)
-    found = {"eval_loss": _mean(own)}
+    losses = _batch_losses(model, loss, rows, size, processes, seed, collate)
+    metrics = {"eval_loss": _mean(losses)}
     if len(shuffled_rows):
         other = _batch_losses(model, loss, shuffled_rows, size, processes, seed, collate)
-        found |= {"eval_loss_shuffled": _mean(other), "memory_gain_stderr": _stderr(own, other)}
-    return found
+        metrics |= {"eval_loss_shuffled": _mean(other), "memory_gain_stderr": _stderr(losses, other)}
+    return metrics
 
 
 @torch.no_grad()
@@ -87,13 +87,13 @@ def _batch_losses(
     model.eval()
     seeded = [(rows[i], derive_seed(seed, "held out", i)) for i in range(len(rows))]
     accelerator = processes.accelerator
-    (own,) = split_between_processes(seeded, processes.index, processes.count)
+    (share,) = split_between_processes(seeded, processes.index, processes.count)
     longest = math.ceil(len(rows) / processes.count)
     sums = torch.zeros(processes.count, math.ceil(longest / size), 2, dtype=torch.float64)
-    for number, start in enumerate(range(0, longest if shards(model) else len(own), size)):
-        part = own[start : start + size]
-        given, seeds = zip(*(part or seeded[:1]), strict=True)
-        batch = list(given) if collate is None else on_device(collate(given, seeds), accelerator.device)
+    for number, start in enumerate(range(0, longest if shards(model) else len(share), size)):
+        part = share[start : start + size]
+        examples, seeds = zip(*(part or seeded[:1]), strict=True)
+        batch = list(examples) if collate is None else on_device(collate(examples, seeds), accelerator.device)
         with accelerator.autocast(), stored(model):
             total, count = loss(batch, seeds)
         if part:

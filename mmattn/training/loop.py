@@ -271,7 +271,7 @@ class _Run:
         return done
 
     def dry_run(self, label: str) -> DryRun:
-        """What the whole run would take, by its first steps."""
+        """Measure the first steps and extrapolate the cost of the run."""
         self.model.train()
         seconds, size = [], 0
         with contextlib.closing(Prefetched(self._fetcher(), self.config.dataloader_prefetch_factor)) as fetched:
@@ -293,11 +293,11 @@ class _Run:
         return fetcher.fetch(done.global_step, steps, done.epoch, done.batch_in_epoch, data_state)
 
     def _is_evaluated(self, step: int) -> bool:
-        """Whether the run is evaluated after a step."""
+        """True if the run is evaluated after this step."""
         return bool(self.config.eval_steps) and (step % self.config.eval_steps == 0 or step == self.total)
 
     def _is_logged(self, step: int) -> bool:
-        """Whether metrics are logged after a step."""
+        """True if metrics are logged after this step."""
         return step % self.config.logging_steps == 0 or step == self.total or self._is_evaluated(step)
 
     def _metrics(self, waited: float) -> dict[str, Any]:
@@ -313,8 +313,8 @@ class _Run:
 
     def _status(self) -> str:
         recent = self.state.recent
-        seen = f"loss {sum(loss for loss, _ in recent) / len(recent):.3f}" if recent else ""
-        return f"{seen} eval {self.done.eval_loss:.3f}" if math.isfinite(self.done.eval_loss) else seen
+        status = f"loss {sum(loss for loss, _ in recent) / len(recent):.3f}" if recent else ""
+        return f"{status} eval {self.done.eval_loss:.3f}" if math.isfinite(self.done.eval_loss) else status
 
     def _evaluate(self) -> None:
         """Evaluate, with the averaged weights where there are some, and remember the best ones."""

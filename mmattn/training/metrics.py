@@ -70,13 +70,13 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Args:
         path: of the file; where there is none, there are no lines.
     """
-    found: list[Any] = []
+    records: list[Any] = []
     for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else ():
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return [line for line in found if isinstance(line, dict)]
+    return [line for line in records if isinstance(line, dict)]
 
 
 def _numbers(line: Mapping[str, Any]) -> list[str]:
@@ -84,7 +84,7 @@ def _numbers(line: Mapping[str, Any]) -> list[str]:
 
 
 class MetricsLog:
-    """Writes metrics into `metrics.jsonl` and `metrics.csv` and to the trackers, and prints what `memory_warning` says.
+    """Write metrics to `metrics.jsonl`, `metrics.csv` and the trackers, and print the warning of `memory_warning`.
 
     Args:
         accelerator: what `make_accelerator` returned; only its first process writes.
@@ -92,7 +92,7 @@ class MetricsLog:
         step: of the checkpoint from which the run is resumed, as in `Metrics`.
         name: of the files, without their endings.
         prefix: of the figures in trackers.
-        targets: what the loss counts, such as "tokens", of which the throughput is told.
+        targets: unit of the throughput, such as "tokens".
     """
 
     def __init__(
@@ -131,7 +131,7 @@ ERRORS = 2.0
 
 
 def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to say after the last evaluation of a run: that its memory does nothing, or that it does at last.
+    """Warn after the last evaluation if the adapter ignores its memory, or say that it no longer does.
 
     A memory does nothing where the loss on held-out rows is no higher with the memories of other rows, by more than two
     standard errors, in three evaluations in a row. That is said once; and once more when it is no longer so.
@@ -164,13 +164,13 @@ def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _streak(flags: Sequence[bool]) -> int:
-    """How many of the last ones are true, one after the other."""
+    """Return the length of the run of true values at the end."""
     return next((count for count, one in enumerate(reversed(flags)) if not one), len(flags))
 
 
 def _is_ignored(line: Mapping[str, Any]) -> bool:
-    own, other, error = (line.get(name) for name in ("eval_loss", "eval_loss_shuffled", "memory_gain_stderr"))
-    if own is None or other is None:
+    eval_loss, other, error = (line.get(name) for name in ("eval_loss", "eval_loss_shuffled", "memory_gain_stderr"))
+    if eval_loss is None or other is None:
         return False
     # Of a single batch no error is known: then only what is equal to rounding is.
-    return bool(other - own <= (1e-6 * abs(own) if error is None else ERRORS * error))
+    return bool(other - eval_loss <= (1e-6 * abs(eval_loss) if error is None else ERRORS * error))

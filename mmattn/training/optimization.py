@@ -1,4 +1,4 @@
-"""What the optimizer is given: groups of parameters, and the learning rate at each step."""
+"""Parameter groups, learning-rate schedules, compiled and checkpointed adapter blocks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class RunFolder:
         return True
 
     def finished(self, settings: Mapping[str, Any]) -> str:
-        """What to say where a run with the same settings left its `table.json`; otherwise nothing.
+        """Return a message if a run with the same settings is finished here, else an empty string.
 
         Args:
             settings: as they were given to `begin` or `write_config`.

@@ -1,4 +1,4 @@
-"""What a run has learned and where it is, in memory and in the checkpoints from which it is resumed."""
+"""The state of a run in memory and in checkpoints: weights, averages, optimizer, progress."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class RunState:
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """A context in which the parameters have their averaged values, where there are some."""
-        own = checkpoints.copies(self.parameters) if self.averaged else {}
+        weights = checkpoints.copies(self.parameters) if self.averaged else {}
         checkpoints.assign(self.parameters, self.averaged)
         try:
             yield
         finally:
-            checkpoints.assign(self.parameters, own)
+            checkpoints.assign(self.parameters, weights)
 
     def evaluated(self, eval_loss: float, patience: int) -> None:
         """Note the loss of held-out rows, and whether the run ends early."""
@@ -92,7 +92,7 @@ class RunState:
         groups |= {"averaged": self.averaged, "best": self.best}
         groups["moments"] = checkpoints.optimizer_tensors(self.optimizer)
         data, groups["data"] = checkpoints.without_tensors(self.data_state)
-        tensors = {f"{group}.{name}": value for group, own in groups.items() for name, value in own.items()}
+        tensors = {f"{group}.{name}": value for group, members in groups.items() for name, value in members.items()}
         # JSON has no infinity and no nan.
         at = {name: str(getattr(self.done, name)) for name in _RESUMED}
         scaler = None if self.scaler is None else self.scaler.state_dict()
@@ -110,33 +110,33 @@ class RunState:
 
     def resume(self, folder: Path, device: torch.device) -> None:
         """Load the last checkpoint, if there is one."""
-        found = checkpoints.list_checkpoints(folder)
-        if not found:
+        paths = checkpoints.list_checkpoints(folder)
+        if not paths:
             return
-        tensors, about = checkpoints.load_checkpoint(found[-1])
-        with making_sense(found[-1], "checkpoint"):
+        tensors, about = checkpoints.load_checkpoint(paths[-1])
+        with making_sense(paths[-1], "checkpoint"):
             done = _resumed(about["at"])
             recent = [(float(loss), float(norm)) for loss, norm in about["recent"]]
-            there = validated("its run", dict[str, Any], about["run"])
+            identity = validated("its run", dict[str, Any], about["run"])
             data_state = checkpoints.with_tensors(about.get("data"), checkpoints.with_prefix(tensors, "data"))
             scaler = validated("its scaler", dict[str, Any] | None, about["scaler"])
         differing = [
-            f"{name}: {there.get(name)!r} there, {self.identity.get(name)!r} here"
-            for name in {**there, **self.identity}
-            if there.get(name) != self.identity.get(name)
+            f"{name}: {identity.get(name)!r} there, {self.identity.get(name)!r} here"
+            for name in {**identity, **self.identity}
+            if identity.get(name) != self.identity.get(name)
         ]
         if differing:
             raise ConfigError(
-                f"{found[-1]} is of a run with other settings ({'; '.join(differing[:5])}): start it with those again, "
+                f"{paths[-1]} is of a run with other settings ({'; '.join(differing[:5])}): start it with those again, "
                 "name another folder, or begin anew with resume=false"
             )
         groups = {name: checkpoints.with_prefix(tensors, name) for name in ("weights", "averaged", "best", "moments")}
-        with making_sense(found[-1], "checkpoint of this run"):
+        with making_sense(paths[-1], "checkpoint of this run"):
             for name in ("weights", "averaged", "best"):
                 if groups[name] or name == "weights":
-                    checkpoints.check_fits(self.parameters, groups[name], str(found[-1]))
+                    checkpoints.check_fits(self.parameters, groups[name], str(paths[-1]))
             checkpoints.check_moments(self.optimizer, groups["moments"])
-            checkpoints.load_weights(self.parameters, groups["weights"], str(found[-1]))
+            checkpoints.load_weights(self.parameters, groups["weights"], str(paths[-1]))
             checkpoints.load_optimizer(self.optimizer, groups["moments"])
             if self.scaler is not None and scaler is not None:
                 self.scaler.load_state_dict(scaler)

@@ -1,4 +1,4 @@
-"""What trackers of accelerate are given of a run: settings, metrics, at the end its table and its pictures.
+"""Logging to accelerate's trackers: settings, metrics, the final table and pictures.
 
 TensorBoard writes into the run's folder, and so does Weights & Biases before it uploads; MLflow writes where
 `MLFLOW_TRACKING_URI` says. A run that is resumed goes on in the run that the tracker already has.
@@ -26,27 +26,27 @@ def start_trackers(
 ) -> None:
     """Begin a run in each tracker of an accelerator, or go on with the one it has."""
     names = [str(name) for name in accelerator.log_with]
-    known = _known(folder) if step else {}
-    identity = known.get("wandb", uuid.uuid4().hex[:8])
+    run_ids = _known(folder) if step else {}
+    identity = run_ids.get("wandb", uuid.uuid4().hex[:8])
     where = {} if folder is None else {"dir": str(folder)}
     named = {} if folder is None else {"name": Path(folder).resolve().name}
-    given: dict[str, dict[str, Any]] = {
+    init_kwargs: dict[str, dict[str, Any]] = {
         # What was logged after the checkpoint comes again.
         "tensorboard": {"purge_step": step + 1} if step else {},
         "wandb": {"id": identity, "resume": "allow", **where, **named},
-        "mlflow": {"run_id": known.get("mlflow"), **{f"run_{key}": value for key, value in named.items()}},
+        "mlflow": {"run_id": run_ids.get("mlflow"), **{f"run_{key}": value for key, value in named.items()}},
     }
-    accelerator.init_trackers("tensorboard" if names == ["tensorboard"] else PROJECT, init_kwargs=given)
+    accelerator.init_trackers("tensorboard" if names == ["tensorboard"] else PROJECT, init_kwargs=init_kwargs)
     if not accelerator.is_main_process:
         return
-    found = dict.fromkeys(names, "") | ({"wandb": identity} if "wandb" in names else {})
+    new_ids = dict.fromkeys(names, "") | ({"wandb": identity} if "wandb" in names else {})
     if "mlflow" in names:
-        found["mlflow"] = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
+        new_ids["mlflow"] = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
     for tracker in accelerator.trackers:
-        if settings is not None and tracker.name not in known:
+        if settings is not None and tracker.name not in run_ids:
             tracker.store_init_configuration(flattened(settings))
     if folder is not None:
-        write_json(Path(folder) / FILE, known | found)
+        write_json(Path(folder) / FILE, run_ids | new_ids)
 
 
 def log_to_trackers(accelerator: Any, prefix: str, step: int, figures: Mapping[str, Any]) -> None:
@@ -104,20 +104,20 @@ def flattened(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     >>> flattened({"seed": 0, "optim": {"max_steps": 40, "betas": [0.9, 0.98]}})
     {'seed': 0, 'optim.max_steps': 40, 'optim.betas': '[0.9, 0.98]'}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{before}{name}.")
+            flat |= flattened(value, f"{before}{name}.")
         else:
             plain = value is None or isinstance(value, (bool, int, float, str))
-            found[f"{before}{name}"] = value if plain else str(value)
-    return found
+            flat[f"{before}{name}"] = value if plain else str(value)
+    return flat
 
 
 def _known(folder: str | os.PathLike[str] | None) -> dict[str, str]:
     """The runs that trackers already have of this folder."""
     if folder is not None and (Path(folder) / FILE).is_file():
         with contextlib.suppress(AdapterFileError):
-            found = read_json(Path(folder) / FILE)
-            return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+            run_ids = read_json(Path(folder) / FILE)
+            return {str(key): str(value) for key, value in run_ids.items()} if isinstance(run_ids, dict) else {}
     return {}

@@ -176,8 +176,8 @@ def last_complete(folder: Path) -> str | None:
 
     The Trainer writes its own state last, so a process killed in a save leaves a folder without it.
     """
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    for path in sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
+    paths = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    for path in sorted(paths, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
         if (path / "trainer_state.json").is_file():
             try:
                 read_tensors(path / WEIGHTS, FORMAT)

@@ -140,7 +140,7 @@ def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: 
     """Have a language model read the texts of an index, and write what a pipeline answers with."""
     from mmattn.adapters.passages.adapter import PassageAdapter
     from mmattn.hosts.attach import attach
-    from mmattn.kv_store.passage_cache import PassageCache
+    from mmattn.kv_store.passages import PassageCache
     from mmattn.pipelines import EncoderReference, ModelReference, default_device, load_host, save_passages
     from mmattn.recipes import resolve_asset
     from mmattn.storage.hub import without_progress_bars

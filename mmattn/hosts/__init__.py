@@ -11,7 +11,7 @@ from mmattn.hosts.encoder.model import AdaptedEncoder
 from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
 from mmattn.hosts.loading import load, load_published
 from mmattn.hosts.registry import host_kinds, register_host
-from mmattn.kv_store.passage_cache import PassageCache
+from mmattn.kv_store.passages import PassageCache
 
 __all__ = [
     "AdaptedCausalLM",

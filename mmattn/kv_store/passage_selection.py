@@ -1,4 +1,4 @@
-"""Selected passages: their keys and values put one after the other, before the text of each row."""
+"""`PassageSelection`: passages put one after the other before the text of each row."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.adapters.joined.joint_softmax import JoinedSlots, JoinedView
+from mmattn.adapters.joined.joint_softmax import Capture, JoinedSlots, JoinedView
+from mmattn.adapters.language_models import device_of, embeddings_of
 from mmattn.adapters.passages.adapter import PassageLayers, Passages
 from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError
-from mmattn.kv_store.passage_files import Entry
-from mmattn.kv_store.passage_kv import capture
+from mmattn.hosts.causal_lm.continuous_batching import paused
+from mmattn.hosts.causal_lm.generation import fewest_logits
+from mmattn.hosts.context import Call
+from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.kv_store.files import Passage
 
 
 class PassageSelection(Passages):
@@ -24,12 +28,12 @@ class PassageSelection(Passages):
     Keys and values are put together at the first call, and used by all later ones.
 
     Args:
-        cache: the passages that were read.
-        rows: for each row of text its passages, in the order in which they stand.
-        recomputed_tokens: of each passage but the first, how many tokens are read again where they stand.
+        cache: the passages.
+        rows: for each row of text its passages, in their order.
+        recomputed_tokens: as in `PassageCache.select`.
     """
 
-    def __init__(self, cache: Any, rows: Sequence[Sequence[Entry]], recomputed_tokens: int = 0) -> None:
+    def __init__(self, cache: Any, rows: Sequence[Sequence[Passage]], recomputed_tokens: int = 0) -> None:
         self.cache, self.rows, self.recomputed_tokens = cache, [list(row) for row in rows], recomputed_tokens
         self._slots: JoinedSlots | None = None
 
@@ -42,7 +46,7 @@ class PassageSelection(Passages):
         return len(self.rows)
 
     def __getitem__(self, rows: Any) -> PassageSelection:
-        """Some rows, by number, slice or list."""
+        """Return some rows, by number, slice or list."""
         numbers = torch.arange(len(self.rows))[rows].reshape(-1).tolist()
         return PassageSelection(self.cache, [self.rows[number] for number in numbers], self.recomputed_tokens)
 
@@ -51,23 +55,19 @@ class PassageSelection(Passages):
         return 0 if self._slots is None else self._slots.nbytes()
 
     def slots(self, adapter: PassageLayers) -> JoinedSlots:
-        """Keys and values of every layer.
-
-        Raises:
-            ConditionError: they were read by another host, or by other weights.
-        """
+        """Return keys and values of every layer; ConditionError if another host or other weights computed them."""
         self.cache.check_adapter(adapter)
         self.cache.check_current()
         if self._slots is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._slots = self._put_together(adapter)
+                self._slots = self._concatenate(adapter)
         return self._slots
 
-    def _put_together(self, adapter: PassageLayers) -> JoinedSlots:
+    def _concatenate(self, adapter: PassageLayers) -> JoinedSlots:
         moved = adapter.rotations is not None
         starts = [_starts(row) if moved else [0] * len(row) for row in self.rows]
         positions = [
-            torch.cat([_NOWHERE, *(start + torch.arange(len(one.ids)) for start, one in zip(begin, row, strict=True))])
+            torch.cat([_EMPTY, *(start + torch.arange(len(one.ids)) for start, one in zip(begin, row, strict=True))])
             for begin, row in zip(starts, self.rows, strict=True)
         ]
         lengths = torch.tensor([len(one) for one in positions])
@@ -83,29 +83,25 @@ class PassageSelection(Passages):
     def _keys(self, adapter: PassageLayers, site: Site, starts: Sequence[Sequence[int]]) -> Tensor:
         rotation = None if adapter.rotations is None else adapter.rotations[site.layer]
 
-        def turned(one: Entry, start: int) -> Tensor:
-            keys = one.keys[site.layer].to(site.device)
+        def rotate(passage: Passage, start: int) -> Tensor:
+            keys = passage.keys[site.layer].to(site.device)
             return keys if rotation is None or not start else rotation(keys.transpose(0, 1), start).transpose(0, 1)
 
         rows = [
-            [turned(one, start) for one, start in zip(row, begin, strict=True)]
+            [rotate(passage, start) for passage, start in zip(row, begin, strict=True)]
             for row, begin in zip(self.rows, starts, strict=True)
         ]
         assert site.heads is not None
         return _padded(rows, site.heads.num_kv_heads, site.heads.head_dim, site.device)
 
     def _values(self, site: Site) -> Tensor:
-        rows = [[one.values[site.layer].to(site.device) for one in row] for row in self.rows]
+        rows = [[passage.values[site.layer].to(site.device) for passage in row] for row in self.rows]
         assert site.heads is not None
         return _padded(rows, site.heads.num_kv_heads, site.heads.value_dim or site.heads.head_dim, site.device)
 
     def _recomputed(self, adapter: PassageLayers, slots: JoinedSlots) -> JoinedSlots:
-        """The slots with the first tokens of passages as the host reads them where they now stand.
-
-        Raises:
-            ConditionError: the host's keys cannot be moved, or its tokens see back over a limited number of others.
-        """
-        windows = any(one.has_windows for row in self.rows for one in row)
+        """Return the slots after the host has read the first tokens of passages again at their positions."""
+        windows = any(passage.has_windows for row in self.rows for passage in row)
         if adapter.rotations is None or windows:
             why = "whose layers see back over a window" if windows else "with learned positions"
             raise ConditionError(
@@ -116,45 +112,71 @@ class PassageSelection(Passages):
         if not any(again):
             return slots
         length = max(map(len, again))
-        # A row without any repeats its first slot, whose outcome nobody looks at.
+        # A row without any gathers slot 0 again; the mask hides the result.
         padded = torch.tensor([row + [row[-1] if row else 0] * (length - len(row)) for row in again])
-        ids = [[token for one in row for token in one.ids] or [0] for row in self.rows]
-        tokens = torch.tensor([[own[slot] for slot in row] for own, row in zip(ids, padded.tolist(), strict=True)])
+        ids = [[token for passage in row for token in passage.ids] or [0] for row in self.rows]
+        tokens = torch.tensor([[line[slot] for slot in row] for line, row in zip(ids, padded.tolist(), strict=True)])
         real = torch.arange(length) < torch.tensor([[max(len(row), 1)] for row in again])
         positions = slots.positions.gather(1, padded) if slots.positions.shape[1] else padded
-        kept = slots.mask.clone()
+        unread = slots.mask.clone()
         for number, row in enumerate(again):
-            kept[number, row] = False
+            unread[number, row] = False
         before = slots.positions[:, None] < positions[..., None]
-        own = JoinedSlots(slots.keys, slots.values, kept, slots.positions, torch.zeros_like(slots.offsets))
-        found = capture(self.cache.model, self.cache.name, tokens, real, positions, JoinedView(own, before))
+        visible = JoinedSlots(slots.keys, slots.values, unread, slots.positions, torch.zeros_like(slots.offsets))
+        captured = capture(self.cache.model, self.cache.name, tokens, real, positions, JoinedView(visible, before))
         for layer in adapter.layers:
             for number, row in enumerate(again):
-                slots.keys[layer][number, :, row] = found.keys[layer][number, :, : len(row)]
-                slots.values[layer][number, :, row] = found.values[layer][number, :, : len(row)]
+                slots.keys[layer][number, :, row] = captured.keys[layer][number, :, : len(row)]
+                slots.values[layer][number, :, row] = captured.values[layer][number, :, : len(row)]
         return slots
 
 
-_NOWHERE = torch.zeros(0, dtype=torch.long)
+_EMPTY = torch.zeros(0, dtype=torch.long)
 
 
-def _starts(row: Sequence[Entry]) -> list[int]:
-    """Where each passage of a row begins."""
-    return [0, *accumulate(len(one.ids) for one in row)][: len(row)]
+def _starts(row: Sequence[Passage]) -> list[int]:
+    """Return the position at which each passage of a row begins."""
+    return [0, *accumulate(len(passage.ids) for passage in row)][: len(row)]
 
 
-def _first_tokens(row: Sequence[Entry], count: int) -> list[int]:
-    """The numbers of the first slots of each passage but the first."""
-    starts = _starts(row)
+def _first_tokens(row: Sequence[Passage], count: int) -> list[int]:
+    """Return the numbers of the first slots of each passage but the first."""
     return [
         start + token
-        for start, one in list(zip(starts, row, strict=True))[1:]
-        for token in range(min(count, len(one.ids)))
+        for start, passage in list(zip(_starts(row), row, strict=True))[1:]
+        for token in range(min(count, len(passage.ids)))
     ]
 
 
 def _padded(rows: Sequence[Sequence[Tensor]], heads: int, width: int, device: torch.device) -> Tensor:
-    """Slots (m, g, k) of each row as (b, g, m, k), shorter rows filled with zeros."""
+    """Return slots (m, g, k) of each row as (b, g, m, k), shorter rows filled with zeros."""
     first = next((one for row in rows for one in row), None)
-    nothing = torch.zeros(0, heads, width, device=device, dtype=None if first is None else first.dtype)
-    return pad_sequence([torch.cat([nothing, *row]) for row in rows], batch_first=True).transpose(1, 2).contiguous()
+    empty = torch.zeros(0, heads, width, device=device, dtype=None if first is None else first.dtype)
+    return pad_sequence([torch.cat([empty, *row]) for row in rows], batch_first=True).transpose(1, 2).contiguous()
+
+
+@torch.no_grad()
+def capture(
+    model: Any, name: str, ids: Tensor, real: Tensor, positions: Tensor, joined: JoinedView | None = None
+) -> Capture:
+    """Record keys and values of every layer of a text (b, l), padded on the right, in eval mode.
+
+    `real` (b, l) tells tokens from padding, `positions` is (b or 1, l), `joined` is visible to the text besides.
+    """
+    host, captured = model.host, Capture(joined)
+    device = device_of(embeddings_of(host))
+    with (
+        in_eval_mode(host),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        paused(model),
+        model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)),
+    ):
+        host(
+            input_ids=ids.to(device),
+            attention_mask=real.long().to(device),
+            position_ids=positions.expand(len(ids), -1).to(device),
+            use_cache=False,
+            **fewest_logits(host),
+        )
+    return captured

@@ -11,8 +11,7 @@ from typing import Any
 from mmattn.encoders.registry import AnyTextEncoder
 from mmattn.errors import ConfigError, TextError
 from mmattn.inspect.trace import Trace
-from mmattn.kv_store.passage_cache import PassageCache
-from mmattn.kv_store.passage_selection import PassageSelection
+from mmattn.kv_store.passages import PassageCache, PassageSelection
 from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, Source
 from mmattn.retrieval.index import Index

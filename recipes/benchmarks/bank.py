@@ -28,8 +28,7 @@ FOUND = 64
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
-    "int8": {"quantization": "int8"},
-    "int4": {"quantization": "int4"},
+    "int8": {"dtype": torch.int8},
 }
 # Slots of an entry, entries of the bank, hits.
 PAGES = ((PASSAGE, 256, (4, 16, 64)), (1, 10_000, (100, 1000)))
@@ -128,6 +127,6 @@ def measure_pages(
     return times, pages | whole
 
 
-def gatherer(bank: mmattn.kv_store.bank.Bank, hits: int) -> Callable[[], None]:
+def gatherer(bank: mmattn.kv_store.store.Bank, hits: int) -> Callable[[], None]:
     """Gathers keys and values of hits, others every time: those just read would still be in the processor's cache."""
     return lambda: project_keys(bank.model, bank.gather(torch.randint(0, len(bank), (1, hits))))

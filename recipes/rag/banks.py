@@ -27,8 +27,7 @@ from .train import load_entries
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
-    "int8": {"quantization": "int8"},
-    "int4": {"quantization": "int4"},
+    "int8": {"dtype": torch.int8},
 }
 BATCH = 64
 

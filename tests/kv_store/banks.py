@@ -95,13 +95,12 @@ def check(bank, memory, found=None):
     return got
 
 
-def rounded(numbers, mask, largest, by_channel):
+def rounded(numbers, mask, by_channel):
     """The definition of quantised keys or values (n, g, m, k): codes times scales, each entry and head by itself.
 
     Args:
         numbers: (n, g, m, k).
         mask: (n, m) bool.
-        largest: the largest code.
         by_channel: numbers of a channel share a scale; else those of a slot.
     """
     out, steps = torch.zeros_like(numbers), torch.zeros_like(numbers)
@@ -110,22 +109,22 @@ def rounded(numbers, mask, largest, by_channel):
         for shared, into, step in zip(
             *(x.T if by_channel else x for x in (page, out[entry, head], steps[entry, head])), strict=True
         ):
-            scale = (shared.abs().max() / largest).bfloat16()
+            scale = (shared.abs().max() / 127).bfloat16()
             if scale:
-                codes = [max(-largest, min(largest, round(float(x / scale)))) for x in shared]
+                codes = [max(-127, min(127, round(float(x / scale)))) for x in shared]
                 into.copy_(torch.tensor(codes) * scale.float())
                 step.fill_(float(scale))
     return out, steps
 
 
-def rounded_bank(bank, quantization):
+def rounded_bank(bank):
     """A plain bank, whose keys and values become what the definition makes of them."""
     for name, table in bank._tables.items():
         layer, _, part = name.rpartition(".")
         if part in ("keys", "values"):
             by_channel = part == "keys" and table.shape[2] >= 16
             mask = bank._tables[f"{layer.rpartition('.')[0]}.mask"]
-            table.copy_(rounded(table, mask, {"int8": 127, "int4": 7}[quantization], by_channel)[0])
+            table.copy_(rounded(table, mask, by_channel)[0])
     return bank
 
 

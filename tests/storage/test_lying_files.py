@@ -138,7 +138,7 @@ def _bank(tmp_path: Path, host: Any, adapted: Any) -> tuple[Path, str, Use]:
     def use() -> Any:
         bank = adapted.load_bank(tmp_path / "file")
         there = bank.gather(torch.full((2, 1), -1), mask=torch.zeros(2, 1, dtype=torch.bool))
-        with contextlib.suppress(IndexError):  # an entry without an edition was removed
+        with contextlib.suppress(IndexError):  # an entry that is not present was removed
             there = bank.gather(torch.tensor([[0], [1]]))
         with torch.no_grad():
             return [adapted(tiny.text(2), memory=there).logits]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.registry import register_host
-from mmattn.kv_store.bank import Bank
+from mmattn.kv_store.store import Bank
 from mmattn.memory import Memory
 from mmattn.storage.hub import load_model
 
@@ -286,8 +286,6 @@ class AdaptedCausalLM(AdaptedModel):
         self,
         memory: Memory | Tensor,
         dtype: torch.dtype | None = None,
-        *,
-        quantization: Literal["int8", "int4"] | None = None,
     ) -> Bank:
         """Cache the keys and values of every row of a memory, for requests that gather some of them.
 
@@ -296,17 +294,16 @@ class AdaptedCausalLM(AdaptedModel):
         Args:
             memory: (n, m, e), a row for each entry.
             dtype: of the cached keys and values; that of the weights by default, to which they are cast when gathered.
-            quantization: cache them in 8 or 4 bits instead, "int8" or "int4": keys with a scale for each channel of an
-                entry, or for each slot where an entry has fewer than 16, and values with one for each slot
-                (arXiv 2402.02750). The entries themselves stay as they are.
+                `torch.int8` caches codes with scales: keys with one for each channel of an entry, or for each slot of
+                entries shorter than 16, values with one for each slot (arXiv 2402.02750). Entries stay as they are.
 
         Raises:
             ShapeError: a memory that the active adapters cannot read, or one with scores or segments.
             NonFiniteError: NaN or infinity.
             ConditionError: no adapter is active.
-            ConfigError: a dtype or a quantisation that pages cannot have, or keys depend on their place in the memory.
+            ConfigError: a dtype that pages cannot have, or keys depend on their place in the memory.
         """
-        return Bank.from_memory(self, memory, dtype, quantization)
+        return Bank.from_memory(self, memory, dtype)
 
     def load_bank(self, path: str | PathLike[str], *, mapped: bool = False) -> Bank:
         """Read what `Bank.save` wrote.

@@ -14,7 +14,7 @@ from mmattn.errors import ConditionError, ShapeError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.kv_store.passage_hosts import CLOSE, PASSAGES, TEXT, distance, reader, text
-from tests.kv_store.test_passage_kv import answer
+from tests.kv_store.test_passage_selection import answer
 
 NEW = 6
 

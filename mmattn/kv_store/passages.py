@@ -14,9 +14,8 @@ from mmattn.adapters.passages.adapter import PassageLayers
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.interop.peft import active_lora
-from mmattn.kv_store.passage_files import Entry, read_entries, write_entries
-from mmattn.kv_store.passage_kv import read
-from mmattn.kv_store.passage_selection import PassageSelection
+from mmattn.kv_store.files import Passage, read_passages, write_passages
+from mmattn.kv_store.passage_selection import PassageSelection, capture
 from mmattn.progress import counted
 from mmattn.storage.fingerprints import fingerprint
 
@@ -60,37 +59,33 @@ class PassageCache:
     def __init__(self, model: Any, tokenizer: Any = None, adapter: str | None = None) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.name = passage_adapter(model, adapter)
-        self._entries: list[Entry] = []
+        self._passages: list[Passage] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self._version: TensorVersion | None = None
         self._active: Any = None
 
     def __len__(self) -> int:
         """Number of passages."""
-        return len(self._entries)
+        return len(self._passages)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each passage."""
-        return [len(entry.ids) for entry in self._entries]
+        return [len(passage.ids) for passage in self._passages]
 
     def ids(self, number: int) -> list[int]:
-        """The ids of a passage.
-
-        Raises:
-            IndexError: there is none of this number.
-        """
-        return list(self._entry(number).ids)
+        """Return the ids of a passage; IndexError if there is none of this number."""
+        return list(self._passage(number).ids)
 
     def nbytes(self) -> int:
         """Bytes of keys and values, those included that were left in a file."""
-        return sum(entry.nbytes() for entry in self._entries)
+        return sum(passage.nbytes() for passage in self._passages)
 
     def add(self, passages: Iterable[str | Sequence[int] | Tensor], *, progress: bool = True) -> list[int]:
         """Have the host read passages; one that it has read is not read again.
 
         Args:
-            passages: texts, or ids of each. What begins a text (a BOS token) is the tokenizer's to put in front.
+            passages: texts, or ids of each. The tokenizer puts a BOS token in front, if it should stand there.
             progress: show it.
 
         Returns:
@@ -98,37 +93,37 @@ class PassageCache:
 
         Raises:
             ConfigError: texts, and no tokenizer.
-            ShapeError: a passage without tokens, or with ids that the host does not know.
+            ShapeError: a passage without tokens, or with ids beyond the host's vocabulary.
             ConditionError: the host's weights have changed since it read the others.
         """
-        given = [self._tokens(one) for one in passages]
+        tokens = [self._tokens(one) for one in passages]
         self.check_current()
-        new = sorted({ids for ids in given if ids not in self._numbers}, key=lambda ids: (len(ids), ids))
+        new = sorted({ids for ids in tokens if ids not in self._numbers}, key=lambda ids: (len(ids), ids))
         if self._version is None:
             self._remember()
-        read_now: dict[tuple[int, ...], Entry] = {}
+        read: dict[tuple[int, ...], Passage] = {}
         with counted(max(len(new), 1), "reading passages", progress and bool(new)) as advance:
-            while len(read_now) < len(new):
-                rest = new[len(read_now) :]
+            while len(read) < len(new):
+                rest = new[len(read) :]
                 count = max(1, min(len(rest), TOKENS // len(rest[0])))
                 while count > 1 and count * len(rest[count - 1]) > TOKENS:
                     count -= 1
-                for entry in read(self.model, self.name, rest[:count]):
-                    read_now[entry.ids] = entry
+                for passage in read_with_host(self.model, self.name, rest[:count]):
+                    read[passage.ids] = passage
                 advance(count)
-        for ids in given:
+        for ids in tokens:
             if ids not in self._numbers:
-                self._numbers[ids] = len(self._entries)
-                self._entries.append(read_now[ids])
-        return [self._numbers[ids] for ids in given]
+                self._numbers[ids] = len(self._passages)
+                self._passages.append(read[ids])
+        return [self._numbers[ids] for ids in tokens]
 
     def select(self, rows: Sequence[Sequence[int]], recomputed_tokens: int = 0) -> PassageSelection:
-        """Passages before the texts of a call, to be given to it as `memory=`.
+        """Return passages before the texts of a call, to be given to it as `memory=`.
 
         Args:
-            rows: for each row of text the numbers of its passages, in the order in which they stand; none is none.
-            recomputed_tokens: of each passage but the first, how many of its first tokens the host reads again where
-                they now stand, seeing the passages before them (arXiv 2410.15332, section 3).
+            rows: for each row of text the numbers of its passages, in their order; a row may be empty.
+            recomputed_tokens: number of first tokens of each passage but the first that the host reads again at their
+                new positions, with the passages before them visible (arXiv 2410.15332, section 3).
 
         Raises:
             IndexError: a passage that is not there.
@@ -136,27 +131,28 @@ class PassageCache:
             ConditionError: tokens cannot be read again in this host.
         """
         check_int("recomputed_tokens", recomputed_tokens, at_least=0)
-        chosen = [[self._entry(number) for number in row] for row in rows]
+        chosen = [[self._passage(number) for number in row] for row in rows]
         if not chosen:
             raise ShapeError("passages are selected for each row of text, and there are no rows: select([[0, 2], [1]])")
         return PassageSelection(self, chosen, recomputed_tokens)
 
-    # Files ---------------------------------------------------------------------------------------------------------
-
     def save(self, path: str | PathLike[str]) -> None:
         """Write all passages to one file, with a fingerprint of the host.
+
+        Args:
+            path: the file.
 
         Raises:
             ConditionError: the host's weights have changed since it read them.
         """
         self.check_current()
-        write_entries(path, self._entries, self._fingerprint())
+        write_passages(path, self._passages, self._fingerprint())
 
     @classmethod
     def load(
         cls, model: Any, path: str | PathLike[str], tokenizer: Any = None, *, mapped: bool = False
     ) -> PassageCache:
-        """Read what `save` wrote.
+        """Read the passages that `save` wrote.
 
         Args:
             model: an adapted model with the same host.
@@ -169,21 +165,14 @@ class PassageCache:
             AdapterFileError: the file is torn, changed or something else, or another host has read them.
         """
         cache = cls(model, tokenizer)
-        cache._entries = read_entries(
-            path, cache._fingerprint(), model.adapter(cache.name), mapped, cache._vocabulary()
-        )
-        cache._numbers = {entry.ids: number for number, entry in enumerate(cache._entries)}
+        adapter = model.adapter(cache.name)
+        cache._passages = read_passages(path, cache._fingerprint(), adapter, mapped, cache._vocab_size())
+        cache._numbers = {passage.ids: number for number, passage in enumerate(cache._passages)}
         cache._remember()
         return cache
 
-    # What holds ------------------------------------------------------------------------------------------------------
-
     def check_current(self) -> None:
-        """Refuse passages that the host would read otherwise now.
-
-        Raises:
-            ConditionError: a weight was changed, or another LoRA made active, since they were read.
-        """
+        """Raise ConditionError if a weight changed, or another LoRA became active, since the passages were read."""
         if self._version is None:
             return
         if not self._version.holds(self.model.host.parameters()) or self._active != active_lora(self.model.host):
@@ -193,11 +182,7 @@ class PassageCache:
             )
 
     def check_adapter(self, adapter: PassageLayers) -> None:
-        """Refuse passages for another host.
-
-        Raises:
-            ConditionError: another host has read them.
-        """
+        """Raise ConditionError for passages that another host has read."""
         if self.model.adapters[self.name] is not adapter:
             raise ConditionError(
                 "these passages were read by another host, or before this adapter was attached: make a "
@@ -211,13 +196,13 @@ class PassageCache:
     def _fingerprint(self) -> str:
         return fingerprint(self.model.host.state_dict())
 
-    def _vocabulary(self) -> int | None:
+    def _vocab_size(self) -> int | None:
         return getattr(text_config(self.model.host), "vocab_size", None)
 
-    def _entry(self, number: int) -> Entry:
-        if not 0 <= number < len(self._entries):
+    def _passage(self, number: int) -> Passage:
+        if not 0 <= number < len(self._passages):
             raise IndexError(f"there is no passage {number}: this cache has {len(self)}, counted from 0")
-        return self._entries[number]
+        return self._passages[number]
 
     def _tokens(self, passage: str | Sequence[int] | Tensor) -> tuple[int, ...]:
         if isinstance(passage, str):
@@ -227,7 +212,7 @@ class PassageCache:
         ids = tuple(torch.as_tensor(passage).flatten().tolist())
         if not ids:
             raise ShapeError("a passage has no tokens: leave it out")
-        size = self._vocabulary()
+        size = self._vocab_size()
         if size is not None and not 0 <= min(ids) <= max(ids) < size:
             raise ShapeError(
                 f"a passage has ids from {min(ids)} to {max(ids)}, and the vocabulary of "
@@ -237,15 +222,7 @@ class PassageCache:
 
 
 def passage_adapter(model: Any, name: str | None = None) -> str:
-    """The name of the passage adapter of a model.
-
-    Args:
-        model: an adapted model.
-        name: that it must have; any where there is one.
-
-    Raises:
-        ConditionError: it has none, or several.
-    """
+    """Return the name of the passage adapter of a model; ConditionError if there is none, or several."""
     names = [one for one in getattr(model, "adapters", {}) if isinstance(model.adapter(one), PassageLayers)]
     names = [one for one in names if name in (None, one)]
     if len(names) != 1:
@@ -254,3 +231,21 @@ def passage_adapter(model: Any, name: str | None = None) -> str:
             f"{len(names)}: model = mmattn.attach(host, mmattn.adapters.PassageAdapter())"
         )
     return names[0]
+
+
+def read_with_host(model: Any, name: str, passages: Sequence[tuple[int, ...]]) -> list[Passage]:
+    """Return keys and values of passages, as if each were all there is; the host reads them in one batch."""
+    longest = max(map(len, passages))
+    padded = torch.tensor([[*one, *[one[-1]] * (longest - len(one))] for one in passages])
+    real = torch.arange(longest) < torch.tensor([[len(one)] for one in passages])
+    captured = capture(model, name, padded, real, torch.arange(longest)[None])
+    has_windows = any(window is not None for window in captured.windows.values())
+
+    def of_row(row: int, slots: dict[int, Tensor]) -> dict[int, Tensor]:
+        length = len(passages[row])
+        return {layer: one[row, :, :length].transpose(0, 1).contiguous() for layer, one in slots.items()}
+
+    return [
+        Passage(ids, of_row(row, captured.keys), of_row(row, captured.values), has_windows)
+        for row, ids in enumerate(passages)
+    ]

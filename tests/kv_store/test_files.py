@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.kv_store.bank import Bank
+from mmattn.kv_store.store import Bank
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
 from tests.kv_store.banks import (
@@ -37,7 +37,7 @@ def test_keys_and_values_alone_have_the_dtype_that_was_asked_for(model, tmp_path
     masks = [tensor.dtype for name, tensor in tensors.items() if name.endswith("mask")]
     assert pages and set(pages.values()) == {dtype or torch.float32}
     assert len(masks) >= 2 and set(masks) == {torch.bool}
-    assert tensors["tokens"].dtype == torch.float32 and tensors["edition"].dtype == torch.int64
+    assert tensors["tokens"].dtype == torch.float32 and tensors["present"].dtype == torch.bool
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -130,7 +130,7 @@ def test_a_forged_bank_is_refused(model, tmp_path):
     forgeries = [
         ({name: table for name, table in tables.items() if name != "default.0.keys"}, metadata),
         (tables | {"default.0.keys": tables["default.0.keys"][1:]}, metadata),
-        (tables | {"edition": tables["edition"].float()}, metadata),
+        (tables | {"present": tables["present"].float()}, metadata),
         (tables | {"tokens": tables["tokens"][:0]}, metadata),
         (tables | {"tokens": tables["tokens"][..., 1:]}, metadata),
         (tables, metadata | {"adapters": {}}),

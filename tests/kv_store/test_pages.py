@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.core.quantization import QuantizedPages, quantize
+from mmattn.core.quantization import quantize
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
+from mmattn.kv_store.pages import encode_pages
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
 from tests.kv_store.banks import (
@@ -28,13 +29,13 @@ from tests.kv_store.banks import (
 from tests.tiny import assert_close
 
 LONG = 17
-quantizations = pytest.mark.parametrize("quantization", ["int8", "int4"])
+INT8 = torch.int8
 lengths = pytest.mark.parametrize("m", [1, SLOTS, LONG])
 
 
-def banks(model, memory, quantization):
+def banks(model, memory):
     """A quantised bank, and a plain one of the numbers that it must have."""
-    return model.bank(memory, quantization=quantization), rounded_bank(model.bank(memory), quantization)
+    return model.bank(memory, INT8), rounded_bank(model.bank(memory))
 
 
 def shown(kv):
@@ -65,18 +66,16 @@ def assert_same(bank, plain, found=None):
 
 @settings
 @lengths
-@quantizations
-def test_the_numbers_are_those_of_the_definition(setting, m, quantization):
+def test_the_numbers_are_those_of_the_definition(setting, m):
     model, memory = tiny.attach(tiny.make("llama"), **setting), entries(m=m)
-    bank, plain = banks(model, memory, quantization)
+    bank, plain = banks(model, memory)
     assert_same(bank, plain)
     exact = model.bank(memory)
     assert not torch.equal(*(answer(model, one.gather(**hits()))[0] for one in (plain, exact)))
 
 
 @lengths
-@quantizations
-def test_errors_are_at_most_half_a_step(m, quantization):
+def test_errors_are_at_most_half_a_step(m):
     model, memory = tiny.attach(tiny.make("llama"), score_bias=True, num_kv_heads=1), entries(m=m)
     every = torch.arange(ENTRIES)[:, None]
     given = {"rows": every, "scores": every * 0.0}
@@ -84,12 +83,11 @@ def test_errors_are_at_most_half_a_step(m, quantization):
         for layer in (0, 2):
             exact, got = (
                 read_and_project(bank.gather(**given), model.adapters["default"], layer)[1]
-                for bank in (model.bank(memory), model.bank(memory, quantization=quantization))
+                for bank in (model.bank(memory), model.bank(memory, INT8))
             )
             for part in ("keys", "values"):
                 want, numbers = getattr(exact, part), getattr(got, part)
-                largest = {"int8": 127, "int4": 7}[quantization]
-                _, steps = rounded(want, memory.mask, largest, part == "keys" and m == LONG)
+                _, steps = rounded(want, memory.mask, part == "keys" and m == LONG)
                 shown = memory.mask[:, None, :, None].expand_as(want)
                 assert (steps[shown] > 0).all()
                 assert ((numbers - want).abs() <= steps * 0.50001)[shown].all()
@@ -97,46 +95,42 @@ def test_errors_are_at_most_half_a_step(m, quantization):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-37, 1e-20, 1.0, 1e20, 1e38])
-@pytest.mark.parametrize("largest", [127, 7])
-def test_numbers_of_any_size(size, largest):
+def test_numbers_of_any_size(size):
     numbers = torch.linspace(-1, 1, 1001).double() * size
-    codes, scales = quantize(numbers.float(), 0, largest)
-    assert int(codes.abs().max()) <= largest and (largest if size > 1e-30 else 0) in codes
+    codes, scales = quantize(numbers.float(), 0)
+    assert int(codes.abs().max()) <= 127 and (127 if size > 1e-30 else 0) in codes
     assert ((codes * scales.double() - numbers).abs() <= scales.double() * 0.5001).all()
 
 
 @lengths
-@quantizations
-def test_padding_has_no_say_in_the_scales(m, quantization):
+def test_padding_has_no_say_in_the_scales(m):
     keys, values = torch.randn(2, ENTRIES, 3, m, 7).unbind()
     mask = entries(m=m).mask & (torch.arange(ENTRIES) != 3)[:, None]
-    pages = QuantizedPages(quantization)
-    want = pages.encode(keys.masked_fill(~mask[:, None, :, None], 0), values, mask)
-    loud = pages.encode(keys.masked_fill(~mask[:, None, :, None], 1e9), values, mask)
-    assert all(torch.equal(want[part], loud[part]) for part in pages.parts)
+    want, loud = (
+        encode_pages(INT8, keys.masked_fill(~mask[:, None, :, None], filling), values, mask) for filling in (0, 1e9)
+    )
+    assert all(torch.equal(want[part], loud[part]) for part in want)
 
 
-@quantizations
-def test_what_entries_do_not_show_has_no_say(model, quantization):
+def test_what_entries_do_not_show_has_no_say(model):
     """Padding in an entry, and an entry of nothing but padding."""
     memory = entries(m=LONG)
     mask = memory.mask.clone()
     mask[3] = False
     memory = mmattn.Memory(memory.tokens, mask)
-    bank, plain = banks(model, memory, quantization)
+    bank, plain = banks(model, memory)
     scores = torch.zeros(ROWS, 2)
     assert_same(bank, plain, {"rows": torch.tensor([[3, 4], [3, 3], [0, 3]]), "scores": scores})
     assert_same(bank, plain)
 
 
-@quantizations
-def test_packed_rows(quantization):
+def test_packed_rows():
     """Where most slots are padding, the real ones alone are gathered."""
     model = tiny.attach(tiny.make("llama"), score_bias=True, num_heads=4, num_kv_heads=2)
     for m in (11, 61):
         memory = entries(7, m)
         memory = mmattn.Memory(memory.tokens, memory.mask & (torch.arange(m) % 3 == 1))
-        bank, plain = banks(model, memory, quantization)
+        bank, plain = banks(model, memory)
         found = hits(7, 1009 if m == 11 else 211)
         with torch.no_grad():
             assert read_and_project(bank.gather(**found), model.adapters["default"], 0)[1].lengths is not None
@@ -148,51 +142,46 @@ def test_packed_rows(quantization):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @lengths
-@quantizations
-def test_every_precision_rounds_once(dtype, m, quantization):
+def test_every_precision_rounds_once(dtype, m):
     """The numbers of a host in another dtype are codes times scales, rounded to that dtype."""
     model, found = tiny.attach(tiny.make("llama"), null_slot=True).to(dtype), hits()
-    bank, plain = banks(model, entries(m=m).to(dtype), quantization)
+    bank, plain = banks(model, entries(m=m).to(dtype))
     assert_same(bank, plain, found | {"scores": found["scores"].to(dtype)})
 
 
 @lengths
-@quantizations
-def test_under_autocast(model, m, quantization):
-    bank, plain = banks(model, entries(m=m), quantization)
+def test_under_autocast(model, m):
+    bank, plain = banks(model, entries(m=m))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(bank, plain)
-        rebuilt = model.bank(entries(m=m), quantization=quantization)
+        rebuilt = model.bank(entries(m=m), INT8)
     first = assert_same(bank, plain)
     assert torch.equal(answer(model, rebuilt.gather(**hits()))[0], first)
     with torch.inference_mode():
-        inside = model.bank(mmattn.Memory(entries(m=m).tokens * 1, entries(m=m).mask), quantization=quantization)
+        inside = model.bank(mmattn.Memory(entries(m=m).tokens * 1, entries(m=m).mask), INT8)
     assert torch.equal(answer(model, inside.gather(**hits()))[0], first)
 
 
 @torch.no_grad()
-@quantizations
-def test_generating_with_beams(model, quantization):
-    bank, plain = banks(model, entries(), quantization)
+def test_generating_with_beams(model):
+    bank, plain = banks(model, entries())
     prompt = {"inputs": tiny.text(ROWS, LENGTH), "max_new_tokens": 6, "do_sample": False, "num_beams": 3}
     got, want = (model.generate(**prompt, memory=one.gather(**hits())) for one in (bank, plain))
     assert torch.equal(got, want)
 
 
-@quantizations
-def test_several_adapters(quantization):
+def test_several_adapters():
     model = tiny.attach(tiny.make("llama"), score_bias=True)
     tiny.attach(model.host, name="other", layers=(1, 2), null_slot=True, num_heads=3)
-    bank, plain = banks(model, entries(m=LONG), quantization)
+    bank, plain = banks(model, entries(m=LONG))
     both = assert_same(bank, plain)
     model.set_adapter("other")
     assert not torch.equal(assert_same(bank, plain), both)
 
 
-@quantizations
-def test_gradients_and_changed_weights_take_the_entries(model, ids, quantization):
+def test_gradients_and_changed_weights_take_the_entries(model, ids):
     memory, found = entries(), hits()
-    bank, gradients = model.bank(memory, quantization=quantization), []
+    bank, gradients = model.bank(memory, INT8), []
     prepared, plain = bank.gather(**found), by_hand(memory, **found)
     for given in (prepared, plain):
         model.adapters.zero_grad()
@@ -207,19 +196,18 @@ def test_gradients_and_changed_weights_take_the_entries(model, ids, quantization
     with pytest.raises(ConditionError, match=r"bank\.refresh\(\)"):
         bank.gather(**found)
     bank.refresh()
-    assert_same(bank, rounded_bank(model.bank(memory), quantization))
+    assert_same(bank, rounded_bank(model.bank(memory)))
 
 
 # Edits and files
 
 
 @pytest.mark.parametrize("m", [SLOTS, LONG])
-@quantizations
-def test_an_edit_changes_no_other_entry(model, m, quantization):
+def test_an_edit_changes_no_other_entry(model, m):
     """The same edits of a quantised bank and of a plain one; what was not named stays as it was, bit for bit."""
     memory, louder = entries(m=m), entries(4, m, seed=9)
     louder = mmattn.Memory(louder.tokens * 100, louder.mask)
-    bank, plain = model.bank(memory, quantization=quantization), model.bank(memory)
+    bank, plain = model.bank(memory, INT8), model.bank(memory)
 
     def stored(one, rows):
         return [table[rows + 1].clone() for name, table in one._tables.items() if name != "edition"]
@@ -232,16 +220,15 @@ def test_an_edit_changes_no_other_entry(model, m, quantization):
         one.remove([23])
     assert all(map(torch.equal, stored(bank, others), before))
     assert not any(table.any() for table in stored(bank, torch.tensor([23])))
-    rounded_bank(plain, quantization)
+    rounded_bank(plain)
     assert_same(bank, plain, hits())
     assert_same(bank, plain, {"rows": torch.tensor([[26], [17], [25]]), "scores": torch.zeros(3, 1)})
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("m", [SLOTS, LONG])
-@quantizations
-def test_a_bank_comes_back_from_its_file(model, tmp_path, mapped, m, quantization):
-    bank, path, found = model.bank(entries(m=m), quantization=quantization), tmp_path / "bank.safetensors", hits()
+def test_a_bank_comes_back_from_its_file(model, tmp_path, mapped, m):
+    bank, path, found = model.bank(entries(m=m), INT8), tmp_path / "bank.safetensors", hits()
     want, _ = answer(model, bank.gather(**found))
     bank.save(path)
     back = model.load_bank(path, mapped=mapped)
@@ -264,31 +251,15 @@ def test_a_bank_comes_back_from_its_file(model, tmp_path, mapped, m, quantizatio
 
 def test_what_a_file_says_of_its_pages(model, tmp_path):
     path = tmp_path / "bank.safetensors"
-    model.bank(entries(), quantization="int8").save(path)
+    model.bank(entries(), INT8).save(path)
     tables, metadata = read_tensors(path, "mmattn-bank", check_finite=False)
-    for says in (
-        {"quantization": None},
-        {"quantization": "int4"},
-        {"quantization": "int3"},
-        {"quantization": ["int8"]},
-        {"dtype": "BF16"},
-        {"dtype": "I8", "quantization": None},
-    ):
-        write_tensors(path, tables, metadata | says)
+    for dtype in (None, "BF16", "I16", "int3", ["I8"]):
+        write_tensors(path, tables, metadata | {"dtype": dtype})
         with pytest.raises(AdapterFileError):
             model.load_bank(path)
     write_tensors(path, tables | {"default.0.key_scales": tables["default.0.key_scales"].float()}, metadata)
     with pytest.raises(AdapterFileError, match="default.0.key_scales"):
         model.load_bank(path)
-    # A file from before there were quantised pages says nothing of them.
-    plain = model.bank(entries(), torch.bfloat16)
-    plain.save(path)
-    tables, metadata = read_tensors(path, "mmattn-bank", check_finite=False)
-    assert metadata.pop("quantization") is None
-    write_tensors(path, tables, metadata)
-    assert torch.equal(
-        answer(model, model.load_bank(path).gather(**hits()))[0], answer(model, plain.gather(**hits()))[0]
-    )
 
 
 # What it is for
@@ -301,15 +272,11 @@ def test_bytes(m):
         model = tiny.attach(tiny.make("llama"), num_heads=2, head_dim=k)
         memory = tiny.memory(ENTRIES, m)
         exact = model.bank(memory).page_nbytes()
-        assert model.bank(memory, quantization="int8").page_nbytes() <= 0.28 * exact
-        assert model.bank(memory, quantization="int4").page_nbytes() <= 0.155 * exact
+        assert model.bank(memory, INT8).page_nbytes() <= 0.28 * exact
         assert model.bank(memory, torch.bfloat16).page_nbytes() == 0.5 * exact
 
 
-def test_what_is_not_offered(model):
-    with pytest.raises(ConfigError, match=r"torch.int8.*quantization='int8' or 'int4'"):
-        model.bank(entries(), torch.int8)
-    with pytest.raises(ConfigError, match=r"quantization='int3', and there is 'int8', 'int4'.*give one"):
-        model.bank(entries(), quantization="int3")
-    with pytest.raises(ConfigError, match=r"torch.bfloat16.*quantization='int8'.*leave one of them out"):
-        model.bank(entries(), torch.bfloat16, quantization="int8")
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, "int8"])
+def test_dtypes_that_pages_cannot_have(model, dtype):
+    with pytest.raises(ConfigError, match="floating point dtype or in torch.int8, got"):
+        model.bank(entries(), dtype)

@@ -13,7 +13,7 @@ from mmattn.errors import AdapterFileError, ConditionError, ConfigError, ShapeEr
 from mmattn.inspect.diagnosis import diagnose
 from tests import tiny, tiny_texts
 from tests.kv_store.passage_hosts import CLOSE, PASSAGES, TEXT, blocks, distance, reader, text
-from tests.kv_store.test_passage_kv import answer
+from tests.kv_store.test_passage_selection import answer
 
 
 def test_a_passage_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

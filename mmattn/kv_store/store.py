@@ -1,9 +1,4 @@
-"""`Bank`: keys and values of many entries, computed once, so that a request reads pages instead of projecting its hits.
-
-A bank is a set of tables with a row for every entry: its tokens and mask, its edition (the number of the edit that
-wrote it), and for every adapter and layer its keys and values. Row 0 of each table is blank and is read for a missing
-hit; entry r is in row r + 1.
-"""
+"""`Bank`: keys and values of many entries, computed once; a request reads pages instead of projecting its hits."""
 
 from __future__ import annotations
 
@@ -16,25 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
-from mmattn.errors import ShapeError
+from mmattn.errors import ConditionError, ShapeError
 from mmattn.kv_store.files import read_bank, write_bank
-from mmattn.kv_store.gathered_memory import GatheredMemory
-from mmattn.kv_store.lookup import check_hits, check_rows, memory_of_hits
-from mmattn.kv_store.page_formats import PageFormat, page_format
-from mmattn.kv_store.pages import gather_pages, projection_of
-from mmattn.kv_store.tables import (
+from mmattn.kv_store.gathered_memory import GatheredMemory, check_hits, is_int, memory_of_hits
+from mmattn.kv_store.pages import (
+    Model,
     blank_tables,
-    check_entries,
+    check_dtype,
     check_versions,
-    grown,
+    gather_pages,
     weight_versions,
     weights,
     without_graph,
-    write_entries,
-    write_pages,
+    write_rows,
 )
 from mmattn.memory import Memory
 
@@ -47,9 +40,9 @@ class Bank:
 
     Args:
         model: the adapted model.
-        versions: for each adapter that has pages, the state of the weights that they were computed with.
-        form: of the pages.
-        tables: as at the head of this file, row 0 blank.
+        versions: for each adapter with pages, the state of the weights that computed them.
+        dtype: of the pages; None for that of the weights.
+        tables: as in `mmattn.kv_store.pages`.
         count: number of entries in the tables.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,42 +59,28 @@ class Bank:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         versions: Mapping[str, TensorVersion],
-        form: PageFormat,
+        dtype: torch.dtype | None,
         tables: dict[str, Tensor],
         count: int = 0,
     ) -> None:
         self.model = model
         self._versions = versions
-        self._form, self._tables = form, tables
+        self._dtype, self._tables = dtype, tables
         self._count = count
-        self._edits = int(tables["edition"].max())
+        #: Number of updates and removals: what was gathered before the last one is projected from its tokens.
+        self._edits = 0
         # Writers wait for each other; a reader waits only while finished rows are copied into the tables.
         self._writing, self._copying = threading.Lock(), threading.Lock()
 
     @classmethod
-    def from_memory(
-        cls, model: Any, memory: Memory | Tensor, dtype: torch.dtype | None = None, quantization: str | None = None
-    ) -> Bank:
-        """A bank of every row of a memory, for the active adapters; what `model.bank` calls.
-
-        Args:
-            model: the adapted model.
-            memory: (n, m, e), a row for each entry.
-            dtype: of the pages; that of the weights by default.
-            quantization: "int8" or "int4", as in `model.bank`.
-
-        Raises:
-            ShapeError: a memory that the active adapters cannot read, or one with scores or segments.
-            NonFiniteError: NaN or infinity.
-            ConditionError: no adapter is active.
-            ConfigError: a dtype or a quantisation that pages cannot have, or keys that depend on their position in the
-                memory.
-        """
-        form, memory = page_format(dtype, quantization), check_entries(memory)
+    def from_memory(cls, model: Model, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
+        """Build a bank of every row of a memory (n, m, e), for the active adapters; see `model.bank`."""
+        check_dtype(dtype)
+        memory = check_entries(memory)
         versions = weight_versions(model, model.active, memory.dim)
-        bank = cls(model, versions, form, blank_tables(model, versions, form, memory.tokens, memory.batch + 1))
+        bank = cls(model, versions, dtype, blank_tables(model, versions, dtype, memory.tokens, memory.batch + 1))
         bank.add(memory)
         return bank
 
@@ -120,8 +99,8 @@ class Bank:
 
     def page_nbytes(self) -> int:
         """Bytes of keys and values alone, scales included."""
-        pages = [table for name, table in self._tables.items() if name.rpartition(".")[2] in self._form.parts]
-        return sum(table.nbytes for table in pages)
+        entries = ("tokens", "mask", "present", *(f"{name}.mask" for name in self._versions))
+        return sum(table.nbytes for name, table in self._tables.items() if name not in entries)
 
     def __repr__(self) -> str:
         return f"Bank({self._count:,} rows, m={self.slots}, adapters={list(self._versions)}, {self.nbytes():,} bytes)"
@@ -136,9 +115,9 @@ class Bank:
         scores: Tensor | None = None,
         sources: Sequence[Sequence[Any]] | None = None,
     ) -> PreparedMemory:
-        """The entries of each request as a prepared memory, to be given as `memory`.
+        """Return the entries of each request as a prepared memory, to be given as `memory`.
 
-        It is what `model.prepare(bank.memory(…))` is, except that keys and values are copied from the pages at their
+        Answers are those of `model.prepare(bank.memory(…))`, but keys and values are copied from the pages at their
         first use; later steps and beams use that copy. While gradients are needed, or once an entry or a weight has
         changed since, the tokens gathered here are projected as those of any memory are.
 
@@ -156,11 +135,11 @@ class Bank:
             ConditionError: the weights have changed since the pages were computed.
         """
         self.model.check_attached()
-        self._check_fresh()
-        memory, table_rows, editions = self._take(rows, mask, scores, sources)
+        check_versions(self.model, self._versions, self._count)
+        memory, table_rows, edits = self._take(rows, mask, scores, sources)
         for name in self._versions:
             self.model.adapter(name).check_memory(memory)
-        return GatheredMemory(memory, rows.shape[1], partial(self.keys_and_values, table_rows, editions))
+        return GatheredMemory(memory, rows.shape[1], partial(self._keys_and_values, table_rows, edits))
 
     def memory(
         self,
@@ -170,7 +149,7 @@ class Bank:
         scores: Tensor | None = None,
         sources: Sequence[Sequence[Any]] | None = None,
     ) -> Memory:
-        """The entries of each request as a memory (b, n·m, e), each hit a segment: for training, and for other hosts.
+        """Return the entries of each request as a memory (b, n·m, e), each hit a segment: for training or other hosts.
 
         Args:
             rows: (b, n) int, n entries for each row of text.
@@ -186,43 +165,29 @@ class Bank:
         """
         return self._take(rows, mask, scores, sources)[0]
 
-    def keys_and_values(
-        self, table_rows: Tensor, editions: Tensor, adapter: Any, layer: int, scores: Tensor | None
+    def _keys_and_values(
+        self, table_rows: Tensor, edits: int, adapter: AdapterLayers, layer: int, scores: Tensor | None
     ) -> KeyValue | None:
-        """Keys and values of entries from their pages; None where an entry or a weight has changed.
-
-        Args:
-            table_rows: (b, n) int, their rows in the tables.
-            editions: (b, n) int, the editions that the entries had.
-            adapter: the trainable part that reads them.
-            layer: number of the host's layer.
-            scores: (b, n·m), relevance of each slot, for adapters with score_bias.
-        """
+        """Return keys and values of entries (b, n) from their pages, or None after an edit of entries or weights."""
         with self._copying:
             version = self._versions.get(adapter.name)
-            if version is None or not version.holds(weights(adapter).values()):
+            if version is None or edits != self._edits or not version.holds(weights(adapter).values()):
                 return None
-            if not torch.equal(self._tables["edition"][table_rows], editions):
-                return None
-            projection = projection_of(adapter.attention(layer))
-            mask = self._tables[f"{adapter.name}.mask"][table_rows].flatten(1).to(projection.k_proj.weight.device)
-            tables = {part: self._tables[f"{adapter.name}.{layer}.{part}"] for part in self._form.parts}
-            scores = None if scores is None else scores.to(mask.device)
-            return gather_pages(projection, self._form, tables, table_rows, mask, scores)
+            return gather_pages(adapter, layer, self._tables, table_rows, scores)
 
     @without_graph()
     def _take(
         self, rows: Tensor, mask: Tensor | None, scores: Tensor | None, sources: Sequence[Sequence[Any]] | None
-    ) -> tuple[Memory, Tensor, Tensor]:
-        """The memory of these hits, and (b, n) their rows in the tables and their editions."""
+    ) -> tuple[Memory, Tensor, int]:
+        """Return the memory of these hits, their rows (b, n) in the tables, and the number of edits before."""
         hits, device = check_hits(rows, mask, scores, sources), self._tables["tokens"].device
         rows, hits = rows.to(device, torch.long), hits.to(device)
-        known = hits & (rows >= 0) & (rows < self._count)
-        table_rows = torch.where(known, rows + 1, 0)
+        table_rows = torch.where(hits & (rows >= 0) & (rows < self._count), rows + 1, 0)
         with self._copying:
-            editions, real = (self._tables[name][table_rows] for name in ("edition", "mask"))
+            edits = self._edits
+            present, real = (self._tables[name][table_rows] for name in ("present", "mask"))
             tokens = self._tables["tokens"].index_select(0, table_rows.flatten())
-        lost = hits & (editions == 0)
+        lost = hits & ~present
         if lost.any():
             request, hit = lost.nonzero()[0].tolist()
             raise IndexError(
@@ -230,7 +195,7 @@ class Bank:
                 "rows or was removed: search an index of the same entries, and mask missing hits (mask=rows >= 0)"
             )
         tokens = tokens.view(*table_rows.shape, *tokens.shape[1:])
-        return memory_of_hits(tokens, real, hits, scores, sources), table_rows, editions
+        return memory_of_hits(tokens, real, hits, scores, sources), table_rows, edits
 
     # Edits -------------------------------------------------------------------------------------------------------
 
@@ -249,14 +214,15 @@ class Bank:
         with self._writing:
             memory = self._check_entries(memory)
             begin, end = self._count + 1, self._count + 1 + memory.batch
-            room = len(self._tables["edition"])
+            room = len(self._tables["present"])
             if end > room:
                 for name, table in self._tables.items():
-                    self._tables[name] = grown(table, max(end, room + room // 2))
-            write_entries(self._tables, begin, memory, self.model, self._versions, self._form)
+                    larger = table.new_zeros(max(end, room + room // 2), *table.shape[1:])
+                    larger[:room] = table
+                    self._tables[name] = larger
+            write_rows(self._tables, begin, memory, self.model, self._versions, self._dtype)
             with self._copying:
-                self._edits += 1
-                self._tables["edition"][begin:end] = self._edits
+                self._tables["present"][begin:end] = True
                 self._count += memory.batch
             return torch.arange(begin - 1, end - 1)
 
@@ -281,10 +247,10 @@ class Bank:
                     f"{len(table_rows)} rows were to be updated with {memory.batch} entries: give one for each"
                 )
             new = {name: table.new_zeros(len(table_rows), *table.shape[1:]) for name, table in self._tables.items()}
-            write_entries(new, 0, memory, self.model, self._versions, self._form)
+            write_rows(new, 0, memory, self.model, self._versions, self._dtype)
             with self._copying:
                 self._edits += 1
-                new["edition"].fill_(self._edits)
+                new["present"].fill_(True)
                 for name, table in self._tables.items():
                     table.index_copy_(0, table_rows, new[name])
 
@@ -302,37 +268,45 @@ class Bank:
         with self._writing:
             table_rows = self._table_rows(rows)
             with self._copying:
+                self._edits += 1
                 for table in self._tables.values():
                     table.index_fill_(0, table_rows, 0)
 
     @without_graph()
     def refresh(self) -> None:
-        """Compute all pages again, with the weights of this moment and for the adapters that are active now.
+        """Compute all pages again, with the current weights and for the adapters that are active now.
 
         Raises:
             ConditionError: no adapter is active.
             ShapeError: an active adapter reads entries of another width.
         """
         with self._writing:
-            versions = weight_versions(self.model, self.model.active, self._tables["tokens"].shape[2])
-            old = {name: self._tables[name] for name in ("tokens", "mask", "edition")}
-            tables = blank_tables(self.model, versions, self._form, old["tokens"], len(old["tokens"])) | old
-            entries = slice(1, self._count + 1)
-            write_pages(tables, 1, old["tokens"][entries], old["mask"][entries], self.model, versions, self._form)
+            old = self._tables
+            versions = weight_versions(self.model, self.model.active, old["tokens"].shape[2])
+            tables = blank_tables(self.model, versions, self._dtype, old["tokens"], len(old["tokens"]))
+            rows = slice(1, self._count + 1)
+            entries = Memory(old["tokens"][rows], old["mask"][rows], check_finite=False)
+            write_rows(tables, 1, entries, self.model, versions, self._dtype)
+            tables["present"].copy_(old["present"])
             with self._copying:
                 self._versions, self._tables = versions, tables
 
     def _check_entries(self, memory: Memory | Tensor) -> Memory:
-        self._check_fresh()
+        check_versions(self.model, self._versions, self._count)
         return check_entries(memory, like=self._tables["tokens"])
 
-    def _check_fresh(self) -> None:
-        """Refuse to use pages that were computed with other weights."""
-        check_versions(self.model, self._versions, self._count)
-
     def _table_rows(self, rows: Tensor | Sequence[int]) -> Tensor:
-        """The rows of the tables that hold these entries."""
-        return check_rows(rows, self._count).to(self._tables["tokens"].device) + 1
+        """Return the rows of the tables that hold these entries."""
+        numbers = torch.as_tensor(rows)
+        numbers = numbers.long() if not numbers.numel() else numbers
+        if numbers.dim() != 1 or not is_int(numbers):
+            raise ShapeError(f"rows must be ints (n,), got {numbers.dtype} {tuple(numbers.shape)}")
+        wrong = numbers[(numbers < 0) | (numbers >= self._count)]
+        if len(wrong):
+            raise IndexError(f"row {int(wrong[0])} was asked for, and this bank has rows 0 to {self._count - 1}")
+        if len(numbers.unique()) != len(numbers):
+            raise ShapeError("rows names one row twice: give each row once")
+        return numbers.to(self._tables["tokens"].device, torch.long) + 1
 
     # Files -------------------------------------------------------------------------------------------------------
 
@@ -344,25 +318,36 @@ class Bank:
 
         Raises:
             ConditionError: the weights have changed since the pages were computed.
-            OSError: the folder is missing or not writable; a file that was there is unchanged.
+            OSError: the folder is missing or not writable; the old file is unchanged.
         """
         with self._writing:
-            self._check_fresh()
+            check_versions(self.model, self._versions, self._count)
             tables = {name: table[: self._count + 1] for name, table in self._tables.items()}
-            write_bank(path, self.model, self._versions, self._form, tables)
+            write_bank(path, self.model, self._versions, self._dtype, tables)
 
     @classmethod
-    def load(cls, model: Any, path: str | PathLike[str], mapped: bool = False) -> Bank:
-        """The bank that `save` wrote; what `model.load_bank` calls.
-
-        Args:
-            model: the adapted model.
-            path: the file.
-            mapped: leave the tables in the file, as in `model.load_bank`.
-
-        Raises:
-            AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
-        """
-        names, form, tables = read_bank(path, model, mapped)
+    def load(cls, model: Model, path: str | PathLike[str], mapped: bool = False) -> Bank:
+        """Read the bank that `save` wrote; see `model.load_bank`."""
+        names, dtype, tables = read_bank(path, model, mapped)
         versions = weight_versions(model, names, tables["tokens"].shape[2])
-        return cls(model, versions, form, tables, count=len(tables["edition"]) - 1)
+        return cls(model, versions, dtype, tables, count=len(tables["present"]) - 1)
+
+
+def check_entries(memory: Memory | Tensor, like: Tensor | None = None) -> Memory:
+    """Return entries (n, m, e) as a memory; refuse them if keys and values cannot be cached entry by entry."""
+    memory = Memory(memory, check_finite=False) if isinstance(memory, Tensor) else memory
+    if not isinstance(memory, Memory):
+        raise ShapeError(f"a bank takes a Memory or a tensor (n, m, e), a row for each entry; got {type(memory)}")
+    if not memory.length:
+        raise ShapeError(f"an entry of a bank needs at least one slot, got {tuple(memory.tokens.shape)}")
+    if memory.scores is not None or memory.segments is not None:
+        raise ShapeError("entries of a bank have no scores and no segments: a request gives scores, one for each hit")
+    if memory.tokens.requires_grad:
+        raise ConditionError("the entries need gradients, and keys and values in a bank have none: detach() them first")
+    memory.check_finite()
+    if like is not None and memory.tokens.shape[1:] != like.shape[1:]:
+        raise ShapeError(
+            f"the entries of this bank are (n, {like.shape[1]}, {like.shape[2]}), got "
+            f"{tuple(memory.tokens.shape)}: pad shorter ones and mask the rest"
+        )
+    return memory

@@ -292,7 +292,7 @@ def print_bank(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, fl
 
 
 def print_pages(dtypes: list[torch.dtype], quick: bool) -> dict[str, dict[str, float]]:
-    """Gathering from pages in 8 and 4 bits beside those in bfloat16, and their bytes."""
+    """Gathering from pages in 8 bits beside those in bfloat16, and their bytes."""
     results = {}
     print("## Pages: time of gathering for each unit of pages in bfloat16\n")
     for dtype in dtypes:

@@ -5,7 +5,7 @@
 The GPT-2-small-shaped host with three gated adapters reads passages of 64 tokens as a MiniLM-shaped encoder (6 layers,
 width 384) encodes them: "encoded" runs the encoder over the hits, "projected" has their hidden states and projects
 keys and values from them, "bank" has those. Answering reads a prompt of 32 tokens and generates 8. The part
-"pages" gathers keys and values from pages in 8 and 4 bits, beside pages in bfloat16.
+"pages" gathers keys and values from pages in 8 bits, beside pages in bfloat16.
 """
 
 from __future__ import annotations

@@ -178,12 +178,15 @@ def plot_positions(vectors: Tensor, path: File) -> Path:
     return _saved(figure, path)
 
 
-def plot_curves(curves: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], path: File) -> Path:
+def plot_curves(
+    curves: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], path: File, *, log: bool = False
+) -> Path:
     """Plot metrics over steps: a panel for each, a colour for each run, a line for each of its seeds.
 
     Args:
         curves: by metric and name of the run the values by step, of each seed.
         path: the file to write.
+        log: plot values on a logarithmic axis, as suits a training loss.
 
     Raises:
         ConfigError: there are none.
@@ -201,9 +204,21 @@ def plot_curves(curves: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]
                 label = _literal(name) if values is seeds[0] else None
                 axes.plot(*zip(*points, strict=True), color=f"C{names.index(name) % 10}", label=label, linewidth=1.2)
         axes.set(xlabel="step", ylabel=metric)
+        if log:
+            _log_axis(axes)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
     return _saved(figure, path)
+
+
+def _log_axis(axes: Any) -> None:
+    """Scale the y axis logarithmically, with several plain numbers as ticks even within one power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _check_map(values: Tensor, words: Sequence[str], sources: Sequence[str]) -> tuple[int, int]:

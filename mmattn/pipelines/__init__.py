@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from mmattn.encoders.registry import load_image_encoder
-from mmattn.pipelines.build import default_device, load_host, quantization_config
+from mmattn.pipelines.build import default_device, load_host, load_language_model, quantization_config
 from mmattn.pipelines.config import (
     EncoderReference,
     MemoryConfig,
@@ -45,6 +45,7 @@ __all__ = [
     "load_diffusion_host",
     "load_host",
     "load_image_encoder",
+    "load_language_model",
     "load_text_encoder",
     "noise_schedule",
     "pipeline",

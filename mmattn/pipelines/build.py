@@ -12,7 +12,7 @@ import torch
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.lora import load_lora
 from mmattn.pipelines.config import ModelReference, tokenizer_fingerprint
-from mmattn.recipes import asset_path
+from mmattn.recipes import asset_path, resolve_asset
 from mmattn.storage.hub import load_pretrained
 
 
@@ -33,6 +33,21 @@ def resolve(name: str, folder: Path) -> str:
         return str(asset_path(name))
     beside = folder / name
     return str(beside) if not os.path.isabs(name) and beside.exists() else name
+
+
+def load_language_model(name: str, device: str | torch.device = "auto") -> tuple[Any, Any]:
+    """Load a causal language model in float32, in evaluation mode, and its tokenizer.
+
+    Args:
+        name: a folder, an asset of the installation ("assets/lm"), or a name on the hub.
+        device: of the model; "auto" is the accelerator of this machine, or the CPU.
+
+    Raises:
+        AdapterFileError: nothing to load, or weights that are incomplete or damaged.
+        NonFiniteError: NaN or infinity in the weights.
+    """
+    tokenizer, lm = load_pretrained("AutoModelForCausalLM", resolve_asset(name), "language model", dtype=torch.float32)
+    return lm.to(default_device() if device == "auto" else device).eval(), tokenizer
 
 
 def load_host(

@@ -10,7 +10,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 CELL, GAP, LINE, LETTER, DPI = (
@@ -77,23 +76,6 @@ def word_maps(words: Sequence[str], times: Sequence[int], maps: Tensor, drawn: T
     _show(axes[0][0], drawn)
     figure.subplots_adjust(left=0.16, right=0.99, top=0.99, bottom=0.01, wspace=0.05, hspace=0.22)
     figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def plot_losses(losses: Sequence[tuple[int, float]], path: Path) -> None:
-    """Losses by step."""
-    figure, axis = plt.subplots(figsize=(5, 3))
-    axis.plot(*zip(*losses, strict=True))
-    axis.set_xlabel("step")
-    axis.set_ylabel("loss")
-    axis.set_yscale("log")
-    # Numbers as one reads them, and more than one of them where the loss stays within a power of ten.
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
-    axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

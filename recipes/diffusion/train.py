@@ -18,7 +18,7 @@ from .attributes import Subject, style_words
 from .data import Pictures, load_data
 from .measure import Judge, style_rows, text_rows
 from .models import Denoiser, attach_bare, save_models
-from .pictures import grid, plot_losses, word_maps
+from .pictures import grid, word_maps
 from .sampling import draw, traces, word_attention
 from .settings import Config
 from .style import style_memory, train_encoder
@@ -79,7 +79,7 @@ def stage_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
     shared = (run, accelerator, generator)
     generator.manual_seed(config.seed)
     done["decoupled"], losses = train_style(*given, model.adapters, "decoupled", *shared)
-    plot_losses(losses, run.path / "loss.png")
+    inspect.plot_curves({"loss": {"training": [dict(losses)]}}, run.path / "loss.png", log=True)
     model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
     describe(config, host, len(data)).save(run.path / "adapter")
     concatenated = None

@@ -9,13 +9,13 @@ import torch
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 
-from mmattn import training
+from mmattn import inspect, training
 from mmattn.pipelines import DiffusionHost, noise_schedule
 
 from .attributes import Subject, asked_for
 from .data import Pictures
 from .models import attach_bare, denoising_loss, make_denoiser, make_prompt_encoder, predict
-from .pictures import grid, plot_losses
+from .pictures import grid
 from .sampling import draw
 from .settings import Config
 
@@ -91,7 +91,7 @@ def train_text(
             run.log(step=step + 1, loss=losses[-1][1])
     average.copy_to(both.parameters())
     both.eval().requires_grad_(False)
-    plot_losses(losses, run.path / "loss.png")
+    inspect.plot_curves({"loss": {"training": [dict(losses)]}}, run.path / "loss.png", log=True)
     model.unload()
     return host, time.perf_counter() - began
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn import training
+from mmattn import inspect, training
 
 from .settings import AdapterSettings, Config, OptimSettings
 
@@ -77,21 +77,6 @@ def make_adapter(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdap
 
 
 def plot_losses(run: training.RunFolder) -> None:
-    """The loss of each model over its training, as `loss.png`."""
-    import json
-
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for label in dict.fromkeys(line["model"] for line in lines):
-        own = [line for line in lines if line["model"] == label]
-        axes.plot([line["step"] for line in own], [line["loss"] for line in own], label=label)
-    axes.set(xlabel="step", ylabel="loss in nats per word")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(run.path / "loss.png", dpi=110, bbox_inches="tight")
-    plt.close(figure)
+    """Plot the loss of each model as `loss.png`."""
+    curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
+    inspect.plot_curves(curves, run.path / "loss.png")

@@ -10,8 +10,6 @@ from torch import nn
 
 import mmattn
 from mmattn import pipelines, training
-from mmattn.errors import ConfigError
-from mmattn.recipes import resolve_asset
 
 from .facts import UNKNOWN
 from .settings import Config
@@ -21,19 +19,10 @@ Attended = Callable[[list[int]], Any]
 
 
 def load_lm(name: str, device: torch.device | str = "cpu") -> tuple[Any, Any]:
-    """The frozen language model and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    name = resolve_asset(name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"lm={name!r} is neither a folder with a language model nor a name on the hub: {error}"
-        ) from error
+    """Load the frozen language model and its tokenizer, which pads on the left for generation."""
+    lm, tokenizer = pipelines.load_language_model(name, device)
     tokenizer.padding_side = "left"
-    return lm.to(device).eval(), tokenizer
+    return lm, tokenizer
 
 
 def adapter_settings(config: Config, memory_dim: int) -> mmattn.GatedAdapter:

@@ -1,4 +1,4 @@
-"""From nothing to captions: what `make demo` and `mmattn demo` do, in under three minutes on two cores."""
+"""The demo (`make demo`, `mmattn demo`): train a small adapter and caption the shipped pictures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import mmattn
 from mmattn.recipes import read_settings, resolve_asset
 
 from . import flora
-from .report import caption_grid
+from .report import draw_captions
 from .train import main as train
 
 HERE = Path(__file__).parent
 
 
 def main(out: str = "runs/demo") -> Path:
-    """Train a short run on drawn flowers, caption the shipped pictures, and say where everything is."""
-    began = time.perf_counter()
+    """Train a short run on drawn flowers, caption the shipped pictures, and print where the files are."""
+    start = time.perf_counter()
     settings = read_settings(HERE / "config_demo.yaml")
     settings.pop("recipe", None)
     run = train({**settings, "out": out})
@@ -30,21 +30,21 @@ def main(out: str = "runs/demo") -> Path:
         return run
     pipe: Any = mmattn.pipeline(run / "adapter")
     folder = Path(resolve_asset("assets/flora"))
-    known = [json.loads(line) for line in (folder / "captions.jsonl").read_text(encoding="utf-8").splitlines()]
-    pictures = [str(folder / one["file"]) for one in known]
+    entries = [json.loads(line) for line in (folder / "captions.jsonl").read_text(encoding="utf-8").splitlines()]
+    pictures = [str(folder / one["file"]) for one in entries]
     memory = pipe.encoder(pictures).to(torch.float32)
-    marked = {"species": [one["species"] for one in known], "names": [one.name for one in flora.species()]}
+    options = {"species": [one["species"] for one in entries], "names": [one.name for one in flora.species()]}
     out_file, grid = run / "shipped.png", pipe.encoder.grid
-    captions = caption_grid(out_file, pipe.model, pipe.tokenizer, pictures, memory, grid, **marked)
+    captions = draw_captions(out_file, pipe.model, pipe.tokenizer, pictures, memory, grid, **options)
     print("\nthe shipped pictures, in the words of the model:")
-    for one, text in zip(known, captions, strict=True):
+    for one, text in zip(entries, captions, strict=True):
         print(f"  {one['file']}: {text}")
     print(f"\ntable                         {run / 'table.md'}")
     print(f"captions and attended patches {run / 'shipped.png'} (shipped), {run / 'captions.png'} (held out)")
     print(f"adapter                       {run / 'adapter'}")
     command = shlex.join(["mmattn", "caption", pictures[0], "--adapter", str(run / "adapter")])
     print(f"try                           {command}")
-    print(f"{time.perf_counter() - began:.0f} s")
+    print(f"{time.perf_counter() - start:.0f} s")
     return run
 
 

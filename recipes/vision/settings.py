@@ -12,16 +12,15 @@ class Strict(BaseModel):
 
 
 class DataSettings(Strict):
-    kind: Literal["flora", "folder", "flowers102"] = "flora"
-    path: str | None = None  # folder, flowers102: where the pictures are
-    descriptions: str | None = None  # folder with one folder per class: the file of descriptions (.json or .yaml)
+    kind: Literal["flora", "folder"] = "flora"
+    path: str | None = None  # folder: one folder of pictures per class
+    descriptions: str | None = None  # folder: the file of descriptions of each class (.json or .yaml)
     held_out: float = Field(0.1, gt=0, lt=1)  # folder: share of each class that is never trained on
-    train_per_species: int = Field(40, ge=1)  # flora: drawn for training, and
-    held_out_per_species: int = Field(6, ge=1)  # drawn anew for measuring
+    train_per_species: int = Field(40, ge=1)  # flora: drawings for training
+    held_out_per_species: int = Field(6, ge=1)  # flora: further drawings for measuring
     size: int = Field(64, ge=16)  # flora: pixels a side
-    flip: bool = True  # show each training picture mirrored, too
-    download: bool = False  # flowers102: fetch it into `path`
-    cache: str | None = "runs/cache"  # memories are kept here, by encoder and pictures; null: in the run's folder
+    flip: bool = True  # train on mirrored pictures, too
+    cache: str | None = "runs/cache"  # encoded pictures, by encoder and contents; null: in the run's folder
 
 
 class AdapterSettings(Strict):
@@ -35,7 +34,7 @@ class AdapterSettings(Strict):
     qk_norm: bool = False
     null_slot: bool = False
     dropout: float = Field(0.0, ge=0, lt=1)
-    latents: int | None = None  # a Perceiver resampler with so many latents in front
+    latents: int | None = None  # latents of a Perceiver resampler; null for none
 
 
 class OptimSettings(Strict):
@@ -47,7 +46,7 @@ class OptimSettings(Strict):
     weight_decay: float = Field(0.05, ge=0)
     warmup_steps: int = Field(30, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    keep_fraction: float = Field(0.9, gt=0, le=1)  # share of the slots shown at each step
+    keep_fraction: float = Field(0.9, gt=0, le=1)  # share of the slots in view at each step
     noise_std: float = Field(0.0, ge=0)  # on the memory, in standard deviations
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mmattn import recipes, training
+from mmattn import pipelines, recipes, training
 
 from .learning import Batch, nats
 from .memories import Memories
@@ -30,27 +30,26 @@ class Pictures:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        seeing = vision("seeing")
-        given = {**config.vision, "seed": config.seed, "progress": config.progress}
-        self.settings = vision("settings").Config.model_validate(given)
+        settings = {**config.vision, "seed": config.seed, "progress": config.progress}
+        self.settings = vision("settings").Config.model_validate(settings)
         self.config, self.device = config, device
         self.data = vision("data").load_data(self.settings.data, config.seed)
-        eye = seeing.load_encoder(self.settings.encoder, device)
-        self.seen, held_out = seeing.see(eye, self.data, self.settings)
-        self.lm, tokenizer = seeing.load_lm(self.settings.lm, device)
+        encoder = pipelines.load_image_encoder(recipes.resolve_asset(self.settings.encoder), device)
+        self.memory, held_out = vision("train").encode_pictures(encoder, self.data, self.settings)
+        self.lm, tokenizer = pipelines.load_language_model(self.settings.lm, device)
         self.ids = training.encode_texts(tokenizer, self.data.texts, self.lm.config.max_position_embeddings)
         self.tokenizer = tokenizer
         measure = vision("measure")
         self.measure = measure.Measure(self.data, tokenizer, self.ids)
         self.held_out = Memories(held_out.to(device))
-        self.shuffled = self.held_out[measure.strangers(self.data.held_out, config.seed)]
+        self.shuffled = self.held_out[measure.other_species(self.data.held_out, config.seed)]
         self.memory_dim = held_out.dim
         self.slots = held_out.length
 
     def batches(self) -> Iterator[list[tuple[int, int, int]]]:
         """Steps, pictures (or their mirror images) and texts that are true of them."""
         optim = self.config.optim
-        texts = [picture.texts for picture in self.data.train] * (2 if self.settings.data.flip else 1)
+        texts = [self.data.texts_of(picture) for picture in self.data.train] * (2 if self.settings.data.flip else 1)
         order = training.PairSampler(texts, optim.batch_size, self.config.seed)
         for step in range(optim.max_steps):
             yield [(step, *pair) for pair in order.pairs(step)]
@@ -59,8 +58,8 @@ class Pictures:
         """A batch to train on: nine of ten slots of each picture."""
         (step, *_), items, texts = zip(*rows, strict=True)
         seed = self.config.seed * 1_000_003 + step
-        seen = training.augment_memory(self.seen[torch.tensor(items)], keep_fraction=0.9, seed=seed)
-        return self._batch(texts, Memories(seen.to(self.device)))
+        memory = training.augment_memory(self.memory[torch.tensor(items)], keep_fraction=0.9, seed=seed)
+        return self._batch(texts, Memories(memory.to(self.device)))
 
     def score(self, way: Way, memories: Memories | None) -> dict[str, Any]:
         """How many captions name the right flower, and what each description costs."""

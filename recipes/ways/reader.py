@@ -17,10 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mmattn import training
-from mmattn.errors import ConfigError
+from mmattn import pipelines, training
+from mmattn.errors import AdapterFileError, ConfigError
 
-from .pictures import vision
 from .settings import Config, ReaderSettings
 from .world import ASK, KINDS, MOST_NAMES, PROPERTIES, STOP, World
 
@@ -40,8 +39,8 @@ def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
         ConfigError: there is none.
     """
     try:
-        lm, tokenizer = vision("seeing").load_lm(config.texts.lm, device)
-    except ConfigError as error:
+        lm, tokenizer = pipelines.load_language_model(config.texts.lm, device)
+    except (AdapterFileError, ConfigError) as error:
         raise ConfigError(
             f"the default of texts.lm is made by mmattn train recipes/ways/config_reader.yaml: {error}"
         ) from error

@@ -13,6 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+from mmattn.inspect import plot_curves
+
 
 def texts(plot: Path) -> list[str]:
     """The texts of a plot in SVG, which matplotlib notes beside the outlines of their letters."""
@@ -24,18 +26,13 @@ def falling(first: float, last: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("first", "last"), [(2.3, 0.2), (0.29, 0.21), (0.208, 0.203), (40.0, 0.04)])
-def test_losses_have_ticks_that_one_reads(
-    load_files: Callable[..., SimpleNamespace], tmp_path: Path, first: float, last: float
-) -> None:
-    plot_vision, plot_diffusion = load_files("vision", "report").report, load_files("diffusion", "pictures").pictures
-    losses = list(enumerate(falling(first, last), start=1))
-    plot_vision.plot_losses(tmp_path / "vision.svg", {"adapter": losses})
-    plot_diffusion.plot_losses(losses, tmp_path / "diffusion.svg")
-    for name in ("vision", "diffusion"):
-        found = texts(tmp_path / f"{name}.svg")
-        assert not [text for text in found if "$" in text or "^" in text], "a power of ten"
-        ticks = [float(text) for text in found if re.fullmatch(r"0?\.\d+|\d\.\d+|\d\d?", text)]
-        assert len([tick for tick in ticks if 0.9 * last <= tick <= 1.1 * first]) >= 2, found
+def test_losses_have_ticks_that_one_reads(tmp_path: Path, first: float, last: float) -> None:
+    losses = dict(enumerate(falling(first, last), start=1))
+    plot_curves({"loss": {"adapter": [losses]}}, tmp_path / "loss.svg", log=True)
+    labels = texts(tmp_path / "loss.svg")
+    assert not [text for text in labels if "$" in text or "^" in text], "a power of ten"
+    ticks = [float(text) for text in labels if re.fullmatch(r"0?\.\d+|\d\.\d+|\d\d?", text)]
+    assert len([tick for tick in ticks if 0.9 * last <= tick <= 1.1 * first]) >= 2, labels
 
 
 def test_steps_are_whole(load_files: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
@@ -75,11 +72,10 @@ def test_the_words_of_an_example(load_files: Callable[..., SimpleNamespace]) -> 
         ("The daisy in a meadow.", "oxeye daisy", "✗ wrong: it is oxeye daisy"),
         ("The daisy, or the oxeye daisy.", "daisy", "✗ wrong: it is daisy"),
         ("Some flower.", "daisy", "✗ wrong: it is daisy"),
-        ("Some flower.", None, None),
     ],
 )
 def test_a_wrong_caption_says_what_it_should_have_named(
-    load_files: Callable[..., SimpleNamespace], caption: str, species: str | None, verdict: str | None
+    load_files: Callable[..., SimpleNamespace], caption: str, species: str, verdict: str | None
 ) -> None:
     report = load_files("vision", "report").report
     assert report.caption_verdict(caption, species, ["daisy", "oxeye daisy"]) == verdict

@@ -1,4 +1,4 @@
-"""The trainable part of an adapter on one host: how it reads a memory, and a block for each site."""
+"""The trainable part of an adapter on one host: a block for each site, and how the memory is read for the blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.prepared_memory import PreparedMemory, ProjectedMemory
-from mmattn.adapters.protocols import MemorySource, Site
+from mmattn.adapters.memory_types import BINDERS
+from mmattn.adapters.prepared_memory import PreparedMemory, prepared_memory
+from mmattn.adapters.projected_memory import ProjectedMemory
+from mmattn.adapters.protocols import BoundMemory, Site
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
@@ -19,37 +21,39 @@ from mmattn.memory import Memory
 class AdapterLayers(nn.Module, ABC):
     """The trainable part of one adapter on one host.
 
-    A kind of its own makes `blocks`, a `ModuleDict` from `str(site.layer)` to what `View.apply` is given, and says how
-    a memory is read; what `bind` returns decides what the blocks are called with.
+    A new kind makes `blocks`, a `ModuleDict` from `str(site.layer)` to the block that `View.apply` calls, and says how
+    a memory is read; `bind_memory` returns what the tokens of a call attend to.
 
     Args:
         config: the settings, an `AdapterConfig`.
         sites: where it acts.
+
+    Attributes:
+        score_bias: the memory must have scores.
+        reads_whole_text: its memory depends on the whole text, which `generate` must then note.
+        orders_slots: the order of the slots means something to it.
+        counts_slots: a slot that is there twice means something else.
+        starts_as_nothing: a new adapter leaves the output of the host unchanged, bit for bit.
+        moves_text: its slots stand before the text, whose positions they move.
+        adds_to_block: "inside" attention, it adds to the output of the block around the attention.
     """
 
     blocks: nn.ModuleDict
     score_bias = False
-    # Whether its memory depends on the whole text, which `generate` must then note.
     reads_whole_text = False
-    # Whether the order of the slots, and whether each is there once or twice, means something to it.
     orders_slots = False
     counts_slots = False
-    # Whether a fresh one leaves the host's answer bit for bit what it was.
     starts_as_nothing = True
-    # Whether, "inside" attention, it adds to what the block around it hands on.
+    moves_text = False
     adds_to_block = False
-    # Whether keys and values of its own stand "joined" before the text; it is then given `rotations`.
-    stands_before_text = False
-    # Whether the host reads its slots as embeddings; it is then given a `reader`.
-    read_by_host = False
-    # Whether it reads keys of the host as they are at position 0; it is then given `rotations`.
-    reads_host_keys = False
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()
         self.config = config
         self.sites = tuple(sites)
         self.layers = tuple(site.layer for site in self.sites)
+        self.position = self.sites[0].position
+        self.places = [(layer, self.position) for layer in self.layers]
         self.name = "default"
         self.resampler: PerceiverResampler | None = None
 
@@ -60,53 +64,85 @@ class AdapterLayers(nn.Module, ABC):
             self.counts_slots = True
 
     @property
-    def position(self) -> str:
-        """The position of its sites."""
-        return self.sites[0].position
-
-    @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """A weight on the device and in the dtype in which a memory is read."""
+        """Return a weight on the device and in the dtype in which a memory is read."""
 
     def block(self, layer: int) -> nn.Module:
-        """The block at host layer `layer`."""
+        """Return the block at host layer `layer`."""
         return self.blocks[str(layer)]
 
     def attention(self, layer: int) -> Any:
-        """The attention over the memory at host layer `layer`: a `CrossAttention` or `MemoryHeads`; None is none."""
+        """Return the attention over the memory at host layer `layer`, a `CrossAttention` or `MemoryHeads`, or None."""
         return None
 
-    def recorded_attention(self, layer: int) -> Any:
-        """What gives the weights over the memory at host layer `layer` when they are recorded; None is nothing."""
-        return self.attention(layer)
+    def recorded_attention(self, layer: int) -> nn.Module | None:
+        """Return the module whose attention weights are recorded at host layer `layer`, or None."""
+        attention: nn.Module | None = self.attention(layer)
+        return attention
 
     def kv_projection(self, layer: int) -> Any:
-        """What projects keys and values of the memory for host layer `layer`: by default its attention."""
+        """Return the module that projects keys and values for host layer `layer`: by default its attention."""
         return self.attention(layer)
 
     @abstractmethod
     def read(self, memory: Memory) -> Memory:
-        """The memory as every block sees it."""
+        """Return the memory as every block attends to it: normalised, resampled."""
 
     def reading_parameters(self) -> Iterator[nn.Parameter]:
-        """The weights that `read` uses: all that are not of a block."""
+        """Yield the weights that `read` uses: all outside the blocks."""
         yield from self.parameters(recurse=False)
         for name, part in self.named_children():
             if name != "blocks":
                 yield from part.parameters()
 
-    def projecting_modules(self) -> Iterator[nn.Module]:
-        """The parts on which keys and values of a memory depend, and those that hold them."""
-        yield from (self, self.blocks, *self.blocks.children())
-        for name, part in self.named_children():
-            if name != "blocks":
-                yield from part.modules()
-        for layer in self.layers:
-            yield from self.kv_projection(layer).modules()
+    def bind(self, memory: object, host: nn.Module) -> BoundMemory:
+        """Validate a memory given as `memory=` and bind it to this adapter, for one call.
+
+        Args:
+            memory: a `Memory`, a tensor (b, m, e), what `model.prepare` returned, or an object of a type registered by
+                `register_memory_type`.
+            host: the frozen model, for kinds whose memory must fit it.
+
+        Raises:
+            ShapeError: a memory that this adapter cannot read.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
+            ConditionError: a type of memory that this adapter does not support.
+        """
+        for kind in type(memory).__mro__:
+            if kind in BINDERS:
+                return BINDERS[kind](memory, self, host)
+        return self.bind_memory(memory, host)
+
+    def bind_memory(self, memory: object, host: nn.Module) -> BoundMemory:
+        """Validate and bind a memory of the kind that this adapter reads; by default vectors."""
+        return self.bind_vectors(self.prepare(memory))
+
+    def bind_vectors(self, prepared: PreparedMemory) -> BoundMemory:
+        """Bind a memory of vectors that was checked."""
+        return ProjectedMemory(prepared, self)
+
+    def prepare(self, memory: object) -> PreparedMemory:
+        """Check vectors given as `memory=`, and return them as an object that caches keys and values for many calls.
+
+        Raises:
+            ShapeError: something else, or a memory that this adapter cannot read.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
+        """
+        if isinstance(memory, PreparedMemory) and self in memory.checked_by:
+            return memory
+        if not isinstance(memory, (Memory, PreparedMemory, Tensor)):
+            hint = "; a function that finds neighbours is for a ChunkedAdapter" if callable(memory) else ""
+            raise ShapeError(
+                f"the memory of adapter {self.name!r} (kind {self.config.kind!r}) must be a Memory or a tensor "
+                f"(b, m, e), got {type(memory).__name__}{hint}"
+            )
+        prepared = prepared_memory(memory, self.check_memory)
+        prepared.checked_by.add(self)
+        return prepared
 
     def check_memory(self, memory: Memory) -> None:
-        """Refuse a memory that this adapter cannot read.
+        """Check that this adapter can read a memory.
 
         Raises:
             ShapeError: another width.
@@ -117,57 +153,34 @@ class AdapterLayers(nn.Module, ABC):
                 f"{memory.dim}: use the encoder it was trained with"
             )
 
-    def prepare(self, memory: Any) -> Any:
-        """What is given as `memory=`, checked, as an object that many calls can share.
+    def why_whole(self) -> str | None:
+        """Return why all slots must be read together, so that a memory cannot come in parts; None if they need not."""
+        return f"kind {self.config.kind!r}"
 
-        Args:
-            memory: a `Memory`, a tensor (b, m, e), or what this returned before.
-
-        Raises:
-            ShapeError: something else, or a memory that this adapter cannot read.
-            NonFiniteError: NaN or infinity in a slot that may be attended to.
-        """
-        if isinstance(memory, Tensor):
-            memory = Memory(memory)
-        if not isinstance(memory, (Memory, PreparedMemory)):
-            hint = "; a function that finds neighbours is for a ChunkedAdapter" if callable(memory) else ""
-            raise ShapeError(
-                f"the memory of adapter {self.name!r} (kind {self.config.kind!r}) must be a Memory or a tensor "
-                f"(b, m, e), got {type(memory).__name__}{hint}"
-            )
-        self.check_memory(memory.memory if isinstance(memory, PreparedMemory) else memory)
-        if isinstance(memory, PreparedMemory):
-            return memory
-        if memory.finite_checked and not torch.compiler.is_compiling():
-            memory.check_finite()
-        return PreparedMemory(memory)
-
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned.
-
-        Args:
-            prepared: the memory.
-            host: the frozen model, for kinds whose memory must fit it.
+    def check_parts(self, kind: str, instead: str) -> None:
+        """Check that the slots can be attended to in parts.
 
         Raises:
-            ShapeError: a memory that does not fit.
+            ConditionError: they cannot.
         """
-        return ProjectedMemory(prepared, self)
+        why = self.why_whole()
+        if why is not None:
+            raise ConditionError(f"adapter {self.name!r} reads no {kind} ({why}): give {instead}")
 
-    def check_shareable(self, prepared: Any) -> None:
-        """Refuse what cannot be kept by the caller for many calls: `model.prepare` asks.
+    def attach_to(self, host: Any) -> None:
+        """Prove that this adapter reaches the output of an adapted model, and take from it what reading needs.
 
         Raises:
-            ConditionError: it belongs to one call.
+            AttachError: it cannot be proved.
+            ConditionError: it does not.
         """
-        if not isinstance(prepared, PreparedMemory):
-            raise ConditionError(f"a {type(prepared).__name__} belongs to a call: give it to each call as memory=")
+        host.check_adapter(self)
 
     def initialise(self, host: Any) -> None:
         """Begin from weights of the adapted host, where the settings ask for it; called before the first training."""
 
     def slot_norm(self) -> nn.LayerNorm | None:
-        """What alone `read` does to each slot, for a memory that is searched; None where it is the slot itself.
+        """Return the norm that is all that `read` does to a slot, for a memory that is searched; None for no norm.
 
         Raises:
             ConditionError: it does more.
@@ -178,11 +191,11 @@ class AdapterLayers(nn.Module, ABC):
         )
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
-        """The first token that may see each slot (b, m), the text's length where none may; None where all tokens may.
+        """Return the first token that may attend to each slot (b, m), the text's length for none; None for all tokens.
 
         Args:
             memory: one that this adapter reads.
-            batch: what the host is called with, by name.
+            batch: the arguments of the host by name.
         """
         counts = batch.get("arrived")
         if counts is None:
@@ -198,7 +211,7 @@ class AdapterLayers(nn.Module, ABC):
                 child.to(self.sites[0].device)
 
     def _cast_memory(self, memory: Memory) -> Memory:
-        """The memory on the device and in the dtype of the weights, padding set to 0."""
+        """Return the memory on the device and in the dtype of the weights, padding set to 0."""
         weight = self.weight
         tokens = memory.tokens.to(weight.device)
         # Norms take narrower states than their weights under autocast, and never wider ones.
@@ -212,15 +225,7 @@ class AdapterLayers(nn.Module, ABC):
 def random_memory(
     generator: torch.Generator, rows: int, dim: int, segments: int = 1, scores: bool = False, slots: int = 5
 ) -> Memory:
-    """A random memory with padding in some rows, for `example_memory` of an adapter's settings.
-
-    Args:
-        generator: of the random numbers.
-        rows: b.
-        dim: e.
-        segments: how many things (images, chunks) each row is about; numbered where they are several.
-        scores: whether slots have scores.
-        slots: slots of each segment.
+    """Return a random memory (rows, segments · slots, dim) with padding in some rows.
 
     >>> random_memory(torch.Generator().manual_seed(0), rows=2, dim=7).lengths
     [5, 3]

@@ -232,6 +232,10 @@ class BlockLayers(AdapterLayers):
             read = read.replace(self.memory_norm(read.tokens))
         return read if self.resampler is None else self.resampler(read)
 
+    def why_whole(self) -> str | None:
+        """Return why all slots must be read together: a resampler mixes them."""
+        return None if self.resampler is None else "its resampler mixes all slots"
+
     def slot_norm(self) -> nn.LayerNorm | None:
         """The norm of the memory, which is all that `read` does to a slot where nothing is resampled.
 

@@ -88,6 +88,10 @@ class PackedText:
         return flat.index_copy(0, tokens, documents[self.real.to(x.device)]).view_as(x)
 
 
+#: Arguments of a host that may say where documents begin.
+_ARGUMENTS = {*BOUNDARIES, "seq_idx", "position_ids"}
+
+
 def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText | None:
     """Where the documents of a call lie, or None where each row is one.
 
@@ -99,7 +103,7 @@ def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText
         rows: b of the text.
         length: l of the text.
     """
-    if torch.compiler.is_compiling():
+    if _ARGUMENTS.isdisjoint(kwargs) or torch.compiler.is_compiling():
         return None  # it depends on values, which a graph has not
     numbers = _numbers(kwargs, rows, length)
     return None if numbers is None else PackedText.of(numbers)

@@ -1,18 +1,25 @@
-"""What an adapter, its memory and its host must offer each other: so that a new kind is one file."""
+"""What an adapter, its memory and its host must offer each other, so that a new kind is one file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mmattn.adapters.packed_text import PackedText
 from mmattn.adapters.text_state import TextState
+from mmattn.core.kv_cache import KeyValue
+from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
 POSITIONS = ("before", "after", "inside", "joined")
+
+#: What is added by an adapter is multiplied by this: one number, or one for each row.
+Scale = float | Tensor
 
 
 @dataclass(frozen=True)
@@ -58,17 +65,24 @@ class Site:
 
 
 class Host(Protocol):
-    """What an adapter's settings may ask of the host that they are put on."""
+    """The part of an adapted model that the settings of an adapter may use."""
 
     def sites(self, position: str) -> list[Site]:
-        """Every site of this position, in the order of the layers."""
+        """Return every site of this position, in the order of the layers."""
 
 
-class View(Protocol):
-    """What the tokens of one forward see of a memory."""
+class View(ABC):
+    """The memory as the tokens of one forward attend to it.
 
+    Attributes:
+        is_packed: it is for packed rows; `pack` has been called.
+    """
+
+    is_packed = False
+
+    @abstractmethod
     def apply(self, x: Any, block: nn.Module, layer: int, adapter_scale: Any) -> Any:
-        """What x becomes at a site.
+        """Apply an adapter at a site.
 
         Args:
             x: hidden states (b, l, d), which come back changed; "inside" an attention layer its queries (b, h, l, k),
@@ -79,20 +93,55 @@ class View(Protocol):
             adapter_scale: multiplies what is added.
         """
 
+    def pack(self, text: PackedText) -> View:
+        """Return the view for packed rows, of this one for their documents as rows."""
+        return PackedView(self, text)
 
-class MemorySource(Protocol):
-    """What `memory=` becomes for one call: a memory bound to the adapter that reads it.
 
-    Attributes:
-        rows: rows of the memory; None fits any text.
-        follows_text: whether `step` must know the text; where it need not, a host may be called in part or compiled.
+class PackedView(View):
+    """The memory as the documents of packed rows attend to it.
+
+    Args:
+        view: for the documents as rows.
+        text: where the documents lie.
     """
 
-    rows: int | None
-    follows_text: bool
+    is_packed = True
 
+    def __init__(self, view: View, text: PackedText) -> None:
+        self.view, self.text = view, text
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """Apply an adapter to x (b, l, d) at a site."""
+        return self.text.pack(self.view.apply(self.text.unpack(x), block, layer, adapter_scale), x)
+
+
+#: Put keys and values of several requests together, by the name of the adapter and the layer.
+JoinRequests = Callable[[tuple[str, int], list[KeyValue]], object]
+#: From hidden states and their changed values, take the changed ones that are finite.
+KeepFinite = Callable[[Tensor, Tensor], Tensor]
+
+
+class BoundMemory(ABC):
+    """The memory of one call, bound to the adapter that reads it: what `AdapterLayers.bind` returns.
+
+    Attributes:
+        name: of the adapter.
+        rows: rows of the memory; None fits any text.
+        follows_text: `step` must know the text; otherwise a host may be called in part or compiled.
+        shared: the object that other adapters of the call are given in place of the memory.
+        unchecked: the memory if its values need not be finite, else None.
+    """
+
+    name: str
+    rows: int | None = None
+    follows_text: bool = False
+    shared: object = None
+    unchecked: Memory | None = None
+
+    @abstractmethod
     def step(self, text: TextState) -> View:
-        """What this forward sees; called once for each forward of the host.
+        """Return what this forward attends to; called once for each forward of the host.
 
         Raises:
             ShapeError: the rows do not fit.
@@ -100,11 +149,104 @@ class MemorySource(Protocol):
         """
 
     def as_memory(self, text: TextState) -> Memory:
-        """Everything that a whole text sees as one `Memory`, for experiments with other contents.
+        """Return everything that a whole text attends to as one `Memory`, for experiments with other contents.
 
         Raises:
-            ConfigError: there is no such memory.
+            ConditionError: there is no such memory.
         """
+        raise ConditionError(f"adapter {self.name!r} reads no Memory whose contents could be exchanged")
+
+    def shareable(self) -> object:
+        """Return the object that `model.prepare` hands out for many calls.
+
+        Raises:
+            ConditionError: the memory belongs to one call.
+        """
+        raise ConditionError(
+            f"the memory of adapter {self.name!r} belongs to one call: give it to each call as memory="
+        )
+
+    def hide_arrivals(self) -> None:
+        """Make `step` read `text.arrivals`, for a call with `arrived=`.
+
+        Raises:
+            ConditionError: the slots are not read one by one.
+        """
+        raise ConditionError(
+            f"arrived= hides slots of a Memory, and adapter {self.name!r} does not read its slots one by one: leave "
+            "it out"
+        )
+
+    def for_request(self) -> BoundMemory | None:
+        """Return the memory for a request of continuous batching, or None if it has no slots.
+
+        Raises:
+            ConditionError: the tokens of this adapter see a part of the memory only.
+        """
+        raise ConditionError(
+            f"adapter {self.name!r} must know the text of each request to choose what it attends to, and continuous "
+            "batching does not tell it: use generate"
+        )
+
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
+        """Return the memories of all requests in one step of continuous batching, of which this is one."""
+        raise ConditionError(f"adapter {self.name!r} takes no part in continuous batching: use generate")
+
+    def sources(self) -> list[Tensor]:
+        """Return the tensors of the memory, to notice an edit."""
+        return []
+
+    def projected(self) -> list[Tensor]:
+        """Return keys, values and biases that are not known to be finite."""
+        return []
+
+    def prepare_graph(self) -> None:  # noqa: B027
+        """Compute the inputs of a compiled host, outside of its graph."""
+
+    def check_graph(self) -> None:  # noqa: B027
+        """Refuse results of a compiled host for which weights or memory were edited too late.
+
+        Raises:
+            ConditionError: they were edited since `prepare_graph`.
+        """
+
+    def check_rows(self, text: TextState) -> None:
+        """Check that rows of text are rows of memory, or inside `generate` the beams of them.
+
+        Raises:
+            ShapeError: they are not.
+        """
+        rows, ours = text.rows, self.rows
+        if ours is None or rows == ours:
+            return
+        for times in text.expansions:
+            if rows == times * ours:
+                return
+        hint = f"; to share one memory between all rows say memory.expand({rows})" if ours == 1 else ""
+        if text.packed is not None:
+            raise ShapeError(
+                f"the packed rows hold {rows} documents and the memory of adapter {self.name!r} has {ours} rows: give "
+                f"one row of memory for each document, in order{hint.replace('all rows', 'all of them')}"
+            )
+        if text.expansions and rows < ours:
+            raise ShapeError(
+                f"generate goes on with {rows} rows and the memory of adapter {self.name!r} has {ours}: which are left "
+                "is not known; generate one row at a time"
+            )
+        raise ShapeError(
+            f"the text has {rows} rows and the memory of adapter {self.name!r} has {ours}: give one row of memory for "
+            f"each row of text{hint}"
+        )
+
+
+def check_one_row(memory: BoundMemory) -> None:
+    """Check that the memory of a request has one row.
+
+    Raises:
+        ShapeError: it has several.
+    """
+    if memory.rows != 1:
+        raise ShapeError(f"a request has one row of memory, got {memory.rows}: add a request for each row")
 
 
 class AdapterConfig(Protocol):
@@ -125,17 +267,17 @@ class AdapterConfig(Protocol):
         """e, width of the memory; 0 where it is no vectors."""
 
     def sites(self, host: Host) -> list[Site]:
-        """Where the adapter acts on this host.
+        """Return the sites of this host at which the adapter acts.
 
         Raises:
             AttachError: the host has no such layers.
         """
 
     def build(self, sites: Sequence[Site]) -> nn.Module:
-        """The trainable part for these sites, an `AdapterLayers`."""
+        """Return the trainable part for these sites, an `AdapterLayers`."""
 
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
-        """A random memory that this adapter can read, some of its slots masked; for the doctor and the shared tests.
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> object:
+        """Return a random memory that this adapter can read, some of its slots masked.
 
         Raises:
             ConfigError: none can be made up for this kind.

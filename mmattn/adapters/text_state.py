@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.packed_text import PackedText
-from mmattn.errors import ConditionError, ShapeError
+from mmattn.errors import ConditionError
 
 
 @dataclass(frozen=True)
@@ -76,35 +76,6 @@ class TextState:
     layer: int | None = None
     packed: PackedText | None = None
     timestep: Tensor | None = None
-
-    def check_rows(self, memory_rows: int | None, name: str) -> None:
-        """Rows of text must be rows of memory, or inside `generate` the beams of them.
-
-        Args:
-            memory_rows: rows of the memory; None fits any text.
-            name: of the adapter that reads it.
-
-        Raises:
-            ShapeError: they are not.
-        """
-        rows = self.rows
-        if memory_rows is None or rows == memory_rows or any(rows == n * memory_rows for n in self.expansions):
-            return
-        hint = f"; to share one memory between all rows say memory.expand({rows})" if memory_rows == 1 else ""
-        if self.packed is not None:
-            raise ShapeError(
-                f"the packed rows hold {rows} documents and the memory of adapter {name!r} has {memory_rows} rows: "
-                f"give one row of memory for each document, in order{hint.replace('all rows', 'all of them')}"
-            )
-        if self.expansions and rows < memory_rows:
-            raise ShapeError(
-                f"generate goes on with {rows} rows and the memory of adapter {name!r} has {memory_rows}: which are "
-                "left is not known; generate one row at a time"
-            )
-        raise ShapeError(
-            f"the text has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory "
-            f"for each row of text{hint}"
-        )
 
     def rows_of(self, tokens: Tensor) -> list[int]:
         """The rows, or documents, in which some tokens are that are no padding.

@@ -1,23 +1,24 @@
-"""What is computed from tensors once and used many times; computed again when one of them has changed."""
+"""Values computed from tensors once and used many times; computed again when one of the tensors has changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 
 class TensorVersion:
-    """The state of some tensors, to tell later whether one was edited in place or given other storage.
+    """The state of some tensors: tells later whether one was edited in place or given other storage.
 
-    The storage is held, so that its address cannot come back with other contents. An edit through `tensor.data` goes
-    unseen: torch does not count it.
+    Storage is held, so that its address cannot come back with other contents. An edit through `tensor.data` goes
+    unnoticed: torch does not count it.
 
     Args:
-        tensors: whose state it is.
+        tensors: the tensors.
 
     >>> weight = torch.zeros(3)
     >>> version = TensorVersion([weight])
@@ -26,28 +27,29 @@ class TensorVersion:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._seen = [(tensor.data, tensor._version) for tensor in tensors]
+        tensors = list(tensors)
+        self._storage = [tensor.data for tensor in tensors]
+        self._state = _state(tensors)
 
     def holds(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether these are the same tensors with the same contents."""
-        now = list(tensors)
-        return len(now) == len(self._seen) and all(
-            tensor._version == version
-            and tensor.data_ptr() == data.data_ptr()
-            and tensor.dtype is data.dtype
-            and tensor.shape == data.shape
-            and tensor.stride() == data.stride()
-            for tensor, (data, version) in zip(now, self._seen, strict=True)
-        )
+        """Return whether these are the same tensors with the same contents."""
+        return _state(list(tensors)) == self._state
+
+
+_COUNTED = (attrgetter("_version"), Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))
+
+
+def _state(tensors: list[Tensor]) -> list[list[Any]]:
+    # Mapped by functions written in C: this runs in every forward.
+    return [list(map(read, tensors)) for read in _COUNTED]
 
 
 class ModuleVersion:
-    """What parts and parameters some modules have, to tell later whether one was taken out or replaced.
+    """The sub-modules and parameters of some modules: tells later whether one was taken out or replaced.
 
     Args:
-        modules: each for itself; what is in it has to be named as well.
+        modules: each for itself; its sub-modules have to be among them.
 
-    >>> from torch import nn
     >>> layer = nn.Linear(2, 3)
     >>> version = ModuleVersion([layer])
     >>> version.holds()
@@ -59,11 +61,78 @@ class ModuleVersion:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         owners: list[dict[str, Any]] = [owner for one in modules for owner in (one._modules, one._parameters) if owner]
-        self._seen = [(owner, tuple(owner.values())) for owner in owners]
+        self._contents = [(owner, tuple(owner.values())) for owner in owners]
 
     def holds(self) -> bool:
-        """Whether they are all as they were."""
-        return all(len(owner) == len(seen) and all(map(is_, owner.values(), seen)) for owner, seen in self._seen)
+        """Return whether they are all as they were."""
+        for owner, contents in self._contents:
+            if len(owner) != len(contents) or not all(map(is_, owner.values(), contents)):
+                return False
+        return True
+
+
+class KeyValueCache:
+    """What adapters computed from one memory, by adapter; dropped when the memory or a weight of the adapter changes.
+
+    One check per adapter and forward covers all weights of the adapter and all tensors of the memory.
+
+    Args:
+        tensors: returns the tensors of the memory as they are now, None for those that are not there.
+
+    >>> tokens, adapter = torch.ones(3), nn.Linear(3, 1)
+    >>> cache = KeyValueCache(lambda: [tokens])
+    >>> cache.values(adapter)["keys"] = tokens * 2
+    >>> list(cache.values(adapter))
+    ['keys']
+    >>> _ = tokens.zero_()
+    >>> list(cache.values(adapter))
+    []
+    """
+
+    def __init__(self, tensors: Callable[[], Sequence[Tensor | None]]) -> None:
+        self._tensors = tensors
+        self._entries: WeakKeyDictionary[nn.Module, _Entry] = WeakKeyDictionary()
+
+    def values(self, adapter: nn.Module) -> dict[Hashable, Any]:
+        """Return the values computed for an adapter under this autocast; none if anything has changed since."""
+        entry, tensors = self._entries.get(adapter), self._tensors()
+        if entry is None or not entry.holds(tensors):
+            entry = self._entries[adapter] = _Entry(adapter, tensors)
+        dtype = torch.get_autocast_dtype(entry.device) if torch.is_autocast_enabled(entry.device) else None
+        values = entry.values.get(dtype)
+        if values is None:
+            values = entry.values[dtype] = {}
+        return values
+
+    def get(self, adapter: nn.Module, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return the value of a key for an adapter, cached or computed now without gradients."""
+        values = self.values(adapter)
+        if key not in values:
+            # A cached value must serve calls outside inference mode, too.
+            with torch.inference_mode(False), torch.no_grad():
+                values[key] = compute()
+        return values[key]
+
+    def nbytes(self) -> int:
+        """Return the bytes of cached keys and values."""
+        cached = [values for entry in self._entries.values() for values in entry.values.values()]
+        return sum(_nbytes(value) for values in cached for value in values.values())
+
+
+class _Entry:
+    """The values computed for one adapter, and the state of everything they depend on."""
+
+    def __init__(self, adapter: nn.Module, tensors: Sequence[Tensor | None]) -> None:
+        parameters = list(adapter.parameters())
+        self._modules = ModuleVersion(adapter.modules())
+        self._memory = tensors
+        self._tensors = [*parameters, *(one for one in tensors if one is not None)]
+        self._version = TensorVersion(self._tensors)
+        self.device = parameters[0].device.type if parameters else "cpu"
+        self.values: dict[torch.dtype | None, dict[Hashable, Any]] = {}
+
+    def holds(self, tensors: Sequence[Tensor | None]) -> bool:
+        return all(map(is_, tensors, self._memory)) and self._modules.holds() and self._version.holds(self._tensors)
 
 
 class TensorCache:
@@ -81,7 +150,7 @@ class TensorCache:
         self._entries: dict[Hashable, tuple[TensorVersion, Any]] = {}
 
     def get(self, key: Hashable, sources: Sequence[Tensor], compute: Callable[[], Any]) -> Any:
-        """The value of a key for these sources, cached or computed now, without gradients.
+        """Return the value of a key for these sources, cached or computed now without gradients.
 
         Args:
             key: of the value.
@@ -96,11 +165,16 @@ class TensorCache:
         return entry[1]
 
     def nbytes(self) -> int:
-        """Bytes of the values that tell their own size: keys and values."""
-        return sum(value.nbytes() for _, value in self._entries.values() if callable(getattr(value, "nbytes", None)))
+        """Return the bytes of cached keys and values."""
+        return sum(_nbytes(value) for _, value in self._entries.values())
+
+
+def _nbytes(value: Any) -> int:
+    size = getattr(value, "nbytes", None)
+    return size() if callable(size) else 0
 
 
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
-    """The dtype of autocast on a device, None where it is off: part of the key of what is computed under it."""
+    """Return the dtype of autocast on a device, None where it is off."""
     kind = (device if isinstance(device, torch.device) else torch.device(device)).type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -11,12 +12,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters import memory_types as forms
+from mmattn.adapters import memory_stream, searched_memory, shared_memory  # noqa: F401  (they register their types)
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError
-from mmattn.hosts.condition import OpenBlocks
-from mmattn.hosts.context import Action, Call, ForwardStep, prepared_for_graphs, scale_by_adapter
+from mmattn.hosts.context import (
+    Action,
+    Call,
+    ForwardStep,
+    OpenBlocks,
+    prepared_for_graphs,
+    refuse_generator,
+    scale_by_adapter,
+)
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
@@ -108,27 +117,21 @@ class AdaptedModel(NamedAdapters):
             NonFiniteError: NaN or infinity in a slot that may be attended to.
             ConditionError: no adapter is active, or the memory belongs to one call.
         """
-        prepared = self.prepare_by_name(memory)
-        for name, one in prepared.items():
-            forms.check_shareable(self.adapter(name), one)
+        prepared = {name: bound.shareable() for name, bound in self.bind(memory).items()}
         if not prepared:
             raise ConditionError("no adapter is active to prepare a memory for: set_adapter(name) first")
         return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
 
-    def prepare_by_name(self, memory: Any) -> dict[str, Any]:
-        """What each adapter that is given a memory makes of it."""
-        given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.active, memory)
-        shared: dict[int, Any] = {}
-        prepared = {}
-        for name, one in given.items():
-            prepared[name] = forms.prepare(self.adapter(name), shared.get(id(one), one))
-            shared.setdefault(id(one), prepared[name])
-        return prepared
-
-    def bind(self, memory: Any) -> dict[str, Any]:
-        """The source of a call for each adapter that is given a memory."""
-        prepared = self.prepare_by_name(memory)
-        return {name: forms.bind(self.adapter(name), one, self.host) for name, one in prepared.items()}
+    def bind(self, memory: object) -> dict[str, BoundMemory]:
+        """Validate a memory and bind it to each adapter that is given it; called once for each call of the host."""
+        if not isinstance(memory, Mapping):
+            memory = dict.fromkeys(self.active, memory)
+        bound: dict[str, BoundMemory] = {}
+        shared: dict[int, object] = {}
+        for name, one in memory.items():
+            bound[name] = self.adapter(name).bind(shared.get(id(one), one), self.host)
+            shared[id(one)] = bound[name].shared
+        return bound
 
     def make_call(
         self, memory: Any, adapter_scale: float | Mapping[str, float] = 1.0, images: Tensor | None = None
@@ -141,8 +144,10 @@ class AdaptedModel(NamedAdapters):
             return None
         sources = self.bind(memory)
         scales = scale_by_adapter(adapter_scale, sources)
-        seen = {name: source for name, source in sources.items() if scales[name]}
-        return Call(seen, scales, images) if seen or not sources else None
+        for name, scale in scales.items():
+            if not scale:
+                del sources[name]
+        return Call(sources, scales, images) if sources or not scales else None
 
     @contextlib.contextmanager
     def condition(self, memory: Any, *, adapter_scale: float | Mapping[str, float] = 1.0) -> Iterator[Any]:
@@ -156,7 +161,9 @@ class AdaptedModel(NamedAdapters):
             ShapeError: a memory that does not fit.
             ConfigError: an adapter_scale of an adapter that is given no memory.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
+            ConditionError: a generator opens the block.
         """
+        refuse_generator(sys._getframe())
         call = self.make_call(memory, adapter_scale)
         with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self
@@ -176,7 +183,8 @@ class AdaptedModel(NamedAdapters):
         Raises:
             ConfigError: a keyword that is a near miss of ours.
         """
-        check_keywords(self, kwargs)
+        if kwargs:
+            check_keywords(self, kwargs)
         if memory is None:
             check_unused(adapter_scale)
             return self.host(*args, **kwargs)
@@ -192,10 +200,12 @@ class AdaptedModel(NamedAdapters):
 
         Raises:
             AttachError: a name that is not attached.
+            ConditionError: a generator opens the block.
         """
         off = set(self.adapters) if names is None else {names} if isinstance(names, str) else set(names)
         for name in off:
             self.adapter(name)
+        refuse_generator(sys._getframe())
         with self.open_blocks.without(off, everything=off == set(self.adapters)):
             yield self
 
@@ -220,7 +230,7 @@ class AdaptedModel(NamedAdapters):
     # One forward ---------------------------------------------------------------------------------------------------
 
     def current_call(self) -> tuple[Call | None, frozenset[str]]:
-        """What calls made here see, and which adapters do not exist for them.
+        """Return the memories of a call made here, and the adapters that do not exist for it.
 
         Raises:
             ConditionError: a memory is required and there is none.
@@ -236,16 +246,21 @@ class AdaptedModel(NamedAdapters):
                 self.open_blocks.warn_of_others()
         return call, disabled
 
+    def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Call | None, frozenset[str]]:
+        """Return the memories of a forward that begins, and the adapters that do not exist for it.
+
+        Args:
+            host: the part of the host that is called.
+            kwargs: with which it is called.
+        """
+        return self.current_call()
+
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ForwardStep:
         """What the adapters do in one forward of the host."""
         text = self.text_state(call, args, kwargs)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
-
-    def requested_call(self, kwargs: Mapping[str, Any]) -> Call | None:
-        """What a forward sees that was begun elsewhere, with a memory for each of its requests; None is nothing."""
-        return None
 
     def host_inputs(self, step: ForwardStep, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name with which the host is called where a memory is given: those of the caller."""
@@ -258,8 +273,7 @@ class AdaptedModel(NamedAdapters):
         actions: dict[tuple[int, str], list[Action]] = {}
         for name, source in call.sources.items():
             adapter = self.adapter(name)
-            sites = [(layer, adapter.position) for layer in adapter.layers]
-            if name not in self.active or name in disabled or (site is not None and site not in sites):
+            if name not in self.active or name in disabled or (site is not None and site not in adapter.places):
                 continue
             if source.follows_text:
                 # This very host may be asked, which then reads no memory.
@@ -267,8 +281,9 @@ class AdaptedModel(NamedAdapters):
                     view = source.step(text)
             else:
                 view = source.step(text)
-            for own in sites if site is None else [site]:
-                actions.setdefault(own, []).append((view, adapter.block(own[0]), call.scales.get(name, 1.0)))
+            blocks, scale = adapter.blocks._modules, call.scales.get(name, 1.0)
+            for place in adapter.places if site is None else [site]:
+                actions.setdefault(place, []).append((view, blocks[str(place[0])], scale))  # type: ignore[arg-type]
         return actions
 
     def is_apart(self, layer: int) -> bool:
@@ -314,12 +329,10 @@ class AdaptedModel(NamedAdapters):
         }
         return dict(sorted(sites.items()))
 
-    def check_host_call(self, host: nn.Module) -> None:
-        """Refuse a call of the host in a state in which memory would be lost."""
-
     def lost_layers(self, step: ForwardStep) -> set[int]:
         """Return the layers that memory was meant for in a forward and did not reach."""
-        return {layer for layer, _ in step.actions} - step.visited
+        visited = step.visited
+        return {layer for layer, _ in step.actions if layer not in visited}
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach, because layers of the host are not where they were.

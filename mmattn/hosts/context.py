@@ -1,19 +1,29 @@
-"""What belongs to one call of a host, and to one forward within it."""
+"""The memory of a call: blocks that give a host a memory or take adapters away, and the forward that is under way.
+
+A block holds in the context (`contextvars`) that it was entered in, and in copies of that context: threads that were
+started with `contextvars.copy_context().run`, and asynchronous tasks. A generator has no context of its own, so a block
+that is still open when a generator yields would hold for whoever resumes it: `condition` inside a generator is refused;
+there each call is given `memory=` itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import inspect
+import threading
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.prepared_memory import ProjectedMemory
-from mmattn.adapters.protocols import MemorySource, View
+from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import Arrivals, GenerationInput
-from mmattn.errors import ConfigError, check_float
+from mmattn.errors import ConditionError, ConfigError, check_float
 from mmattn.hosts.generation_rows import RowsLeft
 from mmattn.memory import Memory
 
@@ -23,8 +33,8 @@ class Call:
     """The memories of one call or block, by adapter.
 
     Args:
-        sources: for each adapter that is given a memory, its source.
-        scales: for each of these adapters, what multiplies its result; 1 where there is none.
+        sources: for each adapter that is given a memory, that memory, bound to it.
+        scales: for each of these adapters the factor of its result; 1 where there is none.
         images: (b, l) images begun at or before each token, where the caller says so.
         arrivals: how many slots of the memory had arrived at each token, where the caller says so.
         prompt: ids (b, l) or embeddings (b, l, d) that `generate` was called with.
@@ -32,10 +42,10 @@ class Call:
         rows: inside `generate`, how many rows its first pass over the prompt had.
         rows_left: inside a `generate` that goes on with some rows only, which.
         early_exit: inside a `generate` whose drafts leave out the last layers.
-        reads_memory: it is no call of the caller's: a memory is read by the host itself.
+        reads_memory: the host itself reads a memory in this call; it is no call of the user.
     """
 
-    sources: Mapping[str, MemorySource]
+    sources: Mapping[str, BoundMemory]
     scales: Mapping[str, Any] = field(default_factory=dict)
     images: Tensor | None = None
     arrivals: Arrivals | None = None
@@ -47,46 +57,39 @@ class Call:
     reads_memory: bool = False
 
     def prepare_graphs(self) -> None:
-        """Compute what a compiled host is to be given, outside of its graph."""
+        """Compute the inputs of a compiled host, outside of its graph."""
         for source in self.sources.values():
-            if isinstance(source, ProjectedMemory):
-                source.prepare_graph()
+            source.prepare_graph()
 
-    def check_graphs(self) -> None:
-        """Refuse answers of a compiled host that missed a change.
-
-        Raises:
-            ConditionError: weights or a memory were changed since the call was begun.
-        """
-        for source in self.sources.values():
-            if isinstance(source, ProjectedMemory):
-                source.check_graph()
+    def unchecked(self) -> list[Memory]:
+        """Return the memories whose values need not be finite, as their caller said."""
+        return [source.unchecked for source in self.sources.values() if source.unchecked is not None]
 
 
 @contextlib.contextmanager
 def prepared_for_graphs(call: Call | None) -> Iterator[None]:
-    """A block inside of which a compiled host may be called, with what its graph is to be given.
+    """A block inside of which a compiled host may be called.
 
     Raises:
         ConditionError: weights or a memory were changed inside, and a graph missed it.
     """
-    if call is not None:
-        call.prepare_graphs()
+    if call is None:
+        yield
+        return
+    call.prepare_graphs()
     yield
-    if call is not None:
-        call.check_graphs()
+    for source in call.sources.values():
+        source.check_graph()
 
 
 def scale_by_adapter(adapter_scale: float | Mapping[str, float], names: Collection[str]) -> dict[str, float]:
-    """What multiplies the result of each adapter of a call.
-
-    Args:
-        adapter_scale: one for all, or one by adapter name.
-        names: of the adapters that are given a memory.
+    """Return the factor of the result of each adapter of a call.
 
     Raises:
         ConfigError: no finite number, or names that are not exactly these.
     """
+    if type(adapter_scale) is float and adapter_scale == 1.0:
+        return dict.fromkeys(names, 1.0)
     if not isinstance(adapter_scale, Mapping):
         return dict.fromkeys(names, check_float("adapter_scale", adapter_scale))
     if set(adapter_scale) != set(names):
@@ -97,7 +100,143 @@ def scale_by_adapter(adapter_scale: float | Mapping[str, float], names: Collecti
     return {name: check_float(f"adapter_scale[{name!r}]", one) for name, one in adapter_scale.items()}
 
 
-# What a hook does at a site: a view, the block that it applies, and what multiplies the result.
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+class InForce(NamedTuple):
+    """The memory and adapters of a call.
+
+    Attributes:
+        found: a block says which memory it is.
+        call: the memories; None for none.
+        disabled: adapters that do not exist for it.
+    """
+
+    found: bool
+    call: Any
+    disabled: frozenset[str]
+
+
+class Block:
+    """One `condition` or `disable_adapter` block, or one call with `memory=`; a context manager.
+
+    Args:
+        home: the blocks of its host.
+        call: the memories of calls inside it; None for none.
+        disabled: adapters that do not exist inside it.
+        is_condition: a caller's `condition` block, inside of which other threads may be started.
+        gives: it says which memory calls inside it have.
+    """
+
+    def __init__(self, home: OpenBlocks, call: Any, disabled: frozenset[str], is_condition: bool, gives: bool) -> None:
+        self.home, self.call, self.disabled, self.gives = home, call, disabled, gives
+        self.is_condition = is_condition and call is not None
+        self.is_open = False
+        self.thread = 0
+
+    def __enter__(self) -> None:
+        if self.is_condition and not torch.compiler.is_compiling():
+            self.thread = threading.get_ident()
+            self.home.conditions.append(self)
+        self.is_open = True
+        blocks = _BLOCKS.get()
+        while blocks and not blocks[-1].is_open:  # left in another context
+            blocks = blocks[:-1]
+        _BLOCKS.set((*blocks, self))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_condition and not torch.compiler.is_compiling():
+            self.home.conditions.remove(self)
+        if error is not None and self.call is not None and not torch.compiler.is_compiling():
+            # A forward that was interrupted: torch runs no hooks after KeyboardInterrupt.
+            step = FORWARD.get()
+            if step is not None and step.call is self.call:
+                FORWARD.set(step.outer)
+        self.is_open, self.call = False, None
+        blocks = _BLOCKS.get()
+        # Blocks may be left in another order than entered, and in another context.
+        _BLOCKS.set(blocks[:-1] if blocks and blocks[-1] is self else tuple(one for one in blocks if one.is_open))
+
+
+# One variable for all hosts: the blocks entered in this context, those since left elsewhere among them.
+_BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("mmattn_blocks", default=())
+
+
+class OpenBlocks:
+    """The blocks of one host."""
+
+    def __init__(self) -> None:
+        #: Open `condition` blocks, in any thread.
+        self.conditions: list[Block] = []
+        self._warned = False
+
+    def conditioned(self, call: Call | None, is_condition: bool = False) -> Block:
+        """Return a block inside of which calls have these memories; None for none."""
+        return Block(self, call, frozenset(), is_condition, gives=True)
+
+    def without(self, names: Iterable[str], everything: bool) -> Block:
+        """Return a block inside of which some adapters, or all, do not exist."""
+        return Block(self, None, frozenset(names), False, gives=everything)
+
+    def in_force(self) -> InForce:
+        """Return the memory of a call made here: that of the innermost block of this context."""
+        found, call = False, None
+        disabled: frozenset[str] = frozenset()
+        for block in reversed(_BLOCKS.get()):
+            if block.home is self and block.is_open:
+                # Blocks that disable adapters hold from outside of those that give a memory, too.
+                disabled |= block.disabled
+                if not found and block.gives:
+                    found, call = True, block.call
+        return InForce(found, call, disabled)
+
+    def warn_of_others(self) -> None:
+        """Warn once if a memory is set in another thread, or its block has ended, where a call has none."""
+        here = threading.get_ident()
+        ended = [one for one in _BLOCKS.get() if one.home is self and one.is_condition and one.thread != here]
+        if self._warned or not (self.conditions or ended):
+            return
+        where = "is open in another thread" if self.conditions else "has ended, whose context this thread was given"
+        self._warned = True
+        warnings.warn(
+            f"this host is called without a memory, and a condition block {where}: give the call memory=, or start "
+            "the thread inside the block by Thread(target=contextvars.copy_context().run, args=(work,))",
+            stacklevel=2,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpenBlocks:
+        return OpenBlocks()
+
+
+def refuse_generator(frame: FrameType | None) -> None:
+    """Refuse a `condition` block that a generator opens: while it waits, the block would hold for its caller.
+
+    Helpers made by `contextlib` are passed over: they wait while their block is open.
+
+    Args:
+        frame: the function that opens the block.
+
+    Raises:
+        ConditionError: it is a generator.
+    """
+    library, generators = contextlib.__file__, inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+    while frame is not None and frame.f_back is not None:
+        is_generator = bool(frame.f_code.co_flags & generators)
+        if frame.f_code.co_filename != library and not (is_generator and frame.f_back.f_code.co_filename == library):
+            break
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_flags & generators:
+        raise ConditionError(
+            f"the generator {frame.f_code.co_name} opens a condition block, which would also hold for its caller while "
+            "the generator waits: give memory= to each call inside the generator"
+        )
+
+
+# Forwards -------------------------------------------------------------------------------------------------------------
+
+# What a hook does at a site: a view, the block that it applies, and the factor of the result.
 Action = tuple[View, nn.Module, Any]
 
 
@@ -111,7 +250,7 @@ class ForwardStep:
         outer: the forward, of this or another host, inside of which this one runs.
         actions: by number of the layer and position.
         details: what a kind of host keeps besides.
-        call: what this forward sees.
+        call: the memories of this forward.
         visited: the layers whose hooks have run.
         nested: calls of other parts of the host that are within this one, and belong to it.
     """
@@ -134,11 +273,7 @@ NOTED: ContextVar[tuple[Call, GenerationInput] | None] = ContextVar("mmattn_note
 
 
 def step_of(model: Any) -> ForwardStep | None:
-    """The forward of a model's host that is under way; those of hosts that are parts of it may run inside.
-
-    Args:
-        model: the adapted model.
-    """
+    """Return the forward of a model's host that is under way; those of hosts that are parts of it may run inside."""
     step = FORWARD.get()
     while step is not None and step.model is not model:
         step = step.outer
@@ -146,32 +281,15 @@ def step_of(model: Any) -> ForwardStep | None:
 
 
 def is_reading_memory() -> bool:
-    """Whether the forward under way is one in which a host reads a memory, not one of a text."""
+    """Return whether the forward under way is one in which a host reads a memory, not one of a text."""
     step = FORWARD.get()
     while step is not None and (step.call is None or not step.call.reads_memory):
         step = step.outer
     return step is not None
 
 
-def unchecked_memories(call: Call) -> list[Memory]:
-    """Memories of a call whose values need not be finite, as their caller said.
-
-    Args:
-        call: what a forward sees.
-    """
-    given = (getattr(source, "neighbours", source) for source in call.sources.values())
-    memories = (getattr(getattr(one, "prepared", None), "memory", None) for one in given)
-    return [one for one in memories if isinstance(one, Memory) and not one.finite_checked]
-
-
 def is_broken(memory: Memory, row: int, rows: int) -> bool:
-    """Whether the memory of a row of text is not finite.
-
-    Args:
-        memory: of the call.
-        row: of the text.
-        rows: of the text, those of the memory or a multiple of them (beams).
-    """
+    """Return whether the memory of a row of text is not finite; `rows` of text are beams of those of the memory."""
     own = memory[row // max(rows // max(memory.batch, 1), 1)]
     real = own.real_slots()
     sound = bool(own.tokens[real].isfinite().all())

@@ -62,7 +62,7 @@ class RowsLeft:
         )
 
 
-class RowsView:
+class RowsView(View):
     """What rows that are left see, of a view of the whole batch.
 
     Args:

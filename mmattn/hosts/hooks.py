@@ -104,9 +104,7 @@ class BeforeHost:
         refuse_misplaced(host, kwargs)
         if host.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             keep_context_of_hooks(host, model.hooked)
-        requested = model.requested_call(kwargs)
-        call, disabled = model.current_call() if requested is None else (requested, frozenset())
-        model.check_host_call(host)
+        call, disabled = model.call_of_forward(host, kwargs)
         if call is None:
             if outer is not None:
                 FORWARD.set(ForwardStep(model, host, outer, {}))

@@ -84,7 +84,7 @@ class NamedAdapters(SavedModel):
             )
         built = adapter.build(adapter.sites(self))
         built.name = name
-        self.check_adapter(built)
+        built.attach_to(self)
         built.initialise(self)
         # A block lives where the states that it changes are: with a device map, on several devices.
         built.to_sites()
@@ -144,10 +144,10 @@ class NamedAdapters(SavedModel):
         Raises:
             AttachError: there is none.
         """
-        if name not in self.adapters:
-            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
-        layers = self.adapters[name]
-        assert isinstance(layers, AdapterLayers)
+        adapters: Any = self._modules["adapters"]
+        layers: AdapterLayers | None = adapters._modules.get(name)
+        if layers is None:
+            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(adapters) or 'none'}")
         return layers
 
     def trainable_parameters(self) -> tuple[int, int]:

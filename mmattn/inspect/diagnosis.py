@@ -162,10 +162,10 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]
         )
     if given_cache(batch) is not None:
         raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
-    prepared = {name: one for name, one in model.prepare_by_name(batch["memory"]).items() if name in model.active}
-    memories = {name: one for name, one in prepared.items() if has_rows(one)}
-    sources = model.bind({name: one for name, one in prepared.items() if name not in memories})
-    if not prepared:
+    bound = {name: one for name, one in model.bind(batch["memory"]).items() if name in model.active}
+    memories: dict[str, Any] = {name: one.shared for name, one in bound.items() if has_rows(one.shared)}
+    sources = {name: one for name, one in bound.items() if name not in memories}
+    if not bound:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
     others = {name: value for name, value in batch.items() if name != "memory"}
     text = model.text_state(Call({}), (), others) if any(source.follows_text for source in sources.values()) else None

@@ -32,7 +32,7 @@ class GatheredMemory(PreparedMemory):
         projected = self._from_pages(adapter, adapter.layers[0])
         if projected is None:
             return super().read(adapter)
-        slots: Memory = self.cache_of(adapter).get(("slots", projected.keys.device), [], lambda: self._slots(projected))
+        slots: Memory = self.cache.get(adapter, ("slots", projected.keys.device), lambda: self._slots(projected))
         return slots
 
     def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue:
@@ -46,15 +46,13 @@ class GatheredMemory(PreparedMemory):
     def _from_pages(self, adapter: Any, layer: int) -> KeyValue | None:
         if self.is_uncached(adapter):
             return None
-        attention = adapter.attention(layer)
-        sources = [*self.memory.tensors(), *adapter.reading_parameters(), *attention.projecting_parameters()]
 
         def gather() -> KeyValue | None:
             if not self._unedited.holds(self.memory.tensors()):
                 return None
             return self._pages(adapter, layer, self.memory.scores if adapter.score_bias else None)
 
-        projected: KeyValue | None = self.cache_of(adapter).get(("pages", layer), sources, gather)
+        projected: KeyValue | None = self.cache.get(adapter, ("pages", layer), gather)
         return projected
 
     def _slots(self, projected: KeyValue) -> Memory:

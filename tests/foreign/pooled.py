@@ -18,7 +18,7 @@ import mmattn
 from mmattn import register_adapter
 from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.prepared_memory import PreparedMemory
-from mmattn.adapters.protocols import Host, Site
+from mmattn.adapters.protocols import BoundMemory, Host, Site, View
 from mmattn.adapters.text_state import TextState
 
 
@@ -74,30 +74,33 @@ class PooledLayers(AdapterLayers):
         mean = memory.tokens.sum(1, keepdim=True) / real.sum(1).clamp(min=1)[:, None, None]
         return mmattn.Memory(mean, real.any(1, keepdim=True), check_finite=False)
 
-    def bind(self, prepared: PreparedMemory, host: nn.Module) -> PooledSource:
-        """The source of one call."""
-        return PooledSource(prepared, self)
+    def bind_vectors(self, prepared: PreparedMemory) -> PooledMemory:
+        """Bind a memory for one call."""
+        return PooledMemory(prepared, self)
 
 
-class PooledSource:
+class PooledMemory(BoundMemory):
     """A memory bound to the adapter for one call."""
-
-    follows_text = False
 
     def __init__(self, prepared: PreparedMemory, adapter: PooledLayers) -> None:
         self.prepared, self.adapter, self.rows = prepared, adapter, prepared.batch
+        self.name, self.shared = adapter.name, prepared
 
     def step(self, text: TextState) -> PooledView:
-        """What this forward sees."""
-        text.check_rows(self.rows, self.adapter.name)
+        """Return what this forward attends to."""
+        self.check_rows(text)
         return PooledView(self.prepared.read(self.adapter))
+
+    def shareable(self) -> PreparedMemory:
+        """Return the memory with what the adapter read of it, for many calls."""
+        return self.prepared
 
     def as_memory(self, text: TextState) -> mmattn.Memory:
         """The memory itself."""
         return self.prepared.memory.detach()
 
 
-class PooledView:
+class PooledView(View):
     """The mean of a memory, for the tokens of one forward."""
 
     def __init__(self, mean: mmattn.Memory) -> None:

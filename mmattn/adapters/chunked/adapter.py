@@ -29,7 +29,7 @@ from mmattn.adapters.chunked.chunks import by_chunk
 from mmattn.adapters.chunked.neighbours import GivenNeighbours, Neighbours, NeighbourSource, RetrievedNeighbours
 from mmattn.adapters.gated.adapter import first_reaching
 from mmattn.adapters.prepared_memory import PreparedMemory
-from mmattn.adapters.protocols import MemorySource, Site
+from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.errors import check_int
 from mmattn.memory import Memory
@@ -80,27 +80,21 @@ class ChunkedLayers(BlockLayers):
         """The memory as every block sees it, a row for each chunk (`by_chunk`), normalised and resampled."""
         return super().read(memory if memory.segments is None else by_chunk(memory))
 
-    def prepare(self, memory: Any) -> Any:
-        """A memory, or a function that finds neighbours, as an object that many calls can share."""
-        if isinstance(memory, Neighbours):
-            return memory
-        is_function = callable(memory) and not isinstance(memory, (Memory, PreparedMemory, Tensor))
-        return RetrievedNeighbours(memory) if is_function else super().prepare(memory)
-
-    def check_shareable(self, prepared: Any) -> None:
-        """Neighbours that were retrieved may serve many calls, too."""
-        if not isinstance(prepared, Neighbours):
-            super().check_shareable(prepared)
-
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned.
+    def bind_memory(self, memory: object, host: nn.Module) -> NeighbourSource:
+        """Bind neighbours of chunks: a memory with segments, or a function that finds them.
 
         Raises:
             ShapeError: a memory without segments.
         """
-        if isinstance(prepared, PreparedMemory):
-            prepared = GivenNeighbours(prepared, self.name)
-        return NeighbourSource(prepared, self)
+        if isinstance(memory, Neighbours):
+            return NeighbourSource(memory, self)
+        if callable(memory) and not isinstance(memory, (Memory, PreparedMemory, Tensor)):
+            return NeighbourSource(RetrievedNeighbours(memory), self)
+        return NeighbourSource(GivenNeighbours(self.prepare(memory), self.name), self)
+
+    def why_whole(self) -> str | None:
+        """Return why a memory cannot come in parts: its slots belong to chunks."""
+        return "kind 'chunked'"
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
         """The first token that may see each slot (b, m): the last one of the slot's chunk."""

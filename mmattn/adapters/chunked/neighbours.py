@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.chunked.chunks import chunk_slots, grouped
 from mmattn.adapters.prepared_memory import PreparedMemory, check_projected
+from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import visible_rows
 from mmattn.core.kv_cache import KeyValue
@@ -88,7 +89,7 @@ class Neighbours(ABC):
         return gathered
 
 
-class NeighbourSource:
+class NeighbourSource(BoundMemory):
     """The neighbours of a text's chunks, bound to the adapter that reads them.
 
     Args:
@@ -100,7 +101,11 @@ class NeighbourSource:
 
     def __init__(self, neighbours: Neighbours, adapter: Any) -> None:
         self.neighbours, self.adapter = neighbours, adapter
-        self.rows = neighbours.batch
+        self.name, self.rows = adapter.name, neighbours.batch
+        self.shared: object = neighbours
+        if isinstance(neighbours, GivenNeighbours):
+            self.shared, memory = neighbours.prepared, neighbours.prepared.memory
+            self.unchecked = None if memory.finite_checked else memory
 
     def step(self, text: TextState) -> NeighbourView:
         """What this forward sees; new chunks get their neighbours here.
@@ -109,15 +114,19 @@ class NeighbourSource:
             ShapeError: the rows do not fit, or something else than neighbours was retrieved.
             ConditionError: the text is not known.
         """
-        text.check_rows(self.rows, self.adapter.name)
+        self.check_rows(text)
         return NeighbourView(self.neighbours, self.adapter, self.neighbours.blocks(text, self.adapter))
+
+    def shareable(self) -> object:
+        """Return the neighbours: those that were retrieved may serve many calls, too."""
+        return self.shared
 
     def as_memory(self, text: TextState) -> Memory:
         """The neighbours of a whole text as one memory with segments."""
         return self.neighbours.as_memory(text, self.adapter)
 
 
-class NeighbourView:
+class NeighbourView(View):
     """What the tokens of one forward see of the neighbours of their chunks.
 
     Args:

@@ -29,11 +29,11 @@ from mmattn.adapters.composed.augmenting_model import AugmentingModel
 from mmattn.adapters.composed.source import AugmentedSource
 from mmattn.adapters.gated.block import check_bool
 from mmattn.adapters.layer_choice import check_other_layers
-from mmattn.adapters.protocols import MemorySource, Site
+from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.positions import Rotary
-from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
+from mmattn.errors import AttachError, ConfigError, ShapeError
 
 
 @register_adapter
@@ -126,36 +126,24 @@ class ComposedLayers(BlockLayers):
             for layer in self.layers:
                 _begin_at_own_place(self.attention(layer))
 
-    def prepare(self, memory: Any) -> Any:
-        """The augmenting model.
+    def bind_memory(self, memory: object, host: nn.Module) -> AugmentedSource:
+        """Bind an augmenting model for one call: what it has read is forgotten with the call.
 
         Raises:
-            ShapeError: something else.
+            ShapeError: something else, or a model that does not fit this adapter or the host.
+            ConditionError: the model is being trained.
         """
         if not isinstance(memory, AugmentingModel):
             raise ShapeError(
                 f"adapter {self.name!r} is of kind 'composed' and got {type(memory).__name__}: give it "
                 "mmattn.AugmentingModel(lm)"
             )
-        return memory
+        memory.check(self, host)
+        return AugmentedSource(memory, self)
 
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call: what the model has read is forgotten with it.
-
-        Raises:
-            ShapeError: a model that does not fit this adapter or the host.
-            ConditionError: the model is being trained.
-        """
-        prepared.check(self, host)
-        return AugmentedSource(prepared, self)
-
-    def check_shareable(self, prepared: Any) -> None:
-        """What an augmenting model reads belongs to one call.
-
-        Raises:
-            ConditionError: always.
-        """
-        raise ConditionError("what an augmenting model reads belongs to a call: give it to each call as memory=")
+    def why_whole(self) -> str | None:
+        """Return why a memory cannot come in parts: it is another model."""
+        return "kind 'composed'"
 
 
 def _begin_at_own_place(attention: CrossAttention) -> None:

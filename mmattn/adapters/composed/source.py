@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.composed.augmenting_model import AugmentingModel
 from mmattn.adapters.composed.text import AugmentedText, token_places
+from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import combine_masks, visible_rows
 from mmattn.core.kv_cache import KeyValue
@@ -23,7 +24,7 @@ from mmattn.errors import ConfigError
 from mmattn.memory import Memory
 
 
-class AugmentedSource:
+class AugmentedSource(BoundMemory):
     """An augmenting model bound to the adapter that reads it, for one call.
 
     Args:
@@ -31,11 +32,11 @@ class AugmentedSource:
         adapter: the trainable part of a composed adapter.
     """
 
-    rows: int | None = None
     follows_text = True
 
     def __init__(self, model: AugmentingModel, adapter: Any) -> None:
         self.model, self.adapter = model, adapter
+        self.name, self.shared = adapter.name, model
         self._read: dict[None, AugmentedText] = {}
 
     def step(self, text: TextState) -> AugmentedStates:
@@ -69,7 +70,7 @@ class AugmentedSource:
 
 
 @dataclass(frozen=True)
-class AugmentedStates:
+class AugmentedStates(View):
     """What the tokens of one forward see of an augmenting model: the states of the text up to each token's own.
 
     Args:

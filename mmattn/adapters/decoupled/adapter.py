@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.block_adapter import resampler_settings
 from mmattn.adapters.default_sizes import settle_norm
-from mmattn.adapters.prepared_memory import ProjectedMemory, ProjectedView
-from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.prepared_memory import PreparedMemory
+from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
+from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
 from mmattn.core.key_value_projection import KeyValueProjection
@@ -202,9 +203,13 @@ class DecoupledLayers(AdapterLayers):
         assert isinstance(block, DecoupledBlock)
         return block
 
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned."""
+    def bind_vectors(self, prepared: PreparedMemory) -> DecoupledMemory:
+        """Bind a memory of vectors that was checked."""
         return DecoupledMemory(prepared, self)
+
+    def why_whole(self) -> str | None:
+        """Return why all slots must be read together: a resampler mixes them."""
+        return None if self.resampler is None else "its resampler mixes all slots"
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:

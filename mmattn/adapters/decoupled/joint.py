@@ -26,7 +26,7 @@ from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.decoupled.adapter import sites_of_blocks
 from mmattn.adapters.decoupled.timed_resampler import TimedPerceiver, TimedResampler
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
-from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site, View
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
@@ -165,13 +165,13 @@ class JointDecoupledLayers(AdapterLayers):
             mask = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         return Memory(tokens, mask, check_finite=False), time
 
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned."""
+    def bind_vectors(self, prepared: PreparedMemory) -> TimedMemory:
+        """Bind a memory of vectors that was checked."""
         return TimedMemory(prepared, self)
 
 
 @dataclass(frozen=True)
-class TimedView:
+class TimedView(View):
     """A memory at one time step.
 
     Args:
@@ -188,7 +188,7 @@ class TimedView:
         return heads * adapter_scale
 
 
-class TimedMemory:
+class TimedMemory(BoundMemory):
     """A prepared memory bound to an adapter that resamples it at every time step.
 
     Args:
@@ -200,7 +200,8 @@ class TimedMemory:
 
     def __init__(self, prepared: PreparedMemory, adapter: JointDecoupledLayers) -> None:
         self.prepared, self.adapter = prepared, adapter
-        self.rows: int | None = prepared.batch
+        self.name, self.shared, self.rows = adapter.name, prepared, prepared.batch
+        self.unchecked = None if prepared.memory.finite_checked else prepared.memory
 
     def step(self, text: TextState) -> TimedView:
         """The memory at the time step of this forward.
@@ -226,3 +227,7 @@ class TimedMemory:
     def as_memory(self, text: TextState) -> Memory:
         """The memory itself."""
         return self.prepared.memory.detach()
+
+    def shareable(self) -> PreparedMemory:
+        """Return the prepared memory."""
+        return self.prepared

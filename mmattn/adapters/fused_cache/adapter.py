@@ -30,7 +30,7 @@ from mmattn.adapters.composed.prompt import AugmentedPrompt
 from mmattn.adapters.fused_cache.source import FusedSource
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.layer_choice import check_layers, check_other_layers, chosen_sites
-from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.errors import AttachError, ConfigError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
@@ -153,7 +153,6 @@ class FusedCacheLayers(AdapterLayers):
     orders_slots = True
     counts_slots = True
     reads_whole_text = True
-    reads_host_keys = True
 
     def __init__(self, config: FusedCacheAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -191,8 +190,8 @@ class FusedCacheLayers(AdapterLayers):
         """
         raise ShapeError(_NO_CACHE.format(name=self.name, given="a Memory"))
 
-    def prepare(self, memory: Any) -> AugmentedPrompt:
-        """What an augmenting model has read, checked.
+    def bind_memory(self, memory: object, host: nn.Module) -> FusedSource:
+        """Bind what an augmenting model has read.
 
         Raises:
             ShapeError: something else, another width, or fewer layers.
@@ -211,14 +210,12 @@ class FusedCacheLayers(AdapterLayers):
                 f"adapter {self.name!r} was made for memory_dim={wanted}, got keys and values of {sorted(widths)} "
                 "numbers for a token: use the augmenting model it was trained with"
             )
-        return memory
+        return FusedSource(memory, self)
 
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned."""
-        return FusedSource(prepared, self)
-
-    def check_shareable(self, prepared: Any) -> None:
-        """What was read of a prompt can be given to any number of calls."""
+    def attach_to(self, host: Any) -> None:
+        """Prove that changed keys and values reach the output, and learn how the host turns its keys."""
+        host.check_adapter(self)
+        self.rotations = host.probe_rotations()
 
 
 _NO_CACHE = (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmattn.adapters.composed.prompt import AugmentedPrompt
 from mmattn.adapters.composed.text import token_places
 from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorVersion, autocast_dtype
 from mmattn.errors import ConditionError
@@ -53,7 +54,7 @@ class Changes:
     by_layer: dict[int, tuple[Tensor, Tensor]]
 
 
-class FusedSource:
+class FusedSource(BoundMemory):
     """What a model has read of the prompts of one call, bound to the adapter that fuses it.
 
     Args:
@@ -65,7 +66,7 @@ class FusedSource:
 
     def __init__(self, prompt: AugmentedPrompt, adapter: Any) -> None:
         self.prompt, self.adapter = prompt.left_aligned(), adapter
-        self.rows: int | None = prompt.batch
+        self.name, self.shared, self.rows = adapter.name, prompt, prompt.batch
         # By cache of the host: a block may hold several texts.
         self._changes: WeakKeyDictionary[Any, Changes] = WeakKeyDictionary()
 
@@ -82,9 +83,7 @@ class FusedSource:
                 f"adapter {name!r} fuses what was read of the beginning of a row, and packed rows hold several texts: "
                 "give each document a row of its own (pad instead of packing)"
             )
-        text.check_rows(self.rows, name)
-        if text.arrivals is not None:
-            raise ConditionError(f"arrived= tells of slots of a memory, and adapter {name!r} has none: leave it out")
+        self.check_rows(text)
         real, ids = text.whole
         if text.past is None:
             raise ConditionError(
@@ -125,6 +124,10 @@ class FusedSource:
         self._changes[cache] = made
         return made
 
+    def shareable(self) -> object:
+        """Return the prompts as they were read."""
+        return self.shared
+
     def as_memory(self, text: TextState) -> Memory:
         """There is none: it is part of keys and values of the host.
 
@@ -137,7 +140,7 @@ class FusedSource:
         )
 
 
-class FusedView:
+class FusedView(View):
     """The tokens of one forward, whose keys and values are changed where another model has read them.
 
     Args:

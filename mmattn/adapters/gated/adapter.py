@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmattn.adapters.base import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter, as_settings
 from mmattn.adapters.gated.block import BlockLayout
-from mmattn.adapters.prepared_memory import ProjectedMemory
-from mmattn.adapters.protocols import Host, MemorySource, Site
+from mmattn.adapters.prepared_memory import PreparedMemory
+from mmattn.adapters.projected_memory import ProjectedMemory
+from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState, images_so_far
 from mmattn.core.masks import media
@@ -130,10 +131,14 @@ class GatedLayers(BlockLayers):
             images = "latest image" if visible == "latest" else "previous images"
             raise ShapeError(f"tokens see the {images} with adapter {self.name!r}, and the memory has no segments")
 
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned."""
+    def bind_vectors(self, prepared: PreparedMemory) -> ProjectedMemory:
+        """Bind a memory of vectors that was checked."""
         visibility = None if self.config.visible_segments == "all" else self._visible_segments
-        return GatedMemory(prepared, self, visibility)
+        return ProjectedMemory(prepared, self, visibility, self.config.layout.feed_forward_all)
+
+    def why_whole(self) -> str | None:
+        """Return why all slots must be read together: only a whole memory has segments."""
+        return super().why_whole() if self.config.visible_segments == "all" else "its tokens see some segments only"
 
     def _visible_segments(self, text: TextState, memory: Memory) -> Tensor:
         """Which slots each token sees, (b, 1, l, m)."""
@@ -153,17 +158,6 @@ class GatedLayers(BlockLayers):
             images = images_so_far(ids, self.config.media_token)
         begun = first_reaching(images, memory)
         return begun if arrived is None else torch.maximum(begun, arrived)
-
-
-class GatedMemory(ProjectedMemory):
-    """A prepared memory bound to a gated adapter."""
-
-    def see(self, text: TextState) -> Any:
-        """What this forward sees; the feed-forward acts on all tokens where the layout says so."""
-        view = super().see(text)
-        if self.adapter.config.layout.feed_forward_all:  # type: ignore[attr-defined]
-            view.seen = None
-        return view
 
 
 def first_reaching(counts: Tensor, memory: Memory) -> Tensor:

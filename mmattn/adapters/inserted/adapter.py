@@ -32,8 +32,8 @@ from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.inserted.memory import EmbeddingReader, InsertedMemory
 from mmattn.adapters.joined.joint_softmax import JoinedSlots
 from mmattn.adapters.joined.record import JoinSlots
-from mmattn.adapters.prepared_memory import check_read
-from mmattn.adapters.protocols import Host, MemorySource, Site
+from mmattn.adapters.prepared_memory import PreparedMemory, check_read
+from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
 from mmattn.errors import check_bool, check_choice, check_int
@@ -105,7 +105,7 @@ class InsertedLayers(AdapterLayers):
 
     orders_slots = True
     counts_slots = True
-    read_by_host = True
+    moves_text = True
 
     def __init__(self, config: InsertedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -149,9 +149,13 @@ class InsertedLayers(AdapterLayers):
             read = self.resampler(read)
         return read.replace(self.projector(read.tokens))
 
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned."""
+    def bind_vectors(self, prepared: PreparedMemory) -> InsertedMemory:
+        """Bind a memory of vectors that was checked."""
         return InsertedMemory(prepared, self)
+
+    def attach_to(self, host: Any) -> None:
+        """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
+        self.reader = host.embedding_reader(self.sites)
 
     def insert(self, memory: Memory) -> JoinedSlots | None:
         """Keys and values of every layer, as the host computes them of the slots before a text; None without a slot.

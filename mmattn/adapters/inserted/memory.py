@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mmattn.adapters.joined.joint_softmax import JoinedMemory, JoinedSlots, JoinedView, NothingBefore, check_text
 from mmattn.adapters.prepared_memory import PreparedMemory, Reader
+from mmattn.adapters.protocols import BoundMemory, check_one_row
 from mmattn.adapters.text_state import TextState
-from mmattn.core.tensor_cache import TensorVersion, autocast_dtype
+from mmattn.core.tensor_cache import TensorCache, TensorVersion, autocast_dtype
 from mmattn.memory import Memory
 
 
@@ -58,7 +59,7 @@ class Inserts(Reader, Protocol):
         """Keys and values of every layer; None without a slot."""
 
 
-class InsertedMemory:
+class InsertedMemory(BoundMemory):
     """A prepared memory bound to the adapter that inserts it before a text.
 
     Without gradients the host reads it once for each state of memory, projector and host, in evaluation mode; with
@@ -73,7 +74,8 @@ class InsertedMemory:
 
     def __init__(self, prepared: PreparedMemory, adapter: Inserts) -> None:
         self.prepared, self.adapter = prepared, adapter
-        self.rows: int | None = prepared.batch
+        self.name, self.shared, self.rows = adapter.name, prepared, prepared.batch
+        self.unchecked = None if prepared.memory.finite_checked else prepared.memory
         # By cache of the host: a block may hold several texts, in several threads.
         self._read: WeakKeyDictionary[Any, tuple[TensorVersion, Any, JoinedSlots | None]] = WeakKeyDictionary()
 
@@ -84,7 +86,7 @@ class InsertedMemory:
             ShapeError: the rows of the text are not those of the memory.
             ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
         """
-        check_text(text, self.rows, self.adapter.name)
+        check_text(text, self)
         joined = self.joined(text)
         return NothingBefore() if joined is None else joined.step(text)
 
@@ -95,7 +97,7 @@ class InsertedMemory:
             text: one that may go on: then its first part is in the host's own cache, and with it the host's weights.
         """
         slots = self._slots(None if text is None else text.cache, text is not None and bool(text.past))
-        return None if slots is None else JoinedMemory(slots, self.adapter.name)
+        return None if slots is None else JoinedMemory(slots, self.name, self.prepared)
 
     def _slots(self, cache: Any, goes_on: bool) -> JoinedSlots | None:
         prepared, adapter, reader = self.prepared, self.adapter, self.adapter.reader
@@ -108,9 +110,9 @@ class InsertedMemory:
         sources = [*own, *reader.tensors()]
         if reader.is_training or (needs and any(one.requires_grad for one in sources)):
             return adapter.insert(prepared.memory)
-        slots: JoinedSlots | None = prepared.cache_of(adapter).get(
-            ("inserted", reader.state()), sources, lambda: adapter.insert(prepared.memory)
-        )
+        # Beside the adapter's weights, on which the cache depends, these slots depend on the host's.
+        by_host: TensorCache = prepared.cache.get(adapter, "inserted", TensorCache)
+        slots: JoinedSlots | None = by_host.get(reader.state(), sources, lambda: adapter.insert(prepared.memory))
         if cache is not None:
             self._read[cache] = TensorVersion(own), dtype, slots
         return slots
@@ -118,3 +120,17 @@ class InsertedMemory:
     def as_memory(self, text: TextState) -> Memory:
         """The memory itself."""
         return self.prepared.memory.detach()
+
+    def shareable(self) -> PreparedMemory:
+        """Return the prepared memory."""
+        return self.prepared
+
+    def for_request(self) -> JoinedMemory | None:
+        """Return the slots as the host reads them now: in a step of transformers' manager its attention is another.
+
+        Raises:
+            ShapeError: the memory has several rows.
+        """
+        check_one_row(self)
+        with torch.no_grad():
+            return self.joined()

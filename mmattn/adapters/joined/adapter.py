@@ -32,7 +32,8 @@ from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.record import JoinSlots
 from mmattn.adapters.joined.rows import JoinedProjectedMemory
 from mmattn.adapters.layer_choice import check_layers, chosen_sites
-from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.prepared_memory import PreparedMemory
+from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.core.attention import all_finite
 from mmattn.core.kv_cache import KeyValue
@@ -209,6 +210,6 @@ class JoinedLayers(AdapterLayers):
         read = self._cast_memory(memory)
         return read if self.memory_norm is None else read.replace(self.memory_norm(read.tokens))
 
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned."""
+    def bind_vectors(self, prepared: PreparedMemory) -> JoinedProjectedMemory:
+        """Bind a memory of vectors that was checked."""
         return JoinedProjectedMemory(prepared, self)

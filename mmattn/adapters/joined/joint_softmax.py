@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, View, check_one_row
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.memory import Memory
@@ -62,51 +63,41 @@ class JoinedSlots:
         return JoinedSlots(keys, values, *rows)
 
 
-def check_text(text: TextState, rows: int | None, name: str) -> None:
-    """Refuse a forward before whose text nothing can stand.
-
-    Args:
-        text: what the host is given.
-        rows: of the memory.
-        name: of the adapter that reads it.
+def check_text(text: TextState, memory: BoundMemory) -> None:
+    """Check that the slots of a memory can stand before the text of a forward.
 
     Raises:
         ShapeError: the rows of the text are not those of the memory.
-        ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
+        ConditionError: only a part of the host was called, or rows are packed.
     """
     if text.packed is not None:
         raise ConditionError(
-            f"the memory of adapter {name!r} stands before a text, and packed rows hold several texts: give each "
-            "document a row of its own (pad instead of packing)"
+            f"the memory of adapter {memory.name!r} stands before a text, and packed rows hold several texts: give "
+            "each document a row of its own (pad instead of packing)"
         )
-    text.check_rows(rows, name)
+    memory.check_rows(text)
     if text.inputs is None:
         raise ConditionError(
-            f"the memory of adapter {name!r} stands before the text, whose positions it moves, and only a part of the "
-            "host was called: call the object that was given to attach"
-        )
-    if text.arrivals is not None:
-        raise ConditionError(
-            f"arrived= hides slots from tokens by their number, and adapter {name!r} puts all of them before the text: "
-            "leave it out"
+            f"the memory of adapter {memory.name!r} stands before the text, whose positions it moves, and only a part "
+            "of the host was called: call the object that was given to attach"
         )
 
 
-class JoinedMemory:
+class JoinedMemory(BoundMemory):
     """Joined slots bound to the adapter that reads them.
 
     Args:
         slots: a row for each row of text.
         name: of the adapter.
+        shared: the object that the slots are of.
     """
 
     # The text is told where it stands: a part of a host that is called by itself is not.
     follows_text = True
 
-    def __init__(self, slots: JoinedSlots, name: str) -> None:
-        self._slots, self.name = slots, name
-        self.prepared: Any = slots
-        self.rows: int | None = slots.batch
+    def __init__(self, slots: JoinedSlots, name: str, shared: object = None) -> None:
+        self._slots, self.name, self.shared = slots, name, shared
+        self.rows = slots.batch
 
     @property
     def slots(self) -> JoinedSlots:
@@ -114,28 +105,45 @@ class JoinedMemory:
         return self._slots
 
     def step(self, text: TextState) -> JoinedView:
-        """What this forward sees.
+        """Return what this forward attends to.
 
         Raises:
             ShapeError: the rows of the text are not those of the memory.
-            ConditionError: only a part of the host was called, rows are packed, or slots arrive while the text is read.
+            ConditionError: only a part of the host was called, or rows are packed.
         """
-        check_text(text, self.rows, self.name)
+        check_text(text, self)
         return JoinedView(self.slots.repeated(text.rows // max(self.rows or 1, 1)))
 
-    def as_memory(self, text: TextState) -> Memory:
-        """There is none: keys and values differ by layer.
+    def shareable(self) -> object:
+        """Return the object that the slots are of."""
+        return self.shared
+
+    def for_request(self) -> BoundMemory:
+        """Return this memory, which must be of one row.
 
         Raises:
-            ConditionError: always.
+            ShapeError: it has several rows.
         """
+        check_one_row(self)
+        return self
+
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
+        """Return the memories of all requests in one step of continuous batching."""
+        return JoinedRequests([one.slots if isinstance(one, JoinedMemory) else None for one in requests], self.name)
+
+    def projected(self) -> list[Tensor]:
+        """Return keys and values of every layer."""
+        return [*self.slots.keys.values(), *self.slots.values.values()]
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Raise ConditionError: keys and values differ by layer."""
         raise ConditionError(
             f"adapter {self.name!r} puts keys and values that differ by layer before the text, which are no Memory: "
             "compare calls with other passages or prefixes, or without"
         )
 
 
-class JoinedView:
+class JoinedView(View):
     """Joined slots in one forward.
 
     Args:
@@ -184,7 +192,7 @@ class JoinedView:
         return joined
 
 
-class NothingBefore:
+class NothingBefore(View):
     """A forward whose memory has no slot."""
 
     moves_text = False
@@ -198,7 +206,7 @@ class NothingBefore:
         return x
 
 
-class JoinedRequests:
+class JoinedRequests(BoundMemory):
     """Joined slots of the requests of one step of continuous batching, which share a row of text.
 
     Args:
@@ -210,7 +218,7 @@ class JoinedRequests:
 
     def __init__(self, slots: Sequence[JoinedSlots | None], name: str) -> None:
         self.slots, self.name = slots, name
-        self.rows: int | None = len(slots)
+        self.rows = len(slots)
 
     def step(self, text: TextState) -> JoinedRequestsView:
         """What this forward sees.
@@ -218,20 +226,12 @@ class JoinedRequests:
         Raises:
             ShapeError: the text is not that of the requests.
         """
-        text.check_rows(self.rows, self.name)
+        self.check_rows(text)
         assert text.packed is not None, "transformers says where the requests of a step begin"
         return JoinedRequestsView(self.slots, text.packed.numbers)
 
-    def as_memory(self, text: TextState) -> Memory:
-        """There is no one memory of several requests.
 
-        Raises:
-            ConditionError: always.
-        """
-        raise ConditionError("a step of continuous batching has several memories: examine one request with a call")
-
-
-class JoinedRequestsView:
+class JoinedRequestsView(View):
     """Joined slots of several requests in one forward.
 
     Args:
@@ -241,6 +241,7 @@ class JoinedRequestsView:
 
     def __init__(self, slots: Sequence[JoinedSlots | None], numbers: Tensor) -> None:
         given = [(number, one) for number, one in enumerate(slots) if one is not None]
+        self.is_packed = True
         self.given, self.numbers = [one for _, one in given], numbers
         self.owner = torch.cat([torch.full((one.mask.shape[1],), number) for number, one in given]).to(numbers.device)
         self.places = torch.cat([one.positions[0] for one in self.given]).to(numbers.device)
@@ -280,7 +281,7 @@ class JoinedRequestsView:
         return joined
 
 
-class Capture:
+class Capture(BoundMemory, View):
     """Records the keys and values of a text at the layers of a host, as the memory of one call.
 
     Args:
@@ -296,8 +297,7 @@ class Capture:
     moves_text = True
 
     def __init__(self, joined: JoinedView | None = None) -> None:
-        self.rows: int | None = None
-        self.view = joined
+        self.name, self.shared, self.view = "", self, joined
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}
@@ -314,11 +314,3 @@ class Capture:
         """The attention as it is, of which keys and values are captured, with what is joined to it."""
         self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
         return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
-
-    def as_memory(self, text: TextState) -> Memory:
-        """There is none.
-
-        Raises:
-            ConditionError: always.
-        """
-        raise ConditionError("what is being read is no memory yet")

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.packed_text import PackedText
-from mmattn.adapters.prepared_memory import ProjectedMemory, ProjectedView
+from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView, RequestMemories
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.kv_cache import KeyValue
-from mmattn.errors import ConditionError
-from mmattn.memory import Memory
 
 
-class JoinedRowsView:
+class JoinedRowsView(View):
     """A memory in one forward, whose slots are joined with the host's own keys and values.
 
     Args:
@@ -64,7 +63,7 @@ class JoinedProjectedMemory(ProjectedMemory):
     """A prepared memory bound to an adapter that joins its slots with the host's own keys and values."""
 
     def see(self, text: TextState) -> Any:
-        """What this forward sees, computed now; rows of the memory are repeated for the beams of a text."""
+        """Compute what this forward attends to; rows of the memory are repeated for the beams of a text."""
         view: ProjectedView = super().see(text)
         times = text.rows // max(self.prepared.batch, 1)
 
@@ -77,50 +76,33 @@ class JoinedProjectedMemory(ProjectedMemory):
             mask = mask & view.attention_mask.to(mask.device)
         return JoinedRowsView(slots, mask)
 
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
+        """Return the memories of all requests in one step of continuous batching."""
+        return JoinedProjectedRequests(self.name, requests, join, keep)
 
-class JoinedSteps:
-    """The memories of the requests of one step of continuous batching, which share a row of text.
 
-    Args:
-        sources: of each request; None where it has none.
-        name: of the adapter that reads them.
-    """
+class JoinedProjectedRequests(RequestMemories):
+    """The memories of requests that share a row of text, joined with the host's own keys and values."""
 
-    follows_text = False
-
-    def __init__(self, sources: Sequence[JoinedProjectedMemory | None], name: str) -> None:
-        self.sources, self.name = sources, name
-        self.rows: int | None = len(sources)
-
-    def step(self, text: TextState) -> JoinedRowsView:
-        """What this forward sees: each request its own slots.
+    def step(self, text: TextState) -> Any:
+        """Return what this forward attends to: each request its own slots.
 
         Raises:
             ShapeError: the text is not that of the requests.
         """
-        text.check_rows(self.rows, self.name)
+        self.check_rows(text)
         assert text.packed is not None, "transformers says where the requests of a step begin"
-        given = [(number, one) for number, one in enumerate(self.sources) if one is not None]
-        adapter = given[0][1].adapter
-        layers = adapter.layers if text.layer is None else (text.layer,)
+        projected = [(number, one.project_all()) for number, one in enumerate(self.requests) if one is not None]
         slots, owner = {}, text.packed.numbers.new_zeros(0)
-        for layer in layers:
-            parts = [one.prepared.project(adapter, layer, one.prepared.read(adapter), 1) for _, one in given]
+        for layer in projected[0][1]:
+            parts = [one[layer] for _, one in projected]
             slots[layer] = torch.cat([one.keys for one in parts], 2), torch.cat([one.values for one in parts], 2)
             owners = [
-                torch.where(real_slots(part)[0], number, -2) for (number, _), part in zip(given, parts, strict=True)
+                torch.where(real_slots(part)[0], number, -2) for (number, _), part in zip(projected, parts, strict=True)
             ]
             owner = torch.cat(owners).to(text.packed.numbers.device)
         mask = text.packed.numbers[:, :, None] == owner
         return JoinedRowsView(slots, mask[:, None], packed=True)
-
-    def as_memory(self, text: TextState) -> Memory:
-        """There is no one memory of several requests.
-
-        Raises:
-            ConditionError: always.
-        """
-        raise ConditionError("a step of continuous batching has several memories: examine one request with a call")
 
 
 def real_slots(slots: KeyValue) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.joined.joint_softmax import Capture, JoinedMemory, JoinedSlots
 from mmattn.adapters.joined.record import JoinSlots
-from mmattn.adapters.protocols import Host, MemorySource, Site
+from mmattn.adapters.protocols import BoundMemory, Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.memory import Memory
@@ -93,7 +93,7 @@ class PassageLayers(AdapterLayers):
 
     orders_slots = True
     counts_slots = True
-    stands_before_text = True
+    moves_text = True
 
     def __init__(self, config: PassageAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -121,28 +121,22 @@ class PassageLayers(AdapterLayers):
         """
         raise ShapeError(_NO_PASSAGES.format(name=self.name, given="a Memory"))
 
-    def prepare(self, memory: Any) -> Any:
-        """Passages as they were selected.
+    def bind_memory(self, memory: object, host: nn.Module) -> BoundMemory:
+        """Bind passages as they were selected.
 
         Raises:
             ShapeError: something else.
-        """
-        if not isinstance(memory, (Passages, Capture)):
-            raise ShapeError(_NO_PASSAGES.format(name=self.name, given=type(memory).__name__))
-        return memory
-
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call.
-
-        Raises:
             ConditionError: the passages were read by another host, or by other weights.
         """
-        if isinstance(prepared, Capture):
-            return prepared
-        return JoinedMemory(prepared.slots(self), self.name)
+        if isinstance(memory, Capture):
+            return memory
+        if not isinstance(memory, Passages):
+            raise ShapeError(_NO_PASSAGES.format(name=self.name, given=type(memory).__name__))
+        return JoinedMemory(memory.slots(self), self.name, memory)
 
-    def check_shareable(self, prepared: Any) -> None:
-        """Selected passages can be given to any number of calls."""
+    def attach_to(self, host: Any) -> None:
+        """Prove that passages before a text reach the output, and learn how their keys are moved."""
+        self.rotations = host.probe_before_text(self.sites)
 
 
 _NO_PASSAGES = (

@@ -24,9 +24,8 @@ from mmattn.adapters.joined.joint_softmax import JoinedMemory, JoinedSlots
 from mmattn.adapters.joined.record import JoinSlots
 from mmattn.adapters.passages.adapter import Passages
 from mmattn.adapters.prefix.rows import PrefixRows
-from mmattn.adapters.protocols import HeadSizes, Host, MemorySource, Site
+from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
-from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, ShapeError, check_int
 from mmattn.memory import Memory
 
@@ -103,7 +102,7 @@ class PrefixLayers(AdapterLayers):
 
     orders_slots = True
     counts_slots = True
-    stands_before_text = True
+    moves_text = True
     starts_as_nothing = False
 
     def __init__(self, config: PrefixAdapter, sites: Sequence[Site]) -> None:
@@ -199,43 +198,31 @@ class PrefixLayers(AdapterLayers):
         """
         raise ShapeError(f"adapter {self.name!r} (kind 'prefix') reads no vectors: give the numbers of its prefixes")
 
-    def prepare(self, memory: Any) -> PrefixRows:
-        """Which prefixes each row has, checked.
+    def bind_memory(self, memory: object, host: nn.Module) -> PrefixMemory:
+        """Bind the numbers of the prefixes of each row.
 
         Raises:
             ShapeError: something else, or a prefix that is not there.
         """
-        return PrefixRows.of(memory, self.config.num_prefixes, self.name)
+        return PrefixMemory(PrefixRows.of(memory, self.config.num_prefixes, self.name), self)
 
-    def bind(self, prepared: Any, host: nn.Module) -> MemorySource:
-        """The source of one call, of what `prepare` returned."""
-        return PrefixMemory(prepared, self)
-
-    def check_shareable(self, prepared: Any) -> None:
-        """Numbers of prefixes can be given to any number of calls."""
+    def attach_to(self, host: Any) -> None:
+        """Prove that prefixes before a text reach the output, and learn how their keys are moved."""
+        self.rotations = host.probe_before_text(self.sites)
 
 
 class PrefixMemory(JoinedMemory):
-    """The prefixes of the rows of one call.
+    """The prefixes of the rows of one call."""
 
-    Args:
-        prepared: which they are.
-        adapter: the trained prefixes.
-    """
-
-    def __init__(self, prepared: PrefixRows, adapter: PrefixLayers) -> None:
-        self.prepared = prepared
-        self.adapter, self.name = adapter, adapter.name
-        self.rows = prepared.batch
+    def __init__(self, prefixes: PrefixRows, adapter: PrefixLayers) -> None:
+        self.shared = self.prefixes = prefixes
+        self.adapter, self.name, self.rows = adapter, adapter.name, prefixes.batch
 
     @property
     def slots(self) -> JoinedSlots:
-        """Keys and values, put together once where no gradients are needed, and again when a weight was changed."""
-        adapter, parameters = self.adapter, list(self.adapter.parameters())
-        if torch.is_grad_enabled() and any(one.requires_grad for one in parameters):
-            return adapter.slots_of(self.prepared)
-        key = autocast_dtype(adapter.weight.device)
-        slots: JoinedSlots = self.prepared.cache_of(adapter).get(
-            key, parameters, lambda: adapter.slots_of(self.prepared)
-        )
+        """Keys and values, put together once if no gradients are needed, and again when a weight was changed."""
+        adapter, prefixes = self.adapter, self.prefixes
+        if torch.is_grad_enabled() and any(one.requires_grad for one in adapter.parameters()):
+            return adapter.slots_of(prefixes)
+        slots: JoinedSlots = prefixes.cache.get(adapter, "slots", lambda: adapter.slots_of(prefixes))
         return slots

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmattn.core.tensor_cache import TensorCache
+from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ShapeError
 
 
@@ -22,7 +21,7 @@ class PrefixRows:
 
     def __init__(self, numbers: Sequence[Sequence[int]]) -> None:
         self.numbers = tuple(tuple(row) for row in numbers)
-        self._caches: weakref.WeakKeyDictionary[nn.Module, TensorCache] = weakref.WeakKeyDictionary()
+        self.cache = KeyValueCache(tuple)
 
     @staticmethod
     def of(given: Any, count: int, name: str) -> PrefixRows:
@@ -70,13 +69,9 @@ class PrefixRows:
         chosen = torch.arange(len(self.numbers))[rows].reshape(-1).tolist()
         return PrefixRows([self.numbers[row] for row in chosen])
 
-    def cache_of(self, adapter: nn.Module) -> TensorCache:
-        """What an adapter has put together for these rows."""
-        return self._caches.setdefault(adapter, TensorCache())
-
     def nbytes(self) -> int:
-        """Bytes of the keys and values that were put together."""
-        return sum(cache.nbytes() for cache in self._caches.values())
+        """Return the bytes of the keys and values that were put together."""
+        return self.cache.nbytes()
 
 
 def _row(given: Any, name: str) -> list[int]:

@@ -16,14 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mmattn.adapters.joined.joint_softmax import JoinedMemory
-from mmattn.adapters.prepared_memory import ProjectedMemory
+from mmattn.adapters.protocols import BoundMemory
 from mmattn.core.attention import all_finite
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.core.tracing import may_read
 from mmattn.errors import NonFiniteError
 
-Sources = Mapping[str, ProjectedMemory | JoinedMemory]
+Sources = Mapping[str, BoundMemory]
 
 
 class RequestBoundary:
@@ -78,12 +77,12 @@ class RequestBoundary:
         for name, source in sources.items():
             if request_id in self.refused:
                 break
-            tensors = source.prepared.memory.tensors() if isinstance(source, ProjectedMemory) else []
+            tensors = source.sources()
             known = self._read.get(source)
             if known is not None and known.holds(tensors):
                 continue
             try:
-                if not all(torch.isfinite(one).all() for one in _projected(source)):
+                if not all(torch.isfinite(one).all() for one in source.projected()):
                     raise NonFiniteError(f"the memory of adapter {name!r} is not finite: repair it")
             except NonFiniteError as error:
                 self.refused[request_id] = str(error)
@@ -227,13 +226,3 @@ class RequestBoundary:
 def _sizes(states: Tensor) -> Tensor:
     """A number for each token (t,) of keys or values (1, g, t, k), finite where all of them are."""
     return states.sum((0, 1, 3), dtype=torch.promote_types(states.dtype, torch.float32))
-
-
-def _projected(source: ProjectedMemory | JoinedMemory) -> list[Tensor]:
-    """Keys, values and biases that a request attends to, as far as they are not known to be finite."""
-    if isinstance(source, JoinedMemory):
-        return [*source.slots.keys.values(), *source.slots.values.values()]
-    with torch.no_grad():
-        memory = source.prepared.read(source.adapter)
-        projected = [source.prepared.project(source.adapter, layer, memory, 1) for layer in source.adapter.layers]
-    return [tensor for one in projected for tensor in one.unchecked()]

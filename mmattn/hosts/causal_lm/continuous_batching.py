@@ -14,16 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
-from mmattn.adapters.joined.joint_softmax import JoinedMemory
-from mmattn.adapters.prepared_memory import ProjectedMemory
-from mmattn.adapters.shared_memory import PartedMemory
+from mmattn.adapters.protocols import BoundMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.per_row_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
-from mmattn.hosts.causal_lm.batch_step import step_memories
 from mmattn.hosts.causal_lm.boundary import RequestBoundary
 from mmattn.hosts.context import Call
 
@@ -65,7 +61,7 @@ class Held:
     """
 
     shared: Shared | None
-    sources: Mapping[str, ProjectedMemory | JoinedMemory]
+    sources: Mapping[str, BoundMemory]
     names: tuple[Any, ...]
     running: set[Any] = field(default_factory=set)
 
@@ -108,8 +104,8 @@ class RequestMemories:
         with self._lock:
             held = list(self._by_request.values())
             joined = sum(one.nbytes() for _, one in self._joined.values())
-        prepared = {id(source.prepared): source.prepared for one in held for source in one.sources.values()}
-        return joined + sum(one.nbytes() for one in prepared.values())
+        shared: dict[int, Any] = {id(source.shared): source.shared for one in held for source in one.sources.values()}
+        return joined + sum(one.nbytes() for one in shared.values())
 
     # What the manager does -------------------------------------------------------------------------------------------
 
@@ -224,12 +220,12 @@ class RequestMemories:
 
     def _hold(self, request_id: Any, memory: Any) -> None:
         shared: Shared | None = None
-        sources: Mapping[str, ProjectedMemory | JoinedMemory] = {}
+        sources: Mapping[str, BoundMemory] = {}
         if memory is not None:
             given = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.model.active, memory)
             # What is held below keeps these numbers from being given to other objects.
             key = tuple((name, id(one)) for name, one in given.items())
-            shared = self._by_memory.get(key) or Shared(given, self.model.prepare_by_name(memory))
+            shared = self._by_memory.get(key) or Shared(given, prepared_by_name(self.model, memory))
             # Bound anew for each request: the memory may have been edited since.
             sources = bind_request(self.model, shared.prepared)
         count = self.manager.num_return_sequences
@@ -275,10 +271,9 @@ class RequestMemories:
                 # Kept with the state: a request that is cancelled goes on until transformers takes it out.
                 state.held = getattr(state, "held", None) or self._by_request.get(state.request_id)
             releases = self._releases
-        given: list[Mapping[str, ProjectedMemory | JoinedMemory]] = [
+        given: list[Mapping[str, BoundMemory]] = [
             {} if state.held is None else self.boundary.admit(state.request_id, state.held.sources) for state in states
         ]
-        names = sorted({name for one in given for name in one})
 
         def join(key: tuple[str, int], parts: list[KeyValue]) -> KeyValue | KeyValueRows:
             if parts[0].keys.device.type in ROW_BY_ROW:
@@ -292,21 +287,15 @@ class RequestMemories:
                     self._joined[key] = parts, joined
             return joined
 
-        if not names:
-            return None
+        by_name: dict[str, list[BoundMemory | None]] = {
+            name: [one.get(name) for one in given] for name in sorted({name for one in given for name in one})
+        }
         keep = self.boundary.keep
-        return Call({name: step_memories(name, [one.get(name) for one in given], join, keep) for name in names})
-
-
-def requested_call(model: Any, kwargs: Mapping[str, Any]) -> Call | None:
-    """What the requests see that a manager runs in this forward; None where there is none, or none has a memory.
-
-    Args:
-        model: the adapted model.
-        kwargs: with which its host is called.
-    """
-    memories = getattr(kwargs.get("cache"), "memories", None)
-    return memories.call() if isinstance(memories, RequestMemories) and memories.model is model else None
+        together = {
+            name: next(one for one in sources if one is not None).together(sources, join, keep)
+            for name, sources in by_name.items()
+        }
+        return Call(together) if together else None
 
 
 def take_memories(model: Any, manager: Any) -> None:
@@ -320,71 +309,44 @@ def take_memories(model: Any, manager: Any) -> None:
         manager.memories = RequestMemories(model, manager)
 
 
-def bind_request(model: Any, memory: Any) -> Mapping[str, ProjectedMemory | JoinedMemory]:
-    """The memory of one request, bound to the adapters.
-
-    Args:
-        model: the adapted model.
-        memory: of one row.
+def bind_request(model: Any, memory: Any) -> dict[str, BoundMemory]:
+    """Return the memory of one request, bound to the adapters.
 
     Raises:
         ShapeError: a memory of several rows, or one that does not fit the adapters.
         ConditionError: adapters for which a token sees a part of its memory only.
     """
-    sources: dict[str, Any] = dict(model.bind(memory))
-    for name, source in list(sources.items()):
-        if model.adapter(name).read_by_host and source.rows == 1:
-            # Read here: in a step of transformers' manager the host's attention is another.
-            with torch.no_grad():
-                read = source.joined()
-            if read is None:
-                del sources[name]
-                continue
-            sources[name] = source = read
-        if isinstance(source, PartedMemory):
-            raise ConditionError(
-                "a request of continuous batching has a memory of one part: join them, Memory.cat([shared, own])"
-            )
-        if not isinstance(source, JoinedMemory) and (not isinstance(source, ProjectedMemory) or source.follows_text):
-            kind = model.adapter(name).config.kind
-            raise ConditionError(
-                f"adapter {name!r} (kind {kind!r}) must know the text of each request to tell which part of its "
-                "memory it sees, and continuous batching does not tell: use generate"
-            )
-        if source.rows != 1:
-            raise ShapeError(
-                f"a request has one row of memory, and {source.rows} were given: add a request for each row"
-            )
-    return sources
+    bound = {name: one.for_request() for name, one in model.bind(memory).items()}
+    return {name: one for name, one in bound.items() if one is not None}
+
+
+def prepared_by_name(model: Any, memory: Any) -> dict[str, object]:
+    """Return the memory of one request as an object for many calls, for each adapter that is given it."""
+    return {name: bound.shared for name, bound in model.bind(memory).items()}
 
 
 def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
-    """Memories of requests, all of them checked, and prepared where the host reads them itself.
+    """Return the memories of requests, all of them checked, and read where the host reads them itself.
 
     In place of one that is not finite is the error with which its request ends.
-
-    Args:
-        model: the adapted model.
-        memories: of each request; None is none.
 
     Raises:
         ShapeError: a memory of several rows, or one that does not fit the adapters.
         ConditionError: adapters for which a token sees a part of its memory only.
     """
-    found: dict[int, Any] = {}
+    checked: dict[int, Any] = {}
     for one in {id(one): one for one in memories}.values():
         if one is None:
             model.check_not_required()
             continue
         try:
-            prepared = model.prepare_by_name(one)
+            prepared = prepared_by_name(model, one)
             bind_request(model, prepared)
         except NonFiniteError as error:  # the other requests are answered
-            found[id(one)] = error
+            checked[id(one)] = error
             continue
-        host_reads = any(model.adapter(name).read_by_host for name in prepared)
-        found[id(one)] = prepared if host_reads else one
-    return [found.get(id(one)) for one in memories]
+        checked[id(one)] = prepared
+    return [checked.get(id(one)) for one in memories]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def count_below(model: Any) -> int:
     layers = list(model.layers)
     lowest = len(layers)
     for adapter in model.adapters.values():
-        if adapter.stands_before_text or adapter.read_by_host:
+        if adapter.moves_text:
             return 0
         lowest = min(lowest, adapter.layers[0] + (adapter.position == "after"))
     trained = (any(p.requires_grad for p in layer.parameters()) for layer in layers[:lowest])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,16 +15,17 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.cache_argument import given_cache
+from mmattn.adapters.inserted.memory import EmbeddingReader
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
+from mmattn.core.key_rotation import KeyRotation
 from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.causal_lm.arrivals import arrivals_of
-from mmattn.hosts.causal_lm.batch_step import packed_view
-from mmattn.hosts.causal_lm.continuous_batching import pending, read_before, requested_call, rows_of
+from mmattn.hosts.causal_lm.continuous_batching import pending, read_before, rows_of
 from mmattn.hosts.causal_lm.generation import (
     asked,
     bound_method,
@@ -42,7 +44,7 @@ from mmattn.hosts.causal_lm.input_embeddings import embedding_reader
 from mmattn.hosts.causal_lm.joined_probe import probe_joined
 from mmattn.hosts.causal_lm.packing import keep_apart
 from mmattn.hosts.causal_lm.position_shift import joined_sites, probe_before_text, probe_rotations, shift_text
-from mmattn.hosts.context import NOTED, Action, Call, ForwardStep, is_broken, prepared_for_graphs, unchecked_memories
+from mmattn.hosts.context import NOTED, Action, Call, ForwardStep, is_broken, prepared_for_graphs, refuse_generator
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.keywords import check_keywords
@@ -125,17 +127,22 @@ class AdaptedCausalLM(AdaptedModel):
             AttachError: the host cannot be called as a language model is, or hands on states of another shape.
             ConditionError: a layer whose output does not matter.
         """
-        kind: Any = adapter
-        if adapter.stands_before_text:
-            kind.rotations = probe_before_text(self, adapter.sites)
-        elif adapter.read_by_host:
-            kind.reader = embedding_reader(self, adapter.sites)
-        elif adapter.position == "joined":
+        if adapter.position == "joined":
             probe_joined(self, adapter.sites)
-            if adapter.reads_host_keys:
-                kind.rotations = probe_rotations(self, self.sites("joined"))
         else:
             self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
+
+    def probe_before_text(self, sites: Sequence[Site]) -> Mapping[int, KeyRotation | None] | None:
+        """Prove that keys and values before a text reach the output, and return what turns keys to other positions."""
+        return probe_before_text(self, sites)
+
+    def probe_rotations(self) -> Mapping[int, KeyRotation | None] | None:
+        """Return what turns the keys of each layer to other positions."""
+        return probe_rotations(self, self.sites("joined"))
+
+    def embedding_reader(self, sites: Sequence[Site]) -> EmbeddingReader:
+        """Prove that embeddings before a text reach the output, and return how the host reads them."""
+        return embedding_reader(self, sites)
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""
@@ -216,7 +223,10 @@ class AdaptedCausalLM(AdaptedModel):
         packed, actions = text.packed, super().actions(call, disabled, text, site)
         if packed is None:
             return actions
-        return {site: [(packed_view(view, packed), *rest) for view, *rest in own] for site, own in actions.items()}
+        return {
+            site: [(view if view.is_packed else view.pack(packed), *rest) for view, *rest in own]
+            for site, own in actions.items()
+        }
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design.
@@ -248,7 +258,7 @@ class AdaptedCausalLM(AdaptedModel):
         text, logits = step.details, getattr(output, "logits", None)
         if text is None or step.call is None or not isinstance(logits, Tensor) or not readable(logits):
             return
-        unchecked = unchecked_memories(step.call)
+        unchecked = step.call.unchecked()
         if (text.past and not unchecked) or step.call.reads_memory:
             return
         # Requests of continuous batching are looked at one by one.
@@ -347,7 +357,8 @@ class AdaptedCausalLM(AdaptedModel):
         Raises:
             ConfigError: a keyword that is a near miss of ours.
         """
-        check_keywords(self, kwargs)
+        if kwargs:
+            check_keywords(self, kwargs)
         if memory is None:
             check_unused(adapter_scale, images=images, arrived=arrived, window=window)
             return self.host(*args, **kwargs)
@@ -379,6 +390,7 @@ class AdaptedCausalLM(AdaptedModel):
             ConfigError: an adapter_scale of an adapter that is given no memory.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
+        refuse_generator(sys._getframe())
         call = self.make_call(memory, adapter_scale, images, arrived, window)
         with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self
@@ -455,14 +467,19 @@ class AdaptedCausalLM(AdaptedModel):
         """What a call with this memory sees; None is no memory."""
         call = super().make_call(memory, adapter_scale, images)
         if arrived is not None and call is not None:
-            call.arrivals = arrivals_of(arrived, window, call.sources)
+            call.arrivals = arrivals_of(arrived, window, call.sources.values())
         elif window is not None:
             raise ConditionError("window= counts back from what had arrived at each token: give arrived=, too")
         return call
 
-    def requested_call(self, kwargs: Mapping[str, Any]) -> Call | None:
-        """What the requests see that a manager of transformers runs in this forward."""
-        return requested_call(self, kwargs)
+    def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Call | None, frozenset[str]]:
+        """Return the memories of a forward that begins: in continuous batching those of the requests of this step."""
+        requests = getattr(kwargs.get("cache"), "memories", None)
+        if requests is not None and requests.model is self:
+            call = requests.call()
+            if call is not None:
+                return call, frozenset()
+        return self.current_call()
 
     def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
         """What `host.generate` is while adapters are attached: rows are checked, then beams may multiply them."""
@@ -472,8 +489,8 @@ class AdaptedCausalLM(AdaptedModel):
             return own.generate(self.host, *args, **kwargs)
         prompt = prompt_of(args, kwargs)
         rows = 1 if prompt is None else prompt.shape[0]
-        for name, source in call.sources.items():
-            TextState(rows, 0).check_rows(source.rows, name)
+        for source in call.sources.values():
+            source.check_rows(TextState(rows, 0))
         inner = replace(
             call,
             prompt=prompt,

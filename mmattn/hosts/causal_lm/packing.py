@@ -12,29 +12,12 @@ from torch import Tensor, nn
 from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText
-from mmattn.adapters.protocols import View
 from mmattn.errors import ConditionError
 from mmattn.hosts.context import FORWARD
 from mmattn.hosts.eval_mode import in_eval_mode
 
 #: What is known of hosts: by their attention and what a call says of its documents, how these are kept apart.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple[str | None, ...], str | None]] = WeakKeyDictionary()
-
-
-class PackedView:
-    """What the documents of packed rows see.
-
-    Args:
-        view: of the documents as rows.
-        text: where they lie.
-    """
-
-    def __init__(self, view: View, text: PackedText) -> None:
-        self.view, self.text = view, text
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """What x (b, l, d) becomes at a site."""
-        return self.text.pack(self.view.apply(self.text.unpack(x), block, layer, adapter_scale), x)
 
 
 def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> dict[str, Any]:

@@ -9,6 +9,7 @@ our core.
 from __future__ import annotations
 
 import contextlib
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel, check_unused
-from mmattn.hosts.context import Action, ForwardStep
+from mmattn.hosts.context import Action, ForwardStep, refuse_generator
 from mmattn.hosts.diffusion.call import AfterBlock, DenoisingCall, InsideAttention, RowsAndScale, WatchLayer
 from mmattn.hosts.diffusion.guided_calls import NAMED, conditional_parts, forget_step, parts_in_order, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, watched_parts
@@ -189,6 +190,7 @@ class AdaptedDenoiser(AdaptedModel):
 
         A call inside a guided block raises ConditionError where nothing tells whether it is unconditional.
         """
+        refuse_generator(sys._getframe())
         call = self.make_call(
             memory, adapter_scale, text_mask=text_mask, guided=guided or negative_prompt_embeds is not None
         )
@@ -402,8 +404,8 @@ class AdaptedDenoiser(AdaptedModel):
         """Whether the host's own text runs through the core."""
         return bool(self._processors)
 
-    def check_host_call(self, host: nn.Module) -> None:
-        """Refuse a processor that was replaced while the host's own attention was to run through the core.
+    def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
+        """Return the memories of a forward that begins; no processor may have been replaced after `use_core`.
 
         Raises:
             ConditionError: one was.
@@ -415,6 +417,7 @@ class AdaptedDenoiser(AdaptedModel):
                     "attention left the core: call use_core(False) before load_ip_adapter, set_attn_processor and the "
                     "like"
                 )
+        return self.current_call()
 
     def use_core(self, on: bool = True) -> Any:
         """Let the host's own attention to its text run through `mmattn.attend`: padding hidden, and where the text's

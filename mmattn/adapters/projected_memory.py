@@ -1,0 +1,301 @@
+"""A memory of vectors in one call: its keys and values by layer, and which slots each token attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.prepared_memory import ABSORB_BELOW, PreparedMemory
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, PackedView, View, check_one_row
+from mmattn.adapters.text_state import TextState
+from mmattn.core.attention import combine_masks, visible_rows
+from mmattn.core.kv_cache import KeyValue
+from mmattn.core.tensor_cache import TensorVersion
+from mmattn.errors import ConditionError
+from mmattn.memory import Memory
+
+#: The attention mask (b, 1, l, m) of a forward, from its text and the memory as the adapter reads it.
+Visibility = Callable[[TextState, Memory], Tensor]
+
+
+class ProjectedView(View):
+    """A memory in one forward: its keys and values, and which slots each token attends to.
+
+    Args:
+        projected: keys and values by host layer.
+        attention_mask: (b, 1, l, m) bool, which slots each token attends to; None for all that are real.
+        seen: (b, l or 1, 1) bool, which tokens attend to anything; None for all.
+    """
+
+    def __init__(self, projected: Mapping[int, Any], attention_mask: Tensor | None, seen: Tensor | None) -> None:
+        self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """Return the output of a block for hidden states x, in a host layer."""
+        out: Tensor = block(
+            x,
+            self.projected[layer],
+            attention_mask=self.attention_mask,
+            seen=self.seen,
+            adapter_scale=adapter_scale,
+        )
+        return out
+
+
+class ProjectedMemory(BoundMemory):
+    """A prepared memory bound to the adapter that reads it.
+
+    Args:
+        prepared: the memory.
+        adapter: the trainable part that reads it.
+        visibility: gives the attention mask of a forward; None where every token attends to every slot.
+        changes_all: blocks change tokens that attend to nothing, too.
+    """
+
+    view = ProjectedView
+
+    def __init__(
+        self,
+        prepared: PreparedMemory,
+        adapter: Any,
+        visibility: Visibility | None = None,
+        changes_all: bool = False,
+    ) -> None:
+        self.prepared, self.adapter, self.visibility, self.changes_all = prepared, adapter, visibility, changes_all
+        self.name, self.shared = adapter.name, prepared
+        memory = prepared.memory
+        self.rows = memory.tokens.shape[0]
+        self.follows_text = visibility is not None
+        self.unchecked = None if memory.finite_checked else memory
+        self._graph: GraphInputs | None = None
+        self._graph_version = TensorVersion([])
+        self._read_by_graph = False
+
+    def step(self, text: TextState) -> ProjectedView:
+        """Return what this forward attends to; the same object until a tensor that it depends on changes.
+
+        Raises:
+            ShapeError: the rows of the text are not those of the memory.
+        """
+        self.check_rows(text)
+        prepared, adapter = self.prepared, self.adapter
+        varies = self.visibility is not None or text.arrivals is not None or text.layer is not None
+        # Longer texts may be projected otherwise than tokens that are written one by one.
+        if varies or text.rows * text.length > ABSORB_BELOW * (self.rows or 1) or prepared.is_uncached(adapter):
+            return self.see(text)
+        view: ProjectedView = prepared.cache.get(adapter, ("view", text.rows), lambda: self.see(text))
+        return view
+
+    def see(self, text: TextState) -> ProjectedView:
+        """Compute what this forward attends to."""
+        prepared, adapter = self.prepared, self.adapter
+        layers = adapter.layers if text.layer is None else (text.layer,)
+        graph = self._graph if torch.compiler.is_compiling() and not self._may_not_cache() else None
+        memory = prepared.read(adapter) if graph is None else graph.memory
+        rule = None if self.visibility is None else self.visibility(text, memory)
+        arrived = text.arrived_slots(memory.length)
+        if arrived is not None:
+            arrived = arrived.to(memory.device)
+            rule = arrived if rule is None else rule & arrived
+        sizes = (text.rows, memory.batch, 1, text.length, memory.length)
+        allowed = combine_masks(memory.mask, rule, sizes)
+        seen = None
+        if not self.changes_all:
+            seen = visible_rows(allowed, text.rows, memory.length, device=memory.device)
+        if graph is not None:
+            self._read_by_graph = True
+            projected = graph.project(layers)
+        else:
+            queries = text.rows // max(memory.batch, 1) * text.length
+            projected = {layer: prepared.project(adapter, layer, memory, queries) for layer in layers}
+        return self.view(projected, rule, seen)
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Return the memory itself."""
+        return self.prepared.memory.detach()
+
+    def shareable(self) -> PreparedMemory:
+        """Return the prepared memory."""
+        return self.prepared
+
+    def sources(self) -> list[Tensor]:
+        """Return the tensors of the memory."""
+        return self.prepared.memory.tensors()
+
+    def hide_arrivals(self) -> None:
+        """Make `step` hide the slots that have not arrived.
+
+        Raises:
+            ConditionError: a resampler mixes the slots.
+        """
+        if self.adapter.resampler is not None:
+            super().hide_arrivals()
+        self.follows_text = True
+
+    # Continuous batching ---------------------------------------------------------------------------------------------
+
+    def for_request(self) -> BoundMemory:
+        """Return this memory, which must be of one row.
+
+        Raises:
+            ShapeError: it has several rows.
+            ConditionError: what tokens attend to depends on the text.
+        """
+        if self.follows_text:
+            super().for_request()
+        check_one_row(self)
+        return self
+
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
+        """Return the memories of all requests in one step of continuous batching."""
+        return RequestMemories(self.name, requests, join, keep)
+
+    def projected(self) -> list[Tensor]:
+        """Return keys, values and biases that are not known to be finite."""
+        return [tensor for one in self.project_all().values() for tensor in one.unchecked()]
+
+    def project_all(self) -> dict[int, KeyValue]:
+        """Return keys and values by host layer for tokens that are written one by one."""
+        with torch.no_grad():
+            memory = self.prepared.read(self.adapter)
+            return {layer: self.prepared.project(self.adapter, layer, memory, 1) for layer in self.adapter.layers}
+
+    @property
+    def changes_request(self) -> bool:
+        """Return whether a request with this memory changes at all."""
+        return self.changes_all or bool(self.prepared.read(self.adapter).real_slots().any())
+
+    # Compiled hosts --------------------------------------------------------------------------------------------------
+
+    def prepare_graph(self) -> None:
+        """Compute the inputs of a compiled host, where they may be cached.
+
+        Raises:
+            ConditionError: as in `check_graph`, of the inputs before.
+        """
+        if torch.compiler.is_compiling() or self._may_not_cache():
+            return
+        self.check_graph()
+        self._graph = GraphInputs.of(self.prepared.read(self.adapter), self.project_all())
+        self._graph_version = TensorVersion(self._graph_sources())
+
+    def check_graph(self) -> None:
+        """Refuse results of a compiled host for which the weights or the memory were edited too late.
+
+        Raises:
+            ConditionError: they were, since the call was begun.
+        """
+        if self._read_by_graph and not self._graph_version.holds(self._graph_sources()):
+            raise ConditionError(
+                f"the weights of adapter {self.name!r} or its memory were changed inside a condition block, and a "
+                "compiled host went on with keys and values from before: begin a new block after each change"
+            )
+
+    def _may_not_cache(self) -> bool:
+        return torch.is_grad_enabled() or torch.is_autocast_enabled(self.adapter.weight.device.type)
+
+    def _graph_sources(self) -> list[Tensor]:
+        projecting = [
+            weight
+            for layer in self.adapter.layers
+            for weight in self.adapter.kv_projection(layer).projecting_parameters()
+        ]
+        return [*self.sources(), *self.adapter.reading_parameters(), *projecting]
+
+
+@dataclass(frozen=True)
+class GraphInputs:
+    """Keys and values as inputs of a compiled host, computed before its graph runs, which then projects nothing.
+
+    A graph cannot notice an edit of a tensor, so it is given them only by a call that was begun outside of it
+    (`condition`, `generate`), and that call checks at its end that they still hold.
+
+    Args:
+        memory: as the adapter reads it.
+        tensors: by host layer keys, values, mask and bias.
+        null: a learned first slot is in front of every row.
+        finite: as in `KeyValue`.
+    """
+
+    memory: Memory
+    tensors: Mapping[int, tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
+    null: bool
+    finite: bool
+
+    @staticmethod
+    def of(memory: Memory, projected: Mapping[int, KeyValue]) -> GraphInputs | None:
+        """Return the inputs; None for a layout whose lengths a graph would depend on."""
+        if any(one.lengths is not None or one.absorbed for one in projected.values()):
+            return None
+        tensors = {layer: (one.keys, one.values, one.mask, one.bias) for layer, one in projected.items()}
+        first = next(iter(projected.values()))
+        return GraphInputs(memory, tensors, first.null, all(one.finite for one in projected.values()))
+
+    def project(self, layers: Sequence[int]) -> dict[int, KeyValue]:
+        """Return keys and values of some layers, put together inside the graph."""
+        return {layer: KeyValue(*self.tensors[layer], null=self.null, finite=self.finite) for layer in layers}
+
+
+class RequestMemories(BoundMemory):
+    """The memories of the requests in one step of continuous batching, which share one packed row, for one adapter.
+
+    Args:
+        name: of the adapter.
+        requests: the memory of each request; None for a request without one.
+        join: puts keys and values of one layer together.
+        keep: takes the changed hidden states that are finite.
+    """
+
+    def __init__(self, name: str, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> None:
+        self.name, self._join, self._keep = name, join, keep
+        self.requests = [one if isinstance(one, ProjectedMemory) else None for one in requests]
+        self.rows = len(requests)
+
+    def step(self, text: TextState) -> RequestsView:
+        """Return what each request attends to; one without a memory passes through.
+
+        Raises:
+            ShapeError: the text is not that of the requests.
+        """
+        self.check_rows(text)
+        packed = text.packed
+        assert packed is not None, "transformers says where the requests of a step begin"
+        changing = [number for number, one in enumerate(self.requests) if one is not None and one.changes_request]
+        lengths = packed.real.sum(1).tolist()
+        # Requests that write have one token each; a prompt is as long as it is.
+        writing = [number for number in changing if lengths[number] == 1]
+        groups = [[number] for number in changing if lengths[number] > 1] + ([writing] if writing else [])
+        return RequestsView([PackedView(self._view(group), packed.select(group)) for group in groups], self._keep)
+
+    def _view(self, group: Sequence[int]) -> ProjectedView:
+        parts = [one.project_all() for one in (self.requests[number] for number in group) if one is not None]
+        if len(parts) == 1:
+            return ProjectedView(parts[0], None, None)
+        return ProjectedView(
+            {layer: self._join((self.name, layer), [one[layer] for one in parts]) for layer in parts[0]}, None, None
+        )
+
+
+class RequestsView(View):
+    """The memories of requests in one step, in groups of one length: nothing is computed on padding.
+
+    Args:
+        views: of each group.
+        keep: takes the changed hidden states that are finite.
+    """
+
+    is_packed = True
+
+    def __init__(self, views: Sequence[PackedView], keep: KeepFinite) -> None:
+        self.views, self._keep = views, keep
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """Apply an adapter to x (1, l, d) at a site."""
+        out = x
+        for view in self.views:
+            out = view.apply(out, block, layer, adapter_scale)
+        return self._keep(x, out)

@@ -14,6 +14,7 @@ from mmattn.adapters.prepared_memory import PreparedMemory, prepared_memory
 from mmattn.adapters.projected_memory import ProjectedMemory
 from mmattn.adapters.protocols import BoundMemory, Site
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
+from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
@@ -35,6 +36,8 @@ class AdapterLayers(nn.Module, ABC):
         counts_slots: a slot that is there twice means something else.
         starts_as_nothing: a new adapter leaves the output of the host unchanged, bit for bit.
         moves_text: its slots stand before the text, whose positions they move.
+        follows_text: the slots that a token attends to depend on the text.
+        changes_all: blocks change tokens that attend to nothing, too.
         adds_to_block: "inside" attention, it adds to the output of the block around the attention.
     """
 
@@ -46,6 +49,8 @@ class AdapterLayers(nn.Module, ABC):
     starts_as_nothing = True
     moves_text = False
     adds_to_block = False
+    follows_text = False
+    changes_all = False
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()
@@ -121,6 +126,15 @@ class AdapterLayers(nn.Module, ABC):
     def bind_vectors(self, prepared: PreparedMemory) -> BoundMemory:
         """Bind a memory of vectors that was checked."""
         return ProjectedMemory(prepared, self)
+
+    def visible_slots(self, text: TextState, memory: Memory) -> Tensor | None:
+        """Return the slots that each token attends to, (b, 1, l, m) bool; None for all that are real.
+
+        Args:
+            text: of this forward.
+            memory: as `read` returned it.
+        """
+        return None
 
     def prepare(self, memory: object) -> PreparedMemory:
         """Check vectors given as `memory=`, and return them as an object that caches keys and values for many calls.

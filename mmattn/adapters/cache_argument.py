@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 NAMES = ("cache", "past_key_values", "cache_params")
+CACHE_NAMES = frozenset(NAMES)
 
 
 def given_cache(values: Mapping[str, Any]) -> Any:

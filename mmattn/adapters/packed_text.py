@@ -89,7 +89,7 @@ class PackedText:
 
 
 #: Arguments of a host that may say where documents begin.
-_ARGUMENTS = {*BOUNDARIES, "seq_idx", "position_ids"}
+PACKING_NAMES = {*BOUNDARIES, "seq_idx", "position_ids"}
 
 
 def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText | None:
@@ -103,7 +103,7 @@ def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText
         rows: b of the text.
         length: l of the text.
     """
-    if _ARGUMENTS.isdisjoint(kwargs) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None  # it depends on values, which a graph has not
     numbers = _numbers(kwargs, rows, length)
     return None if numbers is None else PackedText.of(numbers)

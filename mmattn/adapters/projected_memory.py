@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,6 @@ from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError
 from mmattn.memory import Memory
-
-#: The attention mask (b, 1, l, m) of a forward, from its text and the memory as the adapter reads it.
-Visibility = Callable[[TextState, Memory], Tensor]
 
 
 class ProjectedView(View):
@@ -52,27 +49,19 @@ class ProjectedMemory(BoundMemory):
     Args:
         prepared: the memory.
         adapter: the trainable part that reads it.
-        visibility: gives the attention mask of a forward; None where every token attends to every slot.
-        changes_all: blocks change tokens that attend to nothing, too.
     """
 
     view = ProjectedView
 
-    def __init__(
-        self,
-        prepared: PreparedMemory,
-        adapter: Any,
-        visibility: Visibility | None = None,
-        changes_all: bool = False,
-    ) -> None:
-        self.prepared, self.adapter, self.visibility, self.changes_all = prepared, adapter, visibility, changes_all
+    def __init__(self, prepared: PreparedMemory, adapter: Any) -> None:
+        self.prepared, self.adapter = prepared, adapter
         self.name, self.shared = adapter.name, prepared
         memory = prepared.memory
         self.rows = memory.tokens.shape[0]
-        self.follows_text = visibility is not None
+        self.follows_text = adapter.follows_text
         self.unchecked = None if memory.finite_checked else memory
         self._graph: GraphInputs | None = None
-        self._graph_version = TensorVersion([])
+        self._graph_version: TensorVersion | None = None
         self._read_by_graph = False
 
     def step(self, text: TextState) -> ProjectedView:
@@ -81,11 +70,14 @@ class ProjectedMemory(BoundMemory):
         Raises:
             ShapeError: the rows of the text are not those of the memory.
         """
-        self.check_rows(text)
+        if text.rows != self.rows:
+            self.check_rows(text)
         prepared, adapter = self.prepared, self.adapter
-        varies = self.visibility is not None or text.arrivals is not None or text.layer is not None
         # Longer texts may be projected otherwise than tokens that are written one by one.
-        if varies or text.rows * text.length > ABSORB_BELOW * (self.rows or 1) or prepared.is_uncached(adapter):
+        is_long = text.rows * text.length > ABSORB_BELOW * (self.rows or 1)
+        if self.follows_text or is_long or text.layer is not None:
+            return self.see(text)
+        if (torch.is_grad_enabled() or torch.compiler.is_compiling()) and prepared.is_uncached(adapter):
             return self.see(text)
         view: ProjectedView = prepared.cache.get(adapter, ("view", text.rows), lambda: self.see(text))
         return view
@@ -96,7 +88,7 @@ class ProjectedMemory(BoundMemory):
         layers = adapter.layers if text.layer is None else (text.layer,)
         graph = self._graph if torch.compiler.is_compiling() and not self._may_not_cache() else None
         memory = prepared.read(adapter) if graph is None else graph.memory
-        rule = None if self.visibility is None else self.visibility(text, memory)
+        rule: Tensor | None = adapter.visible_slots(text, memory)
         arrived = text.arrived_slots(memory.length)
         if arrived is not None:
             arrived = arrived.to(memory.device)
@@ -104,7 +96,7 @@ class ProjectedMemory(BoundMemory):
         sizes = (text.rows, memory.batch, 1, text.length, memory.length)
         allowed = combine_masks(memory.mask, rule, sizes)
         seen = None
-        if not self.changes_all:
+        if not adapter.changes_all:
             seen = visible_rows(allowed, text.rows, memory.length, device=memory.device)
         if graph is not None:
             self._read_by_graph = True
@@ -167,7 +159,7 @@ class ProjectedMemory(BoundMemory):
     @property
     def changes_request(self) -> bool:
         """Return whether a request with this memory changes at all."""
-        return self.changes_all or bool(self.prepared.read(self.adapter).real_slots().any())
+        return self.adapter.changes_all or bool(self.prepared.read(self.adapter).real_slots().any())
 
     # Compiled hosts --------------------------------------------------------------------------------------------------
 
@@ -189,7 +181,8 @@ class ProjectedMemory(BoundMemory):
         Raises:
             ConditionError: they were, since the call was begun.
         """
-        if self._read_by_graph and not self._graph_version.holds(self._graph_sources()):
+        version = self._graph_version
+        if self._read_by_graph and version is not None and not version.holds(self._graph_sources()):
             raise ConditionError(
                 f"the weights of adapter {self.name!r} or its memory were changed inside a condition block, and a "
                 "compiled host went on with keys and values from before: begin a new block after each change"

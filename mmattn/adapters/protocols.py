@@ -76,9 +76,11 @@ class View(ABC):
 
     Attributes:
         is_packed: it is for packed rows; `pack` has been called.
+        stands_in_text: its slots have positions in the text; it has `shift_positions` and `moves_text`.
     """
 
     is_packed = False
+    stands_in_text = False
 
     @abstractmethod
     def apply(self, x: Any, block: nn.Module, layer: int, adapter_scale: Any) -> Any:

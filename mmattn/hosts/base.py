@@ -29,7 +29,7 @@ from mmattn.hosts.context import (
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
-from mmattn.hosts.ownership import adapted, forget_compiled
+from mmattn.hosts.ownership import MARK, forget_compiled
 
 
 class AdaptedModel(NamedAdapters):
@@ -128,8 +128,10 @@ class AdaptedModel(NamedAdapters):
             memory = dict.fromkeys(self.active, memory)
         bound: dict[str, BoundMemory] = {}
         shared: dict[int, object] = {}
+        adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
         for name, one in memory.items():
-            bound[name] = self.adapter(name).bind(shared.get(id(one), one), self.host)
+            adapter = adapters.get(name) or self.adapter(name)
+            bound[name] = adapter.bind(shared.get(id(one), one), self.host)
             shared[id(one)] = bound[name].shared
         return bound
 
@@ -215,7 +217,7 @@ class AdaptedModel(NamedAdapters):
         Raises:
             ConditionError: they were.
         """
-        if adapted(self.host) is not self:
+        if self.host.__dict__.get(MARK) is not self:
             raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
 
     def check_not_required(self) -> None:
@@ -271,8 +273,9 @@ class AdaptedModel(NamedAdapters):
     ) -> dict[tuple[int, str], list[Action]]:
         """What the active adapters do at each site, or at one of them."""
         actions: dict[tuple[int, str], list[Action]] = {}
+        adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
         for name, source in call.sources.items():
-            adapter = self.adapter(name)
+            adapter = adapters[name]
             if name not in self.active or name in disabled or (site is not None and site not in adapter.places):
                 continue
             if source.follows_text:
@@ -331,8 +334,11 @@ class AdaptedModel(NamedAdapters):
 
     def lost_layers(self, step: ForwardStep) -> set[int]:
         """Return the layers that memory was meant for in a forward and did not reach."""
-        visited = step.visited
-        return {layer for layer, _ in step.actions if layer not in visited}
+        lost = set()
+        for layer, _ in step.actions:
+            if layer not in step.visited:
+                lost.add(layer)
+        return lost
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach, because layers of the host are not where they were.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import hook_attention
 from mmattn.hosts.context import FORWARD, ForwardStep, step_of
-from mmattn.hosts.keywords import arguments_by_name
+from mmattn.hosts.keywords import Signature, signature_of
 from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
 from mmattn.hosts.residual_streams import change_streams
 
@@ -87,7 +88,7 @@ def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Any:
 
 
 class BeforeHost:
-    """Asks the memories of the current call what this forward of the host sees.
+    """A forward pre-hook of a host: asks the memories of the current call what this forward attends to.
 
     Args:
         model: the adapted model.
@@ -95,23 +96,29 @@ class BeforeHost:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self._signatures: dict[type, Signature] = {}
 
     def __call__(self, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model, outer = self.model, FORWARD.get()
         if outer is not None and outer.model is model and outer.module is not host:
             outer.nested += 1  # peft calls the model that it has wrapped
             return None
-        refuse_misplaced(host, kwargs)
-        if host.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if "memory" in kwargs or "adapter_scale" in kwargs:
+            refuse_misplaced(host, kwargs)
+        if host.training and torch.is_grad_enabled() and not compiling:
             keep_context_of_hooks(host, model.hooked)
         call, disabled = model.call_of_forward(host, kwargs)
         if call is None:
             if outer is not None:
                 FORWARD.set(ForwardStep(model, host, outer, {}))
             return None
-        if torch.compiler.is_compiling() and not any(source.follows_text for source in call.sources.values()):
+        if compiling and not any(source.follows_text for source in call.sources.values()):
             return None  # a compiler cannot follow the variable, and the layers can do without
-        places, by_name = arguments_by_name(host, args, kwargs)
+        signature = self._signatures.get(type(host))
+        if signature is None:
+            signature = self._signatures[type(host)] = signature_of(host)
+        places, by_name = arguments_by_name(signature, args, kwargs)
         step = model.forward_step(call, disabled, host, places, by_name)
         changed = model.host_inputs(step, by_name)
         step.outer, step.call = outer, call
@@ -119,8 +126,29 @@ class BeforeHost:
         return None if changed is by_name else (places, changed)
 
 
+def arguments_by_name(
+    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call under the names of the host's forward.
+
+    Those given by their place get their names, and those under a deprecated name, which decorators of transformers
+    still take, the name of today. Where the forward names no places they stay without names.
+    """
+    by_name = dict(kwargs)
+    if args:
+        given = signature.places[: len(args)]
+        if len(args) > len(given) or not by_name.keys().isdisjoint(given):
+            return args, by_name  # the host says itself what it does not take
+        by_name = dict(zip(given, args, strict=True)) | by_name
+    for old, new in signature.renamed.items():
+        if old in by_name:
+            value = by_name.pop(old)
+            by_name.setdefault(new, value)
+    return (), by_name
+
+
 def refuse_misplaced(host: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse what only the adapted model reads and a host that takes any keyword would drop in silence.
+    """Refuse arguments of the adapted model that a host which takes any keyword would drop in silence.
 
     Raises:
         ConditionError: a memory was given to the host.

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -54,30 +54,23 @@ def named_by_parts(host: nn.Module) -> set[str]:
     return known | set(vars(own)) if own is not None else known
 
 
-def arguments_by_name(
-    host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call under the names that the host's forward has for them: those given by their place, and
-    those under a name of before, which decorators of transformers still take.
+class Signature(NamedTuple):
+    """The arguments of a host's forward.
 
-    Args:
-        host: the model, or the part of one, that is called.
-        args: without names; they stay so where its forward names none.
-        kwargs: by name.
+    Attributes:
+        places: the names of those that may be given by their place, in order.
+        renamed: deprecated names that decorators of transformers still take, with those of today.
     """
+
+    places: tuple[str, ...]
+    renamed: Mapping[str, str]
+
+
+def signature_of(host: nn.Module) -> Signature:
+    """Return the arguments of a host's forward; what peft has wrapped is handed all that peft does not name."""
     forward = type(host).forward
-    by_name = dict(kwargs)
-    if args:
-        places = [name for name, one in _parameters(forward).items() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
-        if len(args) > len(places) or set(places[: len(args)]) & set(kwargs):
-            return args, by_name  # the host says itself what it does not take
-        by_name = dict(zip(places, args, strict=False)) | by_name
-    # What peft has wrapped is handed all that peft does not name.
-    for old, new in (_renamed(forward) | _renamed(type(inner_host(host)).forward)).items():
-        if old in by_name:
-            value = by_name.pop(old)
-            by_name.setdefault(new, value)
-    return (), by_name
+    places = [name for name, one in _parameters(forward).items() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    return Signature(tuple(places), _renamed(forward) | _renamed(type(inner_host(host)).forward))
 
 
 @functools.cache

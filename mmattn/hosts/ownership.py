@@ -16,7 +16,8 @@ from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
 from mmattn.hosts.recomputation import forget_context
 
-_MARK = "_mmattn"
+#: Attribute of a host that leads to its adapted model.
+MARK = "_mmattn"
 
 
 class AttachedModel(nn.Module):
@@ -37,6 +38,8 @@ class AttachedModel(nn.Module):
         self.training = host.training
         self.host = host
         self.adapters = nn.ModuleDict().train(host.training)
+        # nn.Module finds sub-modules by `__getattr__`, which each call would go through several times.
+        self.__dict__.update(host=host, adapters=self.adapters)
         self._hooks: list[Any] = []
         self._frozen: list[nn.Parameter] = []
         self._stored: list[nn.Module] = []
@@ -71,14 +74,14 @@ class AttachedModel(nn.Module):
             self._frozen = [parameter for parameter in self.host.parameters() if parameter.requires_grad]
             for parameter in self._frozen:
                 parameter.requires_grad_(False)
-        self.host.__dict__.update({"_apply": self._host_apply, "train": self._host_train, _MARK: self})
+        self.host.__dict__.update({"_apply": self._host_apply, "train": self._host_train, MARK: self})
 
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for name in ("_apply", "train", _MARK, *self.replaced):
+        for name in ("_apply", "train", MARK, *self.replaced):
             self.host.__dict__.pop(name, None)
         if self._frozen and not has_peft(self.host):
             # Since peft came on, what is trained of the host is for peft to say.
@@ -133,7 +136,7 @@ class AttachedModel(nn.Module):
 
 def adapted(host: nn.Module) -> Any:
     """The adapted model of a host that has adapters, or None."""
-    return host.__dict__.get(_MARK)
+    return host.__dict__.get(MARK)
 
 
 def forget_compiled() -> None:

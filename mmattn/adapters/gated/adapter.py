@@ -23,8 +23,6 @@ from torch import Tensor
 from mmattn.adapters.base import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter, as_settings
 from mmattn.adapters.gated.block import BlockLayout
-from mmattn.adapters.prepared_memory import PreparedMemory
-from mmattn.adapters.projected_memory import ProjectedMemory
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState, images_so_far
@@ -131,17 +129,19 @@ class GatedLayers(BlockLayers):
             images = "latest image" if visible == "latest" else "previous images"
             raise ShapeError(f"tokens see the {images} with adapter {self.name!r}, and the memory has no segments")
 
-    def bind_vectors(self, prepared: PreparedMemory) -> ProjectedMemory:
-        """Bind a memory of vectors that was checked."""
-        visibility = None if self.config.visible_segments == "all" else self._visible_segments
-        return ProjectedMemory(prepared, self, visibility, self.config.layout.feed_forward_all)
+    def __init__(self, config: GatedAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        self.follows_text = config.visible_segments != "all"
+        self.changes_all = config.layout.feed_forward_all
 
     def why_whole(self) -> str | None:
         """Return why all slots must be read together: only a whole memory has segments."""
         return super().why_whole() if self.config.visible_segments == "all" else "its tokens see some segments only"
 
-    def _visible_segments(self, text: TextState, memory: Memory) -> Tensor:
-        """Which slots each token sees, (b, 1, l, m)."""
+    def visible_slots(self, text: TextState, memory: Memory) -> Tensor | None:
+        """Return which slots each token attends to, (b, 1, l, m) bool: those of the images before it; None for all."""
+        if not self.follows_text:
+            return None
         images = text.images_begun(self.config.media_token).to(memory.device)
         assert memory.segments is not None
         segments = memory.segments.repeat_interleave(text.rows // max(memory.batch, 1), 0)

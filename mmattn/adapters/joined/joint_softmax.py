@@ -151,6 +151,8 @@ class JoinedView(View):
         visible: (b, l, m) bool, which slots each token sees; None for all.
     """
 
+    stands_in_text = True
+
     def __init__(self, slots: JoinedSlots, visible: Tensor | None = None) -> None:
         self.slots, self.visible = slots, visible
         some, every = slots.mask.any(1), slots.mask.all()
@@ -196,6 +198,7 @@ class NothingBefore(View):
     """A forward whose memory has no slot."""
 
     moves_text = False
+    stands_in_text = True
 
     def shift_positions(self, positions: Tensor) -> Tensor:
         """Positions of the tokens of this forward."""
@@ -238,6 +241,8 @@ class JoinedRequestsView(View):
         slots: of each request, of one row; None where it has none.
         numbers: (1, l), the request of each token; -1 is none.
     """
+
+    stands_in_text = True
 
     def __init__(self, slots: Sequence[JoinedSlots | None], numbers: Tensor) -> None:
         given = [(number, one) for number, one in enumerate(slots) if one is not None]
@@ -292,6 +297,8 @@ class Capture(BoundMemory, View):
         values: by layer (b, g, l, v).
         windows: by layer, how far back a token sees; None is to the first.
     """
+
+    stands_in_text = True
 
     follows_text = True
     moves_text = True

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.text_state import GenerationInput
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import take_memories
@@ -19,9 +18,8 @@ from mmattn.hosts.interop.peft import inner_host
 IN_THREADS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
-def past_length(kwargs: Any) -> int | None:
-    """How many tokens the host has in its cache, or None where it does not say."""
-    cache = given_cache(kwargs)
+def past_length(cache: Any) -> int | None:
+    """Return how many tokens a host has in its cache, or None if it does not say."""
     if cache is None:
         return 0
     try:

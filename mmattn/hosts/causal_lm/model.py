@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.cache_argument import given_cache
+from mmattn.adapters.cache_argument import CACHE_NAMES, given_cache
 from mmattn.adapters.inserted.memory import EmbeddingReader
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
-from mmattn.adapters.packed_text import packed_text
+from mmattn.adapters.packed_text import PACKING_NAMES, packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.core.key_rotation import KeyRotation
@@ -32,7 +32,6 @@ from mmattn.hosts.causal_lm.generation import (
     expansions_of,
     forget_texts,
     guard_threads,
-    inputs_of,
     note_texts,
     past_length,
     prompt_name,
@@ -146,7 +145,12 @@ class AdaptedCausalLM(AdaptedModel):
 
     def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""
-        inputs = inputs_of(args, kwargs)
+        inputs = kwargs.get("input_ids", args[0] if args else None)
+        if inputs is None:
+            inputs = kwargs.get("inputs_embeds")
+        cache = kwargs.get("cache")
+        if cache is None:
+            cache = given_cache(kwargs) if CACHE_NAMES.intersection(kwargs) else None
         noted = NOTED.get()
         generation = noted[1] if noted is not None and noted[0] is call else None
         if noted is not None:
@@ -154,14 +158,16 @@ class AdaptedCausalLM(AdaptedModel):
         if inputs is None:
             return TextState(0, 0)  # the host says itself what it misses
         # `generate` writes a text in each row; under a static cache its mask does not show which positions are padding.
-        packed = packed_text(kwargs, *inputs.shape[:2]) if call.prompt is None else None
+        packed = None
+        if call.prompt is None and not PACKING_NAMES.isdisjoint(kwargs):
+            packed = packed_text(kwargs, *inputs.shape[:2])
         if packed is not None:
             return TextState(
                 rows=packed.documents,
                 length=packed.longest,
                 inputs=packed.unpack(inputs),
                 past=0,
-                cache=given_cache(kwargs),
+                cache=cache,
                 attention_mask=packed.real.to(inputs.device),
                 images=None if call.images is None else packed.unpack(call.images),
                 arrivals=call.arrivals and replace(call.arrivals, count=packed.unpack(call.arrivals.count)),
@@ -171,8 +177,8 @@ class AdaptedCausalLM(AdaptedModel):
             rows=inputs.shape[0],
             length=inputs.shape[1],
             inputs=inputs,
-            past=past_length(kwargs),
-            cache=given_cache(kwargs),
+            past=0 if cache is None else past_length(cache),
+            cache=cache,
             attention_mask=kwargs.get("attention_mask"),
             images=call.images,
             arrivals=call.arrivals,
@@ -193,7 +199,10 @@ class AdaptedCausalLM(AdaptedModel):
             return kwargs
         if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
             refuse_reentrant(self.host)
-        kwargs = shift_text(step, text, kwargs)
+        for actions in step.actions.values():
+            if actions[0][0].stands_in_text or len(actions) > 1:
+                kwargs = shift_text(step, text, kwargs)
+                break
         # The paged cache of continuous batching keeps requests apart by itself.
         if text.packed is None or hasattr(text.cache, "memories"):
             return kwargs
@@ -255,11 +264,11 @@ class AdaptedCausalLM(AdaptedModel):
         Raises:
             NonFiniteError: there are such; the message names the rows.
         """
-        text, logits = step.details, getattr(output, "logits", None)
-        if text is None or step.call is None or not isinstance(logits, Tensor) or not readable(logits):
+        text, call, logits = step.details, step.call, getattr(output, "logits", None)
+        if text is None or call is None or call.reads_memory:
             return
-        unchecked = step.call.unchecked()
-        if (text.past and not unchecked) or step.call.reads_memory:
+        unchecked = call.unchecked()
+        if (text.past and not unchecked) or not isinstance(logits, Tensor) or not readable(logits):
             return
         # Requests of continuous batching are looked at one by one.
         if logits.dim() != 3 or not logits.numel() or (text.packed is not None and text.cache is not None):

@@ -56,7 +56,7 @@ def shift_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> di
     Raises:
         ConditionError: several adapters put something before the text, or it is not known where the text continues.
     """
-    known = {id(view): view for own in step.actions.values() for view, *_ in own if hasattr(view, "shift_positions")}
+    known = {id(view): view for own in step.actions.values() for view, *_ in own if view.stands_in_text}
     # First what moves the text, then what only looks where it stands.
     views: list[Any] = sorted(known.values(), key=lambda view: not view.moves_text)
     if not views:

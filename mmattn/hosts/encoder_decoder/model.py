@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
@@ -109,7 +110,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             rows=read.shape[0],
             length=read.shape[1],
             inputs=read,
-            past=past_length(kwargs),
+            past=past_length(given_cache(kwargs)),
             arrivals=call.arrivals,
             expansions=call.expansions,
         )

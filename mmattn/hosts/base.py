@@ -239,14 +239,22 @@ class AdaptedModel(NamedAdapters):
         """
         found, call, disabled = self.open_blocks.in_force()
         if not found:
-            if self.require_memory:
-                raise ConditionError(
-                    "this host was attached with require_memory=True and was called without: give memory= or use "
-                    "condition(memory); a new thread does not inherit the block it was started in"
-                )
-            if not torch.compiler.is_compiling():
-                self.open_blocks.warn_of_others()
+            self.miss_memory()
         return call, disabled
+
+    def miss_memory(self) -> None:
+        """Warn of a memory that is set elsewhere, where a call finds none.
+
+        Raises:
+            ConditionError: a memory is required.
+        """
+        if self.require_memory:
+            raise ConditionError(
+                "this host was attached with require_memory=True and was called without: give memory= or use "
+                "condition(memory); a new thread does not inherit the block it was started in"
+            )
+        if not torch.compiler.is_compiling():
+            self.open_blocks.warn_of_others()
 
     def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins, and the adapters that do not exist for it.
@@ -264,10 +272,6 @@ class AdaptedModel(NamedAdapters):
         text = self.text_state(call, args, kwargs)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 
-    def host_inputs(self, step: ForwardStep, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by name with which the host is called where a memory is given: those of the caller."""
-        return kwargs
-
     def actions(
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
     ) -> dict[tuple[int, str], list[Action]]:
@@ -284,6 +288,8 @@ class AdaptedModel(NamedAdapters):
                     view = source.step(text)
             else:
                 view = source.step(text)
+            if text.packed is not None and not view.is_packed:
+                view = view.pack(text.packed)
             blocks, scale = adapter.blocks._modules, call.scales.get(name, 1.0)
             for place in adapter.places if site is None else [site]:
                 actions.setdefault(place, []).append((view, blocks[str(place[0])], scale))  # type: ignore[arg-type]
@@ -332,13 +338,9 @@ class AdaptedModel(NamedAdapters):
         }
         return dict(sorted(sites.items()))
 
-    def lost_layers(self, step: ForwardStep) -> set[int]:
+    def lost_layers(self, step: ForwardStep) -> list[int]:
         """Return the layers that memory was meant for in a forward and did not reach."""
-        lost = set()
-        for layer, _ in step.actions:
-            if layer not in step.visited:
-                lost.add(layer)
-        return lost
+        return sorted({layer for layer, _ in step.actions} - step.visited)
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach, because layers of the host are not where they were.

@@ -55,15 +55,19 @@ class Call:
     rows_left: RowsLeft | None = None
     early_exit: bool = False
     reads_memory: bool = False
+    #: The memories whose values need not be finite, as their caller said.
+    unchecked: list[Memory] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unchecked = []
+        for source in self.sources.values():
+            if source.unchecked is not None:
+                self.unchecked.append(source.unchecked)
 
     def prepare_graphs(self) -> None:
         """Compute the inputs of a compiled host, outside of its graph."""
         for source in self.sources.values():
             source.prepare_graph()
-
-    def unchecked(self) -> list[Memory]:
-        """Return the memories whose values need not be finite, as their caller said."""
-        return [source.unchecked for source in self.sources.values() if source.unchecked is not None]
 
 
 @contextlib.contextmanager
@@ -253,6 +257,7 @@ class ForwardStep:
         call: the memories of this forward.
         visited: the layers whose hooks have run.
         nested: calls of other parts of the host that are within this one, and belong to it.
+        inputs: arguments by name with which the host is called instead of the caller's; None for those.
     """
 
     model: Any
@@ -263,6 +268,7 @@ class ForwardStep:
     call: Call | None = None
     visited: set[int] = field(default_factory=set)
     nested: int = 0
+    inputs: dict[str, Any] | None = None
 
 
 FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=None)

@@ -120,10 +120,9 @@ class BeforeHost:
             signature = self._signatures[type(host)] = signature_of(host)
         places, by_name = arguments_by_name(signature, args, kwargs)
         step = model.forward_step(call, disabled, host, places, by_name)
-        changed = model.host_inputs(step, by_name)
         step.outer, step.call = outer, call
         FORWARD.set(step)
-        return None if changed is by_name else (places, changed)
+        return None if step.inputs is None else (places, step.inputs)
 
 
 def arguments_by_name(
@@ -179,7 +178,11 @@ class AfterHost:
             step.nested -= 1
             return
         FORWARD.set(step.outer)
-        if output is not None and step.actions:
-            if lost := self.model.lost_layers(step):
-                self.model.check_reached(sorted(lost))
-            self.model.check_answer(step, output)
+        if output is None or not step.actions:
+            return
+        for layer, _ in step.actions:
+            if layer not in step.visited:
+                if lost := self.model.lost_layers(step):
+                    self.model.check_reached(lost)
+                break
+        self.model.check_answer(step, output)

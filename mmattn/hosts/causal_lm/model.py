@@ -33,7 +33,6 @@ from mmattn.hosts.causal_lm.generation import (
     forget_texts,
     guard_threads,
     note_texts,
-    past_length,
     prompt_name,
     prompt_of,
     unguard_threads,
@@ -43,7 +42,7 @@ from mmattn.hosts.causal_lm.input_embeddings import embedding_reader
 from mmattn.hosts.causal_lm.joined_probe import probe_joined
 from mmattn.hosts.causal_lm.packing import keep_apart
 from mmattn.hosts.causal_lm.position_shift import joined_sites, probe_before_text, probe_rotations, shift_text
-from mmattn.hosts.context import NOTED, Action, Call, ForwardStep, is_broken, prepared_for_graphs, refuse_generator
+from mmattn.hosts.context import NOTED, Call, ForwardStep, is_broken, prepared_for_graphs, refuse_generator
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.keywords import check_keywords
@@ -158,6 +157,12 @@ class AdaptedCausalLM(AdaptedModel):
         if inputs is None:
             return TextState(0, 0)  # the host says itself what it misses
         # `generate` writes a text in each row; under a static cache its mask does not show which positions are padding.
+        past: int | None = 0
+        if cache is not None:
+            try:
+                past = int(cache.get_seq_length())
+            except (AttributeError, ValueError):  # states of recurrent layers alone, which count no tokens
+                past = None
         packed = None
         if call.prompt is None and not PACKING_NAMES.isdisjoint(kwargs):
             packed = packed_text(kwargs, *inputs.shape[:2])
@@ -177,7 +182,7 @@ class AdaptedCausalLM(AdaptedModel):
             rows=inputs.shape[0],
             length=inputs.shape[1],
             inputs=inputs,
-            past=0 if cache is None else past_length(cache),
+            past=past,
             cache=cache,
             attention_mask=kwargs.get("attention_mask"),
             images=call.images,
@@ -186,28 +191,6 @@ class AdaptedCausalLM(AdaptedModel):
             expansions=call.expansions,
             generation=generation,
         )
-
-    def host_inputs(self, step: ForwardStep, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of packed rows with which the host keeps their documents apart, and the positions of a text
-        that comes after something; others as they are.
-
-        Raises:
-            ConditionError: it cannot.
-        """
-        text: TextState | None = step.details
-        if text is None:
-            return kwargs
-        if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
-            refuse_reentrant(self.host)
-        for actions in step.actions.values():
-            if actions[0][0].stands_in_text or len(actions) > 1:
-                kwargs = shift_text(step, text, kwargs)
-                break
-        # The paged cache of continuous batching keeps requests apart by itself.
-        if text.packed is None or hasattr(text.cache, "memories"):
-            return kwargs
-        with self.open_blocks.conditioned(None):
-            return keep_apart(self.host, kwargs, text.packed)
 
     @staticmethod
     def _trains_joined(step: ForwardStep) -> bool:
@@ -223,19 +206,19 @@ class AdaptedCausalLM(AdaptedModel):
     ) -> ForwardStep:
         """What the adapters do in one forward of the host, and what it is given."""
         text = self.text_state(call, args, kwargs)
-        return ForwardStep(self, host, None, self.actions(call, disabled, text), details=text)
-
-    def actions(
-        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
-    ) -> dict[tuple[int, str], list[Action]]:
-        """What the active adapters do at each site, in packed rows to each document."""
-        packed, actions = text.packed, super().actions(call, disabled, text, site)
-        if packed is None:
-            return actions
-        return {
-            site: [(view if view.is_packed else view.pack(packed), *rest) for view, *rest in own]
-            for site, own in actions.items()
-        }
+        step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text)
+        for actions in step.actions.values():
+            if actions[0][0].stands_in_text or len(actions) > 1:
+                step.inputs = shift_text(step, text, kwargs)
+                break
+        # Keys and values that are joined with the host's own are inside of what checkpointing runs again.
+        if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
+            refuse_reentrant(self.host)
+        # The paged cache of continuous batching keeps requests apart by itself.
+        if text.packed is not None and not hasattr(text.cache, "memories"):
+            with self.open_blocks.conditioned(None):
+                step.inputs = keep_apart(self.host, step.inputs or dict(kwargs), text.packed)
+        return step
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design.
@@ -267,7 +250,7 @@ class AdaptedCausalLM(AdaptedModel):
         text, call, logits = step.details, step.call, getattr(output, "logits", None)
         if text is None or call is None or call.reads_memory:
             return
-        unchecked = call.unchecked()
+        unchecked = call.unchecked
         if (text.past and not unchecked) or not isinstance(logits, Tensor) or not readable(logits):
             return
         # Requests of continuous batching are looked at one by one.
@@ -488,7 +471,10 @@ class AdaptedCausalLM(AdaptedModel):
             call = requests.call()
             if call is not None:
                 return call, frozenset()
-        return self.current_call()
+        found, call, disabled = self.open_blocks.in_force()
+        if not found:
+            self.miss_memory()
+        return call, disabled
 
     def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
         """What `host.generate` is while adapters are attached: rows are checked, then beams may multiply them."""

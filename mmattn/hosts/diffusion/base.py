@@ -376,14 +376,14 @@ class AdaptedDenoiser(AdaptedModel):
             if not is_zero(own):
                 entries.append((view, adapter.block(index), RowsAndScale(sees, own, grid, adapter.adds_to_block, rows)))
 
-    def lost_layers(self, step: ForwardStep) -> set[int]:
+    def lost_layers(self, step: ForwardStep) -> list[int]:
         """Return the layers that ran, or were replaced, and that memory did not reach.
 
         Layers that a pipeline (`skip_layers`) or a cache of diffusers leaves out on purpose do not run.
         """
         ran, lost = step.details.get("ran", ()), super().lost_layers(step)
         parts = set(self.host.modules()) if lost else set()
-        return {layer for layer in lost if layer in ran or self.hooked[layer, "inside"] not in parts}
+        return [layer for layer in lost if layer in ran or self.hooked[layer, "inside"] not in parts]
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach.

@@ -1,23 +1,22 @@
-"""Blocks left in another order than entered, by generators, helpers and tasks: each sees its own, and nothing stays."""
+"""Blocks left in another order than entered, by helpers, classes and tasks: each has its own memory."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import itertools
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from mmattn.errors import ConditionError
 from tests import tiny
-from tests.hosts.told import Told
+from tests.hosts.memory_of_call import MemoryOfCall
 
 
 @pytest.fixture
-def told(model, ids):
-    return Told(model, ids)
+def asked(model, ids):
+    return MemoryOfCall(model, ids)
 
 
 class Session:
@@ -74,88 +73,59 @@ WAYS = {
 ways = pytest.mark.parametrize("way", WAYS)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations("AB")))
 @ways
-def test_generators_close_in_any_order(told, way, order):
-    """Each sees its own memory, whoever was resumed last, and the host is itself when both are closed."""
-
-    def stream(memory):
-        with WAYS[way](told.model, memory):
-            while True:
-                yield told()
-
-    streams = {name: stream(getattr(told, name)) for name in "AB"}
-    for name in "ABABBA":
-        assert next(streams[name]) == name
-    for i, name in enumerate(order):
-        streams[name].close()
-        for other in order[i + 1 :]:
-            assert next(streams[other]) == other
-    assert told() == "none"
-
-
-@ways
-def test_a_helper_is_left_with_its_caller(told, way):
-    with WAYS[way](told.model, told.A):
-        assert told() == "A"
-        with WAYS[way](told.model, told.B):
-            assert told() == "B"
-            with told.model.condition(None):
-                assert told() == "none"
-        assert told() == "A"
-        first, second = WAYS[way](told.model, told.B), WAYS[way](told.model, told.A)
+def test_a_helper_is_left_with_its_caller(asked, way):
+    with WAYS[way](asked.model, asked.A):
+        assert asked() == "A"
+        with WAYS[way](asked.model, asked.B):
+            assert asked() == "B"
+            with asked.model.condition(None):
+                assert asked() == "none"
+        assert asked() == "A"
+        first, second = WAYS[way](asked.model, asked.B), WAYS[way](asked.model, asked.A)
         first.__enter__()
-        assert told() == "B"
+        assert asked() == "B"
         second.__enter__()
-        assert told() == "A"
+        assert asked() == "A"
         first.__exit__(None, None, None)
-        assert told() == "A"
+        assert asked() == "A"
         second.__exit__(None, None, None)
-        assert told() == "A"
-    assert told() == "none"
+        assert asked() == "A"
+    assert asked() == "none"
 
 
-@ways
-def test_the_innermost_block_is_that_of_the_code_that_runs(told, way):
-    """Also where it was entered earlier than one around the code that resumes it."""
-    inner = told.stream("B")
-    next(inner)
-    with WAYS[way](told.model, told.A):
-        assert next(inner) == "B"
-        assert told() == "A"
-        inner.close()
-        assert told() == "A"
+@pytest.mark.parametrize("way", ["condition", "helper", "helper of a helper", "disable_adapter"])
+@pytest.mark.parametrize("kind", ["generator", "asynchronous generator"])
+def test_a_generator_is_refused_a_block(asked, way, kind):
+    """Invariant 46: while the generator waits, its block would hold for its caller; nothing is left of the attempt."""
+    opened = {**WAYS, "disable_adapter": lambda model, memory: model.disable_adapter()}[way]
 
-    def outer():
-        with told.model.condition(told.A):
-            with WAYS[way](told.model, told.B):
-                yield told()
-            for seen in told.stream("B"):
-                yield seen
-                yield told()
+    def stream():
+        with opened(asked.model, asked.A):
+            yield asked()
 
-    assert list(itertools.islice(outer(), 4)) == ["B", "B", "A", "B"]
-    assert told() == "none"
+    async def asynchronous():
+        with opened(asked.model, asked.A):
+            yield asked()
+
+    with pytest.raises(ConditionError, match="memory= to each call inside the generator"):
+        next(stream()) if kind == "generator" else asyncio.run(anext(asynchronous()))
+    assert asked() == "none"
 
 
-def test_disabled_and_conditioned_in_turns(told):
-    def without():
-        with told.model.disable_adapter():
-            while True:
-                yield told()
+def test_calls_inside_generators_have_their_own_memories(asked):
+    """Invariant 46: with `memory=` in the call, generators may take turns in any order, and in any thread."""
 
-    seeing, blind = told.stream("A"), without()
-    assert [next(one) for one in (seeing, blind, seeing, blind)] == ["A", "none", "A", "none"]
-    with told.model.condition(told.B):
-        assert [next(blind), told(), next(seeing), told()] == ["none", "B", "A", "B"]
-        seeing.close()
-        assert [next(blind), told()] == ["none", "B"]
-    with told.model.disable_adapter():
-        assert told() == "none"
-        # Disabling holds from outside of the blocks that are entered within it, too.
-        assert next(told.stream("A")) == "none"
-    blind.close()
-    assert told() == "none"
+    def stream(name):
+        while True:
+            with torch.no_grad():
+                yield torch.equal(asked.model(asked.ids, memory=getattr(asked, name)).logits, asked.answers[name])
+
+    one, other = stream("A"), stream("B")
+    with ThreadPoolExecutor(2) as pool, asked.model.condition(asked.B):
+        assert all(next(each) for each in (one, other, one))
+        assert all(pool.submit(next, each).result() for each in (other, one))
+        assert asked() == "B"
 
 
 def test_some_of_several_adapters_are_disabled(ids):
@@ -178,38 +148,25 @@ def test_some_of_several_adapters_are_disabled(ids):
             assert torch.equal(model.host(ids).logits, only["other"])
 
 
-def test_a_suspended_generator_gives_its_memory_to_no_one_and_says_so(told):
-    """What a yield fixture is, too: the caller is told once how to hand the memory on, and never given another's."""
-    first, second = told.stream("A"), told.stream("B")
-    next(first), next(second)
-    with pytest.warns(UserWarning, match="memory=.*copy_context") as caught:
-        assert told() == "none"
-        assert told() == "none"
-    assert len(caught) == 1
-    first.close(), second.close()
-    assert told() == "none"
-
-
-def test_an_interrupted_forward_leaves_nothing(told):
+def test_an_interrupted_forward_leaves_nothing(asked):
     """Ctrl-C in the middle of a layer: a part of the host called afterwards is the host's own."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    body, ids = told.model.host.model, told.ids
+    body, ids = asked.model.host.model, asked.ids
     with torch.no_grad():
         want = body(ids).last_hidden_state
-        handle = tiny.decoder_layers(told.model.host)[1].register_forward_pre_hook(interrupt)
+        handle = tiny.decoder_layers(asked.model.host)[1].register_forward_pre_hook(interrupt)
         for call in (
-            lambda: told.model(ids, memory=told.A),
-            lambda: told.model.generate(ids, memory=told.A, max_new_tokens=2),
-            lambda: next(told.stream("A")),
+            lambda: asked.model(ids, memory=asked.A),
+            lambda: asked.model.generate(ids, memory=asked.A, max_new_tokens=2),
         ):
             with pytest.raises(KeyboardInterrupt):
                 call()
         handle.remove()
         assert torch.equal(body(ids).last_hidden_state, want)
-        assert told() == "none"
+        assert asked() == "none"
 
 
 # Asynchronous
@@ -226,125 +183,23 @@ def serve(main, *args):
     return asyncio.run(observed()), complaints
 
 
-def test_a_stream_left_by_break(told):
-    async def stream():
-        with told.model.condition(told.A):
-            while True:
-                yield told()
-
-    async def main():
-        seen = []
-        async for one in stream():
-            seen.append(one)
-            break
-        gc.collect()
-        await asyncio.sleep(0.01)
-        return [*seen, told()]
-
-    assert serve(main) == (["A", "none"], [])
-    assert told() == "none"
-
-
-@pytest.mark.parametrize("way", [*WAYS, "async class", "async helper"])
-def test_asynchronous_streams_of_one_task(told, way):
-    @contextlib.asynccontextmanager
-    async def helper(memory):
-        with told.model.condition(memory):
-            await asyncio.sleep(0)
-            yield
-
-    @contextlib.asynccontextmanager
-    async def entered(memory):
-        with WAYS[way](told.model, memory):
-            yield
-
-    def open_block(memory):
-        if way == "async class":
-            return Session(told.model, memory)
-        return helper(memory) if way == "async helper" else entered(memory)
-
-    async def stream(memory):
-        async with open_block(memory):
-            while True:
-                await asyncio.sleep(0)
-                yield told()
-
-    async def main():
-        a, b = stream(told.A), stream(told.B)
-        seen = [await anext(one) for one in (a, b, a, b, b, a)]
-        await a.aclose()
-        seen.append(await anext(b))
-        await b.aclose()
-        return "".join(seen), told()
-
-    assert serve(main) == (("ABABBAB", "none"), [])
-
-
-def test_tasks_have_a_memory_each(told):
+def test_tasks_have_a_memory_each(asked):
     async def work(name):
         seen = []
-        with told.model.condition(getattr(told, name)):
+        with asked.model.condition(getattr(asked, name)):
             for _ in range(3):
                 await asyncio.sleep(0)
-                seen.append(told())
+                seen.append(asked())
             # A task started inside the block is inside the block.
             seen += await asyncio.gather(asyncio.create_task(ask()), ask())
         return "".join(seen)
 
     async def ask():
         await asyncio.sleep(0)
-        return told()
+        return asked()
 
     async def main():
         return await asyncio.gather(*[work(name) for name in "ABAB"])
 
     assert serve(main) == ([name * 5 for name in "ABAB"], [])
-    assert told() == "none"
-
-
-def test_tasks_of_a_loop_that_a_generator_runs(told):
-    """The generator is on the stack of every task, and its block around all of theirs."""
-
-    async def work(name):
-        with told.model.condition(getattr(told, name)):
-            await asyncio.sleep(0)
-            return told()
-
-    async def main():
-        return [told(), *await asyncio.gather(*[work(name) for name in "ABAB"]), told()]
-
-    def stream():
-        with told.model.condition(told.B):
-            while True:
-                yield "".join(asyncio.run(main()))
-
-    for _, seen in zip(range(2), stream(), strict=False):
-        assert seen == "BABABB"
-    assert told() == "none"
-
-
-def test_a_task_whose_stream_waits_is_given_its_memory_or_told(told):
-    """A task started by a stream that is suspended meanwhile: never another's memory, never silently none."""
-
-    async def stream(memory):
-        with told.model.condition(memory):
-            while True:
-                yield await asyncio.create_task(ask())
-
-    async def ask():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            return told(), len(caught)
-
-    async def main():
-        a, b = stream(told.A), stream(told.B)
-        seen = [await anext(one) for one in (a, b, a)]
-        await a.aclose(), await b.aclose()
-        return seen
-
-    seen, complaints = serve(main)
-    assert not complaints
-    names, warned = zip(*seen, strict=True)
-    for name, own in zip(names, "ABA", strict=True):
-        assert name == own or sum(warned) == 1, (names, warned)
-        assert name in (own, "none")
+    assert asked() == "none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import functools
 import itertools
@@ -24,7 +23,7 @@ from transformers import (
 import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
-from tests.hosts.told import Told
+from tests.hosts.memory_of_call import MemoryOfCall
 from tests.tiny import own
 
 # peft 0.21 asks transformers 5.23 by the old name.
@@ -34,8 +33,8 @@ NEW = 4
 
 
 @pytest.fixture
-def told(model, ids):
-    return Told(model, ids)
+def asked(model, ids):
+    return MemoryOfCall(model, ids)
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -59,115 +58,52 @@ def in_a_thread(work):
         return pool.submit(work).result()
 
 
-# Streams that a web framework drives
-
-
-def test_a_stream_driven_from_pool_threads(told):
-    """Starlette, anyio and asyncio.to_thread resume a generator in any thread, each time with a copied context."""
-
-    async def serve(name):
-        stream, seen = told.stream(name), []
-        for _ in range(4):
-            seen.append(await asyncio.to_thread(next, stream))
-        await asyncio.to_thread(stream.close)
-        return "".join(seen)
-
-    async def everyone():
-        return await asyncio.gather(*[serve(name) for name in "ABABAB"])
-
-    assert asyncio.run(everyone()) == [name * 4 for name in "ABABAB"]
-    assert told() == "none"
-
-
-def test_a_stream_ends_by_itself_in_a_pool_thread(told):
-    """As `iterate_in_threadpool` does it: until a sentinel, without a close."""
-
-    def three():
-        with told.model.condition(told.A):
-            for _ in range(3):
-                yield told()
-
-    async def serve():
-        stream, seen = three(), []
-        while (one := await asyncio.to_thread(next, stream, None)) is not None:
-            seen.append(one)
-        return "".join(seen), told()
-
-    assert asyncio.run(serve()) == ("AAA", "none")
-
-
-def test_each_step_in_a_thread_of_its_own(told):
-    streams = {name: told.stream(name) for name in "AB"}
-    for name in "ABBA":
-        assert in_a_thread(functools.partial(next, streams[name])) == name
-    in_a_thread(streams["A"].close)
-    assert in_a_thread(functools.partial(next, streams["B"])) == "B"
-    streams["B"].close()
-    assert told() == "none" == in_a_thread(told)
-
-
-def test_a_block_left_in_another_thread(told):
-    block = told.model.condition(told.A)
+def test_a_block_left_in_another_thread(asked):
+    block = asked.model.condition(asked.A)
     block.__enter__()
-    assert told() == "A"
+    assert asked() == "A"
     in_a_thread(lambda: block.__exit__(None, None, None))
-    assert told() == "none"
-    in_a_thread(told.model.condition(told.B).__enter__)
-    assert told.quietly() == "none"
+    assert asked() == "none"
+    in_a_thread(asked.model.condition(asked.B).__enter__)
+    assert asked.quietly() == "none"
 
 
-def test_a_pool_thread_does_not_remember_the_block_of_another_request(told):
+def test_a_pool_thread_does_not_remember_the_block_of_another_request(asked):
     """A framework enters a block in one worker thread and leaves it in another; the first serves others meanwhile."""
-    block = told.model.condition(told.A)
+    block = asked.model.condition(asked.A)
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         first.submit(contextvars.copy_context().run, block.__enter__).result()
-        assert first.submit(contextvars.copy_context().run, told.quietly).result() == "none"
+        assert first.submit(contextvars.copy_context().run, asked.quietly).result() == "none"
         second.submit(contextvars.copy_context().run, block.__exit__, None, None, None).result()
-        assert first.submit(told).result() == "none"
+        assert first.submit(asked).result() == "none"
 
 
 # Threads started inside a block
 
 
-def test_a_thread_without_the_context_is_told_once_what_to_do(told):
-    with told.model.condition(told.A):
-        seen, said = recorded(lambda: [in_a_thread(told) for _ in range(3)])
-        assert told() == "A"
+def test_a_thread_without_the_context_is_asked_once_what_to_do(asked):
+    with asked.model.condition(asked.A):
+        seen, said = recorded(lambda: [in_a_thread(asked) for _ in range(3)])
+        assert asked() == "A"
     assert seen == ["none"] * 3
     assert len(said) == 1 and "memory=" in said[0] and "copy_context" in said[0]
 
 
-def test_a_thread_with_the_context_sees_the_memory(told):
-    with told.model.condition(told.A), ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(contextvars.copy_context().run, told) for _ in range(4)]
-        with told.model.condition(told.B):
-            jobs += [pool.submit(contextvars.copy_context().run, told) for _ in range(4)]
+def test_a_thread_with_the_context_sees_the_memory(asked):
+    with asked.model.condition(asked.A), ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(contextvars.copy_context().run, asked) for _ in range(4)]
+        with asked.model.condition(asked.B):
+            jobs += [pool.submit(contextvars.copy_context().run, asked) for _ in range(4)]
             assert "".join(job.result() for job in jobs) == "AAAABBBB"
-    assert told() == "none"
+    assert asked() == "none"
 
 
-def test_a_thread_started_by_a_stream_sees_its_memory(told):
-    """The stream is suspended while its thread works."""
-
-    def stream(memory):
-        with told.model.condition(memory), ThreadPoolExecutor(1) as pool:
-            job = pool.submit(contextvars.copy_context().run, lambda: (go.wait(), told())[1])
-            yield
-            yield job.result()
-
-    go = threading.Event()
-    a, b = stream(told.A), stream(told.B)
-    next(a), next(b)
-    go.set()
-    assert [next(a), next(b)] == ["A", "B"]
-
-
-def test_a_thread_that_outlives_its_block_is_told(told):
-    with told.model.condition(told.A):
+def test_a_thread_that_outlives_its_block_is_asked(asked):
+    with asked.model.condition(asked.A):
         context = contextvars.copy_context()
-    seen, said = recorded(lambda: in_a_thread(lambda: [context.run(told), context.run(told)]))
+    seen, said = recorded(lambda: in_a_thread(lambda: [context.run(asked), context.run(asked)]))
     assert seen == ["none", "none"] and len(said) == 1 and "ended" in said[0] and "memory=" in said[0]
-    assert told() == "none"
+    assert asked() == "none"
 
 
 def test_a_required_memory_is_missed_in_a_thread(ids):
@@ -181,7 +117,7 @@ def test_a_required_memory_is_missed_in_a_thread(ids):
             in_a_thread(functools.partial(contextvars.copy_context().run, call))
 
 
-def test_calls_with_memory_do_not_alarm_the_others(told):
+def test_calls_with_memory_do_not_alarm_the_others(asked):
     """Only a condition block is meant for what others call: `memory=` in one thread is no reason to warn another."""
     inside, go_on = threading.Event(), threading.Event()
 
@@ -190,19 +126,19 @@ def test_calls_with_memory_do_not_alarm_the_others(told):
         go_on.wait(20)
 
     with ThreadPoolExecutor(1) as pool:
-        handle = tiny.decoder_layers(told.model.host)[1].register_forward_pre_hook(wait)
-        job = pool.submit(told.model.generate, told.ids, memory=told.A, max_new_tokens=1)
+        handle = tiny.decoder_layers(asked.model.host)[1].register_forward_pre_hook(wait)
+        job = pool.submit(asked.model.generate, asked.ids, memory=asked.A, max_new_tokens=1)
         assert inside.wait(20)
         handle.remove()
-        assert told() == "none"
+        assert asked() == "none"
         go_on.set()
         job.result()
 
 
 @pytest.mark.parametrize("started", ["with the context", "without", "with memory="])
-def test_the_streamer_of_transformers(told, started):
+def test_the_streamer_of_transformers(asked, started):
     """`TextIteratorStreamer`: generate in a thread, read in this one."""
-    model, ids, memory = told.model, tiny.text(1), tiny.memory(1)
+    model, ids, memory = asked.model, tiny.text(1), tiny.memory(1)
     settings = {"max_new_tokens": NEW, "do_sample": False}
     want = [
         words().decode(model.generate(ids, memory=given, **settings)[0, ids.shape[1] :]) for given in (memory, None)
@@ -211,7 +147,7 @@ def test_the_streamer_of_transformers(told, started):
     given = {"memory": memory} if started == "with memory=" else {}
     generate = model.generate if given else model.host.generate
 
-    def stream():
+    def text():
         streamer = TextIteratorStreamer(words(), skip_prompt=True, timeout=60)
         with model.condition(memory):
             work = functools.partial(generate, ids, streamer=streamer, **settings, **given)
@@ -220,21 +156,22 @@ def test_the_streamer_of_transformers(told, started):
             else:
                 thread = threading.Thread(target=work)
             thread.start()
-            yield from streamer
+            written = "".join(streamer)
             thread.join()
+        return written
 
-    got, said = recorded(lambda: "".join(stream()))
+    got, said = recorded(text)
     if started == "without":
         assert got.split() == want[1].split()
         assert len(said) == 1 and "memory=" in said[0] and "copy_context" in said[0]
     else:
         assert got.split() == want[0].split() and not said
-    assert told() == "none"
+    assert asked() == "none"
 
 
-def test_eight_threads_eight_memories(told):
+def test_eight_threads_eight_memories(asked):
     """Blocks, arguments, streams and prepared memories at the same time: no answer is another's."""
-    model, ids = told.model, told.ids
+    model, ids = asked.model, asked.ids
     memories = [tiny.memory(3, m=3 + i, seed=i) for i in range(8)]
     with torch.no_grad():
         want = [model(ids, memory=memory).logits for memory in memories]
@@ -243,16 +180,10 @@ def test_eight_threads_eight_memories(told):
         with model.condition(memory):
             return model.host(ids).logits
 
-    def stream(memory):
-        with model.condition(memory):
-            while True:
-                yield model.host(ids).logits
-
     ways = [
         in_block,
         lambda memory: model(ids, memory=memory).logits,
         lambda memory: model(ids, memory=model.prepare(memory)).logits,
-        lambda memory: list(itertools.islice(stream(memory), 3))[-1],
     ]
 
     @torch.no_grad()
@@ -262,7 +193,7 @@ def test_eight_threads_eight_memories(told):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
-    assert told() == "none"
+    assert asked() == "none"
 
 
 # Libraries that generate in a thread of their own

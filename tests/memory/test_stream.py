@@ -205,7 +205,7 @@ def test_what_is_refused() -> None:
         model(tiny.text(3), memory=stream)
     with pytest.raises(ShapeError, match="memory_dim=13"):
         model(ids, memory=mmattn.MemoryStream(5, rows=2))
-    with pytest.raises(ConditionError, match="belongs to a call"):
+    with pytest.raises(ConditionError, match="belongs to one call"):
         model.prepare(stream)
     with pytest.raises(ConditionError, match="give arrived="):
         model(ids, memory=slots, window=3)
@@ -215,12 +215,12 @@ def test_what_is_refused() -> None:
         model(ids, memory=slots, arrived=torch.ones(3, 7, dtype=torch.long))
     with pytest.raises(MaskError, match="must hold integers"):
         model(ids, memory=slots, arrived=torch.ones(2, 7))
-    with pytest.raises(ConditionError, match="reads none of its slots as they are"):
+    with pytest.raises(ConditionError, match="does not read its slots one by one"):
         model(ids, memory=stream, arrived=torch.ones(2, 7, dtype=torch.long))
     model = tiny.attach(tiny.make("llama"), resampler={"num_latents": 3})
     with pytest.raises(ConditionError, match="its resampler mixes all slots"):
         model(ids, memory=stream)
-    with pytest.raises(ConditionError, match="reads none of its slots as they are"):
+    with pytest.raises(ConditionError, match="does not read its slots one by one"):
         model(ids, memory=slots, arrived=torch.ones(2, 7, dtype=torch.long))
     model = tiny.attach(tiny.make("llama"), score_bias=True)
     with pytest.raises(ShapeError, match="has no scores"):

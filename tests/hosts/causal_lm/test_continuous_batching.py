@@ -121,7 +121,7 @@ def test_streams_cancelled_requests_and_what_is_left() -> None:
         ]
         with pytest.raises(ShapeError, match="memory_dim=13"):
             manager.add_request(inputs[0], memory=torch.randn(1, 3, 5))
-        with pytest.raises(ShapeError, match="a request has one row of memory, and 2 were given"):
+        with pytest.raises(ShapeError, match="a request has one row of memory, got 2"):
             manager.add_request(inputs[0], memory=tiny.memory(2))
         seen: dict[str, list[list[int]]] = {name: [] for name in given}
         ended: set[str] = set()
@@ -217,7 +217,7 @@ def test_what_continuous_batching_cannot_give() -> None:
     latest = mmattn.GatedAdapter(memory_dim=13, every=2, visible_segments="latest", media_token=5, num_heads=2)
     model = mmattn.attach(tiny.make("llama"), latest)
     memory = mmattn.Memory(torch.randn(1, 2, 13), segments=torch.zeros(1, 2, dtype=torch.long))
-    with pytest.raises(ConditionError, match="continuous batching does not tell: use generate"):
+    with pytest.raises(ConditionError, match="continuous batching does not tell it: use generate"):
         model.generate_batch(inputs[:1], memory=[memory], **settings())
     needs = mmattn.attach(tiny.make("gpt2"), mmattn.GatedAdapter(memory_dim=13, every=2), require_memory=True)
     with pytest.raises(ConditionError, match="memory"):

@@ -1,4 +1,4 @@
-"""Asking a host which memory it sees, by comparing its answer bit for bit with those of known memories."""
+"""Ask a host which memory a call has, by comparing its output bit for bit with those of known memories."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from tests import tiny
 
 
-class Told:
-    """A host with two memories, "A" and "B", and its answers with each and with "none".
+class MemoryOfCall:
+    """A host with two memories, "A" and "B", and its outputs with each and with "none".
 
     Args:
         model: the adapted model.
@@ -27,19 +27,13 @@ class Told:
             self.answers["none"] = model(ids).logits
 
     def __call__(self) -> str:
-        """Name of the memory that a call of the host sees here."""
+        """Return the name of the memory of a call of the host made here."""
         with torch.no_grad():
             logits = self.model.host(self.ids).logits
         return next((name for name, answer in self.answers.items() if torch.equal(answer, logits)), "another")
 
     def quietly(self) -> str:
-        """The same where a block is known to be open elsewhere, of which the host warns."""
+        """Return the same without the warning of a block that is open elsewhere."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self()
-
-    def stream(self, name: str):
-        """What a generator sees that holds a block of its own open."""
-        with self.model.condition(getattr(self, name)):
-            while True:
-                yield self()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from mmattn.adapters.protocols import BoundMemory
 
-Kind = TypeVar("Kind")
-
 #: By type, how a memory of it is bound to an adapter: from the memory, the `AdapterLayers` and the frozen host.
 BINDERS: dict[type, Callable[[Any, Any, nn.Module], BoundMemory]] = {}
 
 
-def register_memory_type(kind: type[Kind], bind: Callable[[Kind, Any, nn.Module], BoundMemory]) -> None:
+def register_memory_type(kind: type, bind: Callable[[Any, Any, nn.Module], BoundMemory]) -> None:
     """Make a type known, so that any adapter that supports it takes its objects as `memory=`.
 
     Args:

@@ -50,6 +50,9 @@ class Reader(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return all weights."""
 
+    def reading_parameters(self) -> Iterator[nn.Parameter]:
+        """Return the weights that `read` uses."""
+
 
 class PreparedMemory:
     """A memory with what the adapters of a host computed of it, used by many calls; what `model.prepare` returns.

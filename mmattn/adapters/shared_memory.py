@@ -51,8 +51,8 @@ class PartedMemory(BoundMemory):
 
     def shareable(self) -> SharedMemory | ShardedMemory:
         """Return the memory with its parts prepared."""
-        prepared = [part.prepared for part in self.parts]
-        return SharedMemory(*prepared) if self.group is None else ShardedMemory(*prepared, self.group)
+        first, last = self.parts[0].prepared, self.parts[-1].prepared
+        return SharedMemory(first, last) if self.group is None else ShardedMemory(last, self.group)
 
     def step(self, text: TextState) -> ProjectedView:
         """Return what this forward attends to.

@@ -292,7 +292,7 @@ class AdaptedModel(NamedAdapters):
                 view = view.pack(text.packed)
             blocks, scale = adapter.blocks._modules, call.scales.get(name, 1.0)
             for place in adapter.places if site is None else [site]:
-                actions.setdefault(place, []).append((view, blocks[str(place[0])], scale))  # type: ignore[arg-type]
+                actions.setdefault(place, []).append((view, blocks[str(place[0])], scale))
         return actions
 
     def is_apart(self, layer: int) -> bool:

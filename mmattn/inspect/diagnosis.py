@@ -16,6 +16,7 @@ from torch import Tensor
 from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.base import AdaptedModel
@@ -170,7 +171,7 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]
     others = {name: value for name, value in batch.items() if name != "memory"}
     text = model.text_state(Call({}), (), others) if any(source.follows_text for source in sources.values()) else None
     with model.disable_adapter():
-        memories |= {name: source.as_memory(text) for name, source in sources.items()}
+        memories |= {name: source.as_memory(text or TextState(0, 0)) for name, source in sources.items()}
     for name, memory in memories.items():
         if isinstance(memory, Memory) and not bool(memory.real_slots().any()):
             raise ConfigError(

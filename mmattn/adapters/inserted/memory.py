@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.adapters.joined.joint_softmax import JoinedMemory, JoinedSlots, JoinedView, NothingBefore, check_text
 from mmattn.adapters.prepared_memory import PreparedMemory, Reader
@@ -111,7 +111,7 @@ class InsertedMemory(BoundMemory):
         if reader.is_training or (needs and any(one.requires_grad for one in sources)):
             return adapter.insert(prepared.memory)
         # Beside the adapter's weights, on which the cache depends, these slots depend on the host's.
-        by_host: TensorCache = prepared.cache.get(adapter, "inserted", TensorCache)
+        by_host: TensorCache = prepared.cache.get(cast(nn.Module, adapter), "inserted", TensorCache)
         slots: JoinedSlots | None = by_host.get(reader.state(), sources, lambda: adapter.insert(prepared.memory))
         if cache is not None:
             self._read[cache] = TensorVersion(own), dtype, slots

@@ -209,7 +209,7 @@ class AdaptedCausalLM(AdaptedModel):
         step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text)
         for actions in step.actions.values():
             if actions[0][0].stands_in_text or len(actions) > 1:
-                step.inputs = shift_text(step, text, kwargs)
+                step.inputs = shift_text(step, text, dict(kwargs))
                 break
         # Keys and values that are joined with the host's own are inside of what checkpointing runs again.
         if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):

@@ -97,7 +97,9 @@ class Guidance:
         if self.drop is not None and (unknown := set(self.drop) - names):
             raise ConfigError(f"drop names {sorted(unknown)}; there are {sorted(names)}")
         drop = names if self.drop is None else set(self.drop)
-        prepared = None if memory is None else {name: bound.shared for name, bound in model.bind(memory).items()}
+        prepared: dict[str, Any] | None = (
+            None if memory is None else {name: bound.shared for name, bound in model.bind(memory).items()}
+        )
         whole = model.make_call(prepared, adapter_scale, text_mask=text_mask)
         both, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
         alone = dict(inputs or {})

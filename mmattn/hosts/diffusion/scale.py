@@ -33,7 +33,7 @@ Grid = tuple[int, int, int]
 ASPECT = 0.02
 
 
-def check_adapter_scale(given: Any, layer_names: Sequence[str], rows: int) -> AdapterScale:
+def check_adapter_scale(given: Any, layer_names: Sequence[str], rows: int | None) -> AdapterScale:
     """A adapter_scale that can be used for a memory of `rows` rows on a host whose attention layers have these names.
 
     Raises:

@@ -81,7 +81,7 @@ def test_a_pool_thread_does_not_remember_the_block_of_another_request(asked):
 # Threads started inside a block
 
 
-def test_a_thread_without_the_context_is_asked_once_what_to_do(asked):
+def test_a_thread_without_the_context_is_warned_once(asked):
     with asked.model.condition(asked.A):
         seen, said = recorded(lambda: [in_a_thread(asked) for _ in range(3)])
         assert asked() == "A"
@@ -98,7 +98,7 @@ def test_a_thread_with_the_context_sees_the_memory(asked):
     assert asked() == "none"
 
 
-def test_a_thread_that_outlives_its_block_is_asked(asked):
+def test_a_thread_that_outlives_its_block_is_warned(asked):
     with asked.model.condition(asked.A):
         context = contextvars.copy_context()
     seen, said = recorded(lambda: in_a_thread(lambda: [context.run(asked), context.run(asked)]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mmattn.testing.running import Check
+from mmattn.testing.case import Check
 
 
 def applying(

@@ -22,7 +22,7 @@ from mmattn.adapters.composed.prompt import AugmentedPrompt
 from mmattn.adapters.decoupled.adapter import DecoupledLayout
 from mmattn.adapters.decoupled.timed_resampler import TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
-from mmattn.testing.running import Check
+from mmattn.testing.case import Check
 from tests import contracts, tiny, tiny_transformers, tiny_unets
 from tests.adapters.composed import composed_hosts as composing
 from tests.families.building import tiny_model

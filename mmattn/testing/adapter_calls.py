@@ -14,7 +14,6 @@ from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import FORWARD
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, close, each_tensor, refuses, rows_of, same
-from mmattn.testing.running import Check
 
 
 def check_blocks_nest(case: Case) -> None:
@@ -201,16 +200,3 @@ def check_generation(case: Case) -> None:
             one = rows_of({**given, **beside, "ids": ids}, own, case.rows)
             found = model.generate(one.pop("ids"), memory=alone, num_beams=3, **one)
             assert torch.equal(found, beams[own]), f"beams of row {row} alone: {found} is not {beams[own]}"
-
-
-CHECKS: list[Check] = [
-    check_blocks_nest,
-    check_exits_are_their_own,
-    check_threads,
-    check_prepared_is_the_same,
-    check_edits_of_memory,
-    check_edits_of_weights,
-    check_errors_inside_change_nothing,
-    check_words_are_not_dropped,
-    check_generation,
-]

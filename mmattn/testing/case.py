@@ -1,9 +1,10 @@
-"""What the checks ask with: a host made anew for each, an adapter for it, random batches and memories."""
+"""`Case`: a host and an adapter for each check, random batches and memories; assertions about answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 from unittest import SkipTest
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from mmattn.hosts.attach import attach
 from mmattn.memory import Memory
 
+Check = Callable[[Any], None]
 MakeHost = Callable[[], nn.Module]
 MakeMemory = Callable[[torch.Generator, int], Any]
 # By dtype, how far apart two ways to the same answer may be, as a share of the largest number in it.
@@ -39,39 +41,36 @@ class Case:
         self.make_memory: MakeMemory = adapter.example_memory if make_memory is None else make_memory
 
     def fresh(self) -> Any:
-        """A new host with a new adapter."""
+        """Return a new host with a new adapter."""
         return attach(self.make_host(), self.adapter, self.name, **self.options)
 
     def trained(self) -> Any:
-        """A new host with an adapter whose weights are as if it had been trained."""
+        """Return a new host with an adapter whose weights are as if it had been trained."""
         model = self.fresh()
         stir(model.adapter(self.name))
         return model
 
     @cached_property
     def batch(self) -> dict[str, Any]:
-        """What the host is called with."""
+        """Keyword arguments of the host."""
         return self.another_batch(0)
 
     def another_batch(self, seed: int) -> dict[str, Any]:
-        """A random batch."""
+        """Return a random batch."""
         given: dict[str, Any] = self.fresh().example_batch(seeded(seed), self.adapter, self.rows)
         return given
 
     @cached_property
     def host(self) -> Tensor:
-        """What a host that never had an adapter answers."""
+        """The answer of a host that never had an adapter."""
         return self.ask(self.make_host())
 
     def memory(self, seed: int = 0) -> Any:
-        """A memory for every row, a new object each time."""
+        """Return a memory for every row, a new object each time."""
         return self.make_memory(seeded(100 + seed), self.rows)
 
     def slots(self, seed: int = 0) -> Memory:
-        """A memory of vectors, which can be cut, masked and put in another order.
-
-        Skips (`unittest.SkipTest`): this kind reads something else.
-        """
+        """Return a memory of vectors, to be cut, masked and reordered; skip if this kind reads something else."""
         memory = self.memory(seed)
         if not isinstance(memory, Memory):
             raise SkipTest(f"its memory is a {type(memory).__name__} and has no slots")
@@ -79,21 +78,21 @@ class Case:
 
     @cached_property
     def beside_memory(self) -> dict[str, Any]:
-        """What of the batch belongs to the memory, and is given with it."""
+        """The part of the batch that belongs to the memory, and is given with it."""
         words = type(self.fresh()).memory_keywords
         return {name: value for name, value in self.batch.items() if name in words}
 
     def condition(self, model: Any, memory: Any) -> Any:
-        """A block of this memory, with what belongs to it."""
+        """Return a condition block of this memory, with what belongs to it."""
         return model.condition(memory, **({} if memory is None else self.beside_memory))
 
     def ask(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
-        """The answer of a model without gradients."""
+        """Return the answer of a model without gradients."""
         with torch.no_grad():
             return self.call(model, memory, batch, **more)
 
     def call(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
-        """The answer of a model: the first thing it returns."""
+        """Return the answer of a model: the first thing it returns."""
         given = dict(self.batch if batch is None else batch)
         if memory is None:
             given = {name: value for name, value in given.items() if name not in self.beside_memory}
@@ -101,9 +100,9 @@ class Case:
 
     @cached_property
     def rows_are_apart(self) -> bool:
-        """Whether the host's answer to a row stays bit for bit the same when another row changes.
+        """True if a row of the host's answer stays bit for bit the same when another row changes.
 
-        That of hosts with experts changes by rounding, and with it what an adapter can promise.
+        Hosts with experts change by rounding, and with them what an adapter can promise.
         """
         host = self.make_host()
         first = torch.arange(self.rows) == 0
@@ -111,23 +110,18 @@ class Case:
         return all(torch.equal(answer[1:], self.host[1:]) for answer in changed)
 
     def same_rows(self, got: Tensor, want: Tensor, what: str) -> None:
-        """Rows that nothing was done to, while something was done to others: bit for bit where the host's rows are."""
+        """Assert that untouched rows stay the same: bit for bit where the host's rows are apart."""
         (same if self.rows_are_apart else close)(got, want, what)
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator of random numbers on the CPU."""
+    """Return a generator of random numbers on the CPU."""
     return torch.Generator().manual_seed(seed)
 
 
 @torch.no_grad()
 def stir(module: nn.Module, seed: int = 7) -> None:
-    """Give every weight a random value, as training would: gates open, and what began at 0 does no more.
-
-    Args:
-        module: the trainable part of an adapter, or a part of it.
-        seed: of the random numbers.
-    """
+    """Give every weight of a trainable part a random value, as training would: gates open, zeros become numbers."""
     generator = seeded(seed)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, torch.float32)
@@ -138,13 +132,13 @@ def stir(module: nn.Module, seed: int = 7) -> None:
 
 
 def answer_of(output: Any) -> Tensor:
-    """The first thing that a host returns."""
+    """Return the first thing that a host returns."""
     found: Tensor = output if isinstance(output, Tensor) else output[0]
     return found
 
 
 def rows_of(given: Any, index: Any, rows: int) -> Any:
-    """Some rows of everything in a batch that has a row for each of b."""
+    """Return some rows of everything in a batch that has a row for each of b."""
     if isinstance(given, Mapping):
         return {name: rows_of(value, index, rows) for name, value in given.items()}
     by_row = isinstance(given, Tensor) and given.dim() > 0 and given.shape[0] == rows
@@ -152,7 +146,7 @@ def rows_of(given: Any, index: Any, rows: int) -> Any:
 
 
 def mixed(changed: Any, batch: Any, where: Tensor) -> Any:
-    """A batch with some rows (b,) of another one."""
+    """Return a batch with some rows (b,) of another one."""
     if isinstance(batch, Mapping):
         return {name: mixed(changed[name], value, where) for name, value in batch.items()}
     if not isinstance(batch, Tensor) or batch.dim() == 0 or batch.shape[0] != len(where):
@@ -161,14 +155,14 @@ def mixed(changed: Any, batch: Any, where: Tensor) -> Any:
 
 
 def cast(given: Any, dtype: torch.dtype) -> Any:
-    """A batch whose floating point tensors have another dtype."""
+    """Return a batch whose floating point tensors have another dtype."""
     if isinstance(given, Mapping):
         return {name: cast(value, dtype) for name, value in given.items()}
     return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
 
 
 def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
-    """The memory with its tokens, mask, segments and scores changed alike."""
+    """Return the memory with its tokens, mask, segments and scores changed alike."""
     mask, segments, scores = (
         None if one is None else change(one) for one in (memory.mask, memory.segments, memory.scores)
     )
@@ -179,21 +173,13 @@ def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
 
 
 def same(got: Tensor, want: Tensor, what: str) -> None:
-    """Bit for bit equal.
-
-    Raises:
-        AssertionError: they are not.
-    """
+    """Assert that two answers are equal bit for bit."""
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)} is not {tuple(want.shape)}"
     assert torch.equal(got, want), f"{what}: not bit for bit, {distance(got, want):.1e} apart"
 
 
 def close(got: Tensor, want: Tensor, what: str) -> None:
-    """Equal to rounding.
-
-    Raises:
-        AssertionError: they are not, or one is not finite.
-    """
+    """Assert that two answers are finite and equal to rounding."""
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)} is not {tuple(want.shape)}"
     assert bool(torch.isfinite(got).all()), f"{what}: NaN or infinity"
     found, most = distance(got, want), TOLERANCE[want.dtype]
@@ -201,11 +187,7 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def differ(got: Tensor, want: Tensor, what: str) -> None:
-    """Apart by more than rounding, in every row.
-
-    Raises:
-        AssertionError: a row is not, or something is not finite.
-    """
+    """Assert that two answers are finite and apart by more than rounding in every row."""
     assert bool(torch.isfinite(got).all()), f"{what}: NaN or infinity"
     least = 10 * TOLERANCE[want.dtype]
     stuck = [row for row, (one, other) in enumerate(zip(got, want, strict=True)) if distance(one, other) <= least]
@@ -213,17 +195,13 @@ def differ(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """The largest difference, as a share of the largest number wanted."""
+    """Return the largest difference, as a share of the largest number of `want`."""
     size = want.double().abs().max().clamp(min=1e-30)
     return float((got.double() - want.double()).abs().max() / size) if want.numel() else 0.0
 
 
 def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], ask: Callable[[], Any], what: str) -> None:
-    """An error of this kind, whose message is not empty.
-
-    Raises:
-        AssertionError: none comes, one of another kind, or one without words.
-    """
+    """Assert that a call raises an error of this kind, with a message."""
     names = kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
     try:
         ask()
@@ -236,7 +214,7 @@ def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], ask: Ca
 
 
 def traces(host: nn.Module) -> dict[str, Any]:
-    """What of a model shows that someone was here: classes, attributes, hooks, modes, names of weights, which train."""
+    """Return the classes, attributes, hooks, modes, names of weights and requires_grad of a model."""
     found: dict[str, Any] = {"state_dict": sorted(host.state_dict())}
     for name, module in host.named_modules():
         hooks = {key: len(value) for key, value in vars(module).items() if "hooks" in key and value}
@@ -246,11 +224,45 @@ def traces(host: nn.Module) -> dict[str, Any]:
 
 
 def no_trace(host: nn.Module, before: Mapping[str, Any], what: str) -> None:
-    """A model as it was when `traces` was asked.
-
-    Raises:
-        AssertionError: something is not.
-    """
+    """Assert that a model is as it was when `traces` was called."""
     after = traces(host)
     left = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     assert not left, f"{what}: {left[0]} was {before.get(left[0])}, is {after.get(left[0])} ({len(left)} differ)"
+
+
+# Lists of checks ---------------------------------------------------------------------------------------------------
+
+
+def checks_of(*modules: ModuleType) -> list[Check]:
+    """Return the functions of modules whose names begin with `check_`."""
+    return [
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if name.startswith("check_") and value.__module__ == module.__name__
+    ]
+
+
+def promise(check: Check) -> str:
+    """Return the promise of a check: the first line of its docstring."""
+    return (check.__doc__ or "").strip().partition("\n")[0]
+
+
+def run_checks(checks: Iterable[Check], case: Any) -> dict[str, str]:
+    """Run every check on a case; return those that do not apply, with the reason.
+
+    Raises an AssertionError that names each check that failed, its promise and what happened instead.
+    """
+    failed: list[tuple[Check, Exception]] = []
+    skipped = {}
+    for check in checks:
+        try:
+            check(case)
+        except SkipTest as reason:
+            skipped[check.__name__] = str(reason)
+        except Exception as error:
+            failed.append((check, error))
+    if failed:
+        lines = [f"{check.__name__}: {promise(check)}\n  {type(error).__name__}: {error}" for check, error in failed]
+        raise AssertionError(f"promises that are not held: {len(failed)}\n" + "\n".join(lines)) from failed[0][1]
+    return skipped

@@ -21,7 +21,6 @@ from mmattn.hosts.context import Call
 from mmattn.hosts.registry import host_kind, host_kinds
 from mmattn.inspect.diagnosis import doctor, random_batch
 from mmattn.testing.case import Case, MakeHost, answer_of, differ, no_trace, refuses, same, stir, traces
-from mmattn.testing.running import Check, run_checks
 
 
 class HostCase(Case):
@@ -194,19 +193,6 @@ def check_example_batch(case: HostCase) -> None:
     assert report.ok, f"a trained adapter is found ill:\n{report}"
 
 
-def check_host_is_frozen_and_thawed(case: HostCase) -> None:
-    """While adapters are on, no weight of the host is trained; `unload` restores which of them were."""
-    host = case.make_host()
-    for parameter in list(host.parameters())[::2]:
-        parameter.requires_grad_(False)
-    before = {name: parameter.requires_grad for name, parameter in host.named_parameters()}
-    model = attach(host, case.adapter, **case.options)
-    assert not any(parameter.requires_grad for parameter in host.parameters()), "weights of the host are trained"
-    model.unload()
-    after = {name: parameter.requires_grad for name, parameter in host.named_parameters()}
-    assert after == before, f"changed: {[name for name in before if before[name] != after[name]][:3]}"
-
-
 def check_require_memory(case: HostCase) -> None:
     """With require_memory a call without one is refused; with one, given or in a block, it is answered."""
     model = attach(case.make_host(), case.adapter, case.name, require_memory=True, **case.options)
@@ -232,44 +218,3 @@ def check_second_attach(case: HostCase) -> None:
         assert attach(host, case.adapter, f"more{number}") is model, "attach gives another object than the first time"
     same(case.ask(model, {case.name: memory}), answer, "beside two fresh ones")
     refuses(ConditionError, lambda: (model.unload(), model.prepare(memory), case.ask(model, memory)), "after unload")
-
-
-CHECKS: list[Check] = [
-    check_it_is_recognised,
-    check_sites,
-    check_every_site_reaches_the_answer,
-    check_layers_that_are_not_there,
-    check_checkpoint_is_untouched,
-    check_text_state,
-    check_example_batch,
-    check_host_is_frozen_and_thawed,
-    check_require_memory,
-    check_second_attach,
-]
-
-
-def host_checks() -> list[Check]:
-    """Every check of a host, for `pytest.mark.parametrize`: a function of a `HostCase`.
-
-    A check that does not apply raises `unittest.SkipTest`, which pytest shows as skipped.
-    """
-    return list(CHECKS)
-
-
-def check_host(make_host: MakeHost, *adapters: Any, rows: int = 3, **options: Any) -> dict[str, str]:
-    """Run every check of a kind of host.
-
-    Args:
-        make_host: makes the frozen model: the same weights each time, in evaluation mode, small and on the CPU.
-        adapters: settings of registered kinds, one at least for each position that the host offers; their blocks should
-            be at many layers.
-        rows: b, at least 2.
-        options: further arguments of `attach`.
-
-    Returns:
-        the checks that do not apply, with the reason.
-
-    Raises:
-        AssertionError: naming each check that failed, its promise and what happened instead.
-    """
-    return run_checks(host_checks(), HostCase(make_host, adapters, rows, **options))

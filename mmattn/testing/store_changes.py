@@ -15,7 +15,7 @@ from mmattn.errors import ConfigError, IndexMismatchError, NonFiniteError, Shape
 from mmattn.memory import Memory
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.scoring import METRICS
-from mmattn.testing.store_cases import WIDTH, MakeStore, candidates_of, filled, ids_of, normal, same
+from mmattn.testing.store_searches import WIDTH, MakeStore, candidates_of, filled, ids_of, normal, same
 
 
 def check_entries(make: MakeStore) -> None:

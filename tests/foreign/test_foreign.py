@@ -20,7 +20,7 @@ from mmattn.cli.app import app
 from mmattn.errors import AdapterFileError, AttachError, ConfigError
 from mmattn.inspect import save_traces
 from mmattn.testing import Case, HostCase, adapter_checks, check_adapter, check_host, host_checks, stir
-from mmattn.testing.running import Check
+from mmattn.testing.case import Check
 from tests import contracts, tiny
 from tests.foreign.adapter import FilmAdapter
 from tests.foreign.host import AdaptedMeanDecoder, MeanDecoder

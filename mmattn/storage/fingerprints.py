@@ -17,8 +17,11 @@ _WORDS = 1024
 
 def file_fingerprint(path: str | os.PathLike[str]) -> str:
     """Return the sha256 of a file."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def fingerprint(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from tests.stress import (
-    compiled_lengths,
     disk_full,
-    filtered_recall,
     growth,
     kills_in_stores,
     mutated_files,
@@ -73,10 +71,6 @@ def test_clients_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(3, 8) == 0, capsys.readouterr().out
 
 
-def test_a_few_compiled_lengths(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compiled_lengths.main(2) == 0, capsys.readouterr().out
-
-
 def test_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
     assert disk_full.main(3) == 0, capsys.readouterr().out
 
@@ -110,7 +104,3 @@ def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:
 def test_processes_share_a_store(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Invariant 92."""
     assert store_processes.main((store,), 3) == 0, capsys.readouterr().out
-
-
-def test_filtered_recall(capsys: pytest.CaptureFixture[str]) -> None:
-    assert filtered_recall.main(filtered_recall.STORES, 3000, 31, 100) == 0, capsys.readouterr().out

@@ -7,61 +7,11 @@ hidden states) for a frozen host. Names are loaded when first used, so that impo
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
+from mmattn.lazy import lazy_exports
+
 __version__ = "0.1.0"
-
-_HOME = {
-    # The layer
-    "attend": "mmattn.core.attention",
-    "CrossAttention": "mmattn.core.cross_attention",
-    "SelfAttention": "mmattn.core.cross_attention",
-    "Memory": "mmattn.memory.memory",
-    "SharedMemory": "mmattn.memory.shared",
-    "MemoryStream": "mmattn.memory.stream",
-    # The adapted host
-    "attach": "mmattn.hosts.attach",
-    "load": "mmattn.hosts.loading",
-    "load_published": "mmattn.hosts.loading",
-    "GatedAdapter": "mmattn.adapters.gated.adapter",
-    "ChunkedAdapter": "mmattn.adapters.chunked.adapter",
-    "ComposedAdapter": "mmattn.adapters.composed.adapter",
-    "DecoupledAdapter": "mmattn.adapters.decoupled.adapter",
-    "Resampler": "mmattn.adapters.resampler",
-    "AugmentingModel": "mmattn.adapters.composed.augmenting_model",
-    "Guidance": "mmattn.hosts.diffusion.guidance",
-    "doctor": "mmattn.inspect.diagnosis",
-    "pipeline": "mmattn.pipelines.loading",
-    # What memories come from
-    "OpenCLIPEncoder": "mmattn.encoders.openclip",
-    "OpenCLIPTextEncoder": "mmattn.encoders.openclip",
-    "TorchvisionEncoder": "mmattn.encoders.torchvision",
-    "TextEncoder": "mmattn.encoders.text",
-    "load_image": "mmattn.encoders.images",
-    "Index": "mmattn.retrieval.index",
-    # Kinds of your own
-    "register_adapter": "mmattn.adapters.registry",
-    "register_host": "mmattn.hosts.registry",
-    "register_store": "mmattn.retrieval.stores.registry",
-}
-_MODULES = {"errors": "mmattn.errors", "masks": "mmattn.core.masks", "positions": "mmattn.core.positions"}
-# Rooms that `import mmattn` gives by their names, too: mmattn.inspect.record, mmattn.seq2seq.EncoderDecoder, …
-_ROOMS = (
-    "adapters",
-    "core",
-    "encoders",
-    "hosts",
-    "inspect",
-    "pipelines",
-    "retrieval",
-    "seq2seq",
-    "storage",
-    "testing",
-    "training",
-)
-
-__all__ = [*_HOME, *_MODULES]
 
 if TYPE_CHECKING:
     from mmattn import errors
@@ -89,22 +39,76 @@ if TYPE_CHECKING:
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.stores.registry import register_store
 
+__all__ = [
+    # The layer
+    "attend",
+    "CrossAttention",
+    "SelfAttention",
+    "Memory",
+    "SharedMemory",
+    "MemoryStream",
+    # The adapted host
+    "attach",
+    "load",
+    "load_published",
+    "GatedAdapter",
+    "ChunkedAdapter",
+    "ComposedAdapter",
+    "DecoupledAdapter",
+    "Resampler",
+    "AugmentingModel",
+    "Guidance",
+    "doctor",
+    "pipeline",
+    # What memories come from
+    "OpenCLIPEncoder",
+    "OpenCLIPTextEncoder",
+    "TorchvisionEncoder",
+    "TextEncoder",
+    "load_image",
+    "Index",
+    # Kinds of your own
+    "register_adapter",
+    "register_host",
+    "register_store",
+    # Modules
+    "errors",
+    "masks",
+    "positions",
+]
+
+# Rooms are loaded by name, too: mmattn.inspect.record, mmattn.seq2seq.EncoderDecoder, …
+_ROOMS = (
+    "adapters",
+    "core",
+    "encoders",
+    "hosts",
+    "inspect",
+    "pipelines",
+    "retrieval",
+    "seq2seq",
+    "storage",
+    "testing",
+    "training",
+)
+
+_exported, _exported_names = lazy_exports(__name__)
+
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"mmattn.{name}")
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name not in _HOME:
-        # Names of tools that look for attributes begin with an underscore, and no room is imported for them.
+    try:
+        return _exported(name)
+    except AttributeError as error:
+        # Tools ask for names with an underscore; no room is imported for them.
         rooms = [] if name.startswith("_") else [importlib.import_module(f"mmattn.{room}") for room in _ROOMS]
-        rooms = [room for room in rooms if name in getattr(room, "__all__", ())]
-        where = f"; it is {rooms[0].__name__}.{name}" if rooms else ""
-        raise AttributeError(f"module 'mmattn' has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__])
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+        homes = [room.__name__ for room in rooms if name in getattr(room, "__all__", ())]
+        if homes:
+            message = f"module 'mmattn' has no attribute {name!r}; it is {homes[0]}.{name}"
+            raise AttributeError(message, name=name, obj=error.obj) from None
+        raise
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*_exported_names(), *_ROOMS})

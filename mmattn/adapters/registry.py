@@ -1,16 +1,23 @@
-"""The kinds of adapters by their name in `adapter_config.json`: ours, and those of packages that were imported."""
+"""The kinds of adapters by their name in `adapter_config.json`: built-in ones, and those of imported packages."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mmattn.adapters.protocols import POSITIONS
 from mmattn.errors import ConfigError
+from mmattn.lazy import Registry
 
 Kind = TypeVar("Kind", bound=type)
 
-_KINDS: dict[str, Any] = {}
+_BUILT_IN = ("chunked", "composed", "decoupled", "fused_cache", "gated", "inserted", "joined", "passages", "prefix")
+_KINDS = Registry(
+    "the adapter kind",
+    {kind: f"mmattn.adapters.{kind}.adapter" for kind in _BUILT_IN}
+    | {"joint_decoupled": "mmattn.adapters.decoupled.joint"},
+)
 
 
 def register_adapter(adapter: Kind) -> Kind:
@@ -38,28 +45,21 @@ def register_adapter(adapter: Kind) -> Kind:
         raise ConfigError(f"{cls.__name__}.kind must be a name such as 'gated', got {kind!r}")
     if set(cls.positions) - set(POSITIONS) or not cls.positions:
         raise ConfigError(f"{cls.__name__}.positions must be some of {POSITIONS}, got {cls.positions!r}")
-    known = _KINDS.get(kind)
-    # A notebook cell run again defines the same class anew.
-    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ConfigError(
-            f"{cls.__module__}.{cls.__name__} has the kind {kind!r}, which {known.__module__}.{known.__name__} has "
-            "already: give it another one"
-        )
-    _KINDS[kind] = cls
+    _KINDS.add(kind, cls)
     return adapter
 
 
-def adapter_kinds() -> dict[str, Any]:
-    """Every kind registered so far, by name."""
-    return dict(_KINDS)
+def adapter_kinds() -> Mapping[str, Any]:
+    """Return the registered adapter classes by kind."""
+    return _KINDS
 
 
-def is_adapter(value: Any) -> bool:
-    """Whether this is the settings of a registered kind."""
-    return any(isinstance(value, kind) for kind in _KINDS.values())
+def is_adapter(value: object) -> bool:
+    """Return True for an instance of a registered adapter class."""
+    return isinstance(value, tuple(_KINDS.loaded.values()))
 
 
 def kinds_at(positions: tuple[str, ...]) -> str:
-    """The names of the classes that act at one of these positions, as messages list them."""
+    """Return the class names of the kinds that act at one of these positions, for messages."""
     fitting = [kind.__name__ for kind in _KINDS.values() if set(kind.positions) & set(positions)]
     return ", ".join(fitting) or "none"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from mmattn.encoders.audio import AudioEncoder
-from mmattn.encoders.audio_input import load_audio, stream_audio
-from mmattn.encoders.base import ImageEncoder
-from mmattn.encoders.frames import Frame, stream_frames
-from mmattn.encoders.hybrid import HybridEncoder
-from mmattn.encoders.images import load_image
-from mmattn.encoders.log_mel import LogMelEncoder
-from mmattn.encoders.multi_vector import MultiVectorEncoder
-from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
-from mmattn.encoders.preprocessing import ImageProcessor, preprocess
-from mmattn.encoders.registry import load_image_encoder, load_text_encoder
-from mmattn.encoders.series import SeriesEncoder
-from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
-from mmattn.encoders.text import TextEncoder
-from mmattn.encoders.torchvision import TorchvisionEncoder
-from mmattn.encoders.video import VideoEncoder
+from typing import TYPE_CHECKING
+
+from mmattn.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from mmattn.encoders.audio import AudioEncoder
+    from mmattn.encoders.audio_input import load_audio, stream_audio
+    from mmattn.encoders.base import ImageEncoder
+    from mmattn.encoders.frames import Frame, stream_frames
+    from mmattn.encoders.hybrid import HybridEncoder
+    from mmattn.encoders.images import load_image
+    from mmattn.encoders.log_mel import LogMelEncoder
+    from mmattn.encoders.multi_vector import MultiVectorEncoder
+    from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
+    from mmattn.encoders.preprocessing import ImageProcessor, preprocess
+    from mmattn.encoders.registry import load_image_encoder, load_text_encoder
+    from mmattn.encoders.series import SeriesEncoder
+    from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
+    from mmattn.encoders.text import TextEncoder
+    from mmattn.encoders.torchvision import TorchvisionEncoder
+    from mmattn.encoders.video import VideoEncoder
 
 __all__ = [
     "AudioEncoder",
@@ -44,3 +49,5 @@ __all__ = [
     "stream_audio",
     "stream_frames",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,17 +1,24 @@
 """Frozen models that gain a memory: `attach` joins, `load` and `load_published` join with weights from files."""
 
-from mmattn.hosts.attach import attach
-from mmattn.hosts.attach_check import AttachReport, attach_check
-from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.causal_lm.model import AdaptedCausalLM
-from mmattn.hosts.causal_lm.peft_prefix_tuning import load_prefix_tuning, save_prefix_tuning
-from mmattn.hosts.diffusion.transformer import AdaptedDiffusionTransformer
-from mmattn.hosts.diffusion.unet import AdaptedUNet
-from mmattn.hosts.encoder.model import AdaptedEncoder
-from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
-from mmattn.hosts.loading import load, load_published
-from mmattn.hosts.registry import host_kinds, register_host
-from mmattn.kv_store.passages import PassageCache
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mmattn.hosts.attach import attach  # at once: the function has the name of its module
+from mmattn.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from mmattn.hosts.attach_report import AttachReport, attach_check
+    from mmattn.hosts.base import AdaptedModel
+    from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+    from mmattn.hosts.causal_lm.peft_prefix_tuning import load_prefix_tuning, save_prefix_tuning
+    from mmattn.hosts.diffusion.transformer import AdaptedDiffusionTransformer
+    from mmattn.hosts.diffusion.unet import AdaptedUNet
+    from mmattn.hosts.encoder.model import AdaptedEncoder
+    from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
+    from mmattn.hosts.loading import load, load_published
+    from mmattn.hosts.registry import host_kinds, register_host
+    from mmattn.kv_store.passages import PassageCache
 
 __all__ = [
     "AdaptedCausalLM",
@@ -31,3 +38,5 @@ __all__ = [
     "register_host",
     "save_prefix_tuning",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__)

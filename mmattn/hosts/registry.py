@@ -1,61 +1,72 @@
-"""The kinds of hosts there are: ours, and those of packages that were imported."""
+"""The kinds of hosts: built-in ones, and those of imported packages."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
 from mmattn.errors import AttachError, ConfigError
+from mmattn.hosts.diffusion.heads import is_of_diffusers
+from mmattn.lazy import Registry
 
 Kind = TypeVar("Kind", bound=type)
 
-_KINDS: dict[str, Any] = {}
+_KINDS = Registry(
+    "the host kind",
+    {
+        "causal_lm": "mmattn.hosts.causal_lm.model",
+        "diffusion_transformer": "mmattn.hosts.diffusion.transformer",
+        "unet": "mmattn.hosts.diffusion.unet",
+        "encoder": "mmattn.hosts.encoder.model",
+        "encoder_decoder": "mmattn.hosts.encoder_decoder.model",
+    },
+)
 
 
 def register_host(host: Kind) -> Kind:
-    """Make a kind of host known, so that `attach` and `load` put adapters on it.
+    """Register a class of hosts, so that `attach` and `load` use it; a class decorator.
 
-    Kinds registered later are asked first whether a model is theirs.
+    For a model, kinds that were registered later are tried first.
 
     Args:
         host: a subclass of `AdaptedModel` with `kind`, `positions`, `matches` and `sites`.
 
     Returns:
-        the class, so that this is a decorator.
+        The class.
 
     Raises:
-        ConfigError: something is missing, or another class has this kind.
+        ConfigError: an attribute is missing, or another class has this kind.
     """
     cls: Any = host
     lacks = [name for name in ("kind", "positions", "matches", "sites") if not getattr(cls, name, None)]
     if lacks:
         raise ConfigError(f"{cls.__name__} cannot be registered as a host: it lacks {lacks}")
-    known = _KINDS.get(cls.kind)
-    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ConfigError(
-            f"{cls.__module__}.{cls.__name__} has the kind {cls.kind!r}, which {known.__module__}.{known.__name__} has "
-            "already: give it another one"
-        )
-    _KINDS[cls.kind] = cls
+    _KINDS.add(cls.kind, cls)
     return host
 
 
 def host_kind(model: nn.Module) -> Any:
-    """The kind of host that a model is: the last registered one that matches it.
+    """Return the host class for a model: the last registered one that matches it.
 
     Raises:
-        AttachError: none does.
+        AttachError: no class matches.
     """
-    for kind in reversed(_KINDS.values()):
-        if kind.matches(model):
-            return kind
+    config = getattr(model, "config", None)
+    possible = set(_KINDS) - (set() if is_of_diffusers(model) else {"diffusion_transformer", "unet"})
+    if not getattr(config, "is_encoder_decoder", False):
+        possible.discard("encoder_decoder")
+    # Kinds that are ruled out are not imported.
+    for name in reversed(list(_KINDS)):
+        if name in possible and _KINDS[name].matches(model):
+            return _KINDS[name]
     raise AttachError(
         f"no registered kind of host matches {type(model).__name__} (registered: {', '.join(_KINDS)}): subclass "
         "mmattn.hosts.AdaptedModel for it and decorate it with @mmattn.register_host"
     )
 
 
-def host_kinds() -> dict[str, Any]:
-    """Every kind registered so far, by name."""
-    return dict(_KINDS)
+def host_kinds() -> Mapping[str, Any]:
+    """Return the registered host classes by kind."""
+    return _KINDS

@@ -6,24 +6,28 @@
 
 from __future__ import annotations
 
-from mmattn.encoders.registry import load_image_encoder
-from mmattn.pipelines.build import default_device, load_host, load_language_model, quantization_config
-from mmattn.pipelines.config import (
-    EncoderReference,
-    MemoryConfig,
-    ModelReference,
-    PipelineConfig,
-    tokenizer_fingerprint,
-)
-from mmattn.pipelines.diffusion_host import DiffusionHost, PromptEncoder, load_diffusion_host, noise_schedule
-from mmattn.pipelines.image_to_text import ImageToTextPipeline
-from mmattn.pipelines.index_loading import build_index, load_text_encoder, read_entries
-from mmattn.pipelines.loading import pipeline
-from mmattn.pipelines.passage_answering import PassageAnsweringPipeline, save_passages
-from mmattn.pipelines.passage_slots import read_passages, searchable
-from mmattn.pipelines.question_answering import Answer, QuestionAnsweringPipeline, Source
-from mmattn.pipelines.text_generation import TextGenerationPipeline
-from mmattn.pipelines.text_to_image import TextToImagePipeline, as_image
+from typing import TYPE_CHECKING
+
+from mmattn.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from mmattn.encoders.registry import load_image_encoder
+    from mmattn.pipelines.build import default_device, load_host, load_language_model, quantization_config
+    from mmattn.pipelines.config import (
+        EncoderReference,
+        MemoryConfig,
+        ModelReference,
+        PipelineConfig,
+        tokenizer_fingerprint,
+    )
+    from mmattn.pipelines.diffusion_host import DiffusionHost, PromptEncoder, load_diffusion_host, noise_schedule
+    from mmattn.pipelines.image_to_text import ImageToTextPipeline
+    from mmattn.pipelines.index_pipeline import build_index, load_text_encoder, read_entries
+    from mmattn.pipelines.loading import pipeline
+    from mmattn.pipelines.passage_answering import PassageAnsweringPipeline, save_passages
+    from mmattn.pipelines.question_answering import Answer, QuestionAnsweringPipeline, Source
+    from mmattn.pipelines.text_generation import TextGenerationPipeline, read_passages, searchable
+    from mmattn.pipelines.text_to_image import TextToImagePipeline, as_image
 
 __all__ = [
     "Answer",
@@ -56,3 +60,5 @@ __all__ = [
     "searchable",
     "tokenizer_fingerprint",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__)

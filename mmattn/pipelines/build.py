@@ -1,34 +1,34 @@
-"""The models that a pipeline names: the host with its tokenizer, and the encoder, on one device."""
+"""Load the models that a pipeline names: the host with its tokenizer, on one device."""
 
 from __future__ import annotations
 
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmattn.adapters.serialization import CONFIG
+from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.hosts.lora import load_lora
 from mmattn.pipelines.config import ModelReference, tokenizer_fingerprint
-from mmattn.recipes import asset_path, resolve_asset
+from mmattn.recipes.assets import asset_path, resolve_asset
 from mmattn.storage.hub import load_pretrained
+from mmattn.storage.json_files import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def default_device() -> torch.device:
-    """The accelerator of this machine, or the CPU where there is none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if found is None else found
+    """Return the accelerator of this machine, or the CPU without one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
 def resolve(name: str, folder: Path) -> str:
-    """A name as it can be loaded: a folder beside the adapter's own, one of the installation, or a name on the hub.
-
-    Args:
-        name: as the pipeline's config has it.
-        folder: of the adapter.
-    """
+    """Return a path beside the adapter's folder, a path of the installation ("assets/…"), or the name on the hub."""
     if name.startswith("assets/"):
         return str(asset_path(name))
     beside = folder / name
@@ -52,8 +52,8 @@ def load_language_model(name: str, device: str | torch.device = "auto") -> tuple
 
 def load_host(
     reference: ModelReference, folder: Path, device: torch.device, dtype: torch.dtype | None
-) -> tuple[Any, Any]:
-    """The language model, in evaluation mode, and its tokenizer.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a language model, in evaluation mode, and its tokenizer.
 
     Args:
         reference: their names.
@@ -62,7 +62,7 @@ def load_host(
         dtype: of its weights, float32 by default.
 
     Raises:
-        AdapterFileError: nothing to load under this name, or another tokenizer than that of the training.
+        AdapterFileError: nothing to load under this name, or the tokenizer is not that of the training.
         ConfigError: a dtype for a quantised model.
     """
     options: dict[str, Any] = {"dtype": dtype or torch.float32}
@@ -71,33 +71,24 @@ def load_host(
     if reference.quantization is not None:
         if dtype is not None:
             raise ConfigError(f"dtype={dtype} is for plain weights, and {reference.name!r} is quantised; leave it out")
-        options |= {
-            "quantization_config": quantization_config(reference.quantization),
-            "device_map": {"": str(device)},
-        }
+        options["quantization_config"] = quantization_config(reference.quantization)
+        options["device_map"] = {"": str(device)}
     name = resolve(reference.name, folder)
     tokenizer, host = load_pretrained("AutoModelForCausalLM", name, "language model", **options)
     check_tokenizer(tokenizer, reference, folder)
     if reference.quantization is None:
         host = host.to(device)
     if reference.lora is not None:
+        from mmattn.hosts.lora import load_lora
+
         host = load_lora(host, Path(resolve(reference.lora, folder)))
     return host.eval(), tokenizer
 
 
-def check_tokenizer(tokenizer: Any, reference: ModelReference, folder: Path) -> None:
-    """Refuse a tokenizer that is not the one that an adapter was trained with.
-
-    Args:
-        tokenizer: as it was loaded.
-        reference: what the adapter's folder says.
-        folder: of the adapter.
-
-    Raises:
-        AdapterFileError: it is another.
-    """
-    wanted = reference.tokenizer_fingerprint
-    if wanted is not None and wanted != tokenizer_fingerprint(tokenizer):
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, reference: ModelReference, folder: Path) -> None:
+    """Raise AdapterFileError if a tokenizer is not the one that the adapter was trained with."""
+    expected = reference.tokenizer_fingerprint
+    if expected is not None and expected != tokenizer_fingerprint(tokenizer):
         raise AdapterFileError(
             f"the tokenizer of {reference.name!r} is not the one that the adapter in {str(folder)!r} was trained with: "
             "its vocabulary has changed since; load the revision that it was trained with"
@@ -105,13 +96,13 @@ def check_tokenizer(tokenizer: Any, reference: ModelReference, folder: Path) -> 
 
 
 def quantization_config(kind: str) -> Any:
-    """The settings of transformers for weights in 8 or 4 bit.
+    """Return the settings of transformers for weights in 8 or 4 bit.
 
     Args:
         kind: "int8" by torchao, "bnb8" or "bnb4" by bitsandbytes (NF4, arXiv 2305.14314, section 3).
 
     Raises:
-        MissingExtraError: what quantises them is not installed.
+        MissingExtraError: the quantising library is not installed.
     """
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
@@ -119,24 +110,20 @@ def quantization_config(kind: str) -> Any:
         return TorchAoConfig(import_extra("torchao", "quantised").quantization.Int8WeightOnlyConfig())
     import_extra("bitsandbytes", "quantised")
     if kind == "bnb8":
-        # It says at every product that it rounds its input, as is its way of 8 bit.
+        # Warns at every product that it rounds its input.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
-def check_encoder(encoder: Any, name: str, folder: Path, fingerprint: str | None) -> None:
-    """Refuse an encoder that is not the one whose memories the adapter was trained on.
+def saved_fingerprint(folder: Path) -> str | None:
+    """Return the fingerprint of the encoder that an adapter was trained with, if its file has one."""
+    fingerprint: str | None = read_json(folder / CONFIG).get("encoder")
+    return fingerprint
 
-    Args:
-        encoder: as it was loaded.
-        name: of it, in the message.
-        folder: of the adapter.
-        fingerprint: what the adapter's file says; None where it does not.
 
-    Raises:
-        AdapterFileError: it is another.
-    """
+def check_encoder(encoder: FrozenEncoder, name: str, folder: Path, fingerprint: str | None) -> None:
+    """Raise AdapterFileError if an encoder is not the one with the fingerprint of the training."""
     if fingerprint is not None and fingerprint != encoder.fingerprint:
         raise AdapterFileError(
             f"the adapter in {str(folder)!r} was trained on memories of another encoder than {name}: its weights or "

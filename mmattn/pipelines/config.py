@@ -1,4 +1,4 @@
-"""`pipeline_config.json`: what an adapter's folder says of the models, the memory and the words that go with it."""
+"""`pipeline_config.json`: the models, the memory and the prompt that go with an adapter, by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = "pipeline_config.json"
 FORMAT = "mmattn-pipeline"
 FORMAT_VERSION = 1
 
-Task = Literal["image-to-text", "question-answering", "text-generation", "text-to-image"]
+Task = Literal["image-to-text", "question-answering", "passage-answering", "text-generation", "text-to-image"]
 
 
 class _Strict(BaseModel):
@@ -45,7 +45,7 @@ class ModelReference(_Strict):
 
     @classmethod
     def of(cls, name: str, tokenizer: Any, **fields: Any) -> ModelReference:
-        """The reference of a model that was loaded under a name; a folder is written as an absolute path.
+        """Return the reference of a model that was loaded under a name; a folder becomes an absolute path.
 
         Args:
             name: as it was loaded.
@@ -71,7 +71,7 @@ class EncoderReference(_Strict):
 
     @classmethod
     def of(cls, name: str, **fields: Any) -> EncoderReference:
-        """The reference of an encoder that was loaded under a name; files and folders are written as absolute paths.
+        """Return the reference of an encoder that was loaded under a name; files and folders become absolute paths.
 
         Args:
             name: as it was loaded.
@@ -85,13 +85,13 @@ class EncoderReference(_Strict):
 
 
 class MemoryConfig(_Strict):
-    """How hits of an index become a memory.
+    """Settings of the memory made of the hits of an index.
 
     Args:
         top_k: entries that a question, or a chunk of text, attends to.
-        fields: of an entry's JSON line, the texts whose vectors, one after the other, are its encoded token; the first
-            is what it is found by. None where entries are passages that the host itself reads.
-        text: how an entry is shown, a template of its fields.
+        fields: of an entry's JSON line; the concatenated vectors of their texts are its encoded token, and the first
+            field is searched. None where entries are passages that the host itself reads.
+        text: template of its fields, by which an entry is displayed.
         host_layer: with passages, the layer of the host whose states are their slots.
     """
 
@@ -102,16 +102,17 @@ class MemoryConfig(_Strict):
 
 
 class PipelineConfig(_Strict):
-    """Everything that `mmattn.pipeline` needs beside the adapter itself.
+    """Settings that `mmattn.pipeline` needs beside the adapter itself.
 
     Args:
-        task: "image-to-text", "question-answering", "text-generation" with retrieved passages, or "text-to-image".
+        task: "image-to-text", "question-answering", "passage-answering" with passages that the host has read,
+            "text-generation" with retrieved passages, or "text-to-image".
         host: the language model, or the UNet with its text encoder.
         encoder: of the pictures, or of the texts of the index.
-        memory: how the memory is made; None for pictures.
-        prompt: what the text begins with; "{question}" stands for what is asked.
-        refusal: the answer that says that nothing in the index answers.
-        generation: arguments of `generate`, or for pictures num_inference_steps and guidance_scale.
+        memory: settings of the memory of an index; None for images.
+        prompt: begin of the text; "{question}" stands for the question.
+        refusal: the answer if nothing in the index answers.
+        generation: arguments of `generate`, or for drawing num_inference_steps and guidance_scale.
         trained_on: the data, in one sentence.
         training: settings of the training that the card shows.
         results: a table in Markdown that the card shows, with the command that prints it.
@@ -138,12 +139,17 @@ class PipelineConfig(_Strict):
     def _fits_its_task(self) -> PipelineConfig:
         if (self.task in ("image-to-text", "text-to-image")) != (self.memory is None):
             raise ValueError(f"memory must be {'left out' if self.memory else 'given'} for the task {self.task}")
-        if self.task == "question-answering" and "{question}" not in self.prompt:
-            raise ValueError("prompt must have {question} in it for the task question-answering")
+        if self.answers_questions and "{question}" not in self.prompt:
+            raise ValueError(f"prompt must have {{question}} in it for the task {self.task}")
         return self
 
+    @property
+    def answers_questions(self) -> bool:
+        """True for the tasks "question-answering" and "passage-answering"."""
+        return self.task in ("question-answering", "passage-answering")
+
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write it beside a saved adapter, and show it on the card of the folder.
+        """Write the file beside a saved adapter, and its content on the card of the folder.
 
         Args:
             folder: where `save_adapter` wrote the adapter.
@@ -155,13 +161,10 @@ class PipelineConfig(_Strict):
         folder = Path(folder)
         if not (folder / "adapter_config.json").is_file():
             raise AdapterFileError(
-                f"{folder} has no adapter_config.json, so there is no adapter that this could describe: call "
-                "save_adapter first"
+                f"{folder} has no adapter_config.json, so there is no adapter to describe: call save_adapter first"
             )
-        content = self.model_dump(mode="json")
-        if not self.encoder.pooled:  # so that what knows no such field reads all others
-            del content["encoder"]["pooled"]
-        write_json(folder / FILE, {"format": FORMAT, "format_version": FORMAT_VERSION, **content})
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION}
+        write_json(folder / FILE, {**header, **self.model_dump(mode="json")})
         replace_card(folder, self.card)
 
     @classmethod
@@ -177,9 +180,8 @@ class PipelineConfig(_Strict):
         path = Path(folder) / FILE
         if not path.is_file():
             raise AdapterFileError(
-                f"{os.fspath(folder)!r} has no {FILE}, which says what host and encoder its adapter needs: load it "
-                "with mmattn.load(host, folder), or describe it once with mmattn.pipelines.PipelineConfig(...)"
-                ".save(folder)"
+                f"{os.fspath(folder)!r} has no {FILE}, which names the host and the encoder: load the adapter with "
+                "mmattn.load(host, folder), or write the file with mmattn.pipelines.PipelineConfig(...).save(folder)"
             )
         content = read_json(path)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
@@ -197,26 +199,26 @@ class PipelineConfig(_Strict):
             raise AdapterFileError(f"{path} cannot be read: {wrong}") from error
 
     def card(self, plain: str) -> str:
-        """The README of the adapter's folder: how it is used, what it was trained on, what it reached.
-
-        Args:
-            plain: the README that `save_adapter` wrote.
-        """
+        """Return the README of the adapter's folder (usage, training, results) for that of `save_adapter`."""
         title, _, rest = plain.partition("\n```python\n")
         end = rest[max(rest.rfind("\nWritten by mmattn"), 0) :]
         parts = [title, f"\n```python\n{self._usage()}\n```\n"]
         if self.trained_on:
-            listed = ", ".join(f"{name} {value}" for name, value in self.training.items())
-            parts.append(f"\n## Training\n\n{self.trained_on}{f' ({listed})' if listed else ''}\n")
+            settings = ", ".join(f"{name} {value}" for name, value in self.training.items())
+            parts.append(f"\n## Training\n\n{self.trained_on}{f' ({settings})' if settings else ''}\n")
         if self.results:
             parts.append(f"\n## Results\n\n{self.results.strip()}\n")
         return "".join([*parts, end])
 
     def _usage(self) -> str:
+        answering = (
+            'pipe = mmattn.pipeline("this folder", index="index")\n'
+            'answer = pipe("a question")\nprint(answer.text, answer.sources[0].text)'
+        )
         call = {
             "image-to-text": 'pipe = mmattn.pipeline("this folder")\nprint(pipe("photo.jpg"))',
-            "question-answering": 'pipe = mmattn.pipeline("this folder", index="index")\n'
-            'answer = pipe("a question")\nprint(answer.text, answer.sources[0].text)',
+            "question-answering": answering,
+            "passage-answering": answering,
             "text-generation": 'pipe = mmattn.pipeline("this folder", index="index")\nprint(pipe("a text").text)',
             "text-to-image": 'pipe = mmattn.pipeline("this folder")\n'
             'pipe("a prompt", "example.png").resize((256, 256)).save("picture.png")',
@@ -250,16 +252,12 @@ class PipelineConfig(_Strict):
 
 
 def absolute(name: str) -> str:
-    """A name of the hub or of the installation as it is, that of a file or folder as an absolute path.
-
-    Args:
-        name: as it was given.
-    """
+    """Return the absolute path of a file or folder, and any other name unchanged."""
     return name if name.startswith("assets/") or not os.path.exists(name) else os.path.abspath(name)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """The sha256 of a tokenizer: of its vocabulary, and of its special tokens.
+    """Return the sha256 of the vocabulary and the special tokens of a tokenizer.
 
     Args:
         tokenizer: of transformers.

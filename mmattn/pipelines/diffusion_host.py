@@ -1,4 +1,4 @@
-"""The frozen models that turn prompts into pictures: a UNet or transformer, text encoder, noise schedule and VAE."""
+"""The frozen models of text-to-image: a UNet or transformer, text encoder, noise schedule and VAE."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mmattn.progress import tracked
 
 
 class PromptEncoder(nn.Module):
-    """Prompts to the states that the UNet's own cross-attention, or the transformer's own attention, reads.
+    """Encodes prompts to the hidden states that the host's own attention reads.
 
     Args:
         tokenizer: of the text encoder.
         encoder: `CLIPTextModel` of transformers.
-        attends_to_padding: whether the host was trained to see padding, and knows no prompt as the empty one, as in
-            Stable Diffusion. Where it was not, a row without a prompt has no state at all.
+        attends_to_padding: the host was trained to attend to padding, and "no prompt" is the empty prompt, as in
+            Stable Diffusion. Otherwise a row without a prompt has no state at all.
     """
 
     def __init__(self, tokenizer: Any, encoder: Any, attends_to_padding: bool = False) -> None:
@@ -31,10 +31,10 @@ class PromptEncoder(nn.Module):
         self.tokenizer, self.encoder, self.attends_to_padding = tokenizer, encoder, attends_to_padding
 
     def forward(self, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
-        """States (b, m, e), and the mask (b, m) of those that are read.
+        """Return hidden states (b, m, e) and their mask (b, m).
 
         Args:
-            prompts: None stands for none.
+            prompts: None for no prompt.
 
         Raises:
             TextError: a word that the text encoder was not trained on.
@@ -45,37 +45,26 @@ class PromptEncoder(nn.Module):
         return states, mask & torch.tensor([text is not None for text in prompts], device=mask.device)[:, None]
 
     def pooled(self, prompts: Sequence[str | None]) -> Tensor:
-        """The state (b, e) at the end of each prompt, which transformers of diffusers take beside the others.
-
-        Args:
-            prompts: None stands for none.
-
-        Raises:
-            TextError: a word that the text encoder was not trained on.
-        """
+        """Return the state (b, e) at the end of each prompt, an input of diffusers' transformers."""
         states, mask = self._encode(prompts)
         # Not `pooler_output`: a `CLIPTextModel` whose eos_token_id is 2 takes the token of the highest number.
         return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
 
     def _encode(self, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
-        """States (b, m, e), and which of them (b, m) are no padding."""
+        """Return hidden states (b, m, e), and the mask (b, m) that hides padding."""
         texts = [text or "" for text in prompts]
         unknown = self.unknown(texts)
         if unknown is not None:
-            known = sorted(word for word in self.tokenizer.get_vocab() if not word.startswith("["))
-            raise TextError(f"{unknown!r} has words this model never saw; it knows: {', '.join(known)}")
+            vocabulary = sorted(word for word in self.tokenizer.get_vocab() if not word.startswith("["))
+            raise TextError(f"{unknown!r} has words this model never saw; it knows: {', '.join(vocabulary)}")
         padding = "max_length" if self.attends_to_padding else True
-        given = self.tokenizer(texts, padding=padding, truncation=True, return_tensors="pt").to(self.encoder.device)
-        mask = None if self.attends_to_padding else given["attention_mask"]
-        states: Tensor = self.encoder(input_ids=given["input_ids"], attention_mask=mask).last_hidden_state
-        return states, given["attention_mask"].bool()
+        inputs = self.tokenizer(texts, padding=padding, truncation=True, return_tensors="pt").to(self.encoder.device)
+        mask = None if self.attends_to_padding else inputs["attention_mask"]
+        states: Tensor = self.encoder(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
+        return states, inputs["attention_mask"].bool()
 
     def unknown(self, texts: Iterable[str]) -> str | None:
-        """The first text with a word that the text encoder was not trained on.
-
-        Args:
-            texts: any number.
-        """
+        """Return the first text with a word that the text encoder was not trained on."""
         unknown = self.tokenizer.unk_token_id
         # A vocabulary of pieces spells any word; one of whole words does not.
         if unknown is None or self.tokenizer.unk_token == self.tokenizer.eos_token:
@@ -83,28 +72,24 @@ class PromptEncoder(nn.Module):
         return next((text for text in texts if unknown in self.tokenizer(text)["input_ids"]), None)
 
     def null(self) -> Tensor | None:
-        """States (1, m, e) of no prompt; None where the host then reads nothing."""
+        """Return states (1, m, e) of no prompt, or None if the host then reads nothing."""
         return self([None])[0] if self.attends_to_padding else None
 
     def tokens(self, prompt: str) -> list[str]:
-        """The tokens of a prompt, one for each state.
-
-        Args:
-            prompt: one.
-        """
+        """Return the tokens of a prompt, one for each state."""
         tokens: list[str] = self.tokenizer.convert_ids_to_tokens(self.tokenizer(prompt, truncation=True)["input_ids"])
         return tokens
 
 
 @dataclass
 class DiffusionHost:
-    """All models that turn prompts into pictures, frozen or not.
+    """The models of text-to-image, frozen or not.
 
     Args:
-        unet: `UNet2DConditionModel` of diffusers, or `SD3Transformer2DModel` in its place.
+        unet: `UNet2DConditionModel` or `SD3Transformer2DModel` of diffusers.
         prompts: the text encoder.
         schedule: `DDPMScheduler` of the noise that it was trained with.
-        vae: between pictures and the latents that it sees; None where it sees pixels.
+        vae: between images and latents; None if the UNet works on pixels.
     """
 
     unet: Any
@@ -113,11 +98,7 @@ class DiffusionHost:
     vae: Any = None
 
     def to(self, device: torch.device | str) -> DiffusionHost:
-        """Itself, on a device.
-
-        Args:
-            device: of all models.
-        """
+        """Move all models to a device; return self."""
         for part in (self.unet, self.prompts, self.vae):
             if part is not None:
                 part.to(device)
@@ -125,34 +106,23 @@ class DiffusionHost:
 
     @property
     def size(self) -> int:
-        """Pixels of a side of a picture."""
+        """Pixels of a side of an image."""
         scale = 1 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
         return int(self.unet.config.sample_size * scale)
 
     @property
     def channels(self) -> int:
-        """Channels of a picture: 1, of ink on paper, or 3."""
+        """Channels of an image: 1, of ink on paper, or 3."""
         return int((self.unet if self.vae is None else self.vae).config.in_channels)
 
     def inputs(self, prompts: Sequence[str | None]) -> dict[str, Tensor]:
-        """What the host takes of prompts beside their states, by its own names: of a transformer their pooled states.
-
-        Args:
-            prompts: None stands for none.
-
-        Raises:
-            TextError: a word that the text encoder was not trained on.
-        """
+        """Return further inputs of the host by name: for a transformer the pooled states of the prompts."""
         takes_pooled = "pooled_projection_dim" in self.unet.config
         return {"pooled_projections": self.prompts.pooled(prompts)} if takes_pooled else {}
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
-        """Pictures as the UNet sees them, on its device: of a VAE the mean of the latents, without noise.
-
-        Args:
-            pictures: (b, c, size, size) from -1 to 1.
-        """
+        """Return the inputs of the UNet for images (b, c, size, size) from -1 to 1: with a VAE its mean latents."""
         pictures = pictures.to(self.unet.device)
         if self.vae is None:
             return pictures
@@ -161,21 +131,13 @@ class DiffusionHost:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures (b, c, size, size) from -1 to 1.
-
-        Args:
-            latents: as the UNet sees pictures.
-        """
+        """Return images (b, c, size, size) from -1 to 1."""
         if self.vae is not None:
             latents = self.vae.decode(latents / self.vae.config.scaling_factor).sample
         return latents.clamp(-1, 1)
 
     def sampler(self, num_inference_steps: int) -> Any:
-        """`DDIMScheduler` of diffusers over the schedule; of pixels it keeps to their range.
-
-        Args:
-            num_inference_steps: denoising steps.
-        """
+        """Return a `DDIMScheduler` of diffusers over the schedule; pixels are clipped to their range."""
         from diffusers import DDIMScheduler
 
         settings = {"timestep_spacing": "trailing", "clip_sample": self.vae is None}
@@ -196,7 +158,7 @@ class DiffusionHost:
         adapter_scale: Any = 1.0,
         progress: bool = False,
     ) -> Tensor:
-        """Pictures (b, c, size, size) from -1 to 1 on the CPU, by DDIM (arXiv 2010.02502).
+        """Generate images (b, c, size, size) from -1 to 1, on the CPU, by DDIM (arXiv 2010.02502).
 
         Args:
             model: the adapted host.
@@ -205,7 +167,7 @@ class DiffusionHost:
             guidance_scale: of classifier-free guidance (arXiv 2207.12598), as in diffusers; 1 is none.
             generator: of the noise, on the CPU.
             memory: of b rows.
-            adapter_scale: how strongly the memory acts.
+            adapter_scale: strength of the memory.
             progress: show a bar.
 
         Raises:
@@ -219,11 +181,11 @@ class DiffusionHost:
         noise = torch.randn(len(states), settings.in_channels, side, side, generator=generator)
         latents = noise.to(states.device, states.dtype)
         guidance = Guidance(guidance_scale)
-        given: dict[str, Any] = {"text_mask": mask if model.through_core else None, "null_text": null}
-        given |= {"memory": memory, "adapter_scale": adapter_scale, "inputs": inputs, "null_inputs": null_inputs}
+        options: dict[str, Any] = {"text_mask": mask if model.through_core else None, "null_text": null}
+        options |= {"memory": memory, "adapter_scale": adapter_scale, "inputs": inputs, "null_inputs": null_inputs}
         # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.
         clipped = {"use_clipped_model_output": True} if scheduler.config.clip_sample else {}
-        with guidance.run(model, states, **given) as predict:
+        with guidance.run(model, states, **options) as predict:
             for index in tracked(len(scheduler.timesteps), "drawing", progress):
                 time = scheduler.timesteps[index]
                 latents = scheduler.step(predict(latents, time), time, latents, **clipped).prev_sample
@@ -237,7 +199,7 @@ def load_diffusion_host(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> DiffusionHost:
-    """The models of a folder, frozen and in evaluation mode.
+    """Load the models of a folder, frozen and in evaluation mode.
 
     Args:
         name: a run of the recipe diffusion (a UNet in "unet" or a transformer in "transformer", tokenizer and text
@@ -261,7 +223,7 @@ def load_diffusion_host(
         model = kind.from_pretrained(folder / ("transformer" if joint else "unet"), torch_dtype=dtype)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "text")
         encoder = CLIPTextModel.from_pretrained(folder / "text", dtype=dtype)
-        # As Stable Diffusion 3, it is trained to see padding.
+        # Like Stable Diffusion 3, it is trained to attend to padding.
         host = DiffusionHost(model, PromptEncoder(tokenizer, encoder, joint), noise_schedule())
     else:
         more = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
@@ -286,7 +248,7 @@ def load_diffusion_host(
 
 
 def noise_schedule() -> Any:
-    """`DDPMScheduler` of a thousand steps of a squared cosine, for a host that predicts v (arXiv 2202.00512)."""
+    """Return a `DDPMScheduler` of a thousand steps of a squared cosine, for v-prediction (arXiv 2202.00512)."""
     from diffusers import DDPMScheduler
 
     return DDPMScheduler(1000, beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")

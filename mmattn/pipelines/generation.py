@@ -1,35 +1,35 @@
-"""Texts that a language model writes after prompts, in batches or piece by piece."""
+"""Texts that a language model generates after prompts, in batches or piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import TextError
+from mmattn.hosts.base import AdaptedModel
 from mmattn.memory import Memory
 from mmattn.tokenization import tokenize
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def prompt_rows(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Ids of each prompt after the begin token; special tokens that a user typed stay plain text."""
+
+def prompt_rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of each prompt after the begin token; special tokens that a user typed stay plain text."""
     begin, _ = bos_and_eos(tokenizer)
     rows, _ = tokenize(tokenizer, prompts)
     return [[begin, *row] for row in rows]
 
 
-def left_padded(tokenizer: Any, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of ids as (b, l), padded on the left, and the mask (b, l) of what is text.
-
-    Args:
-        tokenizer: whose padding token is used, or its end token where it has none.
-        rows: ids of each row.
-        device: of the tensors.
-    """
+def left_padded(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return rows of ids as (b, l), padded on the left, and the attention mask (b, l)."""
     longest = max(map(len, rows))
     pad = _pad(tokenizer)
     ids = torch.tensor([[*[pad] * (longest - len(row)), *row] for row in rows], device=device)
@@ -39,27 +39,15 @@ def left_padded(tokenizer: Any, rows: Sequence[Sequence[int]], device: torch.dev
 
 @torch.no_grad()
 def generate_texts(
-    model: Any,
-    tokenizer: Any,
+    model: AdaptedModel,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     memory: Memory,
     *,
     batch_size: int = 64,
     options: Mapping[str, Any],
 ) -> list[str]:
-    """What a model writes after each prompt, without the blanks around it.
-
-    Args:
-        model: the adapted model.
-        tokenizer: of its host.
-        prompts: one for each row of the memory; they may be empty.
-        memory: as many rows.
-        batch_size: rows at once.
-        options: arguments of `generate`.
-
-    Raises:
-        TextError: a prompt that the model cannot read.
-    """
+    """Return the text generated after each prompt (one for each row of the memory), without blanks around it."""
     texts: list[str] = []
     rows = prompt_rows(tokenizer, prompts)
     for start in range(0, len(rows), batch_size):
@@ -70,79 +58,55 @@ def generate_texts(
 
 @torch.no_grad()
 def generate_rows(
-    model: Any, tokenizer: Any, rows: Sequence[Sequence[int]], memory: Memory | None, *, options: Mapping[str, Any]
+    model: AdaptedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Sequence[int]],
+    memory: Memory | None,
+    *,
+    options: Mapping[str, Any],
 ) -> list[str]:
-    """What a model writes after each prompt of one batch.
-
-    Args:
-        model: the adapted model.
-        tokenizer: of its host.
-        rows: ids of each prompt.
-        memory: of as many rows; None for none.
-        options: arguments of `generate`.
-
-    Raises:
-        TextError: a prompt that the model cannot read.
-    """
+    """Return the text generated after the prompt ids of each row of one batch."""
     ids, mask = left_padded(tokenizer, rows, next(model.parameters()).device)
-    given = arguments(model, tokenizer, ids, mask, options)
-    made = model.generate(**given, **({} if memory is None else {"memory": memory}))
-    return list(tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True))
+    out = model.generate(
+        **arguments(model, tokenizer, ids, mask, options), **({} if memory is None else {"memory": memory})
+    )
+    return list(tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True))
 
 
 def stream_text(
-    model: Any, tokenizer: Any, prompt: str, memory: Memory, *, options: Mapping[str, Any]
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, memory: Memory, *, options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What a model writes after a prompt, piece by piece; leaving the loop ends the writing.
-
-    Args:
-        model: the adapted model.
-        tokenizer: of its host.
-        prompt: may be empty.
-        memory: of one row.
-        options: arguments of `generate`.
-
-    Raises:
-        TextError: a prompt that the model cannot read, or beams, which have no first word before the last.
-    """
+    """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
     ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
-    given = arguments(model, tokenizer, ids, mask, options)
-    return stream_generate(model, tokenizer, {**given, "memory": memory})
+    return stream_generate(model, tokenizer, {**arguments(model, tokenizer, ids, mask, options), "memory": memory})
 
 
-def stream_generate(model: Any, tokenizer: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    """What `model.generate(**given)` writes, piece by piece; leaving the loop ends the writing.
-
-    Args:
-        model: the adapted model.
-        tokenizer: of its host.
-        given: arguments of `generate`, for one row.
-
-    Raises:
-        TextError: beams, which have no first word before the last.
-    """
-    if given.get("num_beams", 1) != 1:
-        raise TextError(f"num_beams={given['num_beams']} cannot be streamed, as beams are chosen at the end: use 1")
-    return _pieces(model, tokenizer, given)
+def stream_generate(
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the text of `model.generate(**options)` for one row piece by piece; beams raise TextError."""
+    if options.get("num_beams", 1) != 1:
+        raise TextError(f"num_beams={options['num_beams']} cannot be streamed, as beams are chosen at the end: use 1")
+    return _pieces(model, tokenizer, options)
 
 
-def _pieces(model: Any, tokenizer: Any, given: Mapping[str, Any]) -> Iterator[str]:
+def _pieces(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Iterator[str]:
     from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
     streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    failed: list[BaseException] = []
-    left: list[bool] = []
+    errors: list[BaseException] = []
+    stopped = False
 
-    class Left(StoppingCriteria):
+    class Stopped(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-            return torch.full((len(input_ids),), bool(left), device=input_ids.device)
+            return torch.full((len(input_ids),), stopped, device=input_ids.device)
 
     def write() -> None:
         try:
             with torch.no_grad():
-                model.generate(**given, streamer=streamer, stopping_criteria=StoppingCriteriaList([Left()]))
+                model.generate(**options, streamer=streamer, stopping_criteria=StoppingCriteriaList([Stopped()]))
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
             streamer.end()
 
     writer = Thread(target=write, daemon=True)
@@ -152,31 +116,22 @@ def _pieces(model: Any, tokenizer: Any, given: Mapping[str, Any]) -> Iterator[st
             if piece:
                 yield piece
     finally:
-        left.append(True)
+        stopped = True
         writer.join()
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
-def arguments(model: Any, tokenizer: Any, ids: Tensor, mask: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate` for prompts, checked.
-
-    Args:
-        model: the adapted model.
-        tokenizer: of its host.
-        ids: (b, l).
-        mask: (b, l).
-        options: further arguments, which come before the defaults.
-
-    Raises:
-        TextError: a prompt that the model cannot read.
-    """
+def arguments(
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of `generate` for prompts (b, l) with their mask, checked; `options` override defaults."""
     _, end = bos_and_eos(tokenizer)
-    given = {"do_sample": False, "eos_token_id": end, "pad_token_id": _pad(tokenizer), **options}
-    check_prompt(ids, mask, model.config, int(given.get("max_new_tokens", 0)))
-    return {"input_ids": ids, "attention_mask": mask, **given}
+    merged = {"do_sample": False, "eos_token_id": end, "pad_token_id": _pad(tokenizer), **options}
+    check_prompt(ids, mask, model.config, int(merged.get("max_new_tokens", 0)))
+    return {"input_ids": ids, "attention_mask": mask, **merged}
 
 
-def _pad(tokenizer: Any) -> int:
+def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
     _, end = bos_and_eos(tokenizer)
     return end if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)

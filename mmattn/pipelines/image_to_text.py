@@ -1,4 +1,4 @@
-"""Pictures to captions: an encoder, a language model, and an adapter that attends to the patches."""
+"""Images to captions: an encoder, a language model, and an adapter that attends to the patches."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mmattn.pipelines.generation import arguments, generate_texts, left_padded, 
 
 
 class ImageToTextPipeline(ImagePipeline):
-    """Captions of pictures."""
+    """Captions of images."""
 
     def __call__(self, images: Any, *, batch_size: int = 64, progress: bool = False, **options: Any) -> Any:
-        """A caption of a picture, or a list of them for a list of pictures.
+        """Return the caption of an image, or a list of captions for a list of images.
 
         Args:
-            images: one or a list: files, bytes, arrays, tensors, images of Pillow; or a folder of pictures, whose
+            images: one or a list: files, bytes, arrays, tensors, images of Pillow; or a folder of images, whose
                 captions come in the order of their names.
-            batch_size: pictures at once.
-            progress: show a bar while pictures are encoded.
-            **options: of `generate`, before those of the adapter's folder.
+            batch_size: images at once.
+            progress: show a bar while images are encoded.
+            **options: of `generate`; they override those of the adapter's folder.
 
         Raises:
-            ImageError: a picture that cannot be read.
+            ImageError: an image cannot be read.
         """
         folder = isinstance(images, (str, os.PathLike)) and os.path.isdir(images)
         pictures: list[Any] = picture_files([images]) if folder else as_list(images)
@@ -48,10 +48,10 @@ class ImageToTextPipeline(ImagePipeline):
         return texts[0] if one else texts
 
     def stream(self, image: Any, **options: Any) -> Iterator[str]:
-        """The caption of a picture, piece by piece.
+        """Yield the caption of an image piece by piece.
 
         Args:
-            image: one picture.
+            image: one image.
             **options: as in a call.
 
         Raises:
@@ -61,10 +61,10 @@ class ImageToTextPipeline(ImagePipeline):
         return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
 
     def inputs(self, image: Any) -> tuple[str, Memory]:
-        """The prompt, and the memory (1, m, e) of a picture.
+        """Return the prompt, and the memory (1, m, e) of an image.
 
         Args:
-            image: one picture.
+            image: one image.
 
         Raises:
             ImageError: it cannot be read.
@@ -73,12 +73,12 @@ class ImageToTextPipeline(ImagePipeline):
 
     @torch.no_grad()
     def trace(self, image: Any) -> Trace:
-        """The caption of a picture, as the title, and which patches each of its words attended to.
+        """Return the caption of an image, as the title, and the patches that each of its words attended to.
 
-        Beside it stands the picture as the encoder saw it, on which the patches lie.
+        The trace has the image as the encoder reads it, on which the patches lie.
 
         Args:
-            image: one picture.
+            image: one image.
 
         Raises:
             ImageError: it cannot be read.
@@ -87,34 +87,33 @@ class ImageToTextPipeline(ImagePipeline):
             raise ImageError("there is no picture to caption: give one")
         memory = self._memory([image], False)
         ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, [self.config.prompt]), memory.device)
-        given = arguments(self.model, self.tokenizer, ids, mask, self.config.generation)
-        made = self.model.generate(**given, memory=memory)
-        if made[0, -1] == given["eos_token_id"]:
-            made = made[:, :-1]
+        options = arguments(self.model, self.tokenizer, ids, mask, self.config.generation)
+        out = self.model.generate(**options, memory=memory)
+        if out[0, -1] == options["eos_token_id"]:
+            out = out[:, :-1]
         with record(self.model) as weights:
-            self.model(input_ids=made, memory=memory)
-        rows, columns = self.encoder.grid
-        new = made[0, ids.shape[1] :].tolist()
-        text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
-        # What a token attended to is seen where it was predicted: at the one before.
+            self.model(input_ids=out, memory=memory)
+        rows, columns = self.encoder.grid or (1, self.encoder.length)
+        new = out[0, ids.shape[1] :].tolist()
+        # The weights of a token are those at the position that predicted it: the one before.
         first = ids.shape[1] - 1
         return Trace(
-            [self.tokenizer.decode([one]) for one in new],
+            [self.tokenizer.decode([token]) for token in new],
             [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],
             torch.stack([calls[0][0, :, first:-1] for _, calls in sorted(weights.items())]).cpu(),
             [f"layer {layer}" for _, layer in sorted(weights)],
-            text,
+            self.tokenizer.decode(new, skip_special_tokens=True).strip(),
             grid=self.encoder.grid,
-            picture=self._seen(image),
+            picture=self._preprocessed(image),
         )
 
     def _memory(self, images: list[Any], progress: bool) -> Memory:
         memory: Memory = self.encoder(images, progress=progress)
         return memory.to(torch.float32)
 
-    def _seen(self, image: Any) -> Any:
-        """A picture as the encoder sees it: small, and of a long one the middle."""
-        prepared = self.encoder.image_processor
-        (pixels,) = prepared([image])
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (prepared.mean, prepared.std))
+    def _preprocessed(self, image: Any) -> Any:
+        """Return an image as the encoder reads it: small, and of a long one the middle."""
+        processor = self.encoder.image_processor
+        (pixels,) = processor([image])
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (processor.mean, processor.std))
         return load_image((255 * (pixels * std + mean)).round().clamp(0, 255).byte())

@@ -8,28 +8,22 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mmattn.encoders.registry import AnyTextEncoder
-from mmattn.errors import ConfigError, TextError
+from mmattn.errors import ConfigError
+from mmattn.hosts.base import AdaptedModel
 from mmattn.inspect.trace import Trace
 from mmattn.kv_store.passages import PassageCache, PassageSelection
 from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
+from mmattn.pipelines.index_pipeline import build_text_index
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, Source
 from mmattn.retrieval.index import Index
 
-#: In the adapter's folder, keys and values of passages that were read beforehand.
+#: Keys and values of passages that were read beforehand, in the folder of the adapter.
 FILE = "passages.safetensors"
 
 
 @dataclass(frozen=True)
-class FoundEntry:
-    """An entry of an index whose text is a passage.
-
-    Args:
-        id: of the entry.
-        text: of the entry.
-        score: of the retriever.
-        passage: its number in the cache.
-    """
+class _PassageHit:
+    """An entry of an index, and the number of its text in the passage cache."""
 
     id: Any
     text: str
@@ -37,53 +31,46 @@ class FoundEntry:
     passage: int
 
 
+class _PassageHits(PassageSelection):
+    """Selected passages with the entry of each."""
+
+    def __init__(self, passages: PassageCache, hits: Sequence[Sequence[_PassageHit]]) -> None:
+        selection = passages.select([[hit.passage for hit in row] for row in hits])
+        super().__init__(passages, selection.rows)
+        self.hits = hits
+
+
 class PassageAnsweringPipeline(QuestionAnsweringPipeline):
-    """Answers from the texts of an index, as the language model has read them.
+    """Answers from the texts of an index, as the language model has read them. Arguments as for `IndexPipeline`.
 
-    What lies in the adapter's folder as `passages.safetensors` was read beforehand; other texts are read when they are
-    first found, and kept.
-
-    Args:
-        config: what the adapter's folder says.
-        model: the adapted language model.
-        tokenizer: of its host.
-        folder: of the adapter.
-        fingerprint: of the encoder of the index.
-        index: the index, its folder or its address; or give one at each call.
+    Passages in the adapter's `passages.safetensors` were read beforehand; other texts are read when they are first
+    found, and kept.
 
     Attributes:
-        passages: what the model has read, a `PassageCache`.
+        passages: a `PassageCache`.
     """
 
-    def __init__(
-        self,
-        config: PipelineConfig,
-        model: Any,
-        tokenizer: Any,
-        folder: Path,
-        fingerprint: str | None,
-        index: Index | str | PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(config, model, tokenizer, folder, fingerprint, index)
-        file = Path(folder) / FILE
+    def __init__(self, *args: Any, index: Index | str | PathLike[str] | None = None) -> None:
+        super().__init__(*args, index=index)
+        file = self.folder / FILE
         if file.is_file():
-            self.passages = PassageCache.load(model, file, tokenizer, mapped=True)
+            self.passages = PassageCache.load(self.model, file, self.tokenizer, mapped=True)
         else:
-            self.passages = PassageCache(model, tokenizer)
+            self.passages = PassageCache(self.model, self.tokenizer)
 
-    def trace(self, question: str, *, index: Any = None) -> Trace:
+    def trace(self, question: str, *, index: Index | str | PathLike[str] | None = None) -> Trace:
         """Refused: a trace leaves out slots of a memory, and passages are keys and values of every layer.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            "passages have no trace: the sources of an answer say what was attended to, and "
+            "passages have no trace: the sources of an answer have their share of the attention, and "
             "mmattn.inspect.record(pipe.model) records the weights of every layer"
         )
 
     def make_index(self, rows: Sequence[Mapping[str, Any]]) -> Index:
-        """An index of texts.
+        """Build an index of texts.
 
         Args:
             rows: JSON objects with "text".
@@ -91,59 +78,34 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
         Raises:
             TextError: a row without a text.
         """
-        return text_index(rows, self.encoder)
+        return build_text_index(rows, self.encoder)
 
-    def _memory(self, questions: list[str], index: Any) -> FoundPassages:
+    def _memory(self, questions: list[str], index: Index | str | PathLike[str] | None) -> _PassageHits:
         assert self.config.memory is not None
         hits = self._chosen_index(index).search(list(questions), top_k=self.config.memory.top_k)
-        rows: list[list[FoundEntry]] = []
+        rows: list[list[_PassageHit]] = []
         for row, real in enumerate(hits.mask.tolist()):
             texts = hits.texts[row] if hits.texts is not None else [None] * len(real)
-            names = hits.ids[row] if hits.ids is not None else [None] * len(real)
-            columns = zip(names, texts, hits.scores[row].tolist(), real, strict=True)
-            found = [(name, text, score) for name, text, score, is_real in columns if is_real and text]
-            numbers = self.passages.add([text for _, text, _ in found], progress=False) if found else []
-            # The best stands last, next to the question.
-            entries = [FoundEntry(*one, number) for one, number in zip(found, numbers, strict=True)][::-1]
-            rows.append(entries)
-        return FoundPassages(self.passages, rows)
+            ids = hits.ids[row] if hits.ids is not None else [None] * len(real)
+            columns = zip(ids, texts, hits.scores[row].tolist(), real, strict=True)
+            entries = [(id_, text, score) for id_, text, score, is_real in columns if is_real and text]
+            numbers = self.passages.add([text for _, text, _ in entries], progress=False) if entries else []
+            # The best hit stands last, next to the question.
+            rows.append([_PassageHit(*entry, number) for entry, number in zip(entries, numbers, strict=True)][::-1])
+        return _PassageHits(self.passages, rows)
 
-    def _sources(self, memory: Any, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
-        sources: tuple[Source, ...] = memory.sources(row, weights)
-        return sources
-
-
-class FoundPassages(PassageSelection):
-    """Passages that were found for each question, and the entries that they are.
-
-    Args:
-        passages: what the model has read.
-        found: of each row the entries, in the order in which they stand.
-    """
-
-    def __init__(self, passages: PassageCache, found: Sequence[Sequence[FoundEntry]]) -> None:
-        selected = passages.select([[one.passage for one in row] for row in found])
-        super().__init__(passages, selected.rows)
-        self.found = found
-
-    def sources(self, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
-        """The entries of a row, the largest share of the attention first.
-
-        Args:
-            row: its number.
-            weights: of its slots.
-        """
+    def _sources(self, memory: _PassageHits, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
         begin, sources = 0, []
-        for one, passage in zip(self.found[row], self.rows[row], strict=True):
+        for hit, passage in zip(memory.hits[row], memory.rows[row], strict=True):
             end = begin + len(passage.ids)
-            sources.append(Source(one.id, one.text, one.score, sum(weights[begin:end])))
+            sources.append(Source(hit.id, hit.text, hit.score, sum(weights[begin:end])))
             begin = end
         return tuple(sorted(sources, key=lambda source: -source.weight))
 
 
 def save_passages(
     folder: str | PathLike[str],
-    model: Any,
+    model: AdaptedModel,
     host: ModelReference,
     encoder: EncoderReference,
     fingerprint: str | None,
@@ -153,7 +115,7 @@ def save_passages(
     prompt: str = "{question}",
     generation: dict[str, Any] | None = None,
 ) -> PipelineConfig:
-    """Write a passage adapter with what a pipeline needs, and passages that were read beforehand.
+    """Save a passage adapter as a pipeline, with passages that were read beforehand.
 
     Args:
         folder: where to.
@@ -161,16 +123,16 @@ def save_passages(
         host: its language model by name.
         encoder: of the texts of the index, by name.
         fingerprint: of that encoder.
-        passages: what was read.
+        passages: read beforehand.
         top_k: entries that a question attends to.
-        prompt: what the text begins with; "{question}" stands for what is asked.
+        prompt: begin of the text; "{question}" stands for the question.
         generation: arguments of `generate`.
     """
     config = PipelineConfig(
-        task="question-answering",
+        task="passage-answering",
         host=host,
         encoder=encoder,
-        memory=MemoryConfig(top_k=top_k, host_layer=None),
+        memory=MemoryConfig(top_k=top_k),
         prompt=prompt,
         generation={"max_new_tokens": 64} if generation is None else generation,
     )
@@ -179,21 +141,3 @@ def save_passages(
     if passages is not None and len(passages):
         passages.save(Path(folder) / FILE)
     return config
-
-
-def text_index(rows: Sequence[Mapping[str, Any]], encoder: AnyTextEncoder, store: str | None = None) -> Index:
-    """An index of texts, for an adapter whose host reads them itself.
-
-    Args:
-        rows: JSON objects with "text", and where they have it "id".
-        encoder: of the texts.
-        store: as in `Index.build`.
-
-    Raises:
-        TextError: a row without a text.
-    """
-    for number, row in enumerate(rows):
-        if not isinstance(row.get("text"), str) or not row["text"].strip():
-            raise TextError(f"entry {number} has no text, which this adapter reads; got {dict(row)!r:.120}")
-    ids = [row["id"] for row in rows] if rows and all("id" in row for row in rows) else None
-    return Index.build([row["text"] for row in rows], encoder=encoder, ids=ids, store=store)

@@ -1,8 +1,9 @@
-"""Prompts to pictures: a UNet, and an adapter that attends to an example."""
+"""Prompts to images: a UNet or transformer, and an adapter that attends to an example."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +12,52 @@ from torch import Tensor
 
 from mmattn.encoders.images import as_list, load_image
 from mmattn.errors import ConfigError, check_float, check_int
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.loading import load
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline
+from mmattn.pipelines.build import check_tokenizer, resolve
 from mmattn.pipelines.config import PipelineConfig
-from mmattn.pipelines.diffusion_host import DiffusionHost
+from mmattn.pipelines.diffusion_host import DiffusionHost, load_diffusion_host
 from mmattn.tokenization import check_text
 
 
 class TextToImagePipeline(ImagePipeline):
-    """Pictures from prompts, like an example where there is one.
+    """Images from prompts, in the style of an example if one is given.
 
     Args:
-        config: what the adapter's folder says.
-        model: the adapted UNet.
+        config: settings in the folder of the adapter.
+        model: the adapted UNet or transformer.
         host: the UNet with its text encoder, noise schedule and VAE.
         folder: of the adapter.
-        fingerprint: of the encoder that the adapter was trained with, where its file names it.
 
     Attributes:
-        encoder: what sees the examples.
+        encoder: of the examples.
 
     Raises:
         AdapterFileError: the encoder has changed since the training.
     """
 
-    def __init__(
-        self, config: PipelineConfig, model: Any, host: DiffusionHost, folder: Path, fingerprint: str | None
-    ) -> None:
-        # Only through the core is the padding of the text hidden, as it was in training.
+    def __init__(self, config: PipelineConfig, model: AdaptedModel, host: DiffusionHost, folder: Path) -> None:
+        # Only the core hides the padding of the text, as in training.
         model = model if host.prompts.attends_to_padding else model.use_core()
-        super().__init__(config, model, host.prompts.tokenizer, folder, fingerprint)
+        super().__init__(config, model, host.prompts.tokenizer, folder)
         self.host = host
+
+    @classmethod
+    def load(
+        cls,
+        config: PipelineConfig,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        index: str | PathLike[str] | None = None,
+    ) -> TextToImagePipeline:
+        """Load the models that `config` names, and the adapter. Arguments and errors as for `Pipeline`."""
+        name = resolve(config.host.name, folder)
+        host = load_diffusion_host(name, device=device, dtype=dtype, revision=config.host.revision)
+        check_tokenizer(host.prompts.tokenizer, config.host, folder)
+        return cls(config, load(host.unet, folder).eval(), host, folder)
 
     def __call__(
         self,
@@ -54,7 +70,7 @@ class TextToImagePipeline(ImagePipeline):
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Any:
-        """A picture of Pillow, in the size that the UNet was trained on, or a list of them for a list of prompts.
+        """Return an image of Pillow, in the size that the UNet was trained on, or a list for a list of prompts.
 
         Args:
             prompts: one or a list.
@@ -62,7 +78,7 @@ class TextToImagePipeline(ImagePipeline):
             num_inference_steps: denoising steps, by default those of the adapter's folder.
             guidance_scale: of classifier-free guidance, by default that of the adapter's folder; 1 is none.
             adapter_scale: how closely to follow the examples; 0 is not at all.
-            generator: of the noise, on the CPU; equal seeds draw equal pictures.
+            generator: of the noise, on the CPU; equal seeds draw equal images.
             progress: show a bar.
 
         Raises:
@@ -71,9 +87,10 @@ class TextToImagePipeline(ImagePipeline):
             ConfigError: a number outside its range, or another number of examples than of prompts.
         """
         texts = check_text(prompts)
-        steps = self._setting("num_inference_steps", num_inference_steps, 30)
-        scale = self._setting("guidance_scale", guidance_scale, 1.0)
-        made = self.host.generate(
+        defaults = {"num_inference_steps": 30, "guidance_scale": 1.0} | self.config.generation
+        steps = defaults["num_inference_steps"] if num_inference_steps is None else num_inference_steps
+        scale = defaults["guidance_scale"] if guidance_scale is None else guidance_scale
+        pixels = self.host.generate(
             self.model,
             texts,
             num_inference_steps=check_int("num_inference_steps", steps, at_most=1000),
@@ -83,26 +100,23 @@ class TextToImagePipeline(ImagePipeline):
             adapter_scale=check_float("adapter_scale", adapter_scale),
             progress=progress,
         )
-        pictures = [as_image(picture) for picture in made]
+        pictures = [as_image(picture) for picture in pixels]
         return pictures[0] if isinstance(prompts, str) else pictures
 
-    def _setting(self, name: str, given: Any, default: Any) -> Any:
-        return self.config.generation.get(name, default) if given is None else given
-
     def _memory(self, images: Any, count: int) -> Memory:
-        given = as_list(images)
-        if len(given) not in (1, count):
-            raise ConfigError(f"{len(given)} examples for {count} prompts: give one, or one for each prompt")
-        memory: Memory = self.encoder(given)
-        return memory.expand(count) if len(given) == 1 else memory
+        examples = as_list(images)
+        if len(examples) not in (1, count):
+            raise ConfigError(f"{len(examples)} examples for {count} prompts: give one, or one for each prompt")
+        memory: Memory = self.encoder(examples)
+        return memory.expand(count) if len(examples) == 1 else memory
 
 
-def as_image(picture: Tensor) -> Any:
-    """A picture (c, height, width) from -1 to 1 as one of Pillow: one channel is ink on paper, three are colours.
+def as_image(pixels: Tensor) -> Any:
+    """Convert pixels (c, height, width) from -1 to 1 to an image of Pillow.
 
     Args:
-        picture: on the CPU.
+        pixels: on the CPU; one channel is ink on paper, three are colours.
     """
-    shown = 127.5 * ((1 - picture) if len(picture) == 1 else (1 + picture))
-    image = load_image(shown.round().to(torch.uint8))
-    return image.convert("L") if len(picture) == 1 else image
+    levels = 127.5 * ((1 - pixels) if len(pixels) == 1 else (1 + pixels))
+    image = load_image(levels.round().to(torch.uint8))
+    return image.convert("L") if len(pixels) == 1 else image

@@ -5,19 +5,24 @@ Nothing here imports torch, so that the command line answers at once.
 
 from __future__ import annotations
 
-from mmattn.recipes.assets import (
-    Recipe,
-    asset_path,
-    assets_folder,
-    copy_recipe,
-    find_recipe,
-    list_recipes,
-    load_recipe,
-    recipes_folder,
-    resolve_asset,
-)
-from mmattn.recipes.runner import over_seeds, recipe_of, run_recipe, run_seeds
-from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings
+from typing import TYPE_CHECKING
+
+from mmattn.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from mmattn.recipes.assets import (
+        Recipe,
+        asset_path,
+        assets_folder,
+        copy_recipe,
+        find_recipe,
+        list_recipes,
+        load_recipe,
+        recipes_folder,
+        resolve_asset,
+    )
+    from mmattn.recipes.runner import over_seeds, recipe_of, run_recipe, run_seeds
+    from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings
 
 __all__ = [
     "Recipe",
@@ -37,3 +42,5 @@ __all__ = [
     "run_recipe",
     "run_seeds",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__)

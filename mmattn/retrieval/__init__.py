@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from mmattn.retrieval.attention_search import IndexMemory
-from mmattn.retrieval.chunking import Chunk, chunk
-from mmattn.retrieval.corpus import embed_corpus
-from mmattn.retrieval.corpus_shards import CorpusShards
-from mmattn.retrieval.entries import Entries, Entry, Filter, Id
-from mmattn.retrieval.hits import Hits
-from mmattn.retrieval.index import Index
-from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
-from mmattn.retrieval.multi_vector import MultiVectorIndex
-from mmattn.retrieval.qdrant import QdrantIndex
-from mmattn.retrieval.rerank import Reranked, Reranker
-from mmattn.retrieval.scoring import best_rows, score
-from mmattn.retrieval.stores import (
-    Candidates,
-    DatabaseStore,
-    FlatStore,
-    HNSWStore,
-    InMemoryStore,
-    IVFPQStore,
-    IVFStore,
-    LanceStore,
-    PgvectorStore,
-    QdrantEdgeStore,
-    QdrantStore,
-    VectorStore,
-    register_store,
-)
+from typing import TYPE_CHECKING
+
+from mmattn.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from mmattn.retrieval.attention_search import IndexMemory
+    from mmattn.retrieval.chunking import Chunk, chunk
+    from mmattn.retrieval.corpus import embed_corpus
+    from mmattn.retrieval.corpus_shards import CorpusShards
+    from mmattn.retrieval.entries import Entries, Entry, Filter, Id
+    from mmattn.retrieval.hits import Hits
+    from mmattn.retrieval.index import Index
+    from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
+    from mmattn.retrieval.multi_vector import MultiVectorIndex
+    from mmattn.retrieval.qdrant import QdrantIndex
+    from mmattn.retrieval.rerank import Reranked, Reranker
+    from mmattn.retrieval.scoring import best_rows, score
+    from mmattn.retrieval.stores import (
+        Candidates,
+        DatabaseStore,
+        FlatStore,
+        HNSWStore,
+        InMemoryStore,
+        IVFPQStore,
+        IVFStore,
+        LanceStore,
+        PgvectorStore,
+        QdrantEdgeStore,
+        QdrantStore,
+        VectorStore,
+        register_store,
+    )
 
 __all__ = [
     "Candidates",
@@ -64,3 +69,5 @@ __all__ = [
     "register_store",
     "score",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__)

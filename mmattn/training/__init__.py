@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmattn.data.augmentation import augment_memory
-from mmattn.data.collator import RowCollator
-from mmattn.data.datasets import DatasetRows, StreamRows
-from mmattn.data.encoded.batches import StoreBatches
-from mmattn.data.encoded.encoding import encode_rows
-from mmattn.data.encoded.memories import StoreMemories
-from mmattn.data.encoded.store import MemoryStore
-from mmattn.data.folders import read_folder
-from mmattn.data.jsonl import FileRows, read_lines
-from mmattn.data.memory_collator import MemoryCollator
-from mmattn.data.packing import pack
-from mmattn.data.read_rows import read_rows
-from mmattn.data.row_contents import memory_kinds
-from mmattn.data.row_memories import RowMemories
-from mmattn.data.rows import Row, make_row
-from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
-from mmattn.data.shuffled_memories import ShuffledMemories, shuffle_memories
-from mmattn.data.splits import held_out_split, split_rows
-from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
-from mmattn.hosts.lora import add_lora, load_lora, matched_lora, ranks_for
-from mmattn.progress import tracked
-from mmattn.training.checkpoints import last_step
-from mmattn.training.compare import (
-    SavedRun,
-    compare_runs,
-    curves_of,
-    mean_and_spread,
-    read_run,
-    read_seeds,
-    spread_table,
-)
-from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult
-from mmattn.training.distributed import end_training, make_accelerator, shard_host
-from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run
-from mmattn.training.evaluation import mean_loss
-from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
-from mmattn.training.loop import train
-from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
-from mmattn.training.metrics import Metrics, MetricsLog, memory_warning, read_metrics
-from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
-from mmattn.training.run_folder import RunFolder, markdown_table
-from mmattn.training.trackers import log_to_trackers, report_to_trackers
+from mmattn.lazy import lazy_exports
+from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run  # at once: a function has the name of its module
+
+if TYPE_CHECKING:
+    from mmattn.data.augmentation import augment_memory
+    from mmattn.data.collator import RowCollator
+    from mmattn.data.datasets import DatasetRows, StreamRows
+    from mmattn.data.encoded.batches import StoreBatches
+    from mmattn.data.encoded.encoding import encode_rows
+    from mmattn.data.encoded.memories import StoreMemories
+    from mmattn.data.encoded.store import MemoryStore
+    from mmattn.data.folders import read_folder
+    from mmattn.data.jsonl import FileRows, read_lines
+    from mmattn.data.memory_collator import MemoryCollator
+    from mmattn.data.packing import pack
+    from mmattn.data.read_rows import read_rows
+    from mmattn.data.row_contents import memory_kinds
+    from mmattn.data.row_memories import RowMemories
+    from mmattn.data.rows import Row, make_row
+    from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+    from mmattn.data.shuffled_memories import ShuffledMemories, shuffle_memories
+    from mmattn.data.splits import held_out_split, split_rows
+    from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
+    from mmattn.hosts.lora import add_lora, load_lora, matched_lora, ranks_for
+    from mmattn.progress import tracked
+    from mmattn.training.checkpoints import last_step
+    from mmattn.training.compare import (
+        SavedRun,
+        compare_runs,
+        curves_of,
+        mean_and_spread,
+        read_run,
+        read_seeds,
+        spread_table,
+    )
+    from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult
+    from mmattn.training.distributed import end_training, make_accelerator, shard_host
+    from mmattn.training.evaluation import mean_loss
+    from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
+    from mmattn.training.loop import train
+    from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
+    from mmattn.training.metrics import Metrics, MetricsLog, memory_warning, read_metrics
+    from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
+    from mmattn.training.run_folder import RunFolder, markdown_table
+    from mmattn.training.trackers import log_to_trackers, report_to_trackers
 
 __all__ = [
     "AdapterTrainer",
@@ -126,10 +129,13 @@ __all__ = [
 ]
 
 
+_exported, __dir__ = lazy_exports(__name__)
+
+
 def __getattr__(name: str) -> Any:
     # On first use: its base class is one of transformers'.
     if name == "AdapterTrainer":
         from mmattn.training.trainer import adapter_trainer
 
         return adapter_trainer()
-    raise AttributeError(f"module 'mmattn.training' has no attribute {name!r}")
+    return _exported(name)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, T5Config
 import mmattn
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError
 from mmattn.hosts import attach_check
-from mmattn.hosts.attach_check import model_of, read_config
+from mmattn.hosts.attach_report import model_of, read_config
 from tests import tiny_transformers, tiny_unets
 from tests.cli.running import call
 from tests.families.building import tiny_config, tiny_model

@@ -1,0 +1,79 @@
+"""Imports on first use: the names that a package exports, and the built-in classes of a registry."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for a package that imports each name when it is first used.
+
+    Names and modules are those of the `if TYPE_CHECKING:` block in the `__init__.py` of the package.
+    """
+
+    @functools.cache
+    def homes() -> dict[str, str]:
+        loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
+        blocks = [node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If)]
+        imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    def get(name: str) -> Any:
+        if name.startswith("__") or name not in homes():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        module = importlib.import_module(homes()[name])
+        value = getattr(module, name, None)
+        if value is None:  # a module of that package
+            value = importlib.import_module(f"{homes()[name]}.{name}")
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes()})
+
+    return get, names
+
+
+class Registry(Mapping[str, Any]):
+    """Registered classes by name; modules of built-in classes are imported when their name is first looked up.
+
+    `modules` gives the module of each built-in class; importing it registers the class.
+    """
+
+    def __init__(self, what: str, modules: Mapping[str, str]) -> None:
+        self.what, self.modules = what, modules
+        self.loaded: dict[str, Any] = {}
+
+    def add(self, name: str, cls: Any) -> None:
+        """Register a class; raise ConfigError if another class has this name."""
+        known = self.loaded.get(name)
+        if known is None and name in self.modules and cls.__module__ != self.modules[name]:
+            known = self[name]
+        # A notebook cell that runs again defines the same class once more.
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            from mmattn.errors import ConfigError  # not at the top: it imports torch
+
+            raise ConfigError(
+                f"{self.what} {name!r} is {known.__module__}.{known.__qualname__} already: give "
+                f"{cls.__module__}.{cls.__qualname__} another name"
+            )
+        self.loaded[name] = cls
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.loaded and name in self.modules:
+            importlib.import_module(self.modules[name])
+        return self.loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.modules or name in self.loaded
+
+    def __iter__(self) -> Iterator[str]:
+        yield from dict.fromkeys([*self.modules, *self.loaded])
+
+    def __len__(self) -> int:
+        return len({*self.modules, *self.loaded})

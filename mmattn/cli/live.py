@@ -17,7 +17,7 @@ import torch
 from mmattn.encoders.images import load_image
 from mmattn.errors import AdapterFileError, ImageError, MmattnError, TextError, check_float, check_int, import_extra
 from mmattn.inspect.plots import plot_heat_maps
-from mmattn.pipelines.index_loading import load_index
+from mmattn.pipelines.index_pipeline import load_index
 from mmattn.pipelines.loading import pipeline
 from mmattn.pipelines.question_answering import Answer
 from mmattn.recipes import assets_folder, find_recipe, load_recipe

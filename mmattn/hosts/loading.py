@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_config import check_tensors, parse_config
-from mmattn.adapters.gated.pretrained import read_published
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
@@ -248,6 +247,8 @@ def load_published(
     """
     if isinstance(host, AdaptedModel):
         host = host.host
+    from mmattn.adapters.gated.pretrained import read_published
+
     tensors, source = read_weights(weights)
     try:
         facts = text_host(host)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mmattn.serving.app import make_app
-from mmattn.serving.engine import Engine
-from mmattn.serving.limits import Limits
+from mmattn.serving.engine import Engine, Limits
 
 __all__ = ["Engine", "Limits", "make_app"]

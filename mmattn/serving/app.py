@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,19 +19,17 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from mmattn.errors import MmattnError
 from mmattn.memory import Memory
 from mmattn.serving.engine import BusyError, Engine, Piece
-from mmattn.serving.inputs import make_inputs
-from mmattn.serving.metrics import Metrics
-from mmattn.serving.middleware import AccessLog, BodyLimit
-from mmattn.serving.schemas import ChatRequest, CompletionRequest
+from mmattn.serving.middleware import AccessLog, BodyLimit, Metrics
+from mmattn.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, make_inputs
 
 
 def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
-    """The application; its lifespan starts the engine, and ends it when all that was taken is answered.
+    """Build the application; its lifespan starts the engine, and ends it after the last answer.
 
     Args:
-        engine: what answers.
+        engine: that answers.
         name: of the model, as /v1/models lists it.
-        api_key: what a request must bring as bearer token; None for any.
+        api_key: bearer token of requests; None for any.
     """
     metrics = Metrics(engine)
 
@@ -42,13 +40,13 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
         await engine.stop()
 
     app = FastAPI(title="mmattn", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(BodyLimit, most=engine.limits.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=engine.limits.max_body_bytes)
     app.add_middleware(AccessLog, metrics=metrics)
     answering = Answering(engine, name, metrics)
 
     def authorise(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if api_key is not None and not hmac.compare_digest(token.encode(), api_key.encode()):
             raise HTTPException(401, "the bearer token is missing or wrong")
 
     @app.exception_handler(HTTPException)
@@ -86,76 +84,75 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
     @app.post("/v1/chat/completions", dependencies=[Depends(authorise)])
     async def chat(body: ChatRequest, request: Request) -> Any:
         try:
-            text, pictures = body.last()
+            text, pictures = body.user_content()
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
-        most = body.max_completion_tokens or body.max_tokens
-        return await answering.answer(request, body, text, pictures, most, Chat())
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        return await answering.answer(request, body, text, pictures, max_tokens, Chat())
 
     return app
 
 
+class Format(Protocol):
+    """Format of the answers of one path."""
+
+    prefix: str
+    whole: str
+    chunk: str
+
+    def choice(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
+        """Return a part of an answer."""
+
+    def complete(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
+        """Return a whole answer."""
+
+
 class Completion:
-    """The words of /v1/completions."""
+    """Format of /v1/completions."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def choice(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
-        """A part of an answer."""
+        """Return a part of an answer."""
         return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
 
     complete = choice
 
 
 class Chat:
-    """The words of /v1/chat/completions."""
+    """Format of /v1/chat/completions."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choice(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
-        """A part of an answer."""
+        """Return a part of an answer."""
         delta = {"role": "assistant"} if first else {}
         return {"index": 0, "delta": {**delta, "content": text}, "finish_reason": reason}
 
     def complete(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a whole answer."""
         return {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request as the engine takes it.
-
-    Args:
-        ids: of the prompt.
-        memory: of one row.
-        max_tokens: new ones.
-        deadline: when it must be answered, in seconds of `time.perf_counter`.
-        words: of the path.
-        head: with which the response begins.
-    """
+    """A request as the engine takes it."""
 
     ids: list[int]
     memory: Memory
     max_tokens: int
-    deadline: float
-    words: Any
-    head: dict[str, Any]
+    deadline: float  # in seconds of `time.perf_counter`
+    format: Format
+    head: dict[str, Any]  # first fields of the response
 
     def usage(self, tokens: int) -> dict[str, int]:
-        """Counts of tokens, so many of them new."""
+        """Return the counts of tokens after `tokens` new ones."""
         prompt = len(self.ids)
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
 class Answering:
-    """What both paths of completions have in common.
-
-    Args:
-        engine: what answers.
-        name: of the model.
-        metrics: counted into.
-    """
+    """Answers the requests of both paths with one engine."""
 
     def __init__(self, engine: Engine, name: str, metrics: Metrics) -> None:
         self.engine, self.name, self.metrics = engine, name, metrics
@@ -163,47 +160,50 @@ class Answering:
         self._encoding = asyncio.Semaphore(1)
 
     async def answer(
-        self, request: Request, body: Any, text: str, pictures: list[str], most: int | None, words: Any
+        self,
+        request: Request,
+        body: GenerationRequest,
+        text: str,
+        pictures: list[str],
+        max_tokens: int | None,
+        format: Format,
     ) -> Any:
-        """The response to one request.
-
-        Args:
-            request: as it came.
-            body: as it was read.
-            text: of the prompt.
-            pictures: data URLs.
-            most: new tokens asked for.
-            words: those of the path.
-        """
+        """Return the response to one request; `pictures` are data URLs."""
         limits = self.engine.limits
         if body.model != self.name:
             raise HTTPException(404, f"there is no model {body.model!r} here: this server has {self.name!r}")
-        usual = min(limits.max_tokens, int(self.engine.pipe.config.generation.get("max_new_tokens", 64)))
-        most = usual if most is None else most
-        if most > limits.max_tokens:
-            raise HTTPException(400, f"max_tokens={most} is more than the {limits.max_tokens} of this server")
+        if max_tokens is None:
+            max_tokens = min(limits.max_tokens, int(self.engine.pipe.config.generation.get("max_new_tokens", 64)))
+        if max_tokens > limits.max_tokens:
+            raise HTTPException(400, f"max_tokens={max_tokens} is more than the {limits.max_tokens} of this server")
         try:
             self.engine.enter()
         except BusyError:
             message = f"{limits.max_requests} requests run or wait already: try again"
             raise HTTPException(429, message, {"Retry-After": "1"}) from None
-        left = False
+        streams = False
         try:
             deadline = time.perf_counter() + limits.timeout
             async with self._encoding:
                 prompt, memory = await asyncio.to_thread(
-                    make_inputs, self.engine.pipe, limits, text, pictures, body.documents, body.memory
+                    make_inputs,
+                    self.engine.pipe,
+                    limits.max_documents,
+                    text,
+                    pictures,
+                    body.documents,
+                    body.memory,
                 )
-            ids = self.engine.ids_of(prompt, most)
-            head = {"id": f"{words.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
-            job = Job(ids, memory, most, deadline, words, head)
+            ids = self.engine.ids_of(prompt, max_tokens)
+            head = {"id": f"{format.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
+            job = Job(ids, memory, max_tokens, deadline, format, head)
             if body.stream:
                 usage = bool((body.stream_options or {}).get("include_usage"))
-                left = True  # with the stream's end
+                streams = True  # the end of the stream leaves
                 return Events(self._chunks(job, usage), self.engine.leave)
             return await self._whole(job, request)
         finally:
-            if not left:
+            if not streams:
                 self.engine.leave()
 
     async def _pieces(self, job: Job) -> AsyncIterator[Piece]:
@@ -242,14 +242,14 @@ class Answering:
             writing.cancel()
             with contextlib.suppress(BaseException):
                 await writing
-        choice = job.words.complete(text.rstrip(), last.finish_reason, True)
-        return {**job.head, "object": job.words.whole, "choices": [choice], "usage": job.usage(last.tokens)}
+        choice = job.format.complete(text.rstrip(), last.finish_reason, True)
+        return {**job.head, "object": job.format.whole, "choices": [choice], "usage": job.usage(last.tokens)}
 
     async def _chunks(self, job: Job, with_usage: bool) -> AsyncIterator[str]:
-        head, count = {**job.head, "object": job.words.chunk}, 0
+        head, count = {**job.head, "object": job.format.chunk}, 0
         try:
             async for piece in self._pieces(job):
-                choice = job.words.choice(piece.text, piece.finish_reason, not count)
+                choice = job.format.choice(piece.text, piece.finish_reason, not count)
                 count = piece.tokens
                 yield as_event({**head, "choices": [choice]})
             if with_usage:
@@ -261,19 +261,13 @@ class Answering:
 
 
 class Events(StreamingResponse):
-    """A stream of events, after which something is done however it ends, also where nobody reads it.
-
-    Args:
-        chunks: the events.
-        end: what is done.
-    """
+    """A stream of events that calls `end` however it ends, also without a reader."""
 
     def __init__(self, chunks: AsyncIterator[str], end: Callable[[], None]) -> None:
         super().__init__(chunks, media_type="text/event-stream")
         self._chunks, self._end = chunks, end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send them."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -282,12 +276,12 @@ class Events(StreamingResponse):
 
 
 def as_event(content: dict[str, Any]) -> str:
-    """A line of a stream."""
+    """Return a line of a stream."""
     return f"data: {json.dumps(content)}\n\n"
 
 
 def as_error(status: int, message: str, headers: Any = None, param: str | None = None) -> JSONResponse:
-    """An error in the interface of OpenAI."""
+    """Return an error in the interface of OpenAI."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     content = {"error": {"message": message, "type": kind, "param": param, "code": None}}
     return JSONResponse(content, status, headers=dict(headers or {}))

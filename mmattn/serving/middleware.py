@@ -1,4 +1,4 @@
-"""Middleware and metrics: a limit for bodies, one log line without contents for each request, figures for Prometheus."""
+"""Middleware and metrics: a limit of bodies, one log line for each request, figures for Prometheus."""
 
 from __future__ import annotations
 

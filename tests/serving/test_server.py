@@ -136,7 +136,7 @@ def test_many_at_once(server: Server, pipe: Any) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
             400,
-            "sees no pictures",
+            "reads no pictures",
         ),
     ],
     ids=lambda one: one if isinstance(one, str) else "",

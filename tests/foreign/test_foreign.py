@@ -158,7 +158,7 @@ def test_the_doctor_at_the_command_line(tmp_path: Path) -> None:
 
 def test_a_kind_is_not_taken_twice() -> None:
     twin = type("Other", (FilmAdapter,), {"__module__": "elsewhere"})
-    with pytest.raises(ConfigError, match="has the kind 'film', which tests.foreign.adapter.FilmAdapter has already"):
+    with pytest.raises(ConfigError, match="the adapter kind 'film' is tests.foreign.adapter.FilmAdapter already"):
         register_adapter(twin)
     with pytest.raises(ConfigError, match="has the kind 'mean_decoder'"):
         register_host(type("Other", (AdaptedMeanDecoder,), {"__module__": "elsewhere"}))

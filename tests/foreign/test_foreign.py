@@ -160,7 +160,7 @@ def test_a_kind_is_not_taken_twice() -> None:
     twin = type("Other", (FilmAdapter,), {"__module__": "elsewhere"})
     with pytest.raises(ConfigError, match="the adapter kind 'film' is tests.foreign.adapter.FilmAdapter already"):
         register_adapter(twin)
-    with pytest.raises(ConfigError, match="has the kind 'mean_decoder'"):
+    with pytest.raises(ConfigError, match="the host kind 'mean_decoder' is"):
         register_host(type("Other", (AdaptedMeanDecoder,), {"__module__": "elsewhere"}))
 
 

@@ -22,7 +22,6 @@ _HOLES = torch.tensor([[True, True, False, True, True, True, False, False, True]
 DRAWN = {
     "padding": masks.padding([7, 4], 9),
     "padding_mask": masks.padding_mask(_HOLES),
-    "memory_mask": masks.memory_mask((torch.arange(9) - torch.arange(9)[:, None]) % 3 == 0),
     "causal": masks.causal(8),
     "causal_offset": masks.causal(5, offset=4),
     "window": masks.window(10, 10, size=3),

@@ -87,8 +87,9 @@ class AdapterLayers(nn.Module, ABC):
         return attention
 
     def kv_projection(self, layer: int) -> Any:
-        """Return the module that projects keys and values for host layer `layer`: by default its attention."""
-        return self.attention(layer)
+        """Return the module that projects keys and values for host layer `layer`."""
+        attention = self.attention(layer)
+        return getattr(attention, "kv_proj", attention)
 
     @abstractmethod
     def read(self, memory: Memory) -> Memory:

@@ -12,10 +12,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from mmattn.core.attention import all_finite
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import KeyValueCache, autocast_dtype
-from mmattn.core.tracing import readable
+from mmattn.core.tracing import all_finite, readable
 from mmattn.errors import NonFiniteError
 from mmattn.memory import Memory
 

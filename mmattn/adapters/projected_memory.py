@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmattn.adapters.prepared_memory import ABSORB_BELOW, PreparedMemory
 from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, PackedView, View, check_one_row
 from mmattn.adapters.text_state import TextState
-from mmattn.core.attention import combine_masks, visible_rows
+from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,19 +19,6 @@ class Projection(Protocol):
 
     weight: Any
     bias: Any
-
-
-@dataclass(frozen=True)
-class Source:
-    """Settings for the constructor of `CrossAttention`, and the weights to load into it.
-
-    Args:
-        settings: by name.
-        state: weights by the names of its state dict.
-    """
-
-    settings: dict[str, Any]
-    state: dict[str, Tensor]
 
 
 class FromWeights:
@@ -55,7 +42,18 @@ class FromWeights:
         >>> layer.memory_dim, layer.value_dim
         (24, 20)
         """
-        return cls._filled(read_multihead(attention), settings)
+        if attention.bias_k is not None or attention.add_zero_attn:
+            raise ConfigError(
+                "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds keys that no mask hides; CrossAttention "
+                "has none (null_slot=True is the nearest, and has to be trained)"
+            )
+        weights: list[Tensor] = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
+        if attention.in_proj_weight is not None:
+            weights = list(attention.in_proj_weight.chunk(3))
+        biases = [None] * 3 if attention.in_proj_bias is None else list(attention.in_proj_bias.chunk(3))
+        out = attention.out_proj
+        settings = {"dropout": attention.dropout, **settings}
+        return cls._filled([*weights, out.weight], [*biases, out.bias], attention.num_heads, None, settings)
 
     @classmethod
     def from_fused_qkv(
@@ -83,7 +81,18 @@ class FromWeights:
         Raises:
             ShapeError: sizes that do not fit.
         """
-        return cls._filled(read_fused(weight, bias, out_weight, out_bias, num_heads, num_kv_heads), settings)
+        h, g = _heads(num_heads, num_kv_heads)
+        if weight.dim() != 2 or weight.shape[0] % (h + 2 * g):
+            raise ShapeError(
+                f"weight must be ((h + 2g)·k, d) with h = {h} and g = {g}, got {tuple(weight.shape)}; transpose it "
+                "if it is (d, (h + 2g)·k)"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ShapeError(f"bias must be {(weight.shape[0],)} as weight has rows, got {tuple(bias.shape)}")
+        k = weight.shape[0] // (h + 2 * g)
+        sizes = (h * k, g * k, g * k)
+        biases = [None] * 3 if bias is None else list(bias.split(sizes))
+        return cls._filled([*weight.split(sizes), out_weight], [*biases, out_bias], h, g, settings)
 
     @classmethod
     def from_separate(
@@ -111,16 +120,53 @@ class FromWeights:
         Raises:
             ShapeError: sizes that do not fit.
         """
-        return cls._filled(read_separate(q, k, v, out, num_heads, num_kv_heads), settings)
+        layers = (q, k, v, out)
+        # transformers' Conv1D keeps (in, out), which a square matrix does not show.
+        weights = [layer.weight.T if type(layer).__name__ == "Conv1D" else layer.weight for layer in layers]
+        return cls._filled(weights, [layer.bias for layer in layers], num_heads, num_kv_heads, settings)
 
     @classmethod
-    def _filled(cls, source: Source, settings: dict[str, Any]) -> Self:
-        layer = cls._from_settings(**{**source.settings, **settings})
-        own = layer.state_dict()
-        for name, weight in source.state.items():
-            if name not in own or own[name].shape != weight.shape:
-                raise ConfigError(f"{settings} leave no room for {name} {tuple(weight.shape)} of the source")
-            own[name].copy_(weight)
+    def _filled(
+        cls,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        num_heads: int,
+        num_kv_heads: int | None,
+        settings: dict[str, Any],
+    ) -> Self:
+        """Build the layer for weights and biases of q, k, v and out, and copy them into it."""
+        h, g = _heads(num_heads, num_kv_heads)
+        q, k, v, out = weights
+        width = q.shape[0] // h
+        rows = (q.shape[0], k.shape[0], v.shape[0])
+        if rows != (h * width, g * width, g * width) or out.shape != (q.shape[1], h * width):
+            shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
+            raise ShapeError(
+                f"weights must be q (h·k, d), k (g·k, e), v (g·k, e), out (d, h·k) with h = {h} and g = {g}, got "
+                f"{shapes}"
+            )
+        biased = any(bias is not None for bias in biases[:3])
+        sizes = {
+            "query_dim": q.shape[1],
+            "memory_dim": k.shape[1],
+            "value_dim": v.shape[1],
+            "num_heads": h,
+            "num_kv_heads": g,
+            "head_dim": width,
+            "bias": biased,
+            "out_bias": biases[3] is not None,
+            "device": q.device,
+            "dtype": q.dtype,
+        }
+        layer = cls._from_settings(**{**sizes, **settings})
+        state = layer.state_dict()
+        for name, weight, bias in zip(_NAMES, weights, biases, strict=True):
+            _copy(state, f"{name}.weight", weight)
+            if bias is not None:
+                _copy(state, f"{name}.bias", bias)
+            elif biased and name != "out_proj":
+                # Whisper's keys and others have no bias where their neighbours have one: the same as zeros.
+                _copy(state, f"{name}.bias", torch.zeros_like(weight[:, 0]))
         return layer
 
     @classmethod
@@ -128,56 +174,7 @@ class FromWeights:
         return cls(**settings)
 
 
-def read_multihead(attention: nn.MultiheadAttention) -> Source:
-    """The weights of an `nn.MultiheadAttention`, of one width or with `kdim` and `vdim`."""
-    if attention.bias_k is not None or attention.add_zero_attn:
-        raise ConfigError(
-            "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds keys that no mask hides; CrossAttention has "
-            "none (null_slot=True is the nearest, and has to be trained)"
-        )
-    if attention.in_proj_weight is not None:
-        weights = tuple(attention.in_proj_weight.chunk(3))
-    else:
-        weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
-    biases = (None, None, None) if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
-    source = _source(weights, biases, attention.out_proj.weight, attention.out_proj.bias, attention.num_heads, None)
-    source.settings["dropout"] = attention.dropout
-    return source
-
-
-def read_fused(
-    weight: Tensor,
-    bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int | None,
-) -> Source:
-    """The weights of one projection whose rows are all queries, then all keys, then all values."""
-    h, g = _heads(num_heads, num_kv_heads)
-    if weight.dim() != 2 or weight.shape[0] % (h + 2 * g):
-        raise ShapeError(
-            f"weight must be ((h + 2g)·k, d) with h = {h} and g = {g}, got {tuple(weight.shape)}; transpose it "
-            "if it is (d, (h + 2g)·k)"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ShapeError(f"bias must be {(weight.shape[0],)} as weight has rows, got {tuple(bias.shape)}")
-    k = weight.shape[0] // (h + 2 * g)
-    parts = (h * k, g * k, g * k)
-    biases = (None, None, None) if bias is None else bias.split(parts)
-    return _source(weight.split(parts), biases, out_weight, out_bias, h, g)
-
-
-def read_separate(
-    q: Projection, k: Projection, v: Projection, out: Projection, num_heads: int, num_kv_heads: int | None
-) -> Source:
-    """The weights of four layers, nn.Linear or alike."""
-    weights, biases = [], []
-    for layer in (q, k, v, out):
-        # transformers' Conv1D keeps (in, out), which a square matrix does not show.
-        weights.append(layer.weight.T if type(layer).__name__ == "Conv1D" else layer.weight)
-        biases.append(layer.bias)
-    return _source(weights[:3], biases[:3], weights[3], biases[3], num_heads, num_kv_heads)
+_NAMES = ("q_proj", "kv_proj.k_proj", "kv_proj.v_proj", "out_proj")
 
 
 def _heads(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
@@ -185,38 +182,7 @@ def _heads(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
     return h, h if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
 
 
-def _source(
-    weights: Any, biases: Any, out_weight: Tensor, out_bias: Tensor | None, num_heads: int, num_kv_heads: int | None
-) -> Source:
-    h, g = _heads(num_heads, num_kv_heads)
-    q, k, v = (weight.detach() for weight in weights)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out_weight.shape)}"
-    width = q.shape[0] // h
-    rows_fit = (q.shape[0], k.shape[0], v.shape[0]) == (h * width, g * width, g * width)
-    if not (rows_fit and out_weight.shape == (q.shape[1], h * width)):
-        raise ShapeError(
-            f"weights must be q (h·k, d), k (g·k, e), v (g·k, e), out (d, h·k) with h = {h} and g = {g}, got {shapes}"
-        )
-    some = any(bias is not None for bias in biases)
-    state = {"out_proj.weight": out_weight.detach()}
-    names = ("q_proj", "kv_proj.k_proj", "kv_proj.v_proj")
-    for name, weight, bias in zip(names, (q, k, v), biases, strict=True):
-        state[f"{name}.weight"] = weight
-        if some:
-            # Whisper's keys and others have no bias where their neighbours have one: the same as zeros.
-            state[f"{name}.bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias.detach()
-    if out_bias is not None:
-        state["out_proj.bias"] = out_bias.detach()
-    settings = {
-        "query_dim": q.shape[1],
-        "memory_dim": k.shape[1],
-        "value_dim": v.shape[1],
-        "num_heads": h,
-        "num_kv_heads": g,
-        "head_dim": width,
-        "bias": some,
-        "out_bias": out_bias is not None,
-        "device": q.device,
-        "dtype": q.dtype,
-    }
-    return Source(settings, state)
+def _copy(state: dict[str, Tensor], name: str, weight: Tensor) -> None:
+    if name not in state or state[name].shape != weight.shape:
+        raise ConfigError(f"these settings leave no room for {name} {tuple(weight.shape)} of the source")
+    state[name].copy_(weight.detach())

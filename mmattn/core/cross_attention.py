@@ -1,7 +1,7 @@
 """`CrossAttention` and `SelfAttention`: projections around the core.
 
 With d host width, e memory width and h heads of width k (arXiv 1706.03762, section 3.2.2):
-Q = x Wq, K = M Wk, V = M Wv, out = attend(Q, K, V) Wo. Keys and values are the affair of `KeyValueProjection`.
+Q = x Wq, K = M Wk, V = M Wv, out = attend(Q, K, V) Wo. `KeyValueProjection` computes K and V and attends.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.core.attention import BACKENDS, attend, combine_masks, visible_rows
+from mmattn.core.attention import BACKENDS, attend
+from mmattn.core.attention_inputs import combine_masks, join_causal, visible_rows
 from mmattn.core.convert_weights import FromWeights
-from mmattn.core.key_value_heads import norm_heads
-from mmattn.core.key_value_projection import Attended, KeyValueProjection
+from mmattn.core.key_value_heads import Slots, norm_heads
+from mmattn.core.key_value_projection import AttendableMemory, Attended, KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.masks import Mask, causal as causal_mask
+from mmattn.core.masks import Mask
 from mmattn.core.positions import Rotary
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 
@@ -85,20 +86,13 @@ class CrossAttention(FromWeights, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        d, h = check_int("query_dim", query_dim), check_int("num_heads", num_heads)
-        g = check_int("num_kv_heads", h if num_kv_heads is None else num_kv_heads)
-        e = check_int("memory_dim", d if memory_dim is None else memory_dim)
-        if head_dim is None and d % h:
-            raise ShapeError(f"num_heads must divide query_dim, got {h} and {d}; or give head_dim")
-        if h % g:
-            raise ShapeError(f"num_kv_heads must divide num_heads, got {g} and {h}")
-        k = check_int("head_dim", d // h if head_dim is None else head_dim)
-        v = e if value_dim is None else check_int("value_dim", value_dim)
-        check_float("norm_eps", norm_eps, at_least=0)
-        check_score_settings(score_bias, score_mean, score_std)
+        d, h, g, k, e, v = _sizes(query_dim, num_heads, num_kv_heads, head_dim, memory_dim, value_dim)
         if rotary is not None and rotary.head_dim != k:
             raise ShapeError(f"rotary must be built for head_dim {k}, got one for {rotary.head_dim}")
-        self.query_dim, self.num_heads = d, h
+        _check_settings(norm_eps, dropout, length_norm, scale, backend)
+        check_score_settings(score_bias, score_mean, score_std)
+        self.query_dim, self.num_heads, self.num_kv_heads, self.head_dim = d, h, g, k
+        self.memory_dim, self.value_dim = e, v
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         # In this order, so that a seed gives the weights that it always gave.
         self.q_proj = nn.Linear(d, h * k, bias, **like)
@@ -115,93 +109,29 @@ class CrossAttention(FromWeights, nn.Module):
             k_norm=nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None,
             rotary=rotary,
             null_slot=null_slot,
-            length_norm=None if length_norm is None else check_float("length_norm", length_norm, at_least=1),
+            length_norm=length_norm,
             score_bias=score_bias,
             score_mean=score_mean,
             score_std=score_std,
-            dropout=check_float("dropout", dropout, at_least=0, below=1),
-            scale=None if scale is None else check_float("scale", scale),
-            backend=None if backend is None else check_choice("backend", backend, BACKENDS),
+            dropout=dropout,
+            scale=scale,
+            backend=backend,
         )
         self.out_proj = out_proj
         self.q_norm = nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of key/value heads g."""
-        return self.kv_proj.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width k of a head."""
-        return self.kv_proj.head_dim
-
-    @property
-    def memory_dim(self) -> int:
-        """Width e of the memory."""
-        return self.kv_proj.memory_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Width of the values, e where they are the memory."""
-        return self.kv_proj.value_dim
-
-    @property
-    def scale(self) -> float:
-        """What the scores are multiplied with."""
-        return self.kv_proj.scale
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """The rotary positions of queries and keys."""
-        return self.kv_proj.rotary
-
-    @property
-    def absorbable(self) -> bool:
-        """Whether `project` can hold the memory itself in place of keys and values (`absorb=True`)."""
-        return self.kv_proj.absorbable
-
-    def projecting_parameters(self) -> list[Tensor]:
-        """The weights that `project` uses."""
-        return self.kv_proj.projecting_parameters()
-
-    def project(
-        self,
-        memory: Tensor,
-        *,
-        values: Tensor | None = None,
-        mask: Tensor | None = None,
-        scores: Tensor | None = None,
-        memory_positions: Tensor | None = None,
-        absorb: bool = False,
-        queries: int | None = None,
-    ) -> KeyValue:
-        """Keys and values of a memory, computed once, to be given to `forward` in its place.
+    def project(self, memory: Tensor, **settings: Any) -> KeyValue:
+        """Compute keys and values of a memory once, to be given to `forward` in its place.
 
         Args:
             memory: (b, m, e).
-            values: (b, m, value_dim) where they are not the memory itself.
-            mask: (b, m) bool, the padding.
-            scores: (b, m), with `score_bias`.
-            memory_positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
-            absorb: hold the memory itself instead, shared between layers, and project queries and results.
-            queries: how many will attend to each row, where it is for one call only.
+            settings: `values`, `mask`, `scores`, `memory_positions` and others of `KeyValueProjection.project`.
 
-        Raises:
-            ConfigError: `absorb` where keys are normalised, rotated, joined by a null slot, or values are given.
-            ConfigError: `scores` without `score_bias`, or the other way round.
-            MaskError: a mask that is not bool.
-            ShapeError: sizes that do not fit.
+        >>> layer, memory = CrossAttention(32, memory_dim=24, num_heads=4), torch.randn(2, 7, 24)
+        >>> layer(torch.randn(2, 5, 32), layer.project(memory)).shape
+        torch.Size([2, 5, 32])
         """
-        return self.kv_proj.project(
-            memory,
-            values=values,
-            mask=mask,
-            scores=scores,
-            memory_positions=memory_positions,
-            absorb=absorb,
-            queries=queries,
-        )
+        return self.kv_proj.project(memory, **settings)
 
     def forward(
         self,
@@ -239,44 +169,48 @@ class CrossAttention(FromWeights, nn.Module):
             MaskError: a mask that is not bool.
             ShapeError: sizes or devices that do not fit.
         """
-        if x.dim() != 3 or x.shape[2] != self.query_dim:
-            raise ShapeError(f"x must be (b, l, {self.query_dim}), got {tuple(x.shape)}")
-        out, weights, allowed = self.kv_proj.attend(
+        slots: Attended | Slots
+        if isinstance(memory, (KeyValue, AttendableMemory)):
+            if not (values is mask is scores is memory_positions is None):
+                raise ShapeError(
+                    "a projected memory holds its mask, scores, values and positions: give them to project"
+                )
+            slots = memory
+        else:
+            slots = Slots(memory, values, mask, scores, memory_positions)
+        result = self.kv_proj.attend(
             self._queries(x, query_positions),
-            memory,
-            values=values,
-            mask=mask,
+            slots,
             attention_mask=attention_mask,
-            scores=scores,
             causal=causal,
-            memory_positions=memory_positions,
             return_weights=return_weights,
         )
+        output = result.output
         if head_scale is not None:
-            out = out * head_scale.to(out.dtype)[:, None, None]
-        out = self._output(out, allowed, x.dtype)
-        return out if weights is None else (out, weights)
+            output = output * head_scale.to(output.dtype)[:, None, None]
+        output = self._output(output, result.visible, x.dtype)
+        return output if result.weights is None else (output, result.weights)
 
     def _queries(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """The queries (b, h, l, k) of x (b, l, d)."""
-        kv_proj, (rows, length, _) = self.kv_proj, x.shape
+        """Compute the queries (b, h, l, k) of x (b, l, d)."""
+        if x.dim() != 3 or x.shape[2] != self.query_dim:
+            raise ShapeError(f"x must be (b, l, {self.query_dim}), got {tuple(x.shape)}")
+        rotary = self.kv_proj.rotary
         if x.dtype is not self.q_proj.weight.dtype:
-            x = kv_proj.cast(x)
-        q = self.q_proj(x).view(rows, length, self.num_heads, kv_proj.head_dim).transpose(1, 2)
+            x = self.kv_proj.cast(x)
+        q = self.q_proj(x).view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
         if self.q_norm is not None:
             q = norm_heads(self.q_norm, q)
-        if kv_proj.rotary is not None:
-            q = kv_proj.rotary(q, torch.arange(x.shape[1], device=x.device) if positions is None else positions)
+        if rotary is not None:
+            q = rotary(q, torch.arange(x.shape[1], device=x.device) if positions is None else positions)
         return q
 
-    def _output(self, out: Tensor, allowed: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The output of the heads (b, h, l, k) through the output projection; 0 where nothing may be seen."""
-        rows = out.shape[0]
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
-        if allowed is not None and self.out_proj.bias is not None:
-            seen = visible_rows(allowed, rows, allowed.shape[3])
-            out = out if seen is None else out.masked_fill(~seen, 0)
-        return out if out.dtype is dtype else out.to(dtype)
+    def _output(self, output: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Project the output of the heads (b, h, l, k) to (b, l, d); 0 where no head may attend to anything."""
+        output = self.out_proj(output.transpose(1, 2).flatten(2))
+        if visible is not None and self.out_proj.bias is not None:
+            output = output.masked_fill(~visible.any(1), 0)
+        return output if output.dtype is dtype else output.to(dtype)
 
 
 class SelfAttention(CrossAttention):
@@ -331,41 +265,21 @@ class SelfAttention(CrossAttention):
             MaskError: a mask that is not bool.
             ShapeError: sizes that do not fit.
         """
-        if cache is not None or bias is not None:
-            return self._attend_text(x, mask, attention_mask, positions, bias, cache, return_weights)
-        return super().forward(
-            x,
-            x,
-            mask=mask,
-            attention_mask=attention_mask,
-            causal=self.causal,
-            query_positions=positions,
-            memory_positions=positions,
-            return_weights=return_weights,
-        )
-
-    def _attend_text(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        attention_mask: Tensor | Mask | None,
-        positions: Tensor | None,
-        bias: Tensor | None,
-        cache: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
-        return_weights: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The same attention where keys are cached, or where scores have a bias for each pair of tokens."""
-        if x.dim() != 3 or x.shape[2] != self.query_dim:
-            raise ShapeError(f"x must be (b, l, {self.query_dim}), got {tuple(x.shape)}")
-        kv_proj = self.kv_proj
-        if kv_proj.null_key is not None or kv_proj.score_scale is not None:
-            raise ConfigError(
-                "self-attention with a null slot or score_bias takes no cache and no bias: build it without"
+        if cache is None and bias is None:
+            return super().forward(
+                x,
+                x,
+                mask=mask,
+                attention_mask=attention_mask,
+                causal=self.causal,
+                query_positions=positions,
+                memory_positions=positions,
+                return_weights=return_weights,
             )
-        if cache is not None and kv_proj.rotary is not None and positions is None:
-            raise ConfigError("a cached text does not start at 0: give the positions of x, which rotary turns by")
-        rows, l = x.shape[:2]
-        positions = torch.arange(l, device=x.device) if positions is None else positions
+        self._check_text(cached=cache is not None, positions=positions)
+        kv_proj, (rows, l, _) = self.kv_proj, x.shape
+        if positions is None:
+            positions = torch.arange(l, device=x.device)
         q = self._queries(x, positions)
         keys, values = kv_proj.keys_and_values(kv_proj.cast(x), None, positions)
         if cache is not None:
@@ -373,8 +287,7 @@ class SelfAttention(CrossAttention):
         m = keys.shape[2]
         # A single query is the last token, which sees all there is.
         if self.causal and l > 1:
-            rule = causal_mask(l, m, offset=m - l, device=x.device)
-            attention_mask = rule if attention_mask is None else rule & attention_mask
+            attention_mask = join_causal(attention_mask, l, m, x.device)
         allowed = combine_masks(mask, attention_mask, (rows, rows, self.num_heads, l, m))
         attended = attend(
             q,
@@ -383,26 +296,58 @@ class SelfAttention(CrossAttention):
             attention_mask=None if allowed is None else Mask(allowed),
             bias=bias,
             scale=kv_proj.scale,
-            dropout=kv_proj.dropout if self.training else 0.0,
+            dropout=kv_proj.options().dropout,
             backend=kv_proj.backend,
             return_weights=return_weights,
         )
-        out, weights = attended if isinstance(attended, tuple) else (attended, None)
-        out = self._output(out, allowed, x.dtype)
-        return out if weights is None else (out, weights)
+        output, weights = attended if isinstance(attended, tuple) else (attended, None)
+        output = self._output(output, visible_rows(allowed, rows, m, per_head=True), x.dtype)
+        return output if weights is None else (output, weights)
+
+    def _check_text(self, cached: bool, positions: Tensor | None) -> None:
+        if self.kv_proj.null_key is not None or self.kv_proj.score_scale is not None:
+            raise ConfigError(
+                "self-attention with a null slot or score_bias takes no cache and no bias: build it without"
+            )
+        if cached and self.kv_proj.rotary is not None and positions is None:
+            raise ConfigError("a cached text does not start at 0: give the positions of x, which rotary turns by")
+
+
+def _sizes(
+    query_dim: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    memory_dim: int | None,
+    value_dim: int | None,
+) -> tuple[int, int, int, int, int, int]:
+    """Return d, h, g, k, e and the width of the values, checked and with defaults."""
+    d, h = check_int("query_dim", query_dim), check_int("num_heads", num_heads)
+    g = check_int("num_kv_heads", h if num_kv_heads is None else num_kv_heads)
+    e = check_int("memory_dim", d if memory_dim is None else memory_dim)
+    if head_dim is None and d % h:
+        raise ShapeError(f"num_heads must divide query_dim, got {h} and {d}; or give head_dim")
+    if h % g:
+        raise ShapeError(f"num_kv_heads must divide num_heads, got {g} and {h}")
+    k = check_int("head_dim", d // h if head_dim is None else head_dim)
+    return d, h, g, k, e, check_int("value_dim", e if value_dim is None else value_dim)
+
+
+def _check_settings(
+    norm_eps: float, dropout: float, length_norm: float | None, scale: float | None, backend: str | None
+) -> None:
+    check_float("norm_eps", norm_eps, at_least=0)
+    check_float("dropout", dropout, at_least=0, below=1)
+    if length_norm is not None:
+        check_float("length_norm", length_norm, at_least=1)
+    if scale is not None:
+        check_float("scale", scale)
+    if backend is not None:
+        check_choice("backend", backend, BACKENDS)
 
 
 def check_score_settings(score_bias: bool, score_mean: float, score_std: float) -> None:
-    """Refuse settings of scores that are none, or that nothing would read.
-
-    Args:
-        score_bias: as in `CrossAttention`.
-        score_mean: as in `CrossAttention`.
-        score_std: as in `CrossAttention`.
-
-    Raises:
-        ConfigError: not finite, a deviation that is not positive, or either without `score_bias`.
-    """
+    """Refuse a mean or deviation of scores that is not finite, not positive, or without `score_bias`."""
     check_float("score_mean", score_mean)
     if check_float("score_std", score_std) <= 0:
         raise ConfigError(f"score_std must be above 0, got {score_std}")

@@ -1,7 +1,7 @@
-"""How a host turns the keys of its attention with their positions, found by reading one text at two places.
+"""How a host rotates the keys of its attention with their positions, inferred by reading one text at two places.
 
 With rotary positions (arXiv 2104.09864, equation 34) the key of a token at position p is R(p) k: the key of the same
-token at p + n is R(n) times that. Which of its channels are turned, by which frequencies, and which two make a pair,
+token at p + n is R(n) times that. Which of its channels are rotated, by which frequencies, and which two make a pair,
 differs by family and by layer, and shows in the keys.
 """
 
@@ -19,17 +19,17 @@ from mmattn.errors import AttachError
 DISTANCE = 37
 #: Position of a token beyond the length for which any host was trained.
 BEYOND = 1 << 23
-#: Relative errors of keys that were turned, by bytes of a number.
+#: Relative errors of keys that were rotated, by bytes of a number.
 WITHIN = {8: 1e-4, 4: 1e-4, 2: 3e-2}
 
 
 @dataclass(frozen=True)
 class KeyRotation:
-    """Turns keys by a number of positions.
+    """Rotates keys by a number of positions.
 
     Args:
         frequencies: (k / 2,) angle of each pair for one position, in radians.
-        start: first of the channels that are turned.
+        start: first of the channels that are rotated.
         interleaved: neighbours make a pair; else a channel and the one half of the width further.
     """
 
@@ -38,47 +38,20 @@ class KeyRotation:
     interleaved: bool = False
 
     def __call__(self, keys: Tensor, distance: Tensor | int) -> Tensor:
-        """Keys as they are at later positions, in their dtype.
-
-        Args:
-            keys: (…, m, k).
-            distance: by how many positions, (…, m) or for all.
-        """
-        width = 2 * len(self.frequencies)
+        """Rotate keys (…, m, k) by a distance (…, m), or one for all, in positions."""
+        channels = slice(self.start, self.start + 2 * len(self.frequencies))
         wide = torch.promote_types(keys.dtype, torch.float32)
-        turned = keys[..., self.start : self.start + width].to(wide)
+        pairs = keys[..., channels].to(wide)
         distance = torch.as_tensor(distance, device=keys.device)
         angle = distance[..., None].double() * self.frequencies.to(keys.device).double()
         cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-        if self.interleaved:
-            first, second = turned[..., ::2], turned[..., 1::2]
-        else:
-            first, second = turned.chunk(2, -1)
-        pairs = first * cos - second * sin, second * cos + first * sin
-        turned = torch.stack(pairs, -1).flatten(-2) if self.interleaved else torch.cat(pairs, -1)
+        first, second = (pairs[..., ::2], pairs[..., 1::2]) if self.interleaved else pairs.chunk(2, -1)
+        rotated = first * cos - second * sin, second * cos + first * sin
         out = keys.clone()
-        out[..., self.start : self.start + width] = turned.to(keys.dtype)
+        out[..., channels] = (torch.stack(rotated, -1).flatten(-2) if self.interleaved else torch.cat(rotated, -1)).to(
+            out
+        )
         return out
-
-
-def candidates(host: nn.Module, width: int) -> Iterator[KeyRotation]:
-    """Every rotation that the frequencies of a host allow.
-
-    Args:
-        host: the model.
-        width: k, of a key.
-    """
-    seen: list[Tensor] = []
-    for name, frequencies in host.named_buffers():
-        size = 2 * frequencies.numel()
-        if not name.endswith("inv_freq") or frequencies.dim() != 1 or size > width:
-            continue
-        if any(one.shape == frequencies.shape and torch.equal(one, frequencies) for one in seen):
-            continue
-        seen.append(frequencies)
-        for start in sorted({0, width - size}):
-            for interleaved in (False, True):
-                yield KeyRotation(frequencies.detach().float().cpu(), start, interleaved)
 
 
 def has_frequencies(model: nn.Module) -> bool:
@@ -101,8 +74,7 @@ def check_frequencies(name: str, keys: Mapping[int, Tensor], longer: Mapping[int
         AttachError: the keys of the text differ.
     """
     for layer, one in keys.items():
-        wanted, found = one.float(), longer[layer][:, :, : one.shape[2]].float()
-        if (found - wanted).norm() / wanted.norm().clamp(min=1e-30) > WITHIN[one.element_size()]:
+        if _error(longer[layer][:, :, : one.shape[2]], one) > WITHIN[one.element_size()]:
             raise AttachError(
                 f"the rotary frequencies of {name} change with the length of the text (dynamic NTK, LongRoPE), so keys "
                 "read before it would not fit a longer one: take a GatedAdapter for this host"
@@ -112,7 +84,7 @@ def check_frequencies(name: str, keys: Mapping[int, Tensor], longer: Mapping[int
 def find_rotations(
     host: nn.Module, here: Mapping[int, Tensor], there: Mapping[int, Tensor], distance: int = DISTANCE
 ) -> dict[int, KeyRotation | None] | None:
-    """How each layer turns its keys, None for a layer that does not; None where keys follow positions in no such way.
+    """Return the rotation of each layer, None for a layer without one; None where no rotation explains the keys.
 
     Args:
         host: the model.
@@ -120,17 +92,31 @@ def find_rotations(
         there: those of the same text at later positions.
         distance: by how many positions.
     """
-    found: dict[int, KeyRotation | None] = {}
+    rotations: dict[int, KeyRotation | None] = {}
     for layer, keys in here.items():
-        most, wanted = WITHIN[keys.element_size()], there[layer].float()
-
-        def error(turned: Tensor, wanted: Tensor = wanted) -> float:
-            return float((turned.float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
-
-        ways: list[tuple[float, KeyRotation | None]] = [(error(keys), None)]
-        ways += [(error(one(keys, distance)), one) for one in candidates(host, keys.shape[-1])]
-        best, rotation = min(ways, key=lambda way: way[0])
-        if not best <= most:
+        tried: list[tuple[float, KeyRotation | None]] = [(_error(keys, there[layer]), None)]
+        tried += [(_error(one(keys, distance), there[layer]), one) for one in _candidates(host, keys.shape[-1])]
+        error, rotations[layer] = min(tried, key=lambda one: one[0])
+        if not error <= WITHIN[keys.element_size()]:
             return None
-        found[layer] = rotation
-    return found
+    return rotations
+
+
+def _error(keys: Tensor, expected: Tensor) -> float:
+    expected = expected.float()
+    return float((keys.float() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def _candidates(host: nn.Module, width: int) -> Iterator[KeyRotation]:
+    """Yield every rotation of keys of a width that the frequencies of a host allow."""
+    different: list[Tensor] = []
+    for name, frequencies in host.named_buffers():
+        size = 2 * frequencies.numel()
+        if not name.endswith("inv_freq") or frequencies.dim() != 1 or size > width:
+            continue
+        if any(one.shape == frequencies.shape and torch.equal(one, frequencies) for one in different):
+            continue
+        different.append(frequencies)
+        for start in sorted({0, width - size}):
+            for interleaved in (False, True):
+                yield KeyRotation(frequencies.detach().float().cpu(), start, interleaved)

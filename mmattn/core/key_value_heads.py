@@ -1,30 +1,66 @@
-"""From a memory to keys and values by head, in the layout that suits its size.
-
-Which layout is used (padded, packed or absorbed) is chosen in `layouts`; `project` computes keys and values once where
-many queries follow one another.
-"""
+"""`KeyValueHeads`: from a memory to keys and values by head, in the layout that suits its size."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.core.attention import all_finite
-from mmattn.core.kv_cache import KeyValue, pack, real_slots_first
-from mmattn.core.layouts import absorbing_pays, packed_lengths
+from mmattn.core.kv_cache import KeyValue, absorbing_pays, pack, packed_lengths, real_slots_first
 from mmattn.core.positions import Rotary
-from mmattn.core.tracing import autocast, may_read, readable
+from mmattn.core.tracing import all_finite, autocast, may_read, readable
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask
+
+
+@dataclass(slots=True)
+class Slots:
+    """A memory before its projection, and what belongs to each of its slots.
+
+    Args:
+        memory: (b, m, e).
+        values: (b, m, value_dim) where they are not the memory itself.
+        mask: (b, m) bool, the padding.
+        scores: (b, m), with `score_bias`.
+        positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
+    """
+
+    memory: Tensor
+    values: Tensor | None = None
+    mask: Tensor | None = None
+    scores: Tensor | None = None
+    positions: Tensor | None = None
+
+    def real_first(self, lengths: tuple[int, ...]) -> bool:
+        """Return whether all real slots come before the padding."""
+        assert self.mask is not None
+        return real_slots_first(self.mask, lengths)
+
+    def packed(self, lengths: tuple[int, ...], rotary: Rotary | None) -> Slots:
+        """Return the real slots of all rows one after the other, (1, n, …)."""
+        mask, positions = self.mask, self.positions
+        assert mask is not None
+        if positions is not None and rotary is not None:
+            positions = positions.expand(*mask.shape, *(() if rotary.axes == 1 else (rotary.axes,)))
+        first = self.real_first(lengths)
+        values, scores, positions = (
+            None if one is None else pack(one, mask, lengths, first) for one in (self.values, self.scores, positions)
+        )
+        return Slots(pack(self.memory, mask, lengths, first), values, mask, scores, positions)
+
+    def zeroed(self) -> Slots:
+        """Return the slots with zeros for padding, whose values may be NaN."""
+        if self.mask is None:
+            return self
+        padding = ~self.mask[..., None]
+        values = None if self.values is None else self.values.masked_fill(padding, 0)
+        return Slots(self.memory.masked_fill(padding, 0), values, self.mask, self.scores, self.positions)
 
 
 class KeyValueHeads(nn.Module):
     """Keys and values of a memory (b, m, e) by head: K = M Wk and V = M Wv (arXiv 1706.03762, section 3.2.2).
-
-    With what `CrossAttention` adds to them: normalised or rotated keys, a null slot, a bias by `scores`.
 
     Args:
         k_proj: linear layer e to g·k.
@@ -38,8 +74,8 @@ class KeyValueHeads(nn.Module):
         rotary: rotary positions of the keys, at `memory_positions`.
         null_slot: a learned slot in front of every row.
         score_bias: a learned temperature times `scores` is added to the attention scores.
-        score_mean: as in `CrossAttention`.
-        score_std: as in `CrossAttention`.
+        score_mean: the score that adds nothing.
+        score_std: how far from `score_mean` a score adds one temperature.
     """
 
     def __init__(
@@ -66,7 +102,6 @@ class KeyValueHeads(nn.Module):
         self.k_proj, self.v_proj = k_proj, v_proj
         self.k_norm = k_norm
         self.rotary = rotary
-        # On the device and in the dtype of the projections.
         like: dict[str, Any] = {"device": k_proj.weight.device, "dtype": k_proj.weight.dtype}
         self.score_scale = nn.Parameter(torch.ones((), **like)) if score_bias else None
         self.null_key = nn.Parameter(torch.randn(num_kv_heads, head_dim, **like) * 0.02) if null_slot else None
@@ -85,7 +120,7 @@ class KeyValueHeads(nn.Module):
         absorb: bool = False,
         queries: int | None = None,
     ) -> KeyValue:
-        """Keys and values of a memory, computed once, to be given to `forward` in its place.
+        """Compute keys and values of a memory once, to be given to `forward` in its place.
 
         Args:
             memory: (b, m, e).
@@ -104,24 +139,91 @@ class KeyValueHeads(nn.Module):
             MaskError: a mask that is not bool.
             ShapeError: sizes that do not fit.
         """
-        mask = self.check(memory, values, mask, scores, None)
         if absorb and not (self.absorbable and values is None):
             raise ConfigError("keys normalised, rotated, or with a null slot or values of their own cannot be absorbed")
-        kv = self.lay_out(memory, values, mask, scores, memory_positions, 0 if absorb else queries, packable=True)
-        seen = _rows_that_see(kv)
+        slots = self.checked(Slots(memory, values, mask, scores, memory_positions))
+        kv = self.lay_out(slots, 0 if absorb else queries)
+        kv = replace(kv, visible=_rows_with_slots(kv.mask))
         if queries is not None:
-            return replace(kv, seen=seen)
+            return kv
         finite = readable(kv.keys) and all_finite(kv.keys, kv.values)
         if kv.absorbed:
-            return replace(kv, finite=finite, seen=seen)
-        return replace(kv, keys=kv.keys.contiguous(), values=kv.values.contiguous(), finite=finite, seen=seen)
+            return replace(kv, finite=finite)
+        return replace(kv, keys=kv.keys.contiguous(), values=kv.values.contiguous(), finite=finite)
+
+    def lay_out(self, slots: Slots, queries: int | None, packable: bool = True) -> KeyValue:
+        """Choose a layout for checked slots that `queries` queries per row attend to (None: very many)."""
+        slots, mask = self._cast_slots(slots), slots.mask
+        lengths = self.packed_lengths(mask) if packable else None
+        absorb = queries is not None and slots.values is None and self.absorbs(queries, slots.memory, lengths)
+        if lengths is None:
+            slots = slots.zeroed()
+        elif not (absorb and slots.real_first(lengths)):  # where each row is read up to its length, where it lies
+            slots = slots.packed(lengths, self.rotary)
+        if absorb:
+            raw = slots.memory[:, None]
+            return KeyValue(raw, raw, mask, slots.scores, lengths, absorbed=True)
+        keys, values = self.keys_and_values(slots.memory, slots.values, slots.positions)
+        return self.join(keys, values, mask, slots.scores, lengths)
+
+    def _cast_slots(self, slots: Slots) -> Slots:
+        """Return slots in the dtype of the weights, with the bias of their scores and all positions."""
+        values, positions = slots.values, slots.positions
+        memory = self.cast(slots.memory)
+        if self.rotary is None:
+            positions = None
+        elif positions is None:
+            positions = torch.arange(memory.shape[1], device=memory.device)
+        bias = self.score_bias(slots.scores, slots.mask)
+        return Slots(memory, None if values is None else self.cast(values), slots.mask, bias, positions)
+
+    def keys_and_values(
+        self, memory: Tensor, values: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute keys and values (b, g, m, k) of slots in the dtype of the weights, without a null slot."""
+        keys = self.heads(self.k_proj(memory))
+        if self.k_norm is not None:
+            keys = norm_heads(self.k_norm, keys)
+        if self.rotary is not None:
+            keys = self.rotary(keys, positions)
+        return keys, self.heads(self.v_proj(memory if values is None else values))
+
+    def join(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None = None,
+        lengths: tuple[int, ...] | None = None,
+    ) -> KeyValue:
+        """Return keys and values as one object, with the null slot in front where there is one."""
+        if self.null_key is None or self.null_value is None:
+            return KeyValue(keys, values, mask, bias, lengths)
+        b = keys.shape[0]
+        keys = torch.cat([self.null_key[None, :, None].to(keys.dtype).expand(b, -1, -1, -1), keys], 2)
+        values = torch.cat([self.null_value[None, :, None].to(values.dtype).expand(b, -1, -1, -1), values], 2)
+        return KeyValue(keys, values, mask, None if bias is None else F.pad(bias, (1, 0)), null=True)
+
+    def score_bias(self, scores: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """Return the bias (b, m) that the `scores` (b, m) of a memory add; scores of masked slots change nothing."""
+        if scores is None or self.score_scale is None:
+            return None
+        scores = (scores - self.score_mean) / self.score_std
+        clean = scores if mask is None else scores.masked_fill(~mask, 0)
+        return self.score_scale * clean.to(self.score_scale.dtype)
+
+    def packed_lengths(self, mask: Tensor | None) -> tuple[int, ...] | None:
+        """Return the number of real slots of each row where packing a `mask` (b, m) pays, else None."""
+        if self.null_key is not None:
+            return None
+        return packed_lengths(mask, 2 * self.memory_dim * self.num_kv_heads * self.head_dim)
 
     def projecting_parameters(self) -> list[Tensor]:
-        """The weights that `project` uses."""
+        """Return the weights that `project` uses."""
         weights = [self.null_key, self.null_value, self.score_scale]
         for layer in (self.k_proj, self.v_proj, self.k_norm):
             if layer is not None:
-                # Asked at each step of decoding, and `parameters()` is slow to begin.
+                # Read at each step of decoding, and `parameters()` is slow to begin.
                 weights += layer.parameters() if layer._modules else layer._parameters.values()
         return [weight for weight in weights if weight is not None]
 
@@ -136,194 +238,95 @@ class KeyValueHeads(nn.Module):
         """Whether keys are a plain matrix times the memory, so that it may be applied to the query instead."""
         return self.is_linear and self.null_key is None
 
+    def absorbs(self, queries: int, memory: Tensor, lengths: tuple[int, ...] | None = None) -> bool:
+        """Return whether `queries` queries per row of a memory cost less absorbed."""
+        if not self.absorbable:
+            return False
+        rows, m, e = memory.shape
+        mean = m if lengths is None else sum(lengths) / max(len(lengths), 1)
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return absorbing_pays(queries, mean, rows, memory.element_size() < 4, dim=e, heads=heads)
+
     def cast(self, tensor: Tensor) -> Tensor:
-        """A tensor in the dtype of the weights; under autocast as it is."""
-        wanted = self.k_proj.weight.dtype
-        if tensor.dtype is wanted or autocast(tensor):
-            return tensor
-        return tensor.to(wanted)
+        """Return a tensor in the dtype of the weights; under autocast as it is."""
+        dtype = self.k_proj.weight.dtype
+        return tensor if tensor.dtype is dtype or autocast(tensor) else tensor.to(dtype)
 
     def heads(self, projected: Tensor) -> Tensor:
-        """(b, m, n·k) to (b, n, m, k) for any number n of heads, a view."""
+        """View (b, m, n·k) as (b, n, m, k) for any number n of heads."""
         rows, length, width = projected.shape
         return projected.view(rows, length, width // self.head_dim, self.head_dim).transpose(1, 2)
 
-    def keys_and_values(
-        self, memory: Tensor, values: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values (b, g, m, k) of the slots of a memory in the dtype of the weights, without a null slot.
-
-        Args:
-            memory: (b, m, e).
-            values: (b, m, value_dim) where they are not the memory itself.
-            positions: (m,) or (b, m), needed with `rotary`.
-        """
-        keys = self.heads(self.k_proj(memory))
-        if self.k_norm is not None:
-            keys = norm_heads(self.k_norm, keys)
-        if self.rotary is not None:
-            keys = self.rotary(keys, positions)
-        return keys, self.heads(self.v_proj(memory if values is None else values))
-
     def to_slots(self, q: Tensor) -> Tensor:
-        """Queries (b, h, l, k) in the space of the slots, (b, h, l, e): their products with slots are those with keys.
+        """Multiply queries (b, h, l, k) with Wk: (b, h, l, e), whose products with slots are those of q with keys.
 
-        But for what a bias of the keys adds, the same for all slots.
+        The bias of the keys, which adds the same to all slots, is left out.
         """
         return per_head(q, self.k_proj.weight.view(self.num_kv_heads, self.head_dim, -1))
 
-    def from_slots(self, out: Tensor) -> Tensor:
-        """A mean of slots (b, h, l, e) for each head as the same mean of their values, (b, h, l, k)."""
+    def from_slots(self, output: Tensor) -> Tensor:
+        """Multiply means of slots (b, h, l, e) with Wv: the means of their values, (b, h, l, k)."""
         g = self.num_kv_heads
-        out = per_head(out, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
+        output = per_head(output, self.v_proj.weight.view(g, self.head_dim, -1).transpose(1, 2))
         if self.v_proj.bias is None:
-            return out
-        return out + self.v_proj.bias.view(g, 1, -1).repeat_interleave(self.num_heads // g, 0)
+            return output
+        return output + self.v_proj.bias.view(g, 1, -1).repeat_interleave(self.num_heads // g, 0)
 
-    def join(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None = None,
-        lengths: tuple[int, ...] | None = None,
-    ) -> KeyValue:
-        """Keys and values as one object, with the null slot in front where there is one.
-
-        Args:
-            keys: (b, g, m, k), or packed (1, g, n, k).
-            values: likewise.
-            mask: (b, m) bool, which slots are real; None where all are.
-            bias: as `score_bias` gives it; packed (1, n) where the keys are.
-            lengths: as `packed_lengths` gives them, for packed keys.
-        """
-        if self.null_key is None or self.null_value is None:
-            return KeyValue(keys, values, mask, bias, lengths)
-        b = keys.shape[0]
-        keys = torch.cat([self.null_key[None, :, None].to(keys.dtype).expand(b, -1, -1, -1), keys], 2)
-        values = torch.cat([self.null_value[None, :, None].to(values.dtype).expand(b, -1, -1, -1), values], 2)
-        return KeyValue(keys, values, mask, None if bias is None else F.pad(bias, (1, 0)), null=True)
-
-    def score_bias(self, scores: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """What the `scores` (b, m) of a memory add to the attention scores of its slots, (b, m).
-
-        Args:
-            scores: (b, m), or None without `score_bias`.
-            mask: (b, m) bool; what scores masked slots have changes nothing.
-        """
-        if scores is None or self.score_scale is None:
-            return None
-        scores = (scores - self.score_mean) / self.score_std
-        clean = scores if mask is None else scores.masked_fill(~mask, 0)
-        return self.score_scale * clean.to(self.score_scale.dtype)
-
-    def packed_lengths(self, mask: Tensor | None) -> tuple[int, ...] | None:
-        """Number of real slots of each row where leaving out the padding of `mask` (b, m) pays, else None."""
-        if self.null_key is not None:
-            return None
-        return packed_lengths(mask, 2 * self.memory_dim * self.num_kv_heads * self.head_dim)
-
-    def check(
-        self,
-        memory: Tensor,
-        values: Tensor | None,
-        mask: Tensor | None,
-        scores: Tensor | None,
-        device: torch.device | None,
-    ) -> Tensor | None:
-        """Refuse what does not fit; the mask of the slots that may be seen, None where all may."""
-        if not isinstance(memory, Tensor) or memory.dim() != 3 or memory.shape[2] != self.memory_dim:
-            given = tuple(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
-            raise ShapeError(f"memory must be a tensor (b, m, {self.memory_dim}), got {given}")
-        if device is not None and memory.device != device:
-            raise ShapeError(f"x is on {device} and memory on {memory.device}: move one with .to()")
-        if values is not None or self.value_dim != self.memory_dim:
-            wanted = (*memory.shape[:2], self.value_dim)
-            if values is None or tuple(values.shape) != wanted:
-                offered = "none" if values is None else f"{tuple(values.shape)}"
-                raise ShapeError(f"values must be (b, m, {self.value_dim}) = {wanted}, got {offered}")
+    def checked(self, slots: Slots, device: torch.device | None = None) -> Slots:
+        """Refuse slots that do not fit; a mask without effect becomes None, and scores of -inf are masked."""
+        memory, mask = slots.memory, slots.mask
+        self._check_memory(memory, device)
+        if slots.values is not None or self.value_dim != self.memory_dim:
+            self._check_values(slots.values, memory)
         if mask is not None and check_bool_mask("mask", mask).shape != memory.shape[:2]:
             raise ShapeError(
                 f"mask must be (b, m) = {tuple(memory.shape[:2])}, got {tuple(mask.shape)}; a mask over queries (l, m) "
                 "is called attention_mask"
             )
-        if (scores is None) != (self.score_scale is None):
-            raise ConfigError(
-                "this layer has no score_bias, so it takes no scores"
-                if self.score_scale is None
-                else "this layer has score_bias=True: give it scores (b, m)"
-            )
-        if scores is not None:
-            if scores.shape != memory.shape[:2]:
-                raise ShapeError(f"scores must be (b, m) = {tuple(memory.shape[:2])}, got {tuple(scores.shape)}")
-            # Times the temperature, -inf would be NaN in its gradient, and +inf if it is negative.
-            scored = scores != float("-inf")
+        if slots.scores is not None or self.score_scale is not None:
+            scored = self._scored(slots.scores, memory)
             mask = scored if mask is None else mask & scored
-        return None if mask is None or (may_read(mask) and bool(mask.all())) else mask
+        return Slots(memory, slots.values, real_mask(mask), slots.scores, slots.positions)
 
-    def absorbs(self, queries: int, memory: Tensor, lengths: tuple[int, ...] | None = None) -> bool:
-        """Whether `queries` queries per row of a memory (b, m, e) or packed (1, n, e) cost less absorbed."""
-        m = memory.shape[1] if lengths is None else sum(lengths) / max(len(lengths), 1)
-        return absorbing_pays(
-            queries,
-            m,
-            memory.shape[0],
-            memory.element_size() < 4,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dim=self.memory_dim,
-        )
+    def _check_memory(self, memory: Tensor, device: torch.device | None) -> None:
+        if not isinstance(memory, Tensor) or memory.dim() != 3 or memory.shape[2] != self.memory_dim:
+            actual = tuple(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
+            raise ShapeError(f"memory must be a tensor (b, m, {self.memory_dim}), got {actual}")
+        if device is not None and memory.device != device:
+            raise ShapeError(f"x is on {device} and memory on {memory.device}: move one with .to()")
 
-    def lay_out(
-        self,
-        memory: Tensor,
-        values: Tensor | None,
-        mask: Tensor | None,
-        scores: Tensor | None,
-        memory_positions: Tensor | None,
-        queries: int | None,
-        packable: bool,
-    ) -> KeyValue:
-        """Choose a layout for a memory that `queries` queries per row attend to (None: very many)."""
-        memory, values = self.cast(memory), None if values is None else self.cast(values)
-        if memory_positions is None and self.rotary is not None:
-            memory_positions = torch.arange(memory.shape[1], device=memory.device)
-        bias = self.score_bias(scores, mask)
-        lengths = self.packed_lengths(mask) if packable else None
-        absorb = values is None and self.absorbable and queries is not None
-        absorb = absorb and self.absorbs(queries or 0, memory, lengths)
-        if mask is not None and lengths is not None:
-            first = real_slots_first(mask, lengths)
-            if absorb and first:
-                # Each row is read up to its length, where it lies.
-                raw = memory[:, None]
-                return KeyValue(raw, raw, mask, bias, lengths, absorbed=True)
-            if memory_positions is not None and self.rotary is not None:
-                width = () if self.rotary.axes == 1 else (self.rotary.axes,)
-                memory_positions = pack(memory_positions.expand(*mask.shape, *width), mask, lengths, first)
-            memory = pack(memory, mask, lengths, first)
-            values = None if values is None else pack(values, mask, lengths, first)
-            bias = None if bias is None else pack(bias, mask, lengths, first)
-        elif mask is not None:
-            memory = memory.masked_fill(~mask[..., None], 0)
-            values = None if values is None else values.masked_fill(~mask[..., None], 0)
-        if absorb:
-            raw = memory[:, None]
-            return KeyValue(raw, raw, mask, bias, lengths, absorbed=True)
-        return self.join(*self.keys_and_values(memory, values, memory_positions), mask, bias, lengths)
+    def _check_values(self, values: Tensor | None, memory: Tensor) -> None:
+        sizes, actual = (*memory.shape[:2], self.value_dim), None if values is None else tuple(values.shape)
+        if actual != sizes:
+            raise ShapeError(f"values must be (b, m, {self.value_dim}) = {sizes}, got {actual}")
+
+    def _scored(self, scores: Tensor | None, memory: Tensor) -> Tensor:
+        """Return the slots whose score is above -inf."""
+        if self.score_scale is None:
+            raise ConfigError("this layer has no score_bias, so it takes no scores")
+        if scores is None:
+            raise ConfigError("this layer has score_bias=True: give it scores (b, m)")
+        if scores.shape != memory.shape[:2]:
+            raise ShapeError(f"scores must be (b, m) = {tuple(memory.shape[:2])}, got {tuple(scores.shape)}")
+        # Times the temperature, -inf would be NaN in its gradient, and +inf if it is negative.
+        return scores != float("-inf")
 
 
-def _rows_that_see(kv: KeyValue) -> Tensor | bool | None:
-    """Which rows have a slot that may be seen, (b, 1, 1, 1); True where all have, None where it cannot be read."""
-    if kv.mask is None:
+def _rows_with_slots(mask: Tensor | None) -> Tensor | bool:
+    """Return which rows of a mask (b, m) have real slots, (b, 1, 1, 1), or True where all are known to."""
+    if mask is None:
         return True
-    seen = kv.mask.any(1)[:, None, None, None]
-    return True if may_read(seen) and bool(seen.all()) else seen
+    visible = mask.any(1)[:, None, None, None]
+    return True if may_read(visible) and bool(visible.all()) else visible
+
+
+def real_mask(mask: Tensor | None) -> Tensor | None:
+    """Return a mask, or None where it is known to allow everything."""
+    return None if mask is None or (may_read(mask) and bool(mask.all())) else mask
 
 
 def norm_heads(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
-    """Queries or keys (b, h, l, k) normalised, in their dtype."""
+    """Normalise queries or keys (b, h, l, k), in their dtype."""
     # Autocast does not know RMSNorm, which warns of weights of another dtype.
     if heads.dtype is norm.weight.dtype:
         return norm(heads)
@@ -331,7 +334,7 @@ def norm_heads(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x (b, h, l, i) times the weight (g, i, o) of each head: (b, h, l, o), reading a weight once for all rows."""
+    """Multiply x (b, h, l, i) with the weight (g, i, o) of each head: (b, h, l, o), reading it once for all rows."""
     b, h, l, _ = x.shape
     g, i, o = weight.shape
     n = h // g * l

@@ -1,4 +1,4 @@
-"""Attention of query heads over a memory, or over the keys and values that were computed of it before."""
+"""`KeyValueProjection`: attention of query heads over a memory, or over keys and values that were computed before."""
 
 from __future__ import annotations
 
@@ -9,19 +9,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.core.attention import attend_checked, combine_masks, visible_rows, visible_slots
-from mmattn.core.key_value_heads import KeyValueHeads
+from mmattn.core.attention import AttentionOutput, Options, Rule, attend_by_rule, concatenate
+from mmattn.core.attention_inputs import (
+    check_beams,
+    combine_masks,
+    join_causal,
+    repeat_rows,
+    visible_rows,
+    visible_slots,
+)
+from mmattn.core.key_value_heads import KeyValueHeads, Slots
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.masks import Mask, causal as causal_mask
-from mmattn.core.per_row_attention import KeyValueRows, attend_rows
-from mmattn.core.split_attention import KeyValueParts, attend_parts
-from mmattn.core.top_k_attention import SearchedSlots, attend_found
+from mmattn.core.masks import Mask
 from mmattn.errors import ShapeError
 
-#: What may be attended to.
-Attended = Tensor | KeyValue | KeyValueParts | KeyValueRows | SearchedSlots
-#: How a memory is attended to that lies in parts, in rows apart, or is searched.
-_FORMS: dict[type, Any] = {KeyValueParts: attend_parts, KeyValueRows: attend_rows, SearchedSlots: attend_found}
+_OPEN = Rule(visible=True)
+
+
+class AttendableMemory:
+    """A memory that is no single tensor: in parts, in rows of their own, or searched."""
+
+    def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
+        """Return the attention of queries (b, h, l, k) over this memory."""
+        raise NotImplementedError
+
+
+#: What queries can attend to.
+Attended = Tensor | KeyValue | AttendableMemory
 
 
 class KeyValueProjection(KeyValueHeads):
@@ -64,210 +78,137 @@ class KeyValueProjection(KeyValueHeads):
     def forward(
         self, q: Tensor, memory: Tensor | KeyValue, *, mask: Tensor | None = None, return_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention output (b, h, l, k) of queries (b, h, l, k), in their dtype; exactly 0 where a row sees nothing.
+        """Compute the attention (b, h, l, k) of queries (b, h, l, k), in their dtype; 0 where a row sees nothing.
 
         Args:
             q: (b, h, l, k).
-            memory: (b, m, e), or what `project` gives for it.
+            memory: (b, m, e), or its keys and values by `project`.
             mask: (b, m) bool, the padding of a memory that is not projected.
             return_weights: also return the weights (b, h, l, m).
         """
-        out, weights, _ = self.attend(self.cast(q), memory, mask=mask, return_weights=return_weights)
-        out = out if out.dtype is q.dtype else out.to(q.dtype)
-        return out if weights is None else (out, weights)
+        slots = Slots(memory, mask=mask) if isinstance(memory, Tensor) else memory
+        result = self.attend(self.cast(q), slots, return_weights=return_weights)
+        output = result.output if result.output.dtype is q.dtype else result.output.to(q.dtype)
+        return output if result.weights is None else (output, result.weights)
 
     def attend(
         self,
         q: Tensor,
-        memory: Attended,
+        memory: Attended | Slots,
         *,
-        values: Tensor | None = None,
-        mask: Tensor | None = None,
         attention_mask: Tensor | Mask | None = None,
-        scores: Tensor | None = None,
         causal: bool = False,
-        memory_positions: Tensor | None = None,
         return_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attention of queries, already projected, over a memory or over what `project` gives for it.
-
-        Args:
-            q: (b, h, l, k); its rows may be a multiple of those of the memory (beams).
-            memory: (b, m, e) or projected.
-            values: (b, m, value_dim) where they are not the memory itself.
-            mask: (b, m) bool, the padding.
-            attention_mask: (l, m), (b, l, m) or (b, h, l, m) bool.
-            scores: (b, m), with `score_bias`; a slot of score -inf is hidden.
-            causal: query i may look at slots up to i + m - l.
-            memory_positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
-            return_weights: also return the weights.
-
-        Returns:
-            The output (b, h, l, k), with 0 where nothing may be seen; the weights (b, h, l, m) where asked for; and all
-            rules together, broadcastable to (b, h, l, m), None where everything may be seen.
-
-        Raises:
-            ConfigError: `scores` without `score_bias`, or the other way round.
-            MaskError: a mask that is not bool.
-            ShapeError: sizes or devices that do not fit.
-        """
-        rows, _, l, _ = q.shape
-        if isinstance(memory, KeyValueParts | KeyValueRows | SearchedSlots):
-            if not (mask is scores is values is memory_positions is attention_mask is None) or causal:
-                raise ShapeError(
-                    f"a memory given as {type(memory).__name__} holds its masks: give no mask, scores, values or "
-                    "positions"
-                )
-            found: tuple[Tensor, Tensor | None, Tensor | None] = _FORMS[type(memory)](self, q, memory, return_weights)
-            return found
+    ) -> AttentionOutput:
+        """Attend from projected queries (b, h, l, k) to a memory, with the arguments of `CrossAttention.forward`."""
+        per_query = causal or attention_mask is not None
         if isinstance(memory, KeyValue):
-            if not (mask is scores is values is memory_positions is None):
-                raise ShapeError(
-                    "a projected memory holds its mask, scores, values and positions: give them to project"
-                )
-            mask, memory_rows, m = memory.mask, memory.batch, memory.slots
-            if memory.plain and rows == memory_rows and attention_mask is None and not (causal or return_weights):
-                return self.attend_slots(q, memory.keys, memory.values, None, None), None, None
-        else:
-            mask = self.check(memory, values, mask, scores, q.device)
-            memory_rows, m = memory.shape[:2]
-        if rows != memory_rows and (memory_rows == 0 or rows % memory_rows):
-            raise ShapeError(
-                f"rows of x must be those of the memory or a multiple of them (beams), got {rows} and {memory_rows}"
-            )
+            if memory.plain and len(q) == memory.batch and not (per_query or return_weights):
+                return attend_by_rule(q, memory.keys, memory.values, _OPEN, self.options())
+            allowed = self._allowed(q, memory.mask, attention_mask, causal, (memory.batch, memory.slots))
+            return self.attend_projected(q, memory, allowed, per_query, self.options(return_weights))
+        if not isinstance(memory, AttendableMemory):
+            slots = memory if isinstance(memory, Slots) else Slots(memory)
+            return self._attend_slots(q, slots, attention_mask, causal, return_weights)
+        if per_query:
+            raise ShapeError(f"{type(memory).__name__} holds its own masks: give no attention_mask and no causal")
+        return memory.attend(self, q, return_weights)
+
+    def _attend_slots(
+        self, q: Tensor, slots: Slots, attention_mask: Tensor | Mask | None, causal: bool, return_weights: bool
+    ) -> AttentionOutput:
+        """Project a memory in the layout that is cheapest for these queries, and attend to it."""
+        slots = self.checked(slots, q.device)
+        rows, m, _ = slots.memory.shape
+        allowed = self._allowed(q, slots.mask, attention_mask, causal, (rows, m))
+        queries = len(q) * q.shape[2] // max(rows, 1)
+        plain = self.is_plain and allowed is slots.values is None and not return_weights
+        if plain and not self.absorbs(queries, slots.memory):
+            # The common case, nothing special asked for: as few steps as the operations themselves.
+            return attend_by_rule(q, *self.keys_and_values(self.cast(slots.memory)), _OPEN, self.options())
+        per_query = causal or attention_mask is not None
+        if per_query and allowed is not None:
+            slots.mask = visible_slots(allowed, rows, m)
+        kv = self.lay_out(slots, queries, packable=not (per_query or return_weights))
+        return self.attend_projected(q, kv, allowed, per_query, self.options(return_weights))
+
+    def options(self, return_weights: bool = False, return_log_sum_exp: bool = False) -> Options:
+        """Return the settings of this layer for one attention."""
+        dropout = self.dropout if self.training else 0.0
+        return Options(self.scale, dropout, self.backend, False, return_weights, return_log_sum_exp)
+
+    def _allowed(
+        self, q: Tensor, mask: Tensor | None, attention_mask: Tensor | Mask | None, causal: bool, sizes: tuple[int, int]
+    ) -> Tensor | None:
+        """Return all masks together, broadcastable to (b, h, l, m), for a memory of sizes (b, m)."""
+        (rows, _, l, _), (memory_rows, m) = q.shape, sizes
+        if rows != memory_rows:
+            check_beams("x", rows, memory_rows)
         if causal:
-            rule = causal_mask(l, m, offset=m - l, device=q.device)
-            attention_mask = rule if attention_mask is None else rule & attention_mask
-        allowed = None if m else torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=q.device)
-        if attention_mask is None:
-            allowed = allowed if mask is None else mask[:, None, None]
-        else:
-            allowed = combine_masks(mask, attention_mask, (rows, memory_rows, self.num_heads, l, m))
-        if isinstance(memory, KeyValue):
-            kv = memory
-        else:
-            queries = rows * l // max(memory_rows, 1)
-            if self.is_plain and allowed is values is None and not (return_weights or self.absorbs(queries, memory)):
-                # The common case, nothing special asked for: as few steps as the operations themselves.
-                return self.attend_slots(q, *self.keys_and_values(self.cast(memory)), None, None), None, None
-            if attention_mask is not None and allowed is not None:
-                mask = visible_slots(allowed, memory_rows, m)
-            packable = attention_mask is None and not return_weights
-            kv = self.lay_out(memory, values, mask, scores, memory_positions, queries, packable)
-        out, weights, _ = self.attend_projected(q, kv, allowed, attention_mask is not None, return_weights)
-        return out, weights, allowed
+            attention_mask = join_causal(attention_mask, l, m, q.device)
+        if attention_mask is not None:
+            return combine_masks(mask, attention_mask, (rows, memory_rows, self.num_heads, l, m))
+        if mask is None:
+            return None if m else torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=q.device)
+        return mask[:, None, None]
 
     def attend_projected(
-        self,
-        q: Tensor,
-        kv: KeyValue,
-        allowed: Tensor | None,
-        per_query: bool,
-        return_weights: bool,
-        return_total: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attention of q (rows, h, l, k) over keys and values: (rows, h, l, k), and what is asked for, else None.
-
-        Args:
-            allowed: all rules together.
-            per_query: they say more than the padding of `kv` does.
-        """
-        rows = q.shape[0]
-        contain = per_query and not kv.finite
-        if kv.absorbed:
-            q = self.to_slots(q)
-        seen = None
-        if kv.null or kv.absorbed:
-            seen = visible_rows(allowed, rows, kv.slots, per_head=True, device=q.device)
-        if kv.lengths is None:
-            bias = None if kv.bias is None else kv.bias[:, None, None]
-            if kv.null:
-                bias = self._with_length_norm(bias, allowed, kv)
-                allowed = None if allowed is None else F.pad(allowed, (1, 0), value=True)
-                known = None
-            else:
-                known = None if per_query else kv.seen
-            asked = contain, return_weights, return_total
-            found = self.attend_slots(q, kv.keys, kv.values, allowed, bias, *asked, known)
+        self, q: Tensor, kv: KeyValue, allowed: Tensor | None, per_query: bool, options: Options
+    ) -> AttentionOutput:
+        """Attend from q (rows, h, l, k) under all masks, which may say more than the padding of `kv` (`per_query`)."""
+        queries = self.to_slots(q) if kv.absorbed else q
+        if kv.lengths is not None:
+            result = self._attend_by_row(queries, kv, allowed if per_query else None, options)
         else:
-            found = self._attend_by_row(q, kv, allowed if per_query else None, contain, return_weights, return_total)
-        out, *extras = found if isinstance(found, tuple) else (found,)
-        weights = extras[0] if return_weights else None
-        total = extras[-1] if return_total else None
+            result = attend_by_rule(queries, kv.keys, kv.values, self._rule(kv, allowed, per_query), options)
         if kv.absorbed:
-            out = self.from_slots(out)
-        if seen is not None:
-            out = out.masked_fill(~seen, 0)
-            weights = None if weights is None else weights.masked_fill(~seen, 0)
-        if weights is not None and kv.null:
-            weights = weights[..., 1:]
-        return out, weights, total
+            result.output = self.from_slots(result.output)
+        if kv.absorbed or kv.null:
+            # Neither the bias of the values nor the null slot is for queries without visible slots.
+            visible = visible_rows(allowed, len(q), kv.slots, per_head=True, device=q.device)
+            if visible is not None:
+                result.fill(~visible, 0, float("-inf"))
+            result.visible = visible
+        if kv.null and result.weights is not None:
+            result.weights = result.weights[..., 1:]
+        return result
 
-    def attend_slots(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        allowed: Tensor | None,
-        bias: Tensor | None,
-        contain: bool = False,
-        return_weights: bool = False,
-        return_total: bool = False,
-        seen: Tensor | bool | None = None,
-    ) -> Any:
-        """`attend_checked` with the settings of this layer."""
-        return attend_checked(
-            q,
-            keys,
-            values,
-            allowed,
-            bias,
-            contain=contain,
-            scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
-            backend=self.backend,
-            return_weights=return_weights,
-            return_total=return_total,
-            seen=seen,
-        )
+    def _rule(self, kv: KeyValue, allowed: Tensor | None, per_query: bool) -> Rule:
+        """Return the rule over keys and values that are not packed."""
+        bias = None if kv.bias is None else kv.bias[:, None, None]
+        contain = per_query and not kv.finite
+        if not kv.null:
+            return Rule(allowed, bias, contain, None if per_query else kv.visible)
+        bias = self._with_length_norm(bias, allowed, kv)
+        return Rule(None if allowed is None else F.pad(allowed, (1, 0), value=True), bias, contain)
 
-    def _attend_by_row(
-        self,
-        q: Tensor,
-        kv: KeyValue,
-        allowed: Tensor | None,
-        contain: bool,
-        return_weights: bool,
-        return_total: bool,
-    ) -> Tensor | tuple[Tensor, ...]:
-        """Each row over its own real slots; nothing is computed on padding."""
+    def _attend_by_row(self, q: Tensor, kv: KeyValue, allowed: Tensor | None, options: Options) -> AttentionOutput:
+        """Attend from each row to its own real slots; nothing is computed on padding."""
         assert kv.mask is not None
-        rows = q.shape[0]
+        beams = len(q) // kv.batch
         if allowed is not None:
-            allowed = allowed.repeat_interleave(rows // allowed.shape[0], 0)
-        parts: list[tuple[Tensor, ...]] = []
-        step = rows // kv.batch
-        for row, (own, (keys, values, bias)) in enumerate(zip(q.split(step), kv.rows(), strict=True)):
-            rule = None if allowed is None else allowed[row * step : (row + 1) * step][..., kv.mask[row]]
-            found = self.attend_slots(own, keys, values, rule, bias, contain, return_weights, return_total)
-            out, *extras = found if isinstance(found, tuple) else (found,)
-            if return_weights:
-                full = extras[0].new_zeros(*extras[0].shape[:3], kv.slots)
-                full[..., kv.mask[row]] = extras[0]
-                extras[0] = full
-            parts.append((out, *extras))
-        joined = tuple(torch.cat(one) for one in zip(*parts, strict=True))
-        return joined if len(joined) > 1 else joined[0]
+            allowed = allowed.expand(len(q), *allowed.shape[1:]) if len(allowed) == 1 else repeat_rows(allowed, len(q))
+        results = []
+        for row, (own, (keys, values, bias)) in enumerate(zip(q.split(beams), kv.rows(), strict=True)):
+            rule = _OPEN if bias is None else Rule(bias=bias)
+            if allowed is not None:
+                slots = allowed[row * beams : (row + 1) * beams]
+                rule = Rule(slots[..., kv.mask[row]], bias, contain=not kv.finite)
+            result = attend_by_rule(own, keys, values, rule, options)
+            if result.weights is not None:
+                weights = result.weights.new_zeros(*result.weights.shape[:3], kv.slots)
+                weights[..., kv.mask[row]] = result.weights
+                result.weights = weights
+            results.append(result)
+        return concatenate(results)
 
     def _with_length_norm(self, bias: Tensor | None, allowed: Tensor | None, kv: KeyValue) -> Tensor | None:
-        """`bias` (b, 1, 1, 1 + m) with log C − log M on the M slots each query sees, and nothing on the null slot."""
+        """Add log C − log M to the M slots that each query sees, and nothing to the null slot: (b, 1, 1, 1 + m)."""
         if self.length_norm is None:
             return bias
         if allowed is None:
             allowed = torch.ones(1, 1, 1, kv.slots, dtype=torch.bool, device=kv.keys.device)
-        seen = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True).clamp(min=1)
-        size = math.log(self.length_norm) - seen.to(kv.keys.dtype).log()
+        visible = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True).clamp(min=1)
+        size = math.log(self.length_norm) - visible.to(kv.keys.dtype).log()
         size = F.pad(size.expand(*size.shape[:3], kv.slots), (1, 0))
-        if bias is None:
-            return size
-        return size + (bias if size.shape[0] == 1 else bias.repeat_interleave(size.shape[0] // bias.shape[0], 0))
+        return size if bias is None else size + (bias if len(size) == 1 else repeat_rows(bias, len(size)))

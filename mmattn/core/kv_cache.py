@@ -1,24 +1,40 @@
-"""`KeyValue`: keys and values of a memory for one layer, computed once and attended to many times."""
+"""`KeyValue`: keys and values of a memory for one layer, computed once and attended to many times.
+
+Three layouts give the same numbers to rounding. *Padded* projects every slot. *Packed* projects and attends to real
+slots only. *Absorbed* projects no slot at all: q (M Wk)ᵀ = (q Wkᵀ) Mᵀ and w (M Wv) = (w M) Wv, cheaper while there are
+few queries.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmattn.core.tracing import may_read
+
+# Packing costs a kernel launch per row: it pays once it saves about this many multiplications per row.
+PACK_SAVES = 2_000_000
+# The absorbed form pays up to this share of the multiplications of projecting; processors with fast half-precision
+# matrix products project so quickly that only a few queries are worth it, and only over that many slots.
+ABSORB_MARGIN = 0.5
+ABSORB_MARGIN_HALF = 0.2
+ABSORB_LEAST_HALF = 512
+
+# torch 2.6 cannot tell exporting from compiling.
+_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """Keys and values of a memory for one layer, as `CrossAttention.project` computes them.
+    """Keys and values of a memory for one layer, as `CrossAttention.project` computes them, in one of three layouts.
 
-    It has one of three layouts, by `lengths` and `absorbed`:
-
-    * padded: keys (b, g, m, k), values (b, g, m, k), with `mask` (b, m) or None;
-    * packed (`lengths` given): keys (1, g, n, k) hold the real slots of all rows one after the other, n in all;
-      padding is neither projected nor attended to; `mask` still tells which of the m slots they were;
+    * padded: keys and values (b, g, m, k), with `mask` (b, m) or None;
+    * packed (`lengths` given): keys and values (1, g, n, k) hold the n real slots of all rows one after the other;
     * absorbed: keys and values are the memory itself, (b, 1, m, e) or packed (1, 1, n, e), shared by every layer; the
       projections are applied to the query and to the result instead. With `lengths` and b rows, only the first slots
       of each row are read.
@@ -32,8 +48,7 @@ class KeyValue:
         absorbed: keys and values are the memory itself.
         null: a learned first slot has been put in front of every row.
         finite: known to hold neither NaN nor infinity, so that masks over queries need not look for them.
-        seen: (b, 1, 1, 1) bool, which rows have a slot that may be seen, or True where all are known to; None where it
-            is not known.
+        visible: (b, 1, 1, 1) bool, which rows have a real slot, or True where all have; None where it is not known.
     """
 
     keys: Tensor
@@ -44,133 +59,140 @@ class KeyValue:
     absorbed: bool = False
     null: bool = False
     finite: bool = False
-    seen: Tensor | bool | None = None
+    visible: Tensor | bool | None = None
     #: Number of rows b.
     batch: int = field(init=False)
     #: Number of slots m of the memory, padding included and a null slot not.
     slots: int = field(init=False)
-    #: Nothing but keys and values of slots that all may be seen.
+    #: Nothing but keys and values of visible slots.
     plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.lengths is None:
-            batch, slots = self.keys.shape[0], self.keys.shape[2] - self.null
-        else:
-            assert self.mask is not None
-            batch, slots = len(self.lengths), self.mask.shape[1]
+        batch, slots = self.keys.shape[0], self.keys.shape[2] - self.null
+        if self.lengths is not None and self.mask is not None:
+            batch, slots = self.mask.shape
+        special = self.mask is not None or self.bias is not None or self.absorbed or self.null
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "slots", slots)
-        special = self.lengths is not None or self.mask is not None or self.bias is not None
-        object.__setattr__(self, "plain", slots > 0 and not (special or self.absorbed or self.null))
+        object.__setattr__(self, "plain", slots > 0 and not special)
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Keys (1, g, m_i, k), values and bias (m_i,) of each row whose length is known, as views."""
+        """Yield keys (1, g, m_i, k), values and bias (m_i,) of each row whose length is known, as views."""
         assert self.lengths is not None
-        bias: Iterable[Tensor | None] = [None] * len(self.lengths)
+        biases: Sequence[Tensor | None] = [None] * len(self.lengths)
         if self.keys.shape[0] != len(self.lengths):
             # Split, not sliced: the gradient of a slice is as large as all rows together.
-            keys, values = self.keys.split(self.lengths, 2), self.values.split(self.lengths, 2)
             if self.bias is not None:
-                bias = self.bias[0].split(self.lengths)
-            yield from zip(keys, values, bias, strict=True)
+                biases = self.bias[0].split(self.lengths)
+            yield from zip(self.keys.split(self.lengths, 2), self.values.split(self.lengths, 2), biases, strict=True)
             return
         if self.bias is not None:
-            bias = self.bias.unbind()
-        for length, key, value, own in zip(self.lengths, self.keys.unbind(), self.values.unbind(), bias, strict=True):
-            yield key[None, :, :length], value[None, :, :length], None if own is None else own[:length]
+            biases = self.bias.unbind()
+        for length, key, value, bias in zip(
+            self.lengths, self.keys.unbind(), self.values.unbind(), biases, strict=True
+        ):
+            yield key[None, :, :length], value[None, :, :length], None if bias is None else bias[:length]
 
     def row(self, number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Keys (g, m_i, k), values, bias (m_i,) and mask (m_i,) of one row, as views; None for what there is not."""
+        """Return keys (g, m_i, k), values, bias (m_i,) and mask (m_i,) of one row, as views."""
         if self.lengths is None:
             bias, mask = (None if one is None else one[number] for one in (self.bias, self.mask))
             return self.keys[number], self.values[number], bias, mask
-        shared = self.keys.shape[0] != len(self.lengths)
-        begin, holder = (sum(self.lengths[:number]), 0) if shared else (0, number)
-        own = slice(begin, begin + self.lengths[number])
-        bias = None if self.bias is None else self.bias[holder, own]
-        return self.keys[holder, :, own], self.values[holder, :, own], bias, None
+        begin, length = 0, self.lengths[number]
+        if self.keys.shape[0] != len(self.lengths):
+            begin, number = sum(self.lengths[:number]), 0
+        places = slice(begin, begin + length)
+        bias = None if self.bias is None else self.bias[number, places]
+        return self.keys[number, :, places], self.values[number, :, places], bias, None
 
     @staticmethod
     def gather(rows: Sequence[tuple[KeyValue, int]]) -> KeyValue:
-        """Rows of one or several `KeyValue`, alike in `absorbed` and `null`, as one batch padded to the longest.
-
-        Args:
-            rows: for each row of the result the `KeyValue` that holds it, and its number there.
-        """
+        """Pad rows of one or several `KeyValue`, each by its holder and its number there, to one batch."""
         first = rows[0][0]
         if [number for _, number in rows] == list(range(first.batch)) and all(holder is first for holder, _ in rows):
             return first
         keys, values, biases, masks = zip(*(holder.row(number) for holder, number in rows), strict=True)
-        lengths = [key.shape[1] for key in keys]
-        longest = max(lengths)
-
-        def stack(parts: Sequence[Tensor]) -> Tensor:
-            return torch.stack([F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in parts])
-
-        mask = bias = None
-        if len(set(lengths)) > 1 or any(own is not None for own in masks):
-            slots = [key.new_ones(key.shape[1] - first.null, dtype=torch.bool) for key in keys]
-            given = [real if own is None else own for real, own in zip(slots, masks, strict=True)]
-            mask = torch.nn.utils.rnn.pad_sequence(given, batch_first=True)
-        if first.bias is not None:
-            bias = torch.nn.utils.rnn.pad_sequence(list(biases), batch_first=True)
-        stacked = stack(keys)
-        return KeyValue(
-            stacked,
-            stacked if first.absorbed else stack(values),
-            mask,
-            bias,
-            absorbed=first.absorbed,
-            null=first.null,
-            finite=all(holder.finite for holder, _ in rows),
-        )
+        stacked = _stack(keys)
+        bias = None if first.bias is None else pad_sequence(list(biases), batch_first=True)
+        mask = _stack_masks(masks, [key.shape[1] - first.null for key in keys], stacked)
+        finite = all(holder.finite for holder, _ in rows)
+        stacked_values = stacked if first.absorbed else _stack(values)
+        return KeyValue(stacked, stacked_values, mask, bias, absorbed=first.absorbed, null=first.null, finite=finite)
 
     def pick(self, rows: Tensor, slots: int) -> KeyValue:
-        """The first `slots` slots of some rows, in the padded layout without a mask."""
+        """Return the first `slots` slots of some rows, in the padded layout without a mask."""
         assert not self.absorbed and self.mask is None and self.bias is None
         keys, values = (whole[rows, :, : self.null + slots] for whole in (self.keys, self.values))
         return KeyValue(keys, values, null=self.null, finite=self.finite)
 
     def append(self, more: KeyValue) -> KeyValue:
-        """These slots and `more` of the same rows after them, in the padded layout without a mask."""
+        """Return these slots and `more` of the same rows after them, in the padded layout without a mask."""
         assert not (self.absorbed or more.absorbed) and self.mask is None and more.mask is None
         keys = torch.cat([self.keys, more.keys[:, :, more.null :]], 2)
         values = torch.cat([self.values, more.values[:, :, more.null :]], 2)
         return KeyValue(keys, values, null=self.null, finite=self.finite and more.finite)
 
     def without_null(self) -> KeyValue:
-        """The same without the learned first slot, as views."""
+        """Return the same without the learned first slot, as views."""
         if not self.null:
             return self
         bias = None if self.bias is None else self.bias[:, 1:]
         return replace(self, keys=self.keys[:, :, 1:], values=self.values[:, :, 1:], bias=bias, null=False)
 
     def unchecked(self) -> list[Tensor]:
-        """What of keys, values and bias is not known to be finite."""
-        own = [] if self.finite else [self.keys, self.values]
-        return own if self.bias is None else [*own, self.bias]
+        """Return the tensors that are not known to be finite."""
+        unchecked = [] if self.finite else [self.keys, self.values]
+        return unchecked if self.bias is None else [*unchecked, self.bias]
 
     def nbytes(self) -> int:
-        """Bytes held, counting storage shared by keys and values once."""
-        size = self.keys.nbytes
-        return size if self.values is self.keys else size + self.values.nbytes
+        """Return the bytes held, counting storage shared by keys and values once."""
+        return self.keys.nbytes + (0 if self.values is self.keys else self.values.nbytes)
+
+
+def _stack(rows: Sequence[Tensor]) -> Tensor:
+    """Stack rows (g, m_i, k) to (b, g, m, k), padded to the longest."""
+    longest = max(row.shape[1] for row in rows)
+    return torch.stack([F.pad(row, (0, 0, 0, longest - row.shape[1])) for row in rows])
+
+
+def _stack_masks(masks: Sequence[Tensor | None], lengths: Sequence[int], like: Tensor) -> Tensor | None:
+    """Stack masks (m_i,) of rows of these lengths to (b, m), or None where all slots are real."""
+    if len(set(lengths)) == 1 and all(mask is None for mask in masks):
+        return None
+    real = [like.new_ones(length, dtype=torch.bool) for length in lengths]
+    given = [one if mask is None else mask for one, mask in zip(real, masks, strict=True)]
+    return pad_sequence(given, batch_first=True)
+
+
+def packed_lengths(mask: Tensor | None, cost: int) -> tuple[int, ...] | None:
+    """Return the number of real slots of each row of mask (b, m) if packing pays at this cost per slot."""
+    if mask is None or not may_read(mask):
+        return None
+    lengths = tuple(mask.sum(1).tolist())
+    saved = (mask.numel() - sum(lengths)) * cost
+    return lengths if saved > PACK_SAVES * len(lengths) else None
 
 
 def real_slots_first(mask: Tensor, lengths: tuple[int, ...]) -> bool:
-    """Whether in each row of mask (b, m) all real slots come before the padding."""
+    """Return whether in each row of mask (b, m) all real slots come before the padding."""
     ends = torch.tensor(lengths, device=mask.device)[:, None]
     return bool((mask == (torch.arange(mask.shape[1], device=mask.device) < ends)).all())
 
 
 def pack(tensor: Tensor, mask: Tensor, lengths: tuple[int, ...], first: bool) -> Tensor:
-    """The real slots of all rows of a tensor (b, m, …), one after the other (1, n, …).
-
-    Args:
-        tensor: (b, m, …).
-        mask: (b, m) bool, which slots are real.
-        lengths: number of real slots of each row.
-        first: whether the real slots come before the padding in every row.
-    """
+    """Return the real slots of all rows of a tensor (b, m, …), one after the other (1, n, …)."""
     if first:
         return torch.cat([row[:length] for row, length in zip(tensor.unbind(), lengths, strict=True)])[None]
     return tensor.flatten(0, 1).index_select(0, mask.flatten().nonzero()[:, 0])[None]
+
+
+def absorbing_pays(queries: int, slots: float, rows: int, half: bool, *, dim: int, heads: tuple[int, int, int]) -> bool:
+    """Return whether wider queries, scores and results cost less than keys and values of every slot; heads: h, g, k."""
+    if _exporting():
+        return False  # the program would hold only for lengths of the same answer
+    margin = ABSORB_MARGIN
+    if half:
+        margin = ABSORB_MARGIN_HALF if rows * slots >= ABSORB_LEAST_HALF else 0
+    h, g, k = heads
+    absorbed = queries * h * ((dim - k) * slots + k * dim)
+    return absorbed < margin * slots * dim * g * k

@@ -1,4 +1,4 @@
-"""Boolean masks of attention, True = may look: small rules that combine with `&`, `|`, `~` and draw themselves.
+"""Boolean masks of attention, True = may attend: small rules that combine with `&`, `|`, `~` and draw themselves.
 
 A rule is a `Mask` around a tensor that broadcasts to (b, h, l, m): rules over tokens
 and slots are (l, m), rules that differ from row to row are (b, 1, l, m) or (b, 1, 1, m), so any two of them combine.
@@ -27,9 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmattn.core.mask_converters import from_additive, from_huggingface, from_key_padding
 from mmattn.core.tracing import readable
-from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_choice, check_int
+from mmattn.errors import ConfigError, MaskError, ShapeError, check_bool_mask, check_choice, check_int
 
 __all__ = [
     "VISIBLE_SEGMENTS",
@@ -41,7 +40,6 @@ __all__ = [
     "from_huggingface",
     "from_key_padding",
     "media",
-    "memory_mask",
     "padding",
     "padding_mask",
     "window",
@@ -49,13 +47,15 @@ __all__ = [
 
 Device = torch.device | str | None
 
-#: Which segments of a memory a token sees: all, those begun at or before it, or the last of these.
+#: Which segments of a memory a token may attend to: all, those begun at or before it, or the last of these.
 VISIBLE_SEGMENTS = ("all", "previous", "latest")
+#: Added to a score, this or less hides its slot in other libraries.
+_DROPPED = -9000.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
-    """A boolean rule, True = may look, that broadcasts to (b, h, l, m).
+    """A boolean rule, True = may attend, that broadcasts to (b, h, l, m).
 
     Args:
         tensor: (l, m), for every row and head; (b, l, m), for every head, which becomes (b, 1, l, m); or (b, h, l, m).
@@ -91,7 +91,7 @@ class Mask:
         return self.tensor.shape
 
     def to(self, device: torch.device | str) -> Mask:
-        """The same rule on another device."""
+        """Return the same rule on another device."""
         return Mask(self.tensor.to(device))
 
     def __and__(self, other: Mask | Tensor) -> Mask:
@@ -121,7 +121,7 @@ class Mask:
         return f"Mask{tuple(self.shape)}"
 
     def draw(self, *, rows: int = 4, width: int = 100, height: int = 50) -> str:
-        """The rule as text: one line per query, '█' may look, '·' may not.
+        """Draw the rule as text: one line per query, '█' may attend, '·' may not.
 
         Args:
             rows: pictures drawn at most, one per row and head.
@@ -142,8 +142,8 @@ class Mask:
             labels = [f"row {row}"] * (b > 1) + [f"head {head}"] * (h > 1)
             if labels:
                 lines.append(", ".join(labels))
-            for seen in grid[row, head, :height, :width].tolist():
-                lines.append("".join("█" if look else "·" for look in seen) + "…" * (m > width))
+            for query in grid[row, head, :height, :width].tolist():
+                lines.append("".join("█" if allowed else "·" for allowed in query) + "…" * (m > width))
             if l > height:
                 lines.append(f"… {l - height} more")
         if b * h > rows:
@@ -156,7 +156,7 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = None) -> Mask:
-    """A mask of padding by lengths, (b, 1, 1, m): row i may look at its first `lengths[i]` slots.
+    """A mask of padding by lengths, (b, 1, 1, m): row i may attend to its first `lengths[i]` slots.
 
     Args:
         lengths: (b,) ints.
@@ -187,7 +187,7 @@ def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = No
 
 
 def padding_mask(mask: Tensor) -> Mask:
-    """A mask of padding, (b, 1, 1, m): row i may look where `mask[i]` is True.
+    """A mask of padding, (b, 1, 1, m): row i may attend where `mask[i]` is True.
 
     Args:
         mask: (b, m) bool.
@@ -205,29 +205,8 @@ def padding_mask(mask: Tensor) -> Mask:
     return Mask(mask[:, None, None])
 
 
-def memory_mask(matrix: Tensor) -> Mask:
-    """A mask over queries and slots, (l, m): query i may look at slot j where `matrix[i, j]` is True.
-
-    Args:
-        matrix: (l, m) bool.
-
-    Raises:
-        MaskError: not boolean.
-        ShapeError: not (l, m).
-
-    >>> print(memory_mask(torch.eye(3, dtype=torch.bool)).draw())
-    3 queries × 3 slots
-    █··
-    ·█·
-    ··█
-    """
-    if check_bool_mask("matrix", matrix).dim() != 2:
-        raise ShapeError(f"matrix must be (l, m), got {tuple(matrix.shape)}; a (b, l, m) mask is a Mask(tensor)")
-    return Mask(matrix)
-
-
 def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = None) -> Mask:
-    """A causal mask, (l, m): query i may look at slots up to i + offset.
+    """A causal mask, (l, m): query i may attend to slots up to i + offset.
 
     Args:
         l: number of queries.
@@ -249,7 +228,7 @@ def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = No
 
 
 def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device = None) -> Mask:
-    """A causal mask over a window, (l, m): query i may look at the last `size` slots up to i + offset.
+    """A causal mask over a window, (l, m): query i may attend to the last `size` slots up to i + offset.
 
     Args:
         l: number of queries.
@@ -274,7 +253,7 @@ def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device 
 
 
 def _places(l: int, m: int | None, offset: int, device: Device) -> tuple[Tensor, Tensor]:
-    """The slots (m,), and for each query the slot of its own place (l, 1)."""
+    """Return the slots (m,), and for each query the last slot it may attend to (l, 1)."""
     check_int("l", l, at_least=0)
     check_int("offset", offset, at_least=-sys.maxsize)
     m = l + max(offset, 0) if m is None else check_int("m", m, at_least=0)
@@ -286,10 +265,8 @@ def chunk(
 ) -> Mask:
     """The mask of RETRO's shifted chunks (arXiv 2112.04426, section 2.4), (l, m).
 
-    A token sees what the last finished chunk retrieved.
-
-    The memory is (chunks × neighbour_length) slots in order. The last token of chunk c, up to the second to last of
-    chunk c + 1, may look at the neighbours of chunk c; the tokens before the end of chunk 0 see nothing.
+    A token attends to the neighbours of the last finished chunk. The memory is (chunks × neighbour_length) slots in
+    order: the last token of chunk c, up to the second to last of chunk c + 1, may attend to the neighbours of chunk c.
 
     Args:
         l: tokens.
@@ -322,7 +299,7 @@ def chunk(
 
 
 def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
-    """A mask of documents that share a row, (b, 1, l, m): queries may look at slots of their own document.
+    """A mask of documents that share a row, (b, 1, l, m): queries may attend to slots of their own document.
 
     Args:
         query_ids: (b, l) ints; a negative one belongs to no document.
@@ -373,10 +350,82 @@ def media(images: Tensor, segments: Tensor, visible_segments: str = "latest") ->
     _check_pair("images", images, "segments", segments)
     begun, owner = images[:, :, None] - 1, segments[:, None]
     if visible_segments == "all":
-        seen = torch.ones_like(begun, dtype=torch.bool)
+        visible = torch.ones_like(begun, dtype=torch.bool)
     else:
-        seen = owner == begun if visible_segments == "latest" else owner <= begun
-    return Mask((seen & (owner >= 0))[:, None])
+        visible = owner == begun if visible_segments == "latest" else owner <= begun
+    return Mask((visible & (owner >= 0))[:, None])
+
+
+def from_huggingface(mask: Tensor) -> Tensor:
+    """Convert a transformers `attention_mask` (1 = keep, 0 = drop; int, float or bool) to bool, True = may attend.
+
+    Raises:
+        MaskError: values other than 0 and 1, or not a tensor.
+
+    >>> from_huggingface(torch.tensor([[0, 1, 1]]))
+    tensor([[False,  True,  True]])
+    """
+    _check_tensor("from_huggingface", mask)
+    if mask.dtype == torch.bool:
+        return mask
+    keep = mask == 1
+    if readable(mask) and not bool((keep | (mask == 0)).all()):
+        raise MaskError(
+            "from_huggingface reads 1 = keep and 0 = drop, got other values; "
+            "a mask that is added to the scores (0 = keep, -inf = drop) goes through from_additive"
+        )
+    return keep
+
+
+def from_additive(mask: Tensor) -> Tensor:
+    """Convert a float mask that is added to the scores (0 = keep, -10000 or less = drop) to bool, True = may attend.
+
+    Raises:
+        MaskError: not a float tensor, or values that are neither: those are a bias, not a mask.
+
+    >>> from_additive(torch.tensor([[0.0, float("-inf"), -10000.0]]))
+    tensor([[ True, False, False]])
+    """
+    _check_tensor("from_additive", mask)
+    if not mask.is_floating_point():
+        raise MaskError(
+            f"from_additive reads floats, 0 = keep and -inf = drop; got {_dtype(mask)}. "
+            "For 1 = keep use from_huggingface, for a bool with True = drop from_key_padding"
+        )
+    keep = mask == 0
+    if readable(mask) and not bool((keep | (mask <= _DROPPED)).all()):
+        raise MaskError(
+            "from_additive reads 0 = keep and -10000 or less = drop, got other values; "
+            "for 1 = keep use from_huggingface, and pass a bias on the scores as bias="
+        )
+    return keep
+
+
+def from_key_padding(mask: Tensor) -> Tensor:
+    """Convert a `key_padding_mask` or bool `attn_mask` of nn.MultiheadAttention (True = drop) to True = may attend.
+
+    Raises:
+        MaskError: not boolean.
+
+    >>> from_key_padding(torch.tensor([[True, False, False]]))
+    tensor([[False,  True,  True]])
+    """
+    _check_tensor("from_key_padding", mask)
+    if mask.dtype != torch.bool:
+        raise MaskError(
+            f"from_key_padding reads a bool tensor, True = drop; got {_dtype(mask)}. "
+            "For floats added to the scores use from_additive, for 1 = keep from_huggingface"
+        )
+    return ~mask
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_tensor(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise MaskError(f"{name} takes a tensor, got {type(mask).__name__}")
 
 
 def _check_ints(name: str, tensor: object) -> None:

@@ -53,10 +53,9 @@ class PagePool:
     ) -> None:
         self.layers, self.page_size = check_int("layers", layers), check_int("page_size", page_size)
         g, k = check_int("num_kv_heads", num_kv_heads), check_int("head_dim", head_dim)
-        # A tensor made in inference mode could not be written to outside it.
+        # Keys and values; a tensor made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
-            self._keys = torch.empty(layers, 0, g, page_size, k, device=device, dtype=dtype)
-            self._values = torch.empty_like(self._keys)
+            self._pages = torch.empty(2, layers, 0, g, page_size, k, device=device, dtype=dtype)
         self._holders: list[int] = []
         self._free: list[int] = []
         self.peak = 0
@@ -69,21 +68,27 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, keys and values of all layers."""
-        layers, _, g, size, k = self._keys.shape
-        return 2 * layers * g * size * k * self._keys.element_size()
+        _, _, _, g, size, k = self._pages.shape
+        return 2 * self.layers * g * size * k * self._pages.element_size()
 
     def nbytes(self) -> int:
-        """Bytes of the pages that a text holds."""
+        """Return the bytes of the pages that a text holds."""
         return self.used * self.page_bytes
 
     def cache(self, rows: int) -> PagedCache:
-        """An empty cache for `rows` texts, which grow together."""
+        """Return an empty cache for `rows` texts, which grow together."""
         return PagedCache(self, [[] for _ in range(check_int("rows", rows))], 0)
 
     def take(self) -> int:
-        """A page for one holder."""
+        """Return a page for one holder."""
         if not self._free:
-            self._grow(max(16, len(self._holders)))
+            count, more = len(self._holders), max(16, len(self._holders))
+            with torch.inference_mode(False), torch.no_grad():
+                pages = self._pages.new_empty(2, self.layers, count + more, *self._pages.shape[3:])
+                pages[:, :, :count] = self._pages
+            self._pages = pages
+            self._holders += [0] * more
+            self._free += range(count + more - 1, count - 1, -1)
         page = self._free.pop()
         self._holders[page] = 1
         self.peak = max(self.peak, self.used)
@@ -96,7 +101,7 @@ class PagePool:
                 self._holders[page] += 1
 
     def give_back(self, tables: list[list[int]]) -> None:
-        """Take a holder from each page as often as it is named; pages without one are free. Leaves `tables` empty."""
+        """Remove a holder from each page as often as it is named; pages without one are free. Leaves `tables` empty."""
         for table in tables:
             for page in table:
                 self._holders[page] -= 1
@@ -104,84 +109,47 @@ class PagePool:
                     self._free.append(page)
         tables.clear()
 
-    def own(self, page: int) -> int:
-        """A page with these contents and one holder: the same one, or a copy where others hold it, too."""
+    def writable(self, page: int) -> int:
+        """Return a page with these contents and one holder: the same one, or a copy where others hold it, too."""
         if self._holders[page] == 1:
             return page
         copy = self.take()
         self._holders[page] -= 1
         with torch.no_grad():
-            self._keys[:, copy], self._values[:, copy] = self._keys[:, page], self._values[:, page]
+            self._pages[:, :, copy] = self._pages[:, :, page]
         return copy
 
     def check(self, layer: int, rows: int, keys: Tensor, values: Tensor) -> None:
-        """Refuse keys and values that these pages cannot hold.
-
-        Args:
-            layer: which they are of.
-            rows: b, as the cache has them.
-            keys: (b, g, l, k).
-            values: (b, g, l, k).
-
-        Raises:
-            ConfigError: gradients would be lost.
-            ShapeError: other rows, heads, layers, dtype or device.
-        """
-        layers, _, g, _, k = self._keys.shape
-        if not (keys.shape == values.shape and keys.dim() == 4 and layer < layers) or (
-            (keys.shape[0], keys.shape[1], keys.shape[3]) != (rows, g, k)
-        ):
+        """Refuse keys and values that these pages cannot hold."""
+        _, _, _, g, _, k = self._pages.shape
+        fits = keys.dim() == 4 and (keys.shape[0], keys.shape[1], keys.shape[3]) == (rows, g, k)
+        if not fits or keys.shape != values.shape or layer >= self.layers:
             raise ShapeError(
-                f"these pages hold {layers} layers of keys and values ({rows}, {g}, l, {k}), {rows} rows as now; got "
-                f"{tuple(keys.shape)} and {tuple(values.shape)} for layer {layer}"
+                f"these pages hold {self.layers} layers of keys and values ({rows}, {g}, l, {k}), {rows} rows as now; "
+                f"got {tuple(keys.shape)} and {tuple(values.shape)} for layer {layer}"
             )
-        if keys.dtype != self._keys.dtype or keys.device != self._keys.device:
+        if keys.dtype != self._pages.dtype or keys.device != self._pages.device:
             raise ShapeError(
-                f"these pages are {self._keys.dtype} on {self._keys.device}, and the keys {keys.dtype} on "
+                f"these pages are {self._pages.dtype} on {self._pages.device}, and the keys {keys.dtype} on "
                 f"{keys.device}: make the pool as the model is"
             )
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise ConfigError("pages keep no gradients: run under torch.no_grad(), or train without a cache")
 
-    def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values into pages.
-
-        Args:
-            layer: which they are of.
-            pages: (b, l), of each token.
-            slots: (l,), the place of each token in its page.
-            keys: (b, g, l, k).
-            values: (b, g, l, k).
-        """
+    def write(self, layer: int, pages: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values (b, g, l, k) of a layer into pages (b, l), at places (l,) in them."""
         with torch.no_grad():
-            for table, given in ((self._keys, keys), (self._values, values)):
-                table[layer][pages.flatten(), :, slots.repeat(len(pages))] = given.transpose(1, 2).flatten(0, 1)
+            for table, tokens in zip(self._pages[:, layer], (keys, values), strict=True):
+                table[pages.flatten(), :, places.repeat(len(pages))] = tokens.transpose(1, 2).flatten(0, 1)
 
     def read(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (b, g, length, k) of texts.
-
-        Args:
-            layer: which they are of.
-            pages: (b, n), of each text.
-            length: tokens of a text.
-        """
-        keys, values = (side_by_side(table[layer], pages, None) for table in (self._keys, self._values))
-        return keys[:, :, :length], values[:, :, :length]
-
-    def _grow(self, more: int) -> None:
-        count = len(self._holders)
-        with torch.inference_mode(False), torch.no_grad():
-            for name in ("_keys", "_values"):
-                old = getattr(self, name)
-                new = old.new_empty(old.shape[0], count + more, *old.shape[2:])
-                new[:, :count] = old
-                setattr(self, name, new)
-        self._holders += [0] * more
-        self._free += range(count + more - 1, count - 1, -1)
+        """Return keys and values (b, g, length, k) of a layer from pages (b, n)."""
+        keys, values = (side_by_side(table, pages, None)[:, :, :length] for table in self._pages[:, layer])
+        return keys, values
 
 
 class PagedCache:
-    """Keys and values of texts that grow together, in pages of a `PagePool`: what `pool.cache(rows)` gives.
+    """Keys and values of texts that grow together, in pages of a `PagePool`, by `pool.cache(rows)`.
 
     Its pages go back to the pool with `free()`, or when nothing refers to it any more.
     """
@@ -197,7 +165,7 @@ class PagedCache:
         return self._lengths[0]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the new tokens (b, g, l, k) of a layer, and give those of all tokens so far (b, g, m, k).
+        """Append the new tokens (b, g, l, k) of a layer, and return those of all tokens so far (b, g, m, k).
 
         Raises:
             ConfigError: gradients would be lost.
@@ -211,21 +179,21 @@ class PagedCache:
                 if place == len(table):
                     table.append(self.pool.take())
                 else:
-                    table[place] = self.pool.own(table[place])
+                    table[place] = self.pool.writable(table[place])
         pages, places = torch.tensor(self._tables, device=keys.device), torch.arange(begin, end, device=keys.device)
         self.pool.write(layer, pages[:, places // size], places % size, keys, values)
         self._lengths[layer] = end
         return self.pool.read(layer, pages, end)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, some of them several times (beams), some not at all; nothing is copied."""
+        """Continue with these rows, some of them several times (beams), some not at all; nothing is copied."""
         selected = [list(self._tables[row]) for row in rows]
         self.pool.hold(selected)
         self.pool.give_back(self._tables)
         self._tables += selected
 
     def fork(self, length: int | None = None) -> PagedCache:
-        """Another cache that begins with the first `length` tokens of this one, all by default, on the same pages.
+        """Return another cache that begins with the first `length` tokens of this one, all by default, on its pages.
 
         Raises:
             ConfigError: more tokens than there are.
@@ -236,12 +204,12 @@ class PagedCache:
         return PagedCache(self.pool, tables, length)
 
     def nbytes(self) -> int:
-        """Bytes of its pages, each counted once."""
+        """Return the bytes of its pages, each counted once."""
         return len({page for table in self._tables for page in table}) * self.pool.page_bytes
 
 
 def side_by_side(table: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
-    """Pages of a table put side by side: (b, g, n·m, k), or packed (1, g, r, k) with the r real slots only.
+    """Put pages of a table side by side: (b, g, n·m, k), or packed (1, g, r, k) with the r real slots only.
 
     Args:
         table: (·, g, m, k), a page per row.

@@ -221,7 +221,7 @@ def alibi_slopes(h: int) -> Tensor:
 def alibi(h: int, l: int, m: int, offset: int = 0) -> Tensor:
     """ALiBi's bias on the scores, (h, l, m): each head's slope times minus the distance of slot j from i + offset.
 
-    Slots ahead of a query count as far as those after it; whether they are seen at all is the mask's affair.
+    Slots ahead of a query count like those behind it; a mask decides whether they are visible.
 
     Raises:
         ConfigError: sizes that are not ints.

@@ -1,4 +1,4 @@
-"""Attention over a memory in parts, one of which many rows share, or which lie in several processes.
+"""Attention over a memory in parts, one of which many rows share, which lie in several processes, or apart by rows.
 
 Each part is attended to by itself and the results are merged exactly, so that nothing is copied or gathered: rows that
 share a part are its queries (Hydragen, arXiv 2402.05099).
@@ -8,107 +8,134 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mmattn.core.attention import combine_masks
+from mmattn.core.attention import AttentionOutput, Options, concatenate
+from mmattn.core.attention_inputs import combine_masks, repeat_rows
 from mmattn.core.distributed import gather, sum_gradients, summed
+from mmattn.core.key_value_projection import AttendableMemory, KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.log_sum_exp import merge
 from mmattn.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 @dataclass(frozen=True)
-class KeyValueParts:
+class KeyValueParts(AttendableMemory):
     """Keys and values of a memory in parts, attended to as if they lay one after the other.
 
     Args:
-        parts: each with the rule (b, h or 1, l, m) bool of which of its slots each query may look at; None for all that
-            are real. The rows of a part divide those of the queries.
+        parts: each with the mask (b, h or 1, l, m) bool of the slots each query may attend to; None for all that are
+            real. The rows of a part divide those of the queries.
         group: of `torch.distributed`, where each process has parts of its own and all have the same queries.
     """
 
     parts: tuple[tuple[KeyValue, Tensor | None], ...]
-    group: Any = None
+    group: ProcessGroup | None = None
+
+    def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
+        """Return the attention of queries (b, h, l, k) over all parts.
+
+        Raises:
+            ConfigError: weights over slots in several processes.
+        """
+        if self.group is not None and return_weights:
+            raise ConfigError("the weights over a memory that lies in several processes are in none of them: use one")
+        queries = sum_gradients(q, self.group)
+        options = projection.options(return_weights, return_log_sum_exp=True)
+        results = [self._attend_part(projection, queries, kv, mask, options) for kv, mask in self.parts]
+        size = self._length_norm(projection, q)
+        totals = [one.log_sum_exp + size for one in results if one.log_sum_exp is not None]
+        output, total = self._merge([one.output for one in results], totals)
+        visible = total != float("-inf")
+        # The null slot counts once, whatever the number of parts.
+        output, total = with_null_slot(projection, q, output, total)
+        whole = AttentionOutput(output.masked_fill(~visible, 0), None, total, visible)
+        if return_weights:
+            shares = [(one - total).exp().masked_fill(~visible, 0) for one in totals]
+            whole.weights = torch.cat([one.scaled_weights(by) for one, by in zip(results, shares, strict=True)], -1)
+        return whole
+
+    def _merge(self, outputs: list[Tensor], totals: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Merge the parts of this process, and those of all processes."""
+        output, total = merge(outputs, totals)
+        if self.group is None:
+            return output, total
+        return merge(gather(output, self.group), gather(total, self.group))
+
+    def _attend_part(
+        self, projection: KeyValueProjection, q: Tensor, kv: KeyValue, mask: Tensor | None, options: Options
+    ) -> AttentionOutput:
+        return projection.attend_projected(q, kv.without_null(), _allowed(q, kv, mask), mask is not None, options)
+
+    def _length_norm(self, projection: KeyValueProjection, q: Tensor) -> Tensor | float:
+        """Return what `length_norm` adds to the scores of all slots."""
+        if projection.null_key is None or projection.length_norm is None:
+            return 0.0
+        return math.log(projection.length_norm) - self._count(q).clamp(min=1).log()
+
+    def _count(self, q: Tensor) -> Tensor:
+        """Return how many slots of all parts each query may attend to, broadcastable to (b, h, l, 1)."""
+        count = torch.zeros(1, 1, 1, 1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+        for kv, mask in self.parts:
+            allowed = _allowed(q, kv, mask)
+            if allowed is None:
+                count = count + kv.slots
+            else:
+                slots = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True)
+                count = count + repeat_rows(slots, len(q)).to(count)
+        return count if self.group is None else summed(count.expand(len(q), -1, q.shape[2], 1), self.group)
 
 
-def attend_parts(
-    projection: Any, q: Tensor, memory: KeyValueParts, return_weights: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Attention of queries over all parts.
+def _allowed(q: Tensor, kv: KeyValue, mask: Tensor | None) -> Tensor | None:
+    return combine_masks(kv.mask, mask, (len(q), kv.batch, q.shape[1], q.shape[2], kv.slots))
+
+
+@dataclass(frozen=True)
+class KeyValueRows(AttendableMemory):
+    """Keys and values of several rows, computed apart: each row attends to its own, and nothing is copied or padded.
 
     Args:
-        projection: `KeyValueProjection`, whose keys and values they are.
-        q: (b, h, l, k), queries.
-        memory: the parts.
-        return_weights: also return the weights.
-
-    Returns:
-        The output (b, h, l, k), with 0 where nothing may be seen; the weights (b, h, l, m) where asked for; and which
-        queries see anything, (b, h, l, 1) bool.
-
-    Raises:
-        ConfigError: weights over what lies in several processes.
+        rows: a `KeyValue` of one row for each row.
     """
-    rows, group = q.shape[0], memory.group
-    if group is not None and return_weights:
-        raise ConfigError("the weights over a memory that lies in several processes are in none of them: use one")
-    asking = q if group is None else sum_gradients(q, group)
-    outs, weights, totals = [], [], []
-    count = torch.zeros(1, 1, 1, 1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
-    for part, rule in memory.parts:
-        kv = part.without_null()
-        allowed = combine_masks(kv.mask, rule, (rows, kv.batch, q.shape[1], q.shape[2], kv.slots))
-        out, shown, total = projection.attend_projected(
-            asking, kv, allowed, rule is not None, return_weights, return_total=True
-        )
-        outs.append(out)
-        weights.append(shown)
-        totals.append(total)
-        count = count + _slots_seen(kv, allowed, rows).to(count)
-    if projection.null_key is not None and projection.length_norm is not None:
-        count = count if group is None else summed(count.expand(rows, -1, q.shape[2], 1), group)
-        size = math.log(projection.length_norm) - count.clamp(min=1).log()
-        totals = [total + size for total in totals]
-    out, total = merge(outs, totals)
-    if group is not None:
-        out, total = merge(gather(out, group), gather(total, group))
-    seen = total != float("-inf")
-    # Once, whatever the number of parts.
-    out, total = with_null_slot(projection, q, out, total)
-    if not return_weights:
-        return out.masked_fill(~seen, 0), None, seen
-    shares = [(own - total).exp().masked_fill(~seen, 0) for own in totals]
-    shown = torch.cat([(share * own).to(own.dtype) for share, own in zip(shares, weights, strict=True)], -1)
-    return out.masked_fill(~seen, 0), shown, seen
+
+    rows: tuple[KeyValue, ...]
+
+    def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
+        """Return the attention of each row of queries (b, h, l, k) over its own keys and values."""
+        results = [
+            projection.attend(row, kv, return_weights=return_weights)
+            for row, kv in zip(q.split(1), self.rows, strict=True)
+        ]
+        if return_weights:
+            longest = max(kv.slots for kv in self.rows)
+            for one, kv in zip(results, self.rows, strict=True):
+                if one.weights is not None:
+                    one.weights = F.pad(one.weights, (0, longest - kv.slots))
+        return concatenate(results)
 
 
-def _slots_seen(kv: KeyValue, allowed: Tensor | None, rows: int) -> Tensor:
-    """How many slots each query sees, broadcastable to (rows, h, l, 1)."""
-    if allowed is None:
-        return torch.full((1, 1, 1, 1), kv.slots)
-    number = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True)
-    return number if len(number) in (1, rows) else number.repeat_interleave(rows // len(number), 0)
-
-
-def with_null_slot(projection: Any, q: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over slots and the null slot, where there is one, of what was found over the slots alone.
+def with_null_slot(
+    projection: KeyValueProjection, q: Tensor, output: Tensor, log_sum_exp: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Add the null slot, where there is one, to attention over slots alone.
 
     Args:
-        projection: `KeyValueProjection`, whose null slot it is.
+        projection: with the null slot.
         q: (b, h, l, k), queries.
-        out: (b, h, l, k), over the slots.
-        total: (b, h, l, 1), the log-sum-exp of their scores.
+        output: (b, h, l, k), over the slots.
+        log_sum_exp: (b, h, l, 1), of their scores.
     """
-    if projection.null_key is None:
-        return out, total
-    key, value = (_by_head(projection, one) for one in (projection.null_key, projection.null_value))
-    score = (q.to(total.dtype) * key.to(total.dtype)).sum(-1, keepdim=True) * projection.scale
-    return merge([out, value.to(out.dtype).expand_as(out)], [total, score])
-
-
-def _by_head(projection: Any, heads: Tensor) -> Tensor:
-    """A vector for each key/value head (g, k) as one for each head (h, 1, k)."""
-    return heads.repeat_interleave(projection.num_heads // projection.num_kv_heads, 0)[:, None]
+    if projection.null_key is None or projection.null_value is None:
+        return output, log_sum_exp
+    # A vector for each key/value head (g, k) as one for each head (h, 1, k).
+    heads = projection.num_heads // projection.num_kv_heads
+    key, value = (one.repeat_interleave(heads, 0)[:, None] for one in (projection.null_key, projection.null_value))
+    score = (q.to(log_sum_exp.dtype) * key.to(log_sum_exp.dtype)).sum(-1, keepdim=True) * projection.scale
+    return merge([output, value.to(output.dtype).expand_as(output)], [log_sum_exp, score])

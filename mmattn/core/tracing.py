@@ -1,6 +1,8 @@
-"""What may be done with a tensor here: whether its values can be read, and whether autocast chooses its dtype."""
+"""Whether the values of a tensor can be read here, whether they are finite, and whether autocast chooses its dtype."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ transform_under_way = torch._C._functorch.peek_interpreter_stack
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether a tensor has values that Python may branch on.
+    """Return whether a tensor has values that Python may branch on.
 
     It has none on the meta device, as a fake tensor, while a graph is traced, or inside a transform of `torch.func`.
     """
@@ -24,11 +26,22 @@ def readable(tensor: Tensor) -> bool:
 
 
 def may_read(tensor: Tensor) -> bool:
-    """Whether a tensor is readable and nothing waits for it: on the CPU, where no queue of kernels must be finished."""
+    """Return whether a tensor is readable without waiting: on the CPU, where no queue of kernels must be finished."""
     return tensor.device.type == "cpu" and readable(tensor)
 
 
 def autocast(tensor: Tensor) -> bool:
-    """Whether autocast is on for the device of a tensor."""
+    """Return whether autocast is on for the device of a tensor."""
     # torch knows no autocast on the meta device, and raises when asked.
     return tensor.device.type != "meta" and torch.is_autocast_enabled(tensor.device.type)
+
+
+def all_finite(first: Tensor, *more: Tensor) -> bool:
+    """Return whether no value of some tensors is NaN or infinite; values whose sum overflows count as infinite, too."""
+    # A sum is finite only if every term is, and reads the tensor once without an intermediate.
+    wide = torch.float64 if first.dtype is torch.float64 else torch.float32
+    total = first.detach().sum(dtype=wide)
+    for one in more:
+        if one is not first:
+            total += one.detach().sum(dtype=wide)
+    return math.isfinite(total)

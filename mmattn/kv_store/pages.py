@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.core.attention import all_finite
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue, pack
 from mmattn.core.paged_cache import side_by_side
 from mmattn.core.quantization import quantize
 from mmattn.core.tensor_cache import TensorVersion
-from mmattn.core.tracing import may_read
+from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import ConditionError, ConfigError, NonFiniteError, ShapeError
 from mmattn.memory import Memory
 
@@ -65,7 +64,7 @@ def weights(adapter: AdapterLayers) -> dict[str, Tensor]:
     """Return all weights that keys and values of entries are computed with."""
     named: dict[str, Tensor] = {f"read.{i}": weight for i, weight in enumerate(adapter.reading_parameters())}
     for layer in adapter.layers:
-        parameters = adapter.attention(layer).projecting_parameters()
+        parameters = adapter.kv_projection(layer).projecting_parameters()
         named |= {f"{layer}.{i}": weight for i, weight in enumerate(parameters)}
     return named
 

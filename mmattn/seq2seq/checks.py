@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmattn.core.attention import may_read
 from mmattn.core.kv_cache import KeyValue
+from mmattn.core.tracing import may_read
 from mmattn.errors import ShapeError, check_bool_mask
 from mmattn.memory import Memory
 

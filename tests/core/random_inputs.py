@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import mmattn.core.layouts
+import mmattn.core.kv_cache
 from mmattn import CrossAttention, attend
 from mmattn.core.kv_cache import KeyValue
 from tests.reference import assert_close, attend_reference, cross_attention_reference, gradients
@@ -103,10 +103,10 @@ def named_weights(layer: CrossAttention) -> dict[str, Tensor]:
 
 
 def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(mmattn.core.layouts, "PACK_SAVES", -1 if "packed" in layout else float("inf"))
+    monkeypatch.setattr(mmattn.core.kv_cache, "PACK_SAVES", -1 if "packed" in layout else float("inf"))
     for margin in ("ABSORB_MARGIN", "ABSORB_MARGIN_HALF"):
-        monkeypatch.setattr(mmattn.core.layouts, margin, float("inf") if "absorbed" in layout else 0)
-    monkeypatch.setattr(mmattn.core.layouts, "ABSORB_LEAST_HALF", 0)
+        monkeypatch.setattr(mmattn.core.kv_cache, margin, float("inf") if "absorbed" in layout else 0)
+    monkeypatch.setattr(mmattn.core.kv_cache, "ABSORB_LEAST_HALF", 0)
 
 
 def kind(kept: KeyValue) -> str:
@@ -147,7 +147,8 @@ def compare_layer(
     inputs = {"x": x, "memory": memory} | ({"values": given_.pop("values")} if "values" in given_ else {})
     fast_inputs = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
     slow_inputs = {name: tensor.detach().double().requires_grad_() for name, tensor in fast_inputs.items()}
-    rotary = {} if layer.rotary is None else {"rotary_base": layer.rotary.base, "axes": layer.rotary.axes}
+    turn = layer.kv_proj.rotary
+    rotary = {} if turn is None else {"rotary_base": turn.base, "axes": turn.axes}
     expected, weights = cross_attention_reference(
         slow,
         **slow_inputs,

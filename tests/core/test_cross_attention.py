@@ -169,8 +169,8 @@ def test_variants(variant, layout, rules, monkeypatch):
     given_: dict = {}
     if layer.kv_proj.score_scale is not None:
         given_["scores"] = torch.randn(B, M, dtype=torch.float64)
-    if layer.rotary is not None:
-        places = (2,) if layer.rotary.axes == 2 else ()
+    if layer.kv_proj.rotary is not None:
+        places = (2,) if layer.kv_proj.rotary.axes == 2 else ()
         given_["query_positions"] = torch.randint(0, 97, (B * 3, L, *places))
         given_["memory_positions"] = torch.randint(0, 97, (B, M, *places))
     if rules != "none":
@@ -248,7 +248,7 @@ def test_any_shape(data_):
         given_["attention_mask"] = torch.rand(shape) < 0.6
     if layer.kv_proj.score_scale is not None:
         given_["scores"] = torch.randn(b, m, dtype=dtype)
-    if layer.rotary is not None and layer.rotary.axes == 2:
+    if layer.kv_proj.rotary is not None and layer.kv_proj.rotary.axes == 2:
         given_["query_positions"], given_["memory_positions"] = torch.randint(9, (l, 2)), torch.randint(9, (m, 2))
     given_["scale"] = options.get("scale")
     with pytest.MonkeyPatch.context() as monkeypatch:

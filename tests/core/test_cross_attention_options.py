@@ -134,7 +134,7 @@ def test_bad_calls():
         layer(torch.randn(3, L, D), kept)
     with pytest.raises(ShapeError, match=r"values must be \(b, m, 23\) = \(2, 7, 23\), got \(2, 6, 23\)"):
         layer(x, memory, values=memory[:, 1:])
-    with pytest.raises(ShapeError, match="got none"):
+    with pytest.raises(ShapeError, match="got None"):
         make(value_dim=29)(x, memory)
     with pytest.raises(ShapeError, match="give them to project"):
         layer(x, kept, mask=MASK)

@@ -1,4 +1,4 @@
-"""`KeyValueProjection` on its own, and the names its weights had before it was a module."""
+"""`KeyValueProjection` on its own."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-import mmattn.core.mask_converters
 import mmattn.core.masks
 from mmattn import masks
 from mmattn.core.masks import Mask
@@ -23,7 +22,7 @@ def rule(l: int, m: int, sees: Callable[[int, int], bool]) -> Tensor:
 
 
 def test_docstring_examples_run() -> None:
-    for module, least in ((mmattn.core.masks, 12), (mmattn.core.mask_converters, 3)):
+    for module, least in ((mmattn.core.masks, 14),):
         result = doctest.testmod(module, extraglobs={"torch": torch})
         assert result.attempted >= least
         assert result.failed == 0
@@ -55,11 +54,6 @@ class TestRules:
     def test_padding_mask_keeps_what_it_is_given(self) -> None:
         keep = torch.rand(3, 5) < 0.5
         assert torch.equal(masks.padding_mask(keep).tensor[:, 0, 0], keep)
-
-    def test_memory_mask_is_over_queries_also_where_sizes_coincide(self) -> None:
-        matrix = torch.rand(3, 3) < 0.5
-        assert masks.memory_mask(matrix).shape == (3, 3)
-        assert torch.equal(masks.memory_mask(matrix).tensor, matrix)
 
     def test_chunk_follows_the_shift_of_the_paper(self) -> None:
         size, r, chunks, l = 5, 3, 4, 23
@@ -180,7 +174,7 @@ class TestMask:
         assert torch.equal(masks.causal(3).to("cpu").tensor, masks.causal(3).tensor)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8])
-    @pytest.mark.parametrize("make", [Mask, masks.padding_mask, masks.memory_mask])
+    @pytest.mark.parametrize("make", [Mask, masks.padding_mask])
     def test_only_bool_is_a_mask(self, make: Callable[[Tensor], Mask], dtype: torch.dtype) -> None:
         with pytest.raises(MaskError, match="must be bool, True = attend; got .*from_huggingface"):
             make(torch.ones(3, 5, dtype=dtype))
@@ -193,10 +187,9 @@ class TestMask:
             Mask(torch.ones(shape, dtype=torch.bool))
 
     @pytest.mark.parametrize("shape", [(5,), (2, 3, 5)])
-    @pytest.mark.parametrize("make", [masks.padding_mask, masks.memory_mask])
-    def test_named_constructors_take_two_dimensions(self, make: Callable[[Tensor], Mask], shape: tuple[int]) -> None:
+    def test_a_padding_mask_has_two_dimensions(self, shape: tuple[int]) -> None:
         with pytest.raises(ShapeError, match="must be"):
-            make(torch.ones(shape, dtype=torch.bool))
+            masks.padding_mask(torch.ones(shape, dtype=torch.bool))
 
     @pytest.mark.parametrize("operator", ["__and__", "__or__"])
     def test_sizes_that_do_not_meet_name_both(self, operator: str) -> None:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from mmattn import CrossAttention
-from mmattn.core.attention import attend_checked
+from mmattn.core.attention import Options, Rule, attend_by_rule
 from mmattn.core.log_sum_exp import merge
-from mmattn.core.per_row_attention import KeyValueRows
-from mmattn.core.split_attention import KeyValueParts
+from mmattn.core.split_attention import KeyValueParts, KeyValueRows
 from tests.core.random_inputs import DTYPES, D, E
 from tests.reference import TARGETS, assert_close, attend_reference
 
@@ -157,7 +156,9 @@ def test_the_log_sum_exp_and_its_gradients(backend: str | None) -> None:
     q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64, requires_grad=True) for n in (L, OWN, OWN))
     allowed = torch.rand(2, 1, L, OWN) > 0.4
     allowed[1, 0, 2] = False
-    out, total = attend_checked(q, k, v, allowed, None, scale=0.3, backend=backend, return_total=True)
+    result = attend_by_rule(q, k, v, Rule(allowed), Options(0.3, backend=backend, return_log_sum_exp=True))
+    out, total = result.output, result.log_sum_exp
+    assert total is not None
     scores = (0.3 * q @ k.transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
     want = scores.exp().sum(-1, keepdim=True).log()
     assert total[1, :, 2].eq(float("-inf")).all() and not out[1, :, 2].any()

@@ -227,12 +227,12 @@ class TestSickness:
     def test_padding_that_is_attended_to(self, unet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_unets.attach(tiny_unets.make()) if unet else tiny.attach(tiny.make("llama"))
         given = pictures() if unet else batch()
-        attend = projection.attend_checked
+        attend = projection.attend_by_rule
 
-        def without_mask(q, k, v, allowed, bias, **rest):
-            return attend(q, k, v, None, bias, **rest | {"seen": True})
+        def without_mask(q, k, v, rule, options):
+            return attend(q, k, v, replace(rule, allowed=None, visible=True), options)
 
-        monkeypatch.setattr(projection, "attend_checked", without_mask)
+        monkeypatch.setattr(projection, "attend_by_rule", without_mask)
         report = mmattn.doctor(model, given)
         assert report.failed == ["padding", "attention on padding"]
         assert "presence" in answer(report, "padding")

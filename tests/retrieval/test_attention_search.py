@@ -67,7 +67,7 @@ def test_attention_over_what_is_found(store: str, bias: bool, null: bool) -> Non
 
     def search(queries: Tensor) -> Tensor:
         weight = float(layer.kv_proj.score_scale) / 0.5 if bias else None
-        return memory.search(queries * layer.scale, c, weight)
+        return memory.search(queries * layer.kv_proj.scale, c, weight)
 
     found = SearchedSlots(search, memory.slots, memory.scores if bias else None, N)
     out, weights = layer(x, found, return_weights=True)
@@ -79,13 +79,13 @@ def test_attention_over_what_is_found(store: str, bias: bool, null: bool) -> Non
     for row in range(2):
         for token in range(3):
             for head in range(4):
-                scores = keys[:, head // 2] @ q[row, token, head] * layer.scale
+                scores = keys[:, head // 2] @ q[row, token, head] * layer.kv_proj.scale
                 if bias:
                     scores = scores + kv.score_scale.double() * (wide @ asked[row].double()) / 0.5
                 best = scores.topk(c).indices
                 shown = scores[best]
                 if null:
-                    own = kv.null_key[head // 2].double() @ q[row, token, head] * layer.scale
+                    own = kv.null_key[head // 2].double() @ q[row, token, head] * layer.kv_proj.scale
                     shown = torch.cat([own[None], shown + torch.tensor(7 / N, dtype=torch.float64).log()])
                 share = shown.softmax(0)
                 values_here = values[best, head // 2]

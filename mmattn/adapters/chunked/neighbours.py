@@ -19,7 +19,7 @@ from mmattn.adapters.chunked.chunks import chunk_slots, grouped
 from mmattn.adapters.prepared_memory import PreparedMemory, check_projected
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
-from mmattn.core.attention import visible_rows
+from mmattn.core.attention_inputs import visible_rows
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError

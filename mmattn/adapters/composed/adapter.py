@@ -152,12 +152,12 @@ def _begin_at_own_place(attention: CrossAttention) -> None:
     A bias that queries and keys share is turned with them: their product is highest where both stand at one place. Only
     the fastest quarter of the pairs has it, the others hardly tell neighbours apart.
     """
-    rotary, k = attention.rotary, attention.head_dim
+    rotary, k = attention.kv_proj.rotary, attention.head_dim
     assert rotary is not None
     bias = torch.zeros(k)
     bias[: max(1, k // 8)] = 1
     here, there = rotary(bias.expand(1, 1, 2, k), torch.arange(2))[0, 0]
-    bias *= (3 / (attention.scale * (here @ here - here @ there))).sqrt()
+    bias *= (3 / (attention.kv_proj.scale * (here @ here - here @ there))).sqrt()
     with torch.no_grad():
         attention.kv_proj.v_proj.bias.zero_()
         for projection in (attention.q_proj, attention.kv_proj.k_proj):

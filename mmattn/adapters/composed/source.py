@@ -16,7 +16,7 @@ from mmattn.adapters.composed.augmenting_model import AugmentingModel
 from mmattn.adapters.composed.text import AugmentedText, token_places
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
-from mmattn.core.attention import combine_masks, visible_rows
+from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.masks import causal
 from mmattn.core.tracing import may_read
@@ -113,10 +113,10 @@ class AugmentedStates(View):
             return projected
 
         if text.cache is None:
-            return replace(project(), mask=mask, seen=None)
+            return replace(project(), mask=mask, visible=None)
         if past < text.length:
             with torch.inference_mode(False), torch.no_grad():
                 more = project()
                 cached = text.projected[layer] = more if cached is None else cached.append(more)
         assert cached is not None
-        return replace(cached, mask=mask, seen=None)
+        return replace(cached, mask=mask, visible=None)

@@ -35,9 +35,8 @@ from mmattn.adapters.layer_choice import check_layers, chosen_sites
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
-from mmattn.core.attention import all_finite
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tracing import readable
+from mmattn.core.tracing import all_finite, readable
 from mmattn.errors import check_choice, check_float, check_int
 from mmattn.memory import Memory
 

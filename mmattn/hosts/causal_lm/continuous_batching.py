@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.per_row_attention import KeyValueRows
+from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.causal_lm.boundary import RequestBoundary
 from mmattn.hosts.context import Call

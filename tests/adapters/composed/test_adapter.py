@@ -114,7 +114,7 @@ def test_without_rotary_only_the_states_tell_places():
     """As in the paper: keys and values are the same wherever a token stands."""
     s = scene()
     bare = attach(tiny.make("llama"), rotary=False)
-    assert bare.adapters["default"].attention(0).rotary is None
+    assert bare.adapters["default"].attention(0).kv_proj.rotary is None
     assert differs(bare(s.ids, memory=along()).logits, s.model(s.ids, memory=along()).logits)
     assert bare.adapters.state_dict().keys() == s.model.adapters.state_dict().keys()
 

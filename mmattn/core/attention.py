@@ -284,7 +284,7 @@ def _contain(q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: Options) -> A
     broken = ~(torch.isfinite(k).all(-1).all(1) & torch.isfinite(v).all(-1).all(1))
     k, v = (tensor.masked_fill(broken[:, None, :, None], 0) for tensor in (k, v))
     result = _over_finite_slots(q, k, v, rule, options)
-    result.fill(_reached(rule, broken, len(q)), math.nan, math.nan)
+    result.fill(_reached(rule, broken, q.shape[0]), math.nan, math.nan)
     return result
 
 
@@ -293,7 +293,7 @@ def _reached(rule: Rule, slots: Tensor, rows: int) -> Tensor:
     if rule.allowed is None:  # causal: without any rule there is nothing to contain
         reached = (slots.cumsum(-1) > 0)[:, None, :, None]
     else:
-        slots = repeat_rows(slots, max(len(slots), len(rule.allowed)))
+        slots = repeat_rows(slots, max(slots.shape[0], rule.allowed.shape[0]))
         reached = (rule.allowed & slots[:, None, None]).any(-1, keepdim=True)
     return repeat_rows(reached, rows)
 

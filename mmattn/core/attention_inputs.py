@@ -29,7 +29,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"key/value heads must divide heads, got {g} and {h}; each needs one at least")
     if 0 in (width, v.shape[3]):
         raise ShapeError(f"heads must be at least 1 wide, got {_shapes(q, k, v)}")
-    check_beams("q", len(q), len(k))
+    check_beams("q", q.shape[0], k.shape[0])
     if not q.device == k.device == v.device:
         raise ShapeError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if not q.dtype == k.dtype == v.dtype and not autocast(q):
@@ -85,7 +85,7 @@ def combine_masks(
     allowed = _attention_mask(attention_mask, sizes)
     if padding is None:
         return allowed
-    if len(allowed) == rows:
+    if allowed.shape[0] == rows:
         padding = repeat_rows(padding, rows)
     return padding & allowed
 
@@ -127,7 +127,7 @@ def hide_slots(allowed: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 def differs_by_query(allowed: Tensor | None, memory_rows: int) -> bool:
     """Return whether a rule differs between the queries of a row of the memory."""
-    return allowed is not None and (allowed.shape[1:3] != (1, 1) or len(allowed) not in (1, memory_rows))
+    return allowed is not None and (allowed.shape[1:3] != (1, 1) or allowed.shape[0] not in (1, memory_rows))
 
 
 def visible_rows(
@@ -147,4 +147,4 @@ def visible_rows(
 
 def repeat_rows(tensor: Tensor, rows: int) -> Tensor:
     """Repeat each row (b, …) for its beams, to (rows, …); one row stays as it is."""
-    return tensor if len(tensor) in (1, rows) else tensor.repeat_interleave(rows // len(tensor), 0)
+    return tensor if tensor.shape[0] in (1, rows) else tensor.repeat_interleave(rows // tensor.shape[0], 0)

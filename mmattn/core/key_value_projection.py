@@ -103,7 +103,7 @@ class KeyValueProjection(KeyValueHeads):
         """Attend from projected queries (b, h, l, k) to a memory, with the arguments of `CrossAttention.forward`."""
         per_query = causal or attention_mask is not None
         if isinstance(memory, KeyValue):
-            if memory.plain and len(q) == memory.batch and not (per_query or return_weights):
+            if memory.plain and q.shape[0] == memory.batch and not (per_query or return_weights):
                 return attend_by_rule(q, memory.keys, memory.values, _OPEN, self.options())
             allowed = self._allowed(q, memory.mask, attention_mask, causal, (memory.batch, memory.slots))
             return self.attend_projected(q, memory, allowed, per_query, self.options(return_weights))
@@ -121,7 +121,7 @@ class KeyValueProjection(KeyValueHeads):
         slots = self.checked(slots, q.device)
         rows, m, _ = slots.memory.shape
         allowed = self._allowed(q, slots.mask, attention_mask, causal, (rows, m))
-        queries = len(q) * q.shape[2] // max(rows, 1)
+        queries = q.shape[0] * q.shape[2] // max(rows, 1)
         plain = self.is_plain and allowed is slots.values is None and not return_weights
         if plain and not self.absorbs(queries, slots.memory):
             # The common case, nothing special asked for: as few steps as the operations themselves.
@@ -165,7 +165,7 @@ class KeyValueProjection(KeyValueHeads):
             result.output = self.from_slots(result.output)
         if kv.absorbed or kv.null:
             # Neither the bias of the values nor the null slot is for queries without visible slots.
-            visible = visible_rows(allowed, len(q), kv.slots, per_head=True, device=q.device)
+            visible = visible_rows(allowed, q.shape[0], kv.slots, per_head=True, device=q.device)
             if visible is not None:
                 result.fill(~visible, 0, float("-inf"))
             result.visible = visible
@@ -185,9 +185,13 @@ class KeyValueProjection(KeyValueHeads):
     def _attend_by_row(self, q: Tensor, kv: KeyValue, allowed: Tensor | None, options: Options) -> AttentionOutput:
         """Attend from each row to its own real slots; nothing is computed on padding."""
         assert kv.mask is not None
-        beams = len(q) // kv.batch
+        beams = q.shape[0] // kv.batch
         if allowed is not None:
-            allowed = allowed.expand(len(q), *allowed.shape[1:]) if len(allowed) == 1 else repeat_rows(allowed, len(q))
+            allowed = (
+                allowed.expand(q.shape[0], *allowed.shape[1:])
+                if allowed.shape[0] == 1
+                else repeat_rows(allowed, q.shape[0])
+            )
         results = []
         for row, (own, (keys, values, bias)) in enumerate(zip(q.split(beams), kv.rows(), strict=True)):
             rule = _OPEN if bias is None else Rule(bias=bias)
@@ -211,4 +215,4 @@ class KeyValueProjection(KeyValueHeads):
         visible = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True).clamp(min=1)
         size = math.log(self.length_norm) - visible.to(kv.keys.dtype).log()
         size = F.pad(size.expand(*size.shape[:3], kv.slots), (1, 0))
-        return size if bias is None else size + (bias if len(size) == 1 else repeat_rows(bias, len(size)))
+        return size if bias is None else size + (bias if size.shape[0] == 1 else repeat_rows(bias, size.shape[0]))

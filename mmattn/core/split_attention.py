@@ -89,12 +89,12 @@ class KeyValueParts(AttendableMemory):
                 count = count + kv.slots
             else:
                 slots = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True)
-                count = count + repeat_rows(slots, len(q)).to(count)
-        return count if self.group is None else summed(count.expand(len(q), -1, q.shape[2], 1), self.group)
+                count = count + repeat_rows(slots, q.shape[0]).to(count)
+        return count if self.group is None else summed(count.expand(q.shape[0], -1, q.shape[2], 1), self.group)
 
 
 def _allowed(q: Tensor, kv: KeyValue, mask: Tensor | None) -> Tensor | None:
-    return combine_masks(kv.mask, mask, (len(q), kv.batch, q.shape[1], q.shape[2], kv.slots))
+    return combine_masks(kv.mask, mask, (q.shape[0], kv.batch, q.shape[1], q.shape[2], kv.slots))
 
 
 @dataclass(frozen=True)

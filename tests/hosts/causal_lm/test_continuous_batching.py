@@ -197,9 +197,9 @@ def test_a_shared_memory_is_projected_once(monkeypatch: pytest.MonkeyPatch) -> N
     model, inputs, shared = tiny.attach(tiny.make("llama")), prompts((4, 9, 6, 3)), tiny.memory(1)
     projected = []
     for name, attention in model.attentions().items():
-        own = attention.project
+        own = attention.kv_proj.project
         monkeypatch.setattr(
-            attention, "project", lambda *a, own=own, name=name, **k: projected.append(name) or own(*a, **k)
+            attention.kv_proj, "project", lambda *a, own=own, name=name, **k: projected.append(name) or own(*a, **k)
         )
     found = model.generate_batch(inputs, memory=[shared] * 4, **settings())
     assert len(found) == 4 and sorted(projected) == sorted(model.attentions()), "once for each layer"

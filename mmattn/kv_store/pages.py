@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue, pack
 from mmattn.core.paged_cache import side_by_side
@@ -207,8 +206,7 @@ def _page_rows(model: Model, names: Iterable[str], dtype: torch.dtype | None, me
 
 
 def _projection(adapter: AdapterLayers, layer: int) -> KeyValueProjection:
-    attention = adapter.kv_projection(layer)
-    projection: KeyValueProjection = attention.kv_proj if isinstance(attention, CrossAttention) else attention
+    projection: KeyValueProjection = adapter.kv_projection(layer)
     return projection
 
 

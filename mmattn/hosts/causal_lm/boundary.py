@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.protocols import BoundMemory
-from mmattn.core.attention import all_finite
 from mmattn.core.tensor_cache import TensorVersion
-from mmattn.core.tracing import may_read
+from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import NonFiniteError
 
 Sources = Mapping[str, BoundMemory]

@@ -1,4 +1,4 @@
-"""Retrieval: entries found by their vectors, and the hits as memory; corpora, chunks, reranking and kNN-LM."""
+"""Retrieval: indexes of entries, hits as memory, chunking, reranking, corpora and kNN-LM."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
     from mmattn.retrieval.multi_vector import MultiVectorIndex
-    from mmattn.retrieval.qdrant import QdrantIndex
     from mmattn.retrieval.rerank import Reranked, Reranker
     from mmattn.retrieval.scoring import best_rows, score
     from mmattn.retrieval.stores import (
         Candidates,
         DatabaseStore,
-        FlatStore,
         HNSWStore,
         InMemoryStore,
         IVFPQStore,
@@ -43,7 +41,6 @@ __all__ = [
     "Entries",
     "Entry",
     "Filter",
-    "FlatStore",
     "HNSWStore",
     "Hits",
     "IVFPQStore",
@@ -56,7 +53,6 @@ __all__ = [
     "MultiVectorIndex",
     "PgvectorStore",
     "QdrantEdgeStore",
-    "QdrantIndex",
     "QdrantStore",
     "Reranked",
     "Reranker",

@@ -1,4 +1,4 @@
-"""The hits of a search: scores, ids, texts, metadata and vectors, and the memory they become."""
+"""The hits of a search, and the memory they become."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mmattn.retrieval.rerank import Reranker
 
 
-class Held(Protocol):
-    """An index, as far as hits are concerned: its store, and the device of the vectors that this gives."""
+class HasStore(Protocol):
+    """An index, as hits use it."""
 
     @property
     def store(self) -> VectorStore: ...
@@ -30,21 +30,21 @@ class Held(Protocol):
 
 
 class Hits:
-    """The k entries that fit each of b queries, best first; where there are fewer, the rest is masked.
+    """The k best entries of each of b queries, best first; where there are fewer, the rest is masked.
 
     Args:
-        scores: (b, k) float, higher is better. Masked ones become -inf.
-        mask: (b, k) bool, True = found; None means all were.
-        vectors: (b, k, e) the vector of each entry. Masked ones become zeros.
-        ids: for each query k ids. Masked ones become None, and so do masked texts, metadata and tokens.
-        texts: for each query k texts, None where an entry has none.
-        metadata: for each query k JSON values.
-        tokens: for each query k tensors (m_i, e'), the encoded tokens of each entry.
-        token_dim: their width e', which the memory of no hits has, too; by default that of the first.
+        scores: (b, k) float, higher is better; masked ones become -inf.
+        mask: (b, k) bool, True = a hit; None means all are.
+        vectors: (b, k, e) the vector of each entry; masked ones become zeros.
+        ids: k ids per query; masked ones become None, as do masked texts, metadata and tokens.
+        texts: k texts per query, None where an entry has none.
+        metadata: k JSON values per query.
+        tokens: k tensors (m_i, e') per query, the encoded tokens of each entry.
+        token_dim: width e' of the tokens, also of a memory without hits; by default that of the first.
 
     Raises:
-        ShapeError: sizes that do not fit.
-        MaskError: a mask that is not bool.
+        ShapeError: sizes do not fit.
+        MaskError: the mask is not bool.
 
     >>> hits = Hits(torch.tensor([[0.9, 0.2]]), vectors=torch.ones(1, 2, 3), ids=[["a", "b"]])
     >>> hits.above(0.5).ids, hits.memory()
@@ -74,17 +74,16 @@ class Hits:
         if vectors is not None and (vectors.dim() != 3 or vectors.shape[:2] != scores.shape):
             raise ShapeError(f"vectors must be (b, k, e) with (b, k) = {tuple(scores.shape)}, got {_kind(vectors)}")
         self.mask = mask
-        real = None if bool(mask.all()) else mask.tolist()
-        if real is not None:
+        if not bool(mask.all()):
             scores = scores.masked_fill(~mask, -torch.inf)
             vectors = None if vectors is None else vectors.masked_fill(~mask[..., None], 0)
         self.scores, self.vectors = scores, vectors
-        self.ids = _masked("ids", ids, scores, real)
-        self.texts = _masked("texts", texts, scores, real)
-        self.metadata = _masked("metadata", metadata, scores, real)
-        self.tokens = _masked("tokens", tokens, scores, real)
-        some = (part.shape[1] for row in self.tokens or () for part in row if part is not None)
-        self.token_dim = next(some, None) if token_dim is None else token_dim
+        self.ids = _masked("ids", ids, mask)
+        self.texts = _masked("texts", texts, mask)
+        self.metadata = _masked("metadata", metadata, mask)
+        self.tokens = _masked("tokens", tokens, mask)
+        widths = (part.shape[1] for row in self.tokens or () for part in row if part is not None)
+        self.token_dim = next(widths, None) if token_dim is None else token_dim
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -93,7 +92,7 @@ class Hits:
         return f"Hits(b={self.scores.shape[0]}, k={self.scores.shape[1]}, found={self.mask.sum(1).tolist()[:8]})"
 
     def above(self, score_threshold: float) -> Hits:
-        """The same hits with those below a score masked.
+        """Return the hits with those below a score masked.
 
         Args:
             score_threshold: the lowest score that stays.
@@ -106,7 +105,7 @@ class Hits:
         return Hits(self.scores, mask, *columns)
 
     def first(self, count: int) -> Hits:
-        """The best `count` of each query, or all where there are fewer.
+        """Return the first `count` hits of each query, or all where there are fewer.
 
         Args:
             count: how many.
@@ -115,33 +114,31 @@ class Hits:
             ConfigError: the count is no int of at least 1.
         """
         places = torch.arange(self.scores.shape[1], device=self.scores.device)[: check_int("count", count)]
-        return self._taken(self.scores, places.expand(len(self), -1))
+        return self._reordered(self.scores, places.expand(len(self), -1))
 
     def rerank(self, queries: str | Iterable[str], reranker: Reranker, *, batch_size: int = 32) -> Hits:
-        """The second stage: the same hits with the scores of a cross-encoder, in their order.
+        """Return the hits in the order of a cross-encoder's scores: `index.search(q, 50).rerank(q, reranker).first(5)`.
 
         Masked hits stay masked and come last. The new scores carry no gradient.
 
         Args:
-            queries: the texts that were searched for: one, or b of them.
-            reranker: `retrieval.rerank.Reranker`.
-            batch_size: pairs the model reads at once.
+            queries: the texts of the search: one, or b of them.
+            reranker: `mmattn.retrieval.Reranker`.
+            batch_size: pairs that the model reads at once.
 
         Raises:
-            ConfigError: a hit without a text. Else what the reranker raises.
-
-        A search takes many, and reading selects few: `index.search(q, 50).rerank(q, reranker).first(5)`.
+            ConfigError: a hit has no text. Otherwise as the reranker.
         """
         texts: list[list[Any]] = self.texts or [[None] * self.scores.shape[1]] * len(self)
         for i, j in self.mask.nonzero().tolist():
             if texts[i][j] is None:
                 name = f"hit {j} of query {i}" if self.ids is None else f"{self.ids[i][j]!r}, hit {j} of query {i},"
                 raise ConfigError(f"reranking reads texts, and {name} has none: give texts= when building the index")
-        found = reranker([queries] if isinstance(queries, str) else queries, texts, self.mask, batch_size=batch_size)
-        return self._taken(found.scores.to(self.scores.device), found.order.to(self.scores.device))
+        ranked = reranker([queries] if isinstance(queries, str) else queries, texts, self.mask, batch_size=batch_size)
+        return self._reordered(ranked.scores.to(self.scores.device), ranked.order.to(self.scores.device))
 
-    def _taken(self, scores: Tensor, places: Tensor) -> Hits:
-        """The hits at places (b, c), with scores (b, k) by where the hits were."""
+    def _reordered(self, scores: Tensor, places: Tensor) -> Hits:
+        """Return the hits at places (b, c), with new scores (b, k) of the old places."""
         lines = places.tolist()
 
         def column(values: list[list[Any]] | None) -> list[list[Any]] | None:
@@ -159,10 +156,10 @@ class Hits:
         )
 
     def memory(self, *, tokens: bool = False) -> Memory:
-        """The hits as a memory: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
+        """Return a memory of the hits: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
 
-        Masked hits become masked slots. The slots' scores are the hits' (0 where masked), their segments the rank of
-        the entry, and their sources name it: {"id": …, "text": …}, and with tokens also {"slot": …} within the entry.
+        Masked hits become masked slots. A slot has the score of its hit (0 where masked), the rank as its segment, and
+        as its source {"id": …, "text": …}, with tokens also {"slot": …} within the entry.
 
         Args:
             tokens: use the encoded tokens of each entry instead of its vector; always where hits have no vectors.
@@ -200,50 +197,50 @@ class Hits:
             source = [{**self._source(i, j), "slot": slot} for j, part in parts for slot in range(len(part))]
             rows.append(Memory(values[None], None, ranks[None], self.scores[i][ranks][None], [source]))
         if self.token_dim is None:
-            raise ConfigError("no query found an entry, so the width of its tokens is not known; use the vectors")
-        nothing = Memory(torch.zeros(1, 0, self.token_dim, device=self.scores.device))
-        return Memory.stack([nothing if row is None else row for row in rows] or [nothing[:0]])
+            raise ConfigError("no query found an entry, so the width of the tokens is unknown; use the vectors")
+        empty = Memory(torch.zeros(1, 0, self.token_dim, device=self.scores.device))
+        return Memory.stack([empty if row is None else row for row in rows] or [empty[:0]])
 
     def _source(self, row: int, rank: int) -> dict[str, Any]:
         source = {} if self.ids is None else {"id": self.ids[row][rank]}
         return source if self.texts is None else {**source, "text": self.texts[row][rank]}
 
     @classmethod
-    def from_faiss(cls, distances: Any, rows: Any, index: Held) -> Hits:
-        """Hits of a faiss index of your own over the entries of `index`, in the same order.
+    def from_faiss(cls, distances: Any, rows: Any, index: HasStore) -> Hits:
+        """Return the hits of your own faiss index over the entries of `index`, in the same order.
 
         Args:
-            distances: (b, k) as faiss gives them: inner products, or squared distances under "l2", which turn negative.
-            rows: (b, k) as faiss gives them: numbers counted in the order of `index.ids`; -1, "none", becomes masked.
+            distances: (b, k) of faiss: inner products, or squared distances under "l2", which are negated.
+            rows: (b, k) of faiss: positions in `index.ids`; -1 is masked.
             index: an `Index` of the entries.
 
         Raises:
-            ShapeError: sizes that do not fit.
-            IndexMismatchError: a number beyond the entries.
+            ShapeError: sizes do not fit.
+            IndexMismatchError: a row beyond the entries.
         """
-        place = torch.as_tensor(rows, device=index.device)
-        scores = torch.as_tensor(distances, device=place.device).float()
-        if place.dim() != 2 or place.shape != scores.shape:
-            raise ShapeError(f"D and I must both be (b, k), got {tuple(scores.shape)} and {tuple(place.shape)}")
-        place, names = place.long(), index.store.ids
-        if place.numel() and int(place.max()) >= len(names):
+        places = torch.as_tensor(rows, device=index.device)
+        scores = torch.as_tensor(distances, device=places.device).float()
+        if places.dim() != 2 or places.shape != scores.shape:
+            raise ShapeError(f"D and I must both be (b, k), got {tuple(scores.shape)} and {tuple(places.shape)}")
+        places, names = places.long(), index.store.ids
+        if places.numel() and int(places.max()) >= len(names):
             raise IndexMismatchError(
-                f"faiss found entry {int(place.max())}, and this index has {len(names)} entries: they were not made of "
-                "the same vectors"
+                f"faiss found entry {int(places.max())}, and this index has {len(names)} entries: they were not made "
+                "of the same vectors"
             )
-        numbers, found = place.clamp(min=-1).unique(return_inverse=True)
-        entries = index.store.get([names[row] for row in numbers.tolist() if row >= 0])
-        near = found - int((numbers < 0).any())  # where a row is -1, it is the first of the unique ones
+        unique, inverse = places.clamp(min=-1).unique(return_inverse=True)
+        entries = index.store.get([names[row] for row in unique.tolist() if row >= 0])
+        near = inverse - int((unique < 0).any())  # -1 is the first unique value, where there is one
         scores = -scores if index.store.metric == "l2" else scores
         return hits_of_rows(entries, near, gather(entries.vectors, near), scores)
 
     @classmethod
     def from_retriever(cls, retriever: Any, queries: Tensor, top_k: int) -> Hits:
-        """Hits of an object with `retrieve(queries, n_docs)` as transformers' RagRetriever has it.
+        """Return the hits of an object with `retrieve(queries, n_docs)`, such as transformers' RagRetriever.
 
-        It gives vectors (b, k, e), ids (b, k) and for each query a dict of lists ("text", "title" …). The scores are
-        the inner products with the queries, as RAG takes them (arXiv 2005.11401), and carry gradients to the queries.
-        An id below 0, "none", becomes masked.
+        It returns vectors (b, k, e), ids (b, k), and for each query a dict of lists ("text", "title" …). Scores are the
+        inner products with the queries, as in RAG (arXiv 2005.11401), and carry gradients to them. An id below 0 is
+        masked.
 
         Args:
             retriever: the object.
@@ -251,7 +248,7 @@ class Hits:
             top_k: how many entries per query.
 
         Raises:
-            IndexMismatchError: what it gives has another width than the queries, or other sizes.
+            IndexMismatchError: vectors of another width than the queries, or other sizes.
         """
         check_int("top_k", top_k)
         queries = as_vectors("queries", queries, single=True)
@@ -276,15 +273,7 @@ class Hits:
 def hits_of_rows(
     entries: Entries, rows: Tensor, vectors: Tensor | None, scores: Tensor, token_dim: int | None = None
 ) -> Hits:
-    """Hits of rows of entries.
-
-    Args:
-        entries: n entries.
-        rows: (b, k) of them, best first; -1 is none.
-        vectors: (b, k, e) theirs; None where they have several.
-        scores: (b, k) theirs.
-        token_dim: width of their encoded tokens.
-    """
+    """Return the hits of rows (b, k) of entries, -1 being none, with vectors (b, k, e) and scores (b, k)."""
     numbers = rows.tolist()
 
     def column(values: Sequence[Any]) -> list[list[Any]]:
@@ -302,32 +291,31 @@ def hits_of_rows(
     )
 
 
-def _masked(
-    name: str, values: Sequence[Sequence[Any]] | None, scores: Tensor, real: list[list[bool]] | None
-) -> list[list[Any]] | None:
+def _masked(name: str, values: Sequence[Sequence[Any]] | None, mask: Tensor) -> list[list[Any]] | None:
+    """Return one value per hit, None where the mask is False."""
     if values is None:
         return None
-    given = [len(row) for row in values]
-    if given != [scores.shape[1]] * scores.shape[0]:
+    lengths = [len(row) for row in values]
+    if lengths != [mask.shape[1]] * mask.shape[0]:
         raise ShapeError(
-            f"{name} need one value per hit, {scores.shape[0]} rows of {scores.shape[1]}; got rows of {given}"
+            f"{name} need one value per hit, {mask.shape[0]} rows of {mask.shape[1]}; got rows of {lengths}"
         )
-    if real is None:
+    if bool(mask.all()):
         return [row if isinstance(row, list) else list(row) for row in values]
     return [
-        [value if kept else None for value, kept in zip(row, line, strict=True)]
-        for row, line in zip(values, real, strict=True)
+        [value if real else None for value, real in zip(row, line, strict=True)]
+        for row, line in zip(values, mask.tolist(), strict=True)
     ]
 
 
 def _spread(name: str, values: Sequence[Any], real: list[bool]) -> list[Any]:
-    """Values of all hits of a query, of which some retrievers give those of the real ones only."""
+    """Return one value per hit of a query: some retrievers give values of the real hits only."""
     if len(values) == len(real):
         return list(values)
     if len(values) != sum(real):
         raise IndexMismatchError(f"the retriever gave {len(values)} {name!r} for {sum(real)} documents")
-    left = iter(values)
-    return [next(left) if one else None for one in real]
+    remaining = iter(values)
+    return [next(remaining) if one else None for one in real]
 
 
 def _kind(value: object) -> str:

@@ -1,4 +1,4 @@
-"""How well vectors fit: the one definition of the scores, and the selection of the best candidates by it."""
+"""The definition of the scores, and the selection of the best candidates by it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _BLOCK = 1 << 22
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """The widest dtype of a device."""
+    """Return the widest float dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def lengths_of(vectors: Tensor) -> Tensor:
-    """The Euclidean length (b,) of vectors (b, e), in the widest dtype."""
+    """Return the Euclidean lengths (b,) of vectors (b, e), in the widest dtype."""
     return torch.linalg.vector_norm(vectors, dim=-1, dtype=wide(vectors.device))
 
 
 def score(queries: Tensor, vectors: Tensor, metric: str) -> Tensor:
-    """How well vectors fit queries: (b, c) float32, higher is better, rounded once from float64. Differentiable.
+    """Return how well vectors fit queries: (b, c) float32, higher is better, rounded once from float64. Differentiable.
 
     Args:
         queries: (b, e).
-        vectors: (b, c, e), those that each query is compared with, or (c, e) for all of them.
-        metric: "cosine" is the cosine, "ip" the inner product, "l2" the squared distance, negative.
+        vectors: (b, c, e), those that each query is compared with, or (c, e) for all queries.
+        metric: "cosine", "ip" (the inner product), or "l2" (the negative squared distance).
     """
     queries, vectors = queries[:, None].to(wide(queries.device)), vectors.to(wide(vectors.device))
     if metric == "l2":
@@ -38,14 +38,14 @@ def score(queries: Tensor, vectors: Tensor, metric: str) -> Tensor:
 
 
 def directions(vectors: Tensor) -> Tensor:
-    """Vectors (…, e) divided by their length; zeros stay zeros."""
+    """Return vectors (…, e) divided by their length; zeros stay zeros."""
     # The zeros that stand for a missing entry must not become NaN, which would reach the gradients.
     lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / lengths.clamp(min=torch.finfo(lengths.dtype).tiny)
 
 
 def gather(vectors: Tensor, rows: Tensor) -> Tensor:
-    """Vectors (b, c, e) of rows (b, c); zeros where a row is -1."""
+    """Return the vectors (b, c, e) of rows (b, c); zeros where a row is -1."""
     if not len(vectors):
         return vectors.new_zeros(*rows.shape, vectors.shape[1])
     absent = rows < 0
@@ -54,21 +54,21 @@ def gather(vectors: Tensor, rows: Tensor) -> Tensor:
 
 
 def best_rows(queries: Tensor, vectors: Tensor, rows: Tensor, metric: str, count: int) -> Tensor:
-    """The `count` best of the candidates: rows (b, count), best first; equal scores in the order of the rows.
+    """Return the `count` best candidates: rows (b, count), best first; equal scores in the order of the rows.
 
     Args:
         queries: (b, e).
-        vectors: (n, e), the vectors that the rows count.
+        vectors: (n, e), which the rows index.
         rows: (b, c) candidates; -1 is none.
-        metric: how they are compared.
-        count: how many to select; -1 fills what is missing.
+        metric: as for `score`.
+        count: how many to select; -1 fills missing ones.
     """
     rows = rows.sort(dim=1).values
-    chosen = rows.new_full((len(rows), count), -1)
+    best = rows.new_full((len(rows), count), -1)
     step = max(1, _BLOCK // max(1, rows.shape[1] * vectors.shape[1]))
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
         fit = score(queries[start : start + step], gather(vectors, block), metric)
         order = fit.masked_fill(block < 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :count]
-        chosen[start : start + step, : order.shape[1]] = block.gather(1, order)
-    return chosen
+        best[start : start + step, : order.shape[1]] = block.gather(1, order)
+    return best

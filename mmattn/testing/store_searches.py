@@ -12,8 +12,7 @@ from mmattn.errors import ConfigError
 from mmattn.retrieval.entries import Entries, Filter
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.scoring import METRICS, score
-from mmattn.retrieval.stores.base import Candidates, VectorStore
-from mmattn.retrieval.stores.registry import find_store
+from mmattn.retrieval.stores.base import Candidates, VectorStore, find_store
 
 MakeStore = Callable[[int, str], VectorStore]
 

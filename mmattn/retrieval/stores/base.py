@@ -1,20 +1,33 @@
-"""The protocol of a vector store: what holds the entries of an `Index` and proposes those that fit a query.
+"""The protocol of vector stores, and their registry by name and address.
 
-The index checks what comes in, numbers entries, encodes texts, computes the scores of what a store proposes in float64,
-and selects the best. So a store need not know encoders, errors or ties; `mmattn.testing.check_store` says whether it
-does what is written here.
+The index validates input, numbers entries, encodes texts, computes scores in float64 and selects the best candidates,
+so a store knows nothing of encoders, errors or ties. `mmattn.testing.check_store` checks a store against this protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import inspect
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
+from mmattn.errors import ConfigError, IndexFileError
 from mmattn.retrieval.entries import Entries, Filter, Id
+
+Store = TypeVar("Store", bound="type[VectorStore]")
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+#: A scheme has at least two letters: C: is a disk.
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):")
+_NEEDED = (
+    *("recall", "holds_tokens", "ids", "__len__", "get"),
+    *("add", "update", "delete", "search", "save", "open", "close"),
+)
+_NEEDED_BY_ADDRESSES = ("settings_of", "connect", "writing", "drop")
+_stores: dict[str, type[VectorStore]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +35,7 @@ class Candidates:
     """Entries that may be among the best for some queries.
 
     Attributes:
-        entries: n entries that never change, in the order in which they were added: those that were found, or more.
+        entries: n entries in the order of adding, which never change.
         rows: (b, c) int64, for each query rows of `entries`, each once, in any order; -1 is none.
     """
 
@@ -31,33 +44,30 @@ class Candidates:
 
 
 class VectorStore(Protocol):
-    """Entries with stable ids, found by their vectors.
+    """Entries with stable ids, searched by their vectors.
 
-    A class is registered with `register_store("name")`, which gives it `kind`, and is made by
-    `Index.build(..., store="name", **settings)`, or given as an instance to `Index(store)`.
+    `register_store("name")` registers a class and sets `kind`; `Index.build(..., store="name", **settings)` makes one,
+    and `Index(store)` takes an instance. Arguments after `dim` and `metric` are settings with defaults.
 
     The index calls `add`, `update`, `delete` and `save` one at a time, and `search`, `get`, `ids` and `len` from any
-    thread at any moment: each of them sees the entries before a change or after it. Tensors are given on the CPU, and
-    belong to the store from then on. Further arguments are settings of the store, each with a default.
+    thread at any moment; each of these sees the entries before a change or after it. The store owns the tensors that it
+    receives, which are on the CPU.
 
     Args:
         dim: width e of the vectors.
         metric: "cosine", "ip" or "l2".
 
     Attributes:
-        kind: the name it is registered under.
-        recall: the share of the true best entries that a search proposes, on average over ordinary data. 1.0 promises
-            that it misses none, also among entries that are closer together than float32 can tell.
-        holds_tokens: whether it holds the encoded tokens of entries. Where it does not, the index refuses them.
-        dim: as given.
-        metric: as given.
-        about: a small JSON object that the index sets ("encoder", the fingerprint; "next_id"); {} when the store is
-            new, or the same with None and 0. A store that outlives the process holds it beside its entries; what `save`
-            writes need not have it.
+        kind: the registered name.
+        recall: share of the true best entries that a search proposes on average; 1.0 promises all of them, also among
+            near ties.
+        holds_tokens: the store keeps encoded tokens; otherwise the index refuses them.
+        about: small JSON object that the index writes and reads; {} in a new store. A database keeps it beside its
+            entries; `save` need not write it.
 
     Raises:
-        ConfigError: settings outside what is allowed.
-        MissingExtraError: a library that the store needs is not installed.
+        ConfigError: a setting is not allowed.
+        MissingExtraError: a library of the store is not installed.
     """
 
     kind: ClassVar[str]
@@ -80,128 +90,147 @@ class VectorStore(Protocol):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings as plain JSON, which `open` is given when what was saved is loaded."""
+        """Return the settings as plain JSON, for `open`."""
 
     @property
     def ids(self) -> tuple[Id, ...]:
-        """All ids, in the order in which the entries were added. 1 and "1" are two ids."""
+        """Return all ids in the order of adding. 1 and "1" are two ids."""
 
-    def __len__(self) -> int:
-        """How many entries there are."""
+    def __len__(self) -> int: ...
 
     def get(self, ids: Sequence[Id]) -> Entries:
-        """The entries of those of these ids that are here, each once, in the order in which they were added.
-
-        Args:
-            ids: any ids; unknown ones are passed over.
-        """
+        """Return the entries with these ids, each once, in the order of adding; skip unknown ids."""
 
     def add(self, entries: Entries) -> None:
-        """Add entries after those that are here, all or none.
+        """Append entries, all or none.
 
         Args:
-            entries: at least one. Their ids are new, vectors (n, e) float32, finite and at most 1e18 long, not zero
-                under the cosine; the metadata plain JSON; tokens None, or those of each where `holds_tokens`.
+            entries: at least one, with new ids. Vectors (n, e) are float32, finite, at most 1e18 long, and not zero
+                under the cosine; metadata is plain JSON; tokens are None unless `holds_tokens`.
         """
 
     def update(self, entries: Entries) -> None:
-        """Replace entries, all or none; they keep their places in the order.
-
-        Args:
-            entries: at least one, whole, each of whose ids is here.
-        """
+        """Replace whole entries, all or none; each keeps its place in the order."""
 
     def delete(self, ids: Sequence[Id]) -> None:
-        """Delete entries, all or none. Added again, an id is the last in the order.
-
-        Args:
-            ids: at least one, each here and given once.
-        """
+        """Delete entries, all or none. An id that is added again is the last in the order."""
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
-        """Entries among which the `top_k` best of each query are, up to `recall`; as many more as is convenient.
+        """Return candidates that contain the `top_k` best entries of each query, up to `recall`.
 
-        Which are the best is said by `mmattn.retrieval.score` and then by the order of adding. Where the filter allows
-        at least `top_k` entries, an exact store proposes that many or more, and where it allows fewer, all of them.
+        `mmattn.retrieval.score`, then the order of adding, ranks entries. Where a filter allows fewer than `top_k`
+        entries, an exact store returns all of them.
 
         Args:
             queries: (b, e) float32, finite, not zero under the cosine.
             top_k: at least 1.
-            filter: a dict of metadata that must be equal, or a function of an entry's metadata: see `Entries.allowed`.
-                What it does not allow is never proposed. None allows all.
+            filter: as for `Entries.allowed`; None allows all entries.
 
         Raises:
-            ConfigError: a filter that the store cannot apply, such as a function where entries are on a server.
+            ConfigError: the store cannot apply the filter, such as a function on a server.
         """
 
     def save(self, folder: str) -> None:
-        """Write all entries, and whatever makes opening them quick, into files.
+        """Write all entries into an empty folder, in files whose names begin with a letter or a digit.
 
-        The index makes the folder, and lets what was written count only when all of it is on the disk; so a save that
-        fails half-way needs no tidying, and leaves what was saved before.
-
-        Args:
-            folder: an empty folder. Files lie directly in it, and their names begin with a letter or a digit.
+        The index commits the folder after this call, so that a failed save needs no cleaning up.
         """
 
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> VectorStore:
-        """The store with what `save` wrote. Later changes do not reach the files, which may go away.
+        """Return the store that `save` wrote. Later changes do not reach the files, which may be deleted.
 
         Args:
-            folder: where `save` wrote. Each file has the bytes that were written.
+            folder: the folder of `save`.
             dim: width e of the vectors.
-            metric: how they are compared.
-            mapped: whether to leave on the disk what can be read from there; a store may ignore it.
-            **settings: those of the store that was saved.
+            metric: as for a new store.
+            mapped: leave on the disk what can be read from there; a store may ignore it.
+            **settings: those of the saved store.
 
         Raises:
-            IndexFileError: the files are not what `save` writes.
+            IndexFileError: the files are not those of this store.
         """
 
     def close(self) -> None:
-        """Give back what the store holds: connections, files. The second time does nothing."""
+        """Release connections and files; a second call does nothing."""
 
 
-class DatabaseStore(VectorStore, Protocol):
-    """A store whose entries are there when the process ends: it is found again by an address, with `Index.open`.
+def register_store(kind: str) -> Callable[[Store], Store]:
+    """Return a class decorator that registers a `VectorStore` under a name.
 
-    A class that has `schemes` has all of this, which `register_store` looks at.
+    A class with `schemes` is opened by address, too: see `mmattn.retrieval.DatabaseStore`.
 
-    Attributes:
-        schemes: what its addresses begin with, before ":", such as ("postgresql",).
+    Args:
+        kind: the name, in small letters.
+
+    Raises:
+        ConfigError: the name is malformed or taken, or the class lacks a part of the protocol.
     """
 
-    schemes: ClassVar[tuple[str, ...]]
+    def register(store: Store) -> Store:
+        if not isinstance(kind, str) or not _NAME.fullmatch(kind):
+            raise ConfigError(f"a store has a name of small letters, digits, '_' and '-', got {kind!r:.80}")
+        needed = (*_NEEDED, *_NEEDED_BY_ADDRESSES) if hasattr(store, "schemes") else _NEEDED
+        missing = [name for name in needed if not hasattr(store, name)]
+        if missing:
+            raise ConfigError(f"a vector store has {', '.join(needed)}; {store.__name__} lacks {', '.join(missing)}")
+        other = _stores.get(kind)
+        # A module that is loaded a second time, as in a notebook, registers the same class again.
+        if other is not None and _location(other) != _location(store):
+            raise ConfigError(f"there is a store {kind!r} already, {_location(other)}; give another name")
+        store.kind = kind
+        _stores[kind] = store
+        return store
 
-    @classmethod
-    def settings_of(cls, address: str) -> dict[str, Any]:
-        """The settings that an address names, which a new store and `connect` take.
+    return register
 
-        Args:
-            address: SCHEME:… with one of the schemes.
-        """
 
-    @classmethod
-    def connect(cls, **settings: Any) -> DatabaseStore:
-        """A store over entries that are there.
+def find_store(kind: str) -> type[VectorStore] | None:
+    """Return the store registered under a name, or None."""
+    return _stores.get(kind)
 
-        Args:
-            **settings: which, as `settings_of` says.
 
-        Raises:
-            IndexFileError: there are none, or they are of something else or of another version. The message says what
-                was found, and repeats no password.
-        """
+def find_address(address: str) -> tuple[Any, dict[str, Any]] | None:
+    """Return the store of an address and its settings, or None for a path."""
+    match = _ADDRESS.match(address)
+    if match is None:
+        return None
+    schemes: dict[str, Any] = {scheme: store for store in _stores.values() for scheme in getattr(store, "schemes", ())}
+    store = schemes.get(match[1])
+    if store is not None:
+        return store, store.settings_of(address)
+    if address[match.end() :].startswith("//"):
+        raise IndexFileError(
+            f"no store has addresses that begin with {match[1]}://; known: {', '.join(f'{one}:' for one in schemes)} "
+            "or a folder. Import the module of your own store first"
+        )
+    return None
 
-    def writing(self) -> AbstractContextManager[Any]:
-        """What the index enters around each change, and what it looks up for it: one transaction, where there are any.
 
-        No other process changes the entries meanwhile. An error within leaves them as they were.
-        """
+def make_store(kind: str, dim: int, metric: str, settings: dict[str, Any]) -> VectorStore:
+    """Return a new store, by its name or an address."""
+    store = find_store(kind) if isinstance(kind, str) else None
+    addressed = find_address(kind) if store is None and isinstance(kind, str) else None
+    if addressed is not None:
+        store, by_address = addressed
+        twice = ", ".join(sorted(by_address.keys() & settings.keys()))
+        if twice:
+            raise ConfigError(f"the address says {twice} already: leave {twice}= out")
+        settings = {**by_address, **settings}
+    if store is None:
+        raise ConfigError(
+            f"store must be one of {', '.join(map(repr, _stores))}; got {kind!r}. Import the module of your own first"
+        )
+    parameters = inspect.signature(store).parameters
+    allowed = [name for name in parameters if name not in ("dim", "metric")]
+    unknown = [name for name in settings if name not in allowed]
+    if unknown and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        raise ConfigError(
+            f"store {store.kind!r} has no setting {', '.join(map(repr, unknown))}; its settings: "
+            f"{', '.join(allowed) or 'none'}"
+        )
+    return store(dim, metric, **settings)
 
-    def one(self) -> Entries:
-        """Any one entry, or none: quicker than asking for all ids."""
 
-    def drop(self) -> None:
-        """Delete the entries and what holds them, and close."""
+def _location(store: type) -> str:
+    return f"{store.__module__}.{store.__qualname__}"

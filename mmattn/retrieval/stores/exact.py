@@ -1,9 +1,9 @@
-"""Stores in the memory of this process: versions of the entries, each with the search structures over its vectors.
+"""Stores in the memory of this process: versions of the entries, each with search structures over its vectors.
 
-A structure is built over vectors and never changed. What happens to the entries afterwards stands beside it: for each
-of its vectors the row it now is, or -1 where that entry was deleted or got another vector. Entries it does not know are
-searched by a second, exact one, built anew at every change; when they, or the gaps, become many, the structure is built
-again over all. So none of them needs to support deletion, and a search never meets one that is being written.
+A structure never changes. Beside it lies, for each of its vectors, the row of its entry now, or -1 where that entry was
+deleted or got another vector. A second, exact structure searches newer entries and is built anew at every change; when
+these, or the gaps, become many, the first is built again over all. So no structure needs to support deletion, and a
+search never meets one that is being written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from mmattn.retrieval.entries import Entries, Filter, Id
-from mmattn.retrieval.stores.base import Candidates
-from mmattn.retrieval.stores.bounded_scan import BoundedScan
-from mmattn.retrieval.stores.entry_files import read_copy, write_entries
-from mmattn.retrieval.stores.registry import register_store
+from mmattn.retrieval.stores.base import Candidates, register_store
+from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.scan import ExactScan
 
 _FEW = 1024
 
@@ -33,7 +32,7 @@ class Structure(Protocol):
     def __len__(self) -> int: ...
 
     def candidates(self, queries: Tensor, count: int, allowed: Tensor | None = None) -> Tensor:
-        """Rows (b, c) of the vectors it was built over; -1 is none."""
+        """Return rows (b, c) of its vectors that may be among the best; -1 is none."""
 
 
 Build = Callable[[Tensor], Structure]
@@ -41,29 +40,29 @@ Build = Callable[[Tensor], Structure]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A structure and the row (c,) each of its vectors is now, -1 for none."""
+    """A structure, and the row (c,) of the entry of each of its vectors, -1 for none."""
 
     structure: Structure
     rows: Tensor
 
     @cached_property
     def alive(self) -> Tensor | None:
-        """Which vectors (c,) still are an entry's; None means all."""
+        """Mask (c,) of the vectors that still have an entry; None means all."""
         alive = self.rows >= 0
         return None if bool(alive.all()) else alive
 
     def candidates(self, queries: Tensor, count: int, allowed: Tensor | None) -> Tensor:
-        """Rows (b, c) of the entries, of those allowed (n,); -1 is none."""
+        """Return rows (b, c) of the allowed entries (n,); -1 is none."""
         alive = self.alive
         if allowed is not None:
             alive = (self.rows >= 0) & allowed[self.rows.clamp(min=0)]
-        found = self.structure.candidates(queries, count, alive)
-        return torch.where(found < 0, -1, self.rows[found.clamp(min=0)])
+        near = self.structure.candidates(queries, count, alive)
+        return torch.where(near < 0, -1, self.rows[near.clamp(min=0)])
 
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """Entries, and the parts that search them; each entry is in one part. Immutable."""
+    """Entries and the parts that search them; each entry is in one part. Immutable."""
 
     entries: Entries
     metric: str
@@ -71,31 +70,25 @@ class Version:
 
     @classmethod
     def over(cls, entries: Entries, metric: str, build: Build) -> Version:
-        """With one structure over all entries."""
+        """Return a version with one structure over all entries."""
         if not len(entries):
             return cls(entries, metric, ())
         return cls(entries, metric, (Part(build(entries.vectors), _counted(entries)),))
 
     @classmethod
     def around(cls, entries: Entries, metric: str, part: Part, build: Build) -> Version:
-        """With a structure that may know some of the entries only; built again where that is too few."""
+        """Return a version around a structure that may lack some entries; build it again where it lacks too many."""
         known = torch.zeros(len(entries), dtype=torch.bool, device=part.rows.device)
         known[part.rows[part.rows >= 0]] = True
         fresh = (~known).nonzero()[:, 0]
         gaps = len(part.rows) - int(known.sum())
         if max(len(fresh), gaps) > max(_FEW, len(part.rows) // 8):
             return cls.over(entries, metric, build)
-        more = (Part(BoundedScan(entries.vectors[fresh], metric), fresh),) if len(fresh) else ()
+        more = (Part(ExactScan(entries.vectors[fresh], metric), fresh),) if len(fresh) else ()
         return cls(entries, metric, (part, *more))
 
     def followed(self, entries: Entries, moved: Tensor, build: Build) -> Version:
-        """The version after a change.
-
-        Args:
-            entries: the new ones.
-            moved: (n,) the new row of each old one, -1 where it was deleted or got another vector.
-            build: what builds a structure.
-        """
+        """Return the version after a change; `moved` (n,) is the new row of each old entry, -1 if its vector is new."""
         if not self.parts or not len(entries):
             return Version.over(entries, self.metric, build)
         first = self.parts[0]
@@ -103,24 +96,23 @@ class Version:
         return Version.around(entries, self.metric, Part(first.structure, rows), build)
 
     def candidates(self, queries: Tensor, count: int, allowed: Tensor | None) -> Tensor:
-        """Rows (b, c) of entries that may be among the `count` best of those allowed (n,); -1 is none."""
-        left = len(self.entries) if allowed is None else int(allowed.sum())
-        if not left:
+        """Return rows (b, c) that may be among the `count` best of the allowed entries (n,); -1 is none."""
+        remaining = len(self.entries) if allowed is None else int(allowed.sum())
+        if not remaining:
             return torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
         parts = self.parts
-        if not all(part.structure.exact for part in parts) and left <= max(_FEW, 4 * count):
-            # So few that an approximate structure would miss some, or visit most: compare them all.
+        if not all(part.structure.exact for part in parts) and remaining <= max(_FEW, 4 * count):
+            # An approximate structure would miss some of so few, or visit most: compare them all.
             rows = _counted(self.entries) if allowed is None else allowed.nonzero()[:, 0]
-            parts, allowed = (Part(BoundedScan(self.entries.vectors[rows], self.metric), rows),), None
+            parts, allowed = (Part(ExactScan(self.entries.vectors[rows], self.metric), rows),), None
         return torch.cat([part.candidates(queries, count, allowed) for part in parts], 1)
 
 
 @register_store("exact")
 class InMemoryStore:
-    """Compares every entry and misses none: a scan in few bits proposes, within a bound on its error.
+    """Compare every entry, and miss none.
 
-    Each change copies the columns it changes, so many entries at a time are quicker than one by one. Its tensors may be
-    on any device.
+    Each change copies the columns that it changes, so add many entries at a time. Tensors may be on any device.
     """
 
     kind: ClassVar[str]
@@ -131,39 +123,35 @@ class InMemoryStore:
         self.dim = dim
         self.metric = metric
         self.about: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         self.version = Version(Entries((), (), (), torch.empty(0, dim)), metric, ())
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """None here."""
-        return {}
-
-    @property
     def ids(self) -> tuple[Id, ...]:
-        """All ids, in the order in which the entries were added."""
+        """Return all ids, in the order of adding."""
         return self.version.entries.ids
 
     @property
     def device(self) -> torch.device:
-        """Where the vectors are."""
+        """The device of the vectors."""
         return self.version.entries.vectors.device
 
     def __len__(self) -> int:
         return len(self.version.entries)
 
     def build(self, vectors: Tensor) -> Structure:
-        """The search structure over vectors (n, e)."""
-        return BoundedScan(vectors, self.metric)
+        """Return a search structure over vectors (n, e)."""
+        return ExactScan(vectors, self.metric)
 
     def get(self, ids: Sequence[Id]) -> Entries:
-        """The entries of those of these ids that are here."""
+        """Return the entries with these ids."""
         entries = self.version.entries
         return entries.select(sorted(entries.rows[name] for name in set(ids) if name in entries.rows))
 
     def add(self, entries: Entries) -> None:
-        """Add entries after those that are here."""
+        """Append entries."""
         old = self.version.entries
-        self._follow(old.joined(entries.to(self.device)), torch.arange(len(old), device=self.device))
+        self._follow(old.concat(entries.to(self.device)), torch.arange(len(old), device=self.device))
 
     def update(self, entries: Entries) -> None:
         """Replace entries."""
@@ -187,7 +175,7 @@ class InMemoryStore:
         self._follow(old.select(rows), moved)
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
-        """Entries among which the best are, of one version from the beginning of the search to its end."""
+        """Return candidates of one version of the entries."""
         version = self.version
         return Candidates(version.entries, version.candidates(queries, top_k, version.entries.allowed(filter)))
 
@@ -197,18 +185,18 @@ class InMemoryStore:
 
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> InMemoryStore:
-        """The store with what `save` wrote."""
+        """Return the store that `save` wrote."""
         store = cls(dim, metric, **settings)
-        entries = read_copy(folder, dim, metric, mapped)
+        entries, _ = read_entries(folder, dim, metric, mapped)
         store.version = Version.over(entries, metric, store.build)
         return store
 
     def to(self, device: torch.device) -> None:
-        """Move the vectors to a device, where searches then happen."""
+        """Move the vectors to a device."""
         self.version = Version.over(self.version.entries.to(device), self.metric, self.build)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def _follow(self, entries: Entries, moved: Tensor) -> None:
         self.version = self.version.followed(entries, moved, self.build)

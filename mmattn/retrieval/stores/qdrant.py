@@ -1,68 +1,62 @@
-"""A store whose entries are in a Qdrant collection: in this process, in a folder, or on a server."""
+"""A store in a Qdrant collection: in this process, in a folder, or on a server.
+
+A point has the UUID5 of the entry's id; "vector", and under the cosine "direction", the vector at length 1, which is
+searched (Qdrant keeps vectors of the cosine at that length only); and as payload id, text, metadata, place, facts
+(digests of metadata) and tokens in base64. One more point without a vector, which no search finds, describes the store.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexFileError
-from mmattn.retrieval.entries import Entries, Filter, Id
+from mmattn.errors import ConfigError, IndexFileError, import_extra
+from mmattn.retrieval.entries import Id
 from mmattn.retrieval.scoring import directions
-from mmattn.retrieval.stores.base import Candidates
-from mmattn.retrieval.stores.entry_files import read_copy, write_entries
-from mmattn.retrieval.stores.qdrant_points import (
-    ABOUT,
-    PAYLOAD,
-    about_point,
-    as_entries,
-    as_points,
-    condition,
-    connect,
-    create,
-    is_local,
-    qdrant,
-    read_about,
-)
-from mmattn.retrieval.stores.registry import register_store
-from mmattn.retrieval.stores.store_state import key_of
+from mmattn.retrieval.stores.base import register_store
+from mmattn.retrieval.stores.database import DatabaseStore, Row, facts_of
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient
 
-_NUMBERS = 1 << 18  # of vectors, in one request
+_NAMES = uuid.uuid5(uuid.NAMESPACE_DNS, "mmattn")
+#: The point that describes the store; no id of an entry is written like it in JSON.
+ABOUT = str(uuid.uuid5(_NAMES, "about"))
+#: Numbers of vectors in one request.
+_NUMBERS = 1 << 18
 
 
 @register_store("qdrant")
-class QdrantStore:
-    """A Qdrant collection, which this makes and `connect` finds again.
+class QdrantStore(DatabaseStore):
+    """A Qdrant collection.
 
     In this process Qdrant compares every entry, in float32; a server searches a graph, and may miss some of the best.
     A search sees changes as they arrive, one process at a time may change a collection, and a server that fails
-    half-way has the half that reached it.
+    half-way keeps the half that it received.
 
     Args:
         dim: width e of the vectors.
-        metric: how they are compared.
+        metric: "cosine", "ip" or "l2".
         location: ":memory:", the address of a server, or a folder, which one process at a time can open.
-        client: one of your own instead, which `close` leaves open.
+        client: your own client instead, which `close` leaves open.
         collection: its name.
 
     Raises:
-        ConfigError: there is such a collection.
+        ConfigError: the collection exists.
         MissingExtraError: qdrant-client is not installed.
     """
 
-    kind: ClassVar[str]
-    recall: ClassVar[float] = 0.99
-    holds_tokens: ClassVar[bool] = True
-    schemes: ClassVar[tuple[str, ...]] = ("qdrant",)
+    schemes = ("qdrant",)
 
     def __init__(
         self,
@@ -77,21 +71,25 @@ class QdrantStore:
         if self.client.collection_exists(collection):
             self.close()
             raise ConfigError(
-                f"there is a collection {collection!r} already: open it with QdrantIndex.open, give another name, or "
-                "delete it with client.delete_collection"
+                f"there is a collection {collection!r} already: open it with Index.open, give another name, or delete "
+                "it with client.delete_collection"
             )
-        self.dim, self.metric = dim, metric
-        create(self.client, collection, dim, metric)
-        new = {"dim": dim, "metric": metric, "encoder": None, "next_id": 0, "next_place": 0}
-        self._write([self._about_point(new)])
+        models = qdrant().models
+        distance = models.Distance.EUCLID if metric == "l2" else models.Distance.DOT
+        vectors = {"vector": models.VectorParams(size=dim, distance=distance)}
+        if metric == "cosine":
+            vectors["direction"] = vectors["vector"]
+            vectors["vector"] = models.VectorParams(
+                size=dim, distance=distance, on_disk=True, hnsw_config=models.HnswConfigDiff(m=0)
+            )
+        self.client.create_collection(collection, vectors_config=vectors)
+        if not self._local:
+            self.client.create_payload_index(collection, "facts", models.PayloadSchemaType.KEYWORD, wait=True)
+        self._begin(dim, metric)
 
     @classmethod
     def settings_of(cls, address: str) -> dict[str, Any]:
-        """The settings that an address names: qdrant:http://host:6333/collection, or qdrant:FOLDER.
-
-        Args:
-            address: of a server with the collection as its path, or of a folder; without a path it is "mmattn".
-        """
+        """Return the settings in qdrant:http://host:6333/collection, or qdrant:FOLDER."""
         place = address.removeprefix("qdrant:")
         url = urlsplit(place) if "://" in place else None
         if url is None:
@@ -108,16 +106,7 @@ class QdrantStore:
         client: QdrantClient | None = None,
         collection: str = "mmattn",
     ) -> QdrantStore:
-        """A store over a collection that is there.
-
-        Args:
-            location: as for a new one.
-            client: as for a new one.
-            collection: its name.
-
-        Raises:
-            IndexFileError: there is no such collection, or it was made by something else or a newer version.
-        """
+        """Return a store over an existing collection."""
         store = cls.__new__(cls)
         store._use(location, client, collection)
         try:
@@ -125,162 +114,169 @@ class QdrantStore:
                 names = sorted(one.name for one in store.client.get_collections().collections)
                 raise IndexFileError(
                     f"there is no collection {collection!r}, only {names[:8]}; make one with Index.build(…, "
-                    "store='qdrant', collection=…) or QdrantIndex.build"
+                    "store='qdrant', collection=…)"
                 )
-            about = read_about(store.client, collection)
+            store._resume(f"collection {collection!r}")
         except BaseException:
             store.close()
             raise
-        store.dim, store.metric = about["dim"], about["metric"]
         return store
 
     def _use(self, location: str | os.PathLike[str], client: QdrantClient | None, collection: str) -> None:
-        self.client = connect(location) if client is None else client
+        place = os.fspath(location)
+        where: dict[str, Any] = {"location": place} if place == ":memory:" else {"path": place}
+        where = {"url": place} if "://" in place else where
+        self.client: QdrantClient = qdrant().QdrantClient(**where) if client is None else client
         self.collection = collection
         self._owned = client is None
+        options = self.client.init_options
+        self._local = options["path"] is not None or options["location"] == ":memory:"
         # A server serves many at once; in this process Qdrant must not be read while it is written to.
-        local = is_local(self.client)
-        self._alone: contextlib.AbstractContextManager[Any] = threading.RLock() if local else contextlib.nullcontext()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """None: what was saved is a copy, which is opened in memory."""
-        return {}
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """The encoder and the next id, as the collection says now."""
-        about = self._about()
-        return {"encoder": about["encoder"], "next_id": about["next_id"]}
-
-    @about.setter
-    def about(self, about: dict[str, Any]) -> None:
-        self._write([self._about_point({**self._about(), **about})])
+        self._lock: contextlib.AbstractContextManager[Any] = (
+            threading.RLock() if self._local else contextlib.nullcontext()
+        )
 
     @property
     def ids(self) -> tuple[Id, ...]:
-        """All ids, in the order in which the entries were added; every one is fetched."""
-        places: dict[Id, int] = {}
-        offset: Any = None
-        with self._alone:
-            while True:
-                points, offset = self.client.scroll(
-                    self.collection, limit=1000, offset=offset, with_payload=["id", "place"], with_vectors=False
-                )
-                places |= {point.payload["id"]: point.payload["place"] for point in points if point.id != ABOUT}
-                if offset is None:
-                    break
-        return tuple(sorted(places, key=places.__getitem__))
+        """Return all ids, in the order of adding."""
+        payloads = [point.payload for point in self._scroll(["id", "place"], False)]
+        return tuple(payload["id"] for payload in sorted(payloads, key=lambda payload: payload["place"]))
 
     def __len__(self) -> int:
-        with self._alone:
+        with self._lock:
             return int(self.client.count(self.collection, exact=True).count) - 1
-
-    def get(self, ids: Sequence[Id]) -> Entries:
-        """The entries of those of these ids that are here."""
-        return self._fetch(ids)[0]
-
-    def add(self, entries: Entries) -> None:
-        """Add entries after those that are here."""
-        about = self._about()
-        first, end = about["next_place"], about["next_place"] + len(entries)
-        points = as_points(entries, range(first, end), self.metric, qdrant().models.PointStruct)
-        self._write([self._about_point({**about, "next_place": end}), *points])
-
-    def update(self, entries: Entries) -> None:
-        """Replace entries."""
-        old, places = self._fetch(entries.ids)
-        place = dict(zip(old.ids, places, strict=True))
-        places = [place[name] for name in entries.ids]
-        self._write(as_points(entries, places, self.metric, qdrant().models.PointStruct))
 
     def delete(self, ids: Sequence[Id]) -> None:
         """Delete entries."""
-        with self._alone:
+        with self._lock:
             for part in _batches([key_of(name) for name in ids], 1000):
                 self.client.delete(self.collection, qdrant().models.PointIdsList(points=part), wait=True)
-
-    def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
-        """What Qdrant finds, somewhat more than was asked for, since it compares in float32."""
-        only = condition(filter, qdrant().models)
-        with self._alone:
-            found = self._query(queries, 2 * top_k + 32, only)
-        entries, _ = as_entries([point for points in found for point in points], self.dim)
-        rows = torch.full((len(queries), max(map(len, found), default=0)), -1)
-        for row, points in zip(rows, found, strict=True):
-            row[: len(points)] = torch.tensor([entries.rows[point.payload["id"]] for point in points], dtype=torch.long)
-        return Candidates(entries, rows)
-
-    def save(self, folder: str) -> None:
-        """Write a copy of all entries."""
-        write_entries(folder, self.get(self.ids))
-
-    @classmethod
-    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> QdrantStore:
-        """A collection in the memory of this process with what `save` wrote."""
-        entries = read_copy(folder, dim, metric, mapped)
-        store = cls(dim, metric, **settings)
-        if len(entries):
-            store.add(entries)
-        return store
-
-    def close(self) -> None:
-        """Close the client, unless it was given."""
-        if self._owned:
-            self.client.close()
 
     def drop(self) -> None:
         """Delete the collection, and close."""
         self.client.delete_collection(self.collection)
         self.close()
 
+    def close(self) -> None:
+        """Close the client, unless it is your own."""
+        if self._owned:
+            self.client.close()
+
     def writing(self) -> contextlib.AbstractContextManager[Any]:
-        """In this process no search comes between; a server knows no transactions of many requests."""
-        return self._alone
+        """Return the lock of this process; a server has no transactions of many requests."""
+        return self._lock
 
-    def one(self) -> Entries:
-        """One entry, or none."""
-        with self._alone:
-            points, _ = self.client.scroll(self.collection, limit=2, with_payload=PAYLOAD, with_vectors=["vector"])
-        return as_entries([point for point in points if point.id != ABOUT][:1], self.dim)[0]
+    def _read_state(self) -> dict[str, Any]:
+        with self._lock:
+            points = self.client.retrieve(self.collection, [ABOUT])
+        return dict(points[0].payload or {}) if points else {}
 
-    def _about_point(self, about: dict[str, Any]) -> Any:
-        return about_point(about, qdrant().models.PointStruct)
+    def _write_state(self, state: dict[str, Any]) -> None:
+        self._upsert([qdrant().models.PointStruct(id=ABOUT, vector={}, payload=state)])
 
-    def _about(self) -> dict[str, Any]:
-        with self._alone:
-            return read_about(self.client, self.collection)
+    def _fetch(self, ids: Sequence[Id] | None) -> list[Row]:
+        if ids is None:
+            return [as_row(point) for point in self._scroll(True, ["vector"])]
+        points: list[Any] = []
+        with self._lock:
+            for part in _batches([key_of(name) for name in ids], _NUMBERS // self.dim):
+                points += self.client.retrieve(self.collection, part, with_payload=True, with_vectors=["vector"])
+        return [as_row(point) for point in points]
 
-    def _query(self, queries: Tensor, count: int, only: Any) -> list[list[Any]]:
-        """For each query (b, e) at most `count` points that probably fit best, of those a filter allows."""
+    def _insert(self, rows: list[Row]) -> None:
+        self._upsert(as_points(rows, self.metric, qdrant().models.PointStruct))
+
+    _replace = _insert
+
+    def _upsert(self, points: list[Any]) -> None:
+        with self._lock:
+            for part in _batches(points, _NUMBERS // self.dim):
+                self.client.upsert(self.collection, part, wait=True)
+
+    def _scroll(self, payload: Any, vectors: Any) -> list[Any]:
+        points: list[Any] = []
+        offset: Any = None
+        with self._lock:
+            while True:
+                page, offset = self.client.scroll(
+                    self.collection, limit=1000, offset=offset, with_payload=payload, with_vectors=vectors
+                )
+                points += [point for point in page if point.id != ABOUT]
+                if offset is None:
+                    return points
+
+    def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
         models, cosine = qdrant().models, self.metric == "cosine"
         requests = [
             models.QueryRequest(
                 query=query,
                 using="direction" if cosine else "vector",
-                filter=only,
+                filter=condition(facts, models),
                 limit=count,
-                with_payload=PAYLOAD,
+                with_payload=True,
                 with_vector=["vector"],
             )
             for query in (directions(queries.double()) if cosine else queries).tolist()
         ]
-        answers: list[list[Any]] = []
-        for part in _batches(requests, _NUMBERS // (count * self.dim)):
-            answers += [answer.points for answer in self.client.query_batch_points(self.collection, part)]
-        return answers
+        answers: list[Any] = []
+        with self._lock:
+            for part in _batches(requests, _NUMBERS // (count * self.dim)):
+                answers += self.client.query_batch_points(self.collection, part)
+        return [[as_row(point) for point in answer.points] for answer in answers]
 
-    def _fetch(self, names: Sequence[Id]) -> tuple[Entries, list[int]]:
-        points: list[Any] = []
-        with self._alone:
-            for part in _batches([key_of(name) for name in names], _NUMBERS // self.dim):
-                points += self.client.retrieve(self.collection, part, with_payload=True, with_vectors=["vector"])
-        return as_entries(points, self.dim)
 
-    def _write(self, points: list[Any]) -> None:
-        with self._alone:
-            for part in _batches(points, _NUMBERS // self.dim):
-                self.client.upsert(self.collection, part, wait=True)
+def qdrant() -> Any:
+    """Return the library, or raise an error that names the extra."""
+    return import_extra("qdrant_client", "scale")
+
+
+def key_of(name: Id) -> str:
+    """Return the UUID of the point of an entry; 1 and "1" have two.
+
+    >>> key_of(1)
+    '599ae8f1-0430-5cdc-a98f-bc74e23890c7'
+    """
+    return str(uuid.uuid5(_NAMES, json.dumps(name)))
+
+
+def as_points(rows: Sequence[Row], metric: str, point: Any) -> list[Any]:
+    """Return rows as points of the library's class."""
+    points = []
+    for row in rows:
+        check_ints([row.id, row.metadata])
+        payload = {"id": row.id, "text": row.text, "metadata": row.metadata, "place": row.place}
+        payload["facts"] = facts_of(row.metadata)
+        if row.tokens is not None:
+            payload["tokens"] = base64.b64encode(row.tokens).decode()
+        vectors = {"vector": row.vector.tolist()}
+        if metric == "cosine":
+            vectors["direction"] = directions(row.vector.double()).float().tolist()
+        points.append(point(id=key_of(row.id), vector=vectors, payload=payload))
+    return points
+
+
+def as_row(point: Any) -> Row:
+    """Return a point as a row."""
+    payload, vector = point.payload, torch.tensor(point.vector["vector"], dtype=torch.float32)
+    tokens = payload.get("tokens")
+    packed = None if tokens is None else base64.b64decode(tokens)
+    return Row(payload["place"], payload["id"], payload.get("text"), payload.get("metadata"), vector, packed)
+
+
+def condition(facts: list[str], models: Any) -> Any:
+    """Return the filter, of the library's classes, for points that have all facts."""
+    if not facts:
+        return None
+    return models.Filter(must=[models.FieldCondition(key="facts", match=models.MatchValue(value=f)) for f in facts])
+
+
+def check_ints(value: Any) -> None:
+    """Refuse ints of more than 64 bits, which Qdrant would round."""
+    if isinstance(value, (Mapping, list, tuple)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            check_ints(one)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ConfigError(f"ints in Qdrant have 64 bits, got {value!r:.80}; write it as text. Nothing was changed")
 
 
 def _batches(values: list[Any], size: int) -> Iterator[list[Any]]:

@@ -1,4 +1,4 @@
-"""`IndexMemory`: all entries of an index as a memory, which attention searches by itself; no retriever in between."""
+"""`IndexMemory`: all entries of an index as a memory that attention searches in each layer."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ from mmattn.retrieval.stores.exact import InMemoryStore, Version
 _ROWS = 1 << 16
 #: Numbers of candidates that are compared at once.
 _NUMBERS = 1 << 24
-#: How far from their mean, relatively, ratios may be that count as one: of scores, and of an approximate order.
-_ALIKE, _ROUGHLY_ALIKE = 0.02, 0.1
+#: Relative deviation from their mean within which ratios count as equal: for scores, and for an approximate order.
+_EQUAL, _NEARLY_EQUAL = 0.02, 0.1
 
 
 class IndexMemory(SearchedMemory):
     """All entries of an index as a memory of one slot each, made by `Index.as_memory`.
 
-    In each layer and head the query of every token, multiplied into the space of the entries, searches them, and the
+    In each layer and head the query of every token, mapped into the space of the entries, searches them, and the
     softmax runs over the `per_query` entries with the largest scores, and the null slot where the adapter has one
     (Unlimiformer, arXiv 2305.01625). The size normalisation of an adapter counts all entries.
 
-    One search structure serves all layers and heads. It is of the kind of the index's store, with its settings: "exact"
-    finds the best for certain, "ivf", "hnsw" and "ivfpq" nearly. Approximate ones are searched where they are when the
-    entries are about equally long, as encoders make them; others are made at the first use, over the entries as the
-    adapter's norm leaves them, lie in memory beside the index, and follow its changes. A call sees the entries as they
-    were when it began.
+    One search structure serves all layers and heads. It has the kind and settings of the index's store: "exact" finds
+    the best for certain, "ivf", "hnsw" and "ivfpq" nearly. The index's own approximate structure is used where entries
+    are about equally long, as encoders make them; otherwise another one is built at the first use, over the entries
+    after the adapter's norm, kept in memory, and updated with the index. A call reads the entries of its beginning.
 
     Args:
-        index: the index, in the memory of this process.
-        per_query: how many entries each token sees, in each layer and head.
-        queries: for adapters with score_bias what each row of text is looked up by, as in `index.search`; the scores
-            of all entries are added to the attention's own. Where the store is approximate, all entries are compared
-            with them once, so that those with the best scores are always among what is found.
-        encoder: what encoded, or shall encode, the queries.
+        index: an index in the memory of this process.
+        per_query: how many entries each token attends to, in each layer and head.
+        queries: for adapters with score_bias the query of each row of text, as in `index.search`; the scores of all
+            entries are added to the attention's. An approximate search always includes the entries of the best scores.
+        encoder: encodes, or encoded, the queries.
 
     Raises:
-        ConfigError: the entries are not in this process, or their distances ("l2") were to be scores.
+        ConfigError: the entries are not in this process, or queries are given for an index of distances ("l2").
         IndexMismatchError: queries of another width or encoder.
     """
 
@@ -67,12 +65,7 @@ class IndexMemory(SearchedMemory):
         self._compared: tuple[Entries, Tensor] | None = None
 
     def entries(self, eps: float | None, scored: bool = False) -> IndexEntries:
-        """The entries as they are now.
-
-        Args:
-            eps: ε of the LayerNorm as which they are searched; None for none.
-            scored: searches weigh the scores of the queries, too.
-        """
+        """Return the current entries, after a LayerNorm with this ε; `scored` adds the scores of the queries."""
         searched = self.index.search_structures.get(eps, scored)
         exact = all(part.structure.exact for part in searched.version.parts)
         best = self._best_scores(searched.entries) if scored and not exact else None
@@ -80,14 +73,13 @@ class IndexMemory(SearchedMemory):
 
     @torch.no_grad()
     def _best_scores(self, entries: Entries) -> Tensor:
-        """The rows (b, c) of the entries with the best scores."""
+        """Return the rows (b, c) of the entries with the best scores."""
         assert self.queries is not None
-        known = self._compared
-        if known is not None and known[0] is entries:
-            return known[1]
-        asked, cosine = self.queries.to(entries.vectors.device), self.index.metric == "cosine"
+        if self._compared is not None and self._compared[0] is entries:
+            return self._compared[1]
+        queries, cosine = self.queries.to(entries.vectors.device), self.index.metric == "cosine"
         blocks = entries.vectors.split(_ROWS)
-        fits = torch.cat([asked @ (directions(block) if cosine else block).T for block in blocks], 1)
+        fits = torch.cat([queries @ (directions(block) if cosine else block).T for block in blocks], 1)
         rows = fits.topk(min(self.per_query, len(entries))).indices
         self._compared = entries, rows
         return rows
@@ -98,14 +90,10 @@ class IndexMemory(SearchedMemory):
 
 @dataclass(frozen=True, eq=False)
 class Searched:
-    """One version of the entries of an index, and as what they are searched.
+    """One version of the entries of an index, and the structure that attention searches.
 
-    Args:
-        entries: of the index.
-        version: finds them by inner products with what they are searched as, (n, e) or (n, 2e).
-        ratio: of a score to the inner product with that, where it is the same for all; None where what the scores are
-            inner products with stands beside it.
-        centred: queries have to lose their mean, in place of the entries.
+    `version` finds entries by inner products with `(n, e)`, or `(n, 2e)` where scores lie beside. `ratio` is that of a
+    score to the inner product, None where scores lie beside. `centred`: queries are centred, instead of the entries.
     """
 
     entries: Entries
@@ -115,72 +103,55 @@ class Searched:
 
 
 class SearchStructures:
-    """The entries of an index as attention searches them, made when they are first needed and kept up to date.
-
-    Args:
-        index: the index.
-    """
+    """The structures of an index that attention searches, built at the first use and updated with the index."""
 
     def __init__(self, index: Any) -> None:
         self._index = index
         self._lock = threading.Lock()
-        self._known: dict[tuple[float | None, bool], Searched] = {}
+        self._structures: dict[tuple[float | None, bool], Searched] = {}
 
     def get(self, eps: float | None, scored: bool = False) -> Searched:
-        """Those of the entries as they are now.
-
-        Args:
-            eps: ε of the LayerNorm as which they are searched; None for none.
-            scored: scores of the index are added to the inner products.
-        """
+        """Return the structure over the current entries, after a LayerNorm with this ε."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            known, own = self._known.get((eps, scored)), self._index.store.version
-            if known is not None and known.entries is own.entries:
-                return known
-            searched = self._as_it_is(own, eps) or self._beside(own, eps, scored, known)
-            self._known[eps, scored] = searched
+            last, version = self._structures.get((eps, scored)), self._index.store.version
+            if last is not None and last.entries is version.entries:
+                return last
+            searched = self._of_index(version, eps) or self._built(version, eps, scored, last)
+            self._structures[eps, scored] = searched
             return searched
 
     def versions(self) -> list[Version]:
-        """What stands beside the index."""
-        return [one.version for one in self._known.values() if one.version.entries is not one.entries]
+        """Return the structures that were built beside the index."""
+        return [one.version for one in self._structures.values() if one.version.entries is not one.entries]
 
-    def _as_it_is(self, own: Version, eps: float | None) -> Searched | None:
-        """The index's own structure, where it finds what attention looks for."""
+    def _of_index(self, version: Version, eps: float | None) -> Searched | None:
+        """Return the index's own structure, where it ranks entries as attention does."""
         metric = self._index.metric
         if eps is None and metric == "ip":
-            return Searched(own.entries, own, 1.0)
-        if metric == "l2" or all(part.structure.exact for part in own.parts):
+            return Searched(version.entries, version, 1.0)
+        if metric == "l2" or all(part.structure.exact for part in version.parts):
             return None
         # Entries of about one length are in one order by ⟨q, norm(x)⟩ and by ⟨q - mean(q), x⟩, but for near ties.
-        ratio = common(ratios(own.entries.vectors, eps, metric), _ROUGHLY_ALIKE)
-        return None if ratio is None else Searched(own.entries, own, ratio, centred=eps is not None)
+        ratio = common(ratios(version.entries.vectors, eps, metric), _NEARLY_EQUAL)
+        return None if ratio is None else Searched(version.entries, version, ratio, centred=eps is not None)
 
-    def _beside(self, own: Version, eps: float | None, scored: bool, known: Searched | None) -> Searched:
-        """A structure of the same kind over the entries as attention sees them."""
-        store = self._index.store
-        vectors, ratio = as_searched(own.entries.vectors, eps, store.metric, scored)
-        shown = Entries(own.entries.ids, own.entries.texts, own.entries.metadata, vectors)
+    def _built(self, version: Version, eps: float | None, scored: bool, last: Searched | None) -> Searched:
+        """Return a structure of the same kind over the entries after the norm."""
+        store, entries = self._index.store, version.entries
+        vectors, ratio = as_searched(entries.vectors, eps, store.metric, scored)
+        normed = Entries(entries.ids, entries.texts, entries.metadata, vectors)
         build = type(store)(vectors.shape[1], "ip", **store.settings).build
-        if known is None or known.version.entries is known.entries:
-            return Searched(own.entries, Version.over(shown, "ip", build), ratio)
-        before = known.version.entries.vectors
-        if (before.device, before.shape[1]) != (vectors.device, vectors.shape[1]):
-            return Searched(own.entries, Version.over(shown, "ip", build), ratio)
-        version = known.version.followed(shown, moves(known.entries, own.entries), build)
-        return Searched(own.entries, version, ratio)
+        if last is not None and last.version.entries is not last.entries:
+            before = last.version.entries.vectors
+            if (before.device, before.shape[1]) == (vectors.device, vectors.shape[1]):
+                moved = moves(last.entries, entries)
+                return Searched(entries, last.version.followed(normed, moved, build), ratio)
+        return Searched(entries, Version.over(normed, "ip", build), ratio)
 
 
 @dataclass(frozen=True, eq=False)
 class IndexEntries:
-    """What adapters see of one version of an index.
-
-    Args:
-        searched: the version.
-        metric: of the index.
-        queries: (b, e) what each row of text is looked up by; None without scores.
-        best: rows (b, c) of the entries with the best scores, which a search must not miss; None where it does not.
-    """
+    """The entries of one version of an index, for adapters; `best` are rows (b, c) that a search must not miss."""
 
     searched: Searched
     metric: str
@@ -191,7 +162,7 @@ class IndexEntries:
         return len(self.searched.entries)
 
     def search(self, queries: Tensor, count: int, score_weight: float | None = None) -> Tensor:
-        """The rows (b, n, count or fewer) of the entries with the largest inner products; -1 is none."""
+        """Return the rows (b, n, count or fewer) of the entries with the largest inner products; -1 is none."""
         version = self.searched.version
         vectors = version.entries.vectors
         queries = queries.to(vectors.device, torch.float32)
@@ -199,90 +170,86 @@ class IndexEntries:
             queries = queries - queries.mean(-1, keepdim=True)
         if score_weight is not None:
             queries = self._with_scores(queries, score_weight)
-        asked = queries.flatten(0, 1)
-        rows = version.candidates(asked, count, None)
+        flat = queries.flatten(0, 1)
+        rows = version.candidates(flat, count, None)
         if self.best is not None:
-            best = self.best.repeat_interleave(len(asked) // len(self.best), 0)
+            best = self.best.repeat_interleave(len(flat) // len(self.best), 0)
             rows = torch.cat([rows, best.to(rows.device)], 1).sort(1).values
             rows[:, 1:].masked_fill_(rows[:, 1:] == rows[:, :-1], -1)
         if rows.shape[1] > count:
             step = max(1, _NUMBERS // (rows.shape[1] * vectors.shape[1]))
-            parts = zip(asked.split(step), rows.split(step), strict=True)
+            blocks = zip(flat.split(step), rows.split(step), strict=True)
             cosine = version.metric == "cosine"
-            rows = torch.cat([_best(some, vectors, own, count, cosine) for some, own in parts])
+            rows = torch.cat([_best(some, vectors, candidates, count, cosine) for some, candidates in blocks])
         return rows.unflatten(0, queries.shape[:2])
 
     def _with_scores(self, queries: Tensor, weight: float) -> Tensor:
         assert self.queries is not None
-        given = self.queries.to(queries.device)
-        asked = directions(given) if self.metric == "cosine" else given
-        asked = asked.repeat_interleave(len(queries) // len(asked), 0)[:, None].float() * weight
+        scored = self.queries.to(queries.device)
+        scored = directions(scored) if self.metric == "cosine" else scored
+        scored = scored.repeat_interleave(len(queries) // len(scored), 0)[:, None].float() * weight
         ratio = self.searched.ratio
         if ratio is None:
-            return torch.cat([queries, asked.expand_as(queries)], 2)
-        return queries + ratio * asked
+            return torch.cat([queries, scored.expand_as(queries)], 2)
+        return queries + ratio * scored
 
     def slots(self, rows: Tensor) -> Tensor:
-        """The vectors (n, e) of rows (n,)."""
+        """Return the vectors (n, e) of rows (n,)."""
         vectors = self.searched.entries.vectors
         return vectors[rows.to(vectors.device)] if len(self) else vectors.new_zeros(*rows.shape, vectors.shape[1])
 
     def scores(self, rows: Tensor) -> Tensor:
-        """The scores (b, n) that entries of rows (n,) have for the query of each row of text."""
+        """Return the scores (b, n) of rows (n,) for the query of each row of text."""
         assert self.queries is not None
         vectors = self.searched.entries.vectors
         return score(self.queries.to(vectors.device), self.slots(rows), self.metric)
 
     def memory(self) -> Memory:
-        """All entries, one row."""
+        """Return all entries as a memory of one row."""
         entries = self.searched.entries
         sources = [[{"id": name, "text": text} for name, text in zip(entries.ids, entries.texts, strict=True)]]
         return Memory(entries.vectors[None], sources=sources, check_finite=False)
 
 
 def _best(queries: Tensor, vectors: Tensor, rows: Tensor, count: int, cosine: bool) -> Tensor:
-    """Those of the rows (b, c) with the `count` largest inner products, as attention computes them: in float32."""
-    found = vectors[rows.clamp(min=0)]
-    fit = ((directions(found) if cosine else found) @ queries[..., None])[..., 0].masked_fill(rows < 0, -torch.inf)
+    """Return the candidates (b, c) with the `count` largest inner products in float32, as in attention."""
+    near = vectors[rows.clamp(min=0)]
+    fit = ((directions(near) if cosine else near) @ queries[..., None])[..., 0].masked_fill(rows < 0, -torch.inf)
     return rows.gather(1, fit.topk(count).indices)
 
 
 def as_searched(vectors: Tensor, eps: float | None, metric: str, scored: bool) -> tuple[Tensor, float | None]:
-    """As what entries are searched, (n, e) or (n, 2e), and the ratio of a score to an inner product with that.
+    """Return the vectors to search, (n, e) or (n, 2e), and the ratio of a score to an inner product with them.
 
-    Vectors of about one length, as encoders make them, are multiples of what their norm leaves, and so are their
-    scores. Of others, what the scores are inner products with is put beside it.
-
-    Args:
-        vectors: (n, e).
-        eps: ε of the LayerNorm that is applied; None for none.
-        metric: of the scores.
-        scored: whether there are any.
+    Vectors of about one length, as encoders make them, are multiples of their normalised ones, and so are their scores.
+    For others, the vectors of the scores are put beside them, and the ratio is None.
     """
-    shown = vectors
+    normed = vectors
     if eps is not None:
-        shown = torch.cat([torch.nn.functional.layer_norm(one, one.shape[1:], eps=eps) for one in vectors.split(_ROWS)])
+        normed = torch.cat(
+            [torch.nn.functional.layer_norm(one, one.shape[1:], eps=eps) for one in vectors.split(_ROWS)]
+        )
     if not scored:
-        return shown, 1.0
+        return normed, 1.0
     ratio = common(ratios(vectors, eps, metric))
     if ratio is not None:
-        return shown, ratio
-    return torch.cat([shown, directions(vectors) if metric == "cosine" else vectors], 1), None
+        return normed, ratio
+    return torch.cat([normed, directions(vectors) if metric == "cosine" else vectors], 1), None
 
 
 def ratios(vectors: Tensor, eps: float | None, metric: str) -> Tensor:
-    """How many times each score (n,) of a metric is the inner product with what the norm leaves of an entry."""
-    found = vectors.new_ones(len(vectors))
-    for block, part in zip(vectors.split(_ROWS), found.split(_ROWS), strict=True):
+    """Return the ratio (n,) of the score of each entry to the inner product with its normalised vector."""
+    result = vectors.new_ones(len(vectors))
+    for block, part in zip(vectors.split(_ROWS), result.split(_ROWS), strict=True):
         if eps is not None:
             part *= (block.var(1, correction=0) + eps).sqrt()
         if metric == "cosine":
             part /= lengths_of(block).to(part.dtype).clamp(min=1e-12)
-    return found
+    return result
 
 
-def common(ratios: Tensor, within: float = _ALIKE) -> float | None:
-    """Their mean, where all are so near to it."""
+def common(ratios: Tensor, within: float = _EQUAL) -> float | None:
+    """Return the mean of ratios where all are within a relative distance of it, or None."""
     if not len(ratios):
         return 1.0
     ratio = float(ratios.mean())
@@ -290,7 +257,7 @@ def common(ratios: Tensor, within: float = _ALIKE) -> float | None:
 
 
 def moves(old: Entries, new: Entries) -> Tensor:
-    """The new row (n,) of each old entry; -1 where it is gone or has another vector."""
+    """Return the new row (n,) of each old entry; -1 where it is gone or has another vector."""
     if not len(new):
         return torch.full((len(old),), -1, device=old.vectors.device)
     if new.ids[: len(old)] == old.ids:

@@ -1,4 +1,4 @@
-"""Documents cut into chunks that overlap, each of which knows where it comes from."""
+"""Cut documents into overlapping chunks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Chunk:
     """A piece of a document.
 
     Attributes:
-        text: the piece, without blanks around it.
-        source: what names its document.
-        start: where it begins there, in characters.
-        end: where it ends there: `text == document[start:end]`.
+        text: the piece, stripped of blanks.
+        source: the name of its document.
+        start: first character in the document.
+        end: end in the document: `text == document[start:end]`.
     """
 
     text: str
@@ -59,26 +59,25 @@ def chunk(
 ) -> list[Chunk]:
     """Cut documents into chunks of at most `size` tokens or sentences, of which neighbours share `overlap`.
 
-    A chunk never reaches from one document into the next, and no end of a document is repeated in a chunk of its own.
-    Sentences end at full stops before a gap and a letter that is not small, but not after an initial or a title such
-    as "Dr."; at full-width stops; and at empty lines.
+    A chunk lies in one document, and the end of a document is not repeated in a chunk of its own. Sentences end at full
+    stops before a gap and a letter that is not small, but not after an initial or a title such as "Dr."; at full-width
+    stops; and at empty lines.
 
     Args:
         texts: one document or several. Those without a word give no chunk.
         size: tokens or sentences of a chunk.
-        overlap: of these, how many a chunk shares with the one before it.
+        overlap: how many of these a chunk shares with the one before it.
         by: "tokens" or "sentences".
-        tokenizer: a fast Hugging Face tokenizer that counts the tokens; None counts words, and characters in scripts
-            without spaces between words, such as Chinese, Japanese and Thai. Characters that make several tokens are
-            not cut apart, so a chunk of one such character may exceed `size`.
-        sources: what names each document; its number by default.
-        unique: return only the first of chunks with equal text, in whichever documents they are.
+        tokenizer: a fast Hugging Face tokenizer; None counts words, and characters in scripts without spaces between
+            words, such as Chinese, Japanese and Thai. A character of several tokens is not cut, so its chunk may exceed
+            `size`.
+        sources: the name of each document; its number by default.
+        unique: return only the first of chunks with equal text.
 
     Raises:
-        ConfigError: a size below 1, an overlap that leaves no way forward, or a tokenizer that does not know where its
-            tokens are.
+        ConfigError: a size below 1, an overlap not below it, or a tokenizer without offsets.
         ShapeError: not as many sources as texts.
-        TextError: an entry that is no text.
+        TextError: an item that is no text.
 
     >>> [piece.text for piece in chunk("one two three four five", size=3, overlap=1)]
     ['one two three', 'three four five']
@@ -89,29 +88,29 @@ def chunk(
     check_int("size", size)
     check_int("overlap", overlap, at_least=0)
     if overlap >= size:
-        raise ConfigError(f"overlap must be below size, or no chunk would go forward; got {overlap} of {size}")
+        raise ConfigError(f"overlap must be below size; got {overlap} of {size}")
     check_choice("by", by, ("tokens", "sentences"))
     if by == "sentences" and tokenizer is not None:
         raise ConfigError("a tokenizer counts tokens, and by='sentences' was asked; leave out one of them")
     names: Sequence[Any] = range(len(documents)) if sources is None else sources
     if len(names) != len(documents):
         raise ShapeError(f"sources need one entry per text, {len(documents)}; got {len(names)}")
-    found: list[Chunk] = []
-    seen: set[str] = set()
+    chunks: list[Chunk] = []
+    texts_so_far: set[str] = set()
     for document, source in zip(documents, names, strict=True):
         units = _sentences(document) if by == "sentences" else _tokens(document, tokenizer)
         for first, last in _windows([count for _, count in units], size, overlap):
             start, end = units[first][0][0], units[last][0][1]
             text = document[start:end]
-            if unique and text in seen:
+            if unique and text in texts_so_far:
                 continue
-            seen.add(text)
-            found.append(Chunk(text, source, start, end))
-    return found
+            texts_so_far.add(text)
+            chunks.append(Chunk(text, source, start, end))
+    return chunks
 
 
 def _windows(counts: list[int], size: int, overlap: int) -> Iterator[tuple[int, int]]:
-    """The first and the last unit of each chunk, where unit i counts as `counts[i]`."""
+    """Yield the first and the last unit of each chunk, where unit i counts as `counts[i]`."""
     first = 0
     while first < len(counts):
         end, total = first + 1, counts[first]
@@ -130,13 +129,13 @@ def _windows(counts: list[int], size: int, overlap: int) -> Iterator[tuple[int, 
 
 
 def _tokens(document: str, tokenizer: Any) -> list[tuple[Span, int]]:
-    """The places of the tokens, those of one character as one, blank ones with the one before; and how many each is."""
+    """Return spans and how many tokens each is: those of one character together, blanks with the last."""
     if tokenizer is None:
         return [(word.span(), 1) for word in _WORD.finditer(document)]
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
-            f"the tokenizer must be a fast one, which knows where its tokens are; got {type(tokenizer).__name__}. "
-            "Load it with AutoTokenizer, or count words with tokenizer=None"
+            f"the tokenizer must be a fast one, which returns offsets; got {type(tokenizer).__name__}. Load it with "
+            "AutoTokenizer, or count words with tokenizer=None"
         )
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     units: list[tuple[Span, int]] = []
@@ -158,7 +157,7 @@ def _sentences(document: str) -> list[tuple[Span, int]]:
 
 
 def _ends(document: str, match: re.Match[str]) -> bool:
-    """Whether a full stop ends a sentence, and not an abbreviation."""
+    """Tell a full stop that ends a sentence from one of an abbreviation."""
     if match["stop"] is None:
         return True
     following = document[match.end() : match.end() + 99].lstrip()[:1]
@@ -170,7 +169,7 @@ def _ends(document: str, match: re.Match[str]) -> bool:
 
 
 def _trimmed(document: str, start: int, end: int) -> Span:
-    """The span without the blanks around what it holds."""
+    """Return the span without surrounding blanks."""
     text = document[start:end]
     left = len(text) - len(text.lstrip())
     return start + left, max(start + left, start + len(text.rstrip()))

@@ -1,4 +1,4 @@
-"""kNN-LM (arXiv 1911.00172): the plain baseline, a language model mixed with what followed similar hidden states.
+"""kNN-LM (arXiv 1911.00172), a baseline: a language model mixed with the tokens that followed similar hidden states.
 
 A datastore holds keys k (n, d), the hidden states of a host over texts, and values v (n,), the tokens that followed
 them. With f (d,) the state of a token and N the nearest keys (equations 2 and 3, with a temperature T, 1 in the paper):
@@ -7,7 +7,7 @@ them. With f (d,) the state of a token and N the nearest keys (equations 2 and 3
     p(y) = λ p_kNN(y) + (1 − λ) p_LM(y)
 
 Departures from the paper: the search is exact, and a state is the last one of the host, not the input of its last
-feed-forward. Nothing is trained, so what an adapter over the same texts adds can be measured against it.
+feed-forward. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, check_float, check_int
 
-# Distances held at a time, queries × keys.
+#: Distances held at a time, queries × keys.
 _AT_ONCE = 1 << 24
 
 
@@ -33,15 +33,14 @@ def knn_log_probs(
     temperature: float = 1.0,
     weight: float = 0.25,
 ) -> Tensor:
-    """Log-probabilities (b, l, v) of the next token, the host's mixed with those of the datastore.
+    """Return log-probabilities (b, l, v) of the next token: those of the host mixed with those of the datastore.
 
     Args:
-        keys: (n, d) on any device, as `next_token_states` gives them. With n = 0 the host's own probabilities come
-            back.
-        values: (n,) ints below v, the tokens that followed them.
+        keys: (n, d) on any device, from `next_token_states`. With n = 0 the host's probabilities are returned.
+        values: (n,) ints below v, the tokens that followed the keys.
         queries: (b, l, d) states of the tokens, `output.hidden_states[-1]`.
         logits: (b, l, v) of the same tokens.
-        top_k: nearest keys that vote.
+        top_k: number of nearest keys.
         temperature: T, above 0.
         weight: λ, from 0 to below 1.
 
@@ -72,35 +71,29 @@ def knn_log_probs(
             f"keys have width {keys.shape[1]} and queries {queries.shape[2]}: collect the keys with the same host"
         )
     wide = torch.promote_types(logits.dtype, torch.float32)
-    own = logits.to(wide).log_softmax(-1)
+    log_probs = logits.to(wide).log_softmax(-1)
     if not len(keys):
-        return own
+        return log_probs
     with torch.no_grad():
         if int(values.max()) >= logits.shape[2] or int(values.min()) < 0:
             raise ShapeError(
                 f"values must be ids from 0 to v - 1 = {logits.shape[2] - 1}, got {int(values.min())} to "
                 f"{int(values.max())}: the datastore is of another vocabulary"
             )
-        distances, found = nearest(keys, queries.flatten(0, 1), top_k)
+        distances, places = nearest(keys, queries.flatten(0, 1), top_k)
         votes = -distances.to(wide) / temperature
         votes = (votes - votes.logsumexp(-1, keepdim=True)).exp()
-        said = values.to(found.device)[found].to(logits.device)
-        near = torch.zeros_like(own).flatten(0, 1).scatter_add_(1, said, votes.to(own.device)).view_as(own)
-    return torch.logaddexp((weight * near).log(), own + torch.tensor(1 - weight, dtype=wide).log().to(own.device))
+        tokens = values.to(places.device)[places].to(logits.device)
+        knn = torch.zeros_like(log_probs).flatten(0, 1)
+        knn = knn.scatter_add_(1, tokens, votes.to(knn.device)).view_as(log_probs)
+    rest = torch.tensor(1 - weight, dtype=wide).log().to(log_probs.device)
+    return torch.logaddexp((weight * knn).log(), log_probs + rest)
 
 
 def nearest(keys: Tensor, queries: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Squared distances (q, k) to the nearest of keys (n, d) and which they are (q, k), nearest first; k ≤ n.
+    """Return the squared distances (q, k) to the nearest of keys (n, d), nearest first, and their rows (q, k); k ≤ n.
 
-    Exact to rounding, in float32 at least: keys are centred, so that what all states share does not cost digits.
-
-    Args:
-        keys: (n, d).
-        queries: (q, d).
-        top_k: how many; fewer where there are fewer keys.
-
-    Raises:
-        NonFiniteError: NaN or infinity in a key, which would be found wrongly or never.
+    The search is exact, in float32 at least. Keys are centred, so that what all states share costs no digits.
 
     >>> nearest(torch.tensor([[0.0], [3.0], [5.0]]), torch.tensor([[4.5]]), top_k=2)
     (tensor([[0.2500, 2.2500]]), tensor([[2, 1]]))
@@ -127,14 +120,14 @@ def nearest(keys: Tensor, queries: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def next_token_states(host: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The datastore of texts: keys (n, d), the host's last hidden state at each token, and values (n,), the next token.
-
-    Args:
-        host: a causal language model of transformers, with adapters or without, in eval mode.
-        batches: what the host takes, each with `input_ids` (b, l) and where there is padding `attention_mask` (b, l).
-            Only tokens that are real and followed by a real one count.
+    """Return the datastore of texts: keys (n, d), the last hidden state of each token, and values (n,), the next token.
 
     The result is on the CPU, in the dtype of the hidden states.
+
+    Args:
+        host: a causal language model of transformers, with or without adapters, in eval mode.
+        batches: keyword arguments of the host: `input_ids` (b, l), and `attention_mask` (b, l) where there is padding.
+            Only real tokens that are followed by a real one count.
 
     Raises:
         ConfigError: the host is in training mode, or there is no batch.

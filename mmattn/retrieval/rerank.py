@@ -1,4 +1,4 @@
-"""Reranking, the second stage of a search: a cross-encoder scores query and text together, not their vectors."""
+"""Reranking: a cross-encoder reads query and text together, and scores the pair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reranked:
     """Scores and order of the texts of each query.
 
     Attributes:
-        scores: (b, k) float32, how well each text answers its query, higher is better; -inf where there is no text.
+        scores: (b, k) float32, higher is better; -inf where there is no text.
         order: (b, k) int, the places of the texts from the best to the worst, then those without a text.
     """
 
@@ -29,18 +29,18 @@ class Reranked:
 
 
 class Reranker(nn.Module):
-    """Scores texts for a query by a frozen cross-encoder: a Hugging Face sequence classifier of one label.
+    """A frozen cross-encoder: a Hugging Face sequence classifier of one label, whose logits are the scores.
 
-    Scores are the logits of the model: they order the texts of one query, and are no probabilities.
+    Scores order the texts of one query; they are no probabilities.
 
     Args:
-        name: a name or folder that `transformers.AutoModelForSequenceClassification` reads, with safetensors weights.
-        max_length: tokens of the longest pair that is read whole; by default what the tokenizer and the positions of
-            the model allow.
-        device: where the network runs.
+        name: a name or folder for `transformers.AutoModelForSequenceClassification`, with safetensors weights.
+        max_length: tokens of the longest pair that is not cut; by default as the tokenizer and the positions of the
+            model allow.
+        device: device of the model.
 
     Raises:
-        ConfigError: another number of labels, or a setting outside what is allowed.
+        ConfigError: another number of labels, or a setting that is not allowed.
         AdapterFileError: nothing to load, or weights that are no safetensors or incomplete.
         NonFiniteError: NaN or infinity in the weights.
     """
@@ -63,7 +63,7 @@ class Reranker(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> Reranker:
-        """Stays in evaluation mode, also as part of a model that trains."""
+        """Stay in evaluation mode, also as part of a model that trains."""
         super().train(False)
         return self
 
@@ -75,15 +75,15 @@ class Reranker(nn.Module):
         *,
         batch_size: int = 32,
     ) -> Reranked:
-        """Scores and order of k texts for each of b queries.
+        """Return scores and order of k texts for each of b queries.
 
         Args:
-            queries: one, or b of them.
-            texts: k texts for one query, or b lists of k. None where there is none.
-            mask: (b, k) bool, True = there is a text. Masked texts are not read.
-            batch_size: pairs the model reads at once.
+            queries: one query, or b of them.
+            texts: k texts for one query, or b lists of k; None is no text.
+            mask: (b, k) bool, True = a text. Masked texts are not read.
+            batch_size: pairs that the model reads at once.
 
-        A UserWarning names the texts that were cut to fit beside their query, counted over all that are there.
+        A UserWarning counts the texts that were cut to fit beside their query.
 
         Raises:
             TextError: naming what is no text, or a query that leaves no room.
@@ -92,41 +92,41 @@ class Reranker(nn.Module):
             NonFiniteError: a score that is no number.
         """
         check_int("batch_size", batch_size)
-        asked = check_text(queries)
+        queries_list = check_text(queries)
         rows: list[Any] = [texts] if isinstance(queries, str) else list(texts)
         lengths = [len(row) if isinstance(row, (list, tuple)) else None for row in rows]
-        if len(rows) != len(asked) or len(set(lengths)) > 1 or None in lengths:
+        if len(rows) != len(queries_list) or len(set(lengths)) > 1 or None in lengths:
             raise ShapeError(
-                f"{len(asked)} queries need as many lists of texts, all of one length; got "
+                f"{len(queries_list)} queries need as many lists of texts, all of one length; got "
                 f"{len(rows)} of lengths {lengths[:8]}"
             )
         shape = (len(rows), (lengths[0] or 0) if lengths else 0)
-        found = torch.tensor([[text is not None for text in row] for row in rows], dtype=torch.bool).view(shape)
+        present = torch.tensor([[text is not None for text in row] for row in rows], dtype=torch.bool).view(shape)
         if mask is not None:
             check_bool_mask("mask", mask)
             if tuple(mask.shape) != shape:
                 raise ShapeError(f"mask must be (b, k) = {shape} as the texts are, got {tuple(mask.shape)}")
-            found = found & mask.cpu()
-        places = found.nonzero().tolist()
+            present = present & mask.cpu()
+        places = present.nonzero().tolist()
         scores = torch.full(shape, -torch.inf)
-        pairs = [(asked[row], rows[row][place]) for row, place in places]
+        pairs = [(queries_list[row], rows[row][place]) for row, place in places]
         if pairs:
-            scores[found] = self._scores(pairs, batch_size)
+            scores[present] = self._scores(pairs, batch_size)
         return Reranked(scores, torch.argsort(scores, dim=1, descending=True, stable=True))
 
     def _scores(self, pairs: list[tuple[str, str]], batch_size: int) -> Tensor:
         queries, texts = [query for query, _ in pairs], check_text([text for _, text in pairs])
         refuse_empty([len(text.strip()) for text in texts])
-        asked, _ = tokenize(self.tokenizer, queries)
+        query_ids, _ = tokenize(self.tokenizer, queries)
         room = self.max_length - self.tokenizer.num_special_tokens_to_add(pair=True)
-        for query, ids in zip(queries, asked, strict=True):
+        for query, ids in zip(queries, query_ids, strict=True):
             if not 0 < len(ids) < room:
                 raise TextError(
                     f"the query {query!r:.60} has {len(ids)} tokens, and from 1 to {room - 1} leave room for a text "
                     "beside it; shorten it, or raise max_length"
                 )
-        answers, _ = tokenize(self.tokenizer, texts)
-        sizes = [len(query) + len(text) for query, text in zip(asked, answers, strict=True)]
+        text_ids, _ = tokenize(self.tokenizer, texts)
+        sizes = [len(query) + len(text) for query, text in zip(query_ids, text_ids, strict=True)]
         warn_cut([size > room for size in sizes], self.max_length)
         order = sorted(range(len(pairs)), key=lambda number: -sizes[number])
         scores = torch.empty(len(pairs))

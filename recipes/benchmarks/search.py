@@ -3,7 +3,7 @@
     python -m recipes.benchmarks search [--quick]
 
 Vectors lie around as many centres as there are thousands of them, and queries near some of the vectors. "exact" is
-`Index.search` as a user calls it, ids and hits included; "flat", "hnsw", "ivf" and "ivfpq" are faiss under the same
+`Index.search` as a user calls it, ids and hits included; "hnsw", "ivf" and "ivfpq" are faiss under the same
 verb. The others are the bare libraries, which answer with numbers of rows. hnsw stops at a hundred thousand
 entries, where building it takes minutes.
 """
@@ -53,7 +53,7 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
     flat = faiss.IndexFlatIP(WIDTH)
     flat.add(arrays)
     indexes = {}
-    for store in ("exact", "flat", "ivf", "ivfpq", *(("hnsw",) if count <= LARGEST_GRAPH else ())):
+    for store in ("exact", "ivf", "ivfpq", *(("hnsw",) if count <= LARGEST_GRAPH else ())):
         indexes[store] = mmattn.Index.build(vectors, metric="ip", store=store)
     for number in QUERIES:
         asked = queries[:number]
@@ -83,9 +83,8 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
         best = times["mmattn exact"]
         row["mmattn exact, queries a second"] = number / statistics.median(best) * 1e3
         for name, index in indexes.items():
-            if name != "flat":
-                # The share of the true best that were found.
-                row[f"{name} recall@10"] = retrieval_scores(index.search(asked, TOP), true.tolist(), ["R@10"])["R@10"]
+            # The share of the true best that were found.
+            row[f"{name} recall@10"] = retrieval_scores(index.search(asked, TOP), true.tolist(), ["R@10"])["R@10"]
         rows[f"{count:,} entries, {number} quer{'ies' if number > 1 else 'y'}"] = row
     held = {f"mmattn {name}": bytes_held(index) / count for name, index in indexes.items()}
     return rows, {"faiss": faiss.serialize_index(flat).nbytes / count, **held}

@@ -71,7 +71,7 @@ class Library:
 
     def index(self, without: int | None = None) -> mmattn.Index:
         """An index of `slots`: approximate for training, which goes without a fold, else exact."""
-        settings: dict[str, Any] = {"store": "flat"} if without is None else {"store": "ivf", "visited": 24}
+        settings: dict[str, Any] = {"store": "exact"} if without is None else {"store": "ivf", "visited": 24}
         return mmattn.Index.build(self.slots(without), metric="ip", **settings)
 
     def some(self, count: int, seed: int, without: int | None = None) -> mmattn.Index:
@@ -85,4 +85,4 @@ class Library:
         slots = self.slots()
         before, said = slots.chunk(2, 1)
         rows = torch.randperm(len(slots), generator=torch.Generator().manual_seed(seed))
-        return mmattn.Index.build(torch.cat([before, said[rows]], 1), metric="ip", store="flat")
+        return mmattn.Index.build(torch.cat([before, said[rows]], 1), metric="ip", store="exact")

@@ -189,7 +189,7 @@ def test_what_a_question_attends_to(recipe: SimpleNamespace, known: Any, how: st
 def test_indexes_too_large_for_a_run(
     recipe: SimpleNamespace, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["large", str(run), str(run), "--size", "60", "--ask", "8", "--store", "flat"]
+    words = ["large", str(run), str(run), "--size", "60", "--ask", "8", "--store", "exact"]
     monkeypatch.setattr(sys, "argv", words)
     recipe.large.main()
     table = capsys.readouterr().out

@@ -12,18 +12,16 @@ import numpy as np
 import torch
 
 from mmattn import Index, Memory
-from mmattn.retrieval import QdrantIndex
 
 METRICS = ("cosine", "ip", "l2")
 #: Every store in memory, the approximate ones so thorough that they miss nothing in a thousand entries.
 STORES: dict[str, dict[str, Any]] = {
     "exact": {},
-    "flat": {},
     "hnsw": {"links": 48, "build_effort": 400, "search_effort": 1500},
     "ivf": {"lists": 11, "visited": 11},
     "ivfpq": {"lists": 11, "visited": 11},
 }
-#: An index in this process and one over a Qdrant collection: one set of verbs, ids and refusals.
+#: Stores of both kinds: in memory, and in a database.
 KINDS = ("exact", "qdrant")
 WIDTH = 12
 
@@ -72,12 +70,8 @@ class Letters:
 
 
 def built(items: Any, store: str = "exact", **kwargs: Any) -> Any:
-    """An index of a store, or a QdrantIndex in memory."""
-    return (
-        QdrantIndex.build(items, **kwargs)
-        if store == "qdrant"
-        else Index.build(items, store=store, **STORES[store], **kwargs)
-    )
+    """An index of a store, with the settings in `STORES`."""
+    return Index.build(items, store=store, **STORES.get(store, {}), **kwargs)
 
 
 def small(count: int = 1103, metric: str = "cosine", store: str = "exact", **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ def test_all_found_is_exact_attention(setting: str, metric: str) -> None:
         assert tiny.differs(model(ids, memory=index.as_memory(2)).logits, wanted)
 
 
-@pytest.mark.parametrize("store", ["exact", "flat", "hnsw"])
+@pytest.mark.parametrize("store", ["exact", "hnsw"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("null", [False, True])
 def test_attention_over_what_is_found(store: str, bias: bool, null: bool) -> None:
@@ -329,7 +329,7 @@ def test_what_is_refused(tmp_path: Any) -> None:
     with pytest.raises(IndexMismatchError):
         index.as_memory(queries=torch.randn(1, E + 1))
     with pytest.raises(ConfigError, match="elsewhere"):
-        mmattn.retrieval.QdrantIndex.build(vectors(3)).as_memory()
+        Index.build(vectors(3), store="qdrant").as_memory()
     with pytest.raises(ConfigError, match="several"):
         mmattn.retrieval.MultiVectorIndex.build([vectors(2), vectors(3)]).as_memory()
     assert isinstance(memory, IndexMemory) and repr(memory) == f"IndexMemory({N} entries, e={E}, per_query=3)"

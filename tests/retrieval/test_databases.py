@@ -18,7 +18,7 @@ import torch
 from mmattn import Index
 from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError
 from mmattn.retrieval import LanceStore, PgvectorStore, QdrantEdgeStore, QdrantStore, VectorStore, register_store
-from mmattn.retrieval.stores import registry
+from mmattn.retrieval.stores import base
 from mmattn.testing import store_checks
 from tests.retrieval.searching import Letters, held
 
@@ -179,7 +179,7 @@ def test_copied_there_and_back(address: str, tmp_path: Path) -> None:
 
 @every_scheme
 def test_a_build_that_fails_leaves_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = registry.find_address(address)  # type: ignore[misc]
+    store, _ = base.find_address(address)  # type: ignore[misc]
 
     def fail(self: Any, entries: Any) -> None:
         raise MemoryError
@@ -217,7 +217,7 @@ def test_a_change_that_fails_changes_nothing(address: str, monkeypatch: pytest.M
     ],
 )
 def test_addresses(address: str, settings: tuple[str, ...]) -> None:
-    found = registry.find_address(address)
+    found = base.find_address(address)
     assert found is not None and tuple(found[1]) == settings
     parts = {"postgresql://me:secret@host:5432/db?sslmode=require", "a.facts", "postgres://me@host/db", "runs/facts"}
     parts |= {"other", "s3://bucket/path", "http://host:6333", "facts", "https://host:6333"}
@@ -225,7 +225,7 @@ def test_addresses(address: str, settings: tuple[str, ...]) -> None:
 
 
 def test_what_is_no_address(tmp_path: Path) -> None:
-    assert registry.find_address("C:\\facts") is registry.find_address("runs/facts") is None
+    assert base.find_address("C:\\facts") is base.find_address("runs/facts") is None
     with pytest.raises(
         IndexFileError, match="no store has addresses that begin with mysql://; those there are: "
     ) as no:
@@ -240,7 +240,7 @@ def test_what_is_no_address(tmp_path: Path) -> None:
 
 
 def test_a_store_of_ones_own_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_stores", dict(registry._stores))
+    monkeypatch.setattr(base, "_stores", dict(base._stores))
 
     @register_store("mine")
     class Mine(LanceStore):
@@ -254,7 +254,7 @@ def test_a_store_of_ones_own_has_an_address(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="a vector store has .*; Half lacks settings_of, connect, writing, one, drop"):
 
         @register_store("half")
-        class Half(registry._stores["exact"]):  # type: ignore[misc, name-defined]
+        class Half(base._stores["exact"]):  # type: ignore[misc, name-defined]
             schemes = ("half",)
 
 

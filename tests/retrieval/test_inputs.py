@@ -15,7 +15,6 @@ from qdrant_client import QdrantClient
 
 from mmattn import Index, Memory
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
-from mmattn.retrieval import QdrantIndex
 from tests.retrieval.searching import KINDS, WIDTH, Letters, built, small
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -120,7 +119,7 @@ def test_building(arguments: dict[str, Any], error: type[Exception], match: str)
     if not {"store", "tokens"} & set(arguments):
         client = QdrantClient(":memory:")
         with pytest.raises(error, match=match):
-            QdrantIndex.build(**arguments, client=client)
+            Index.build(**{"store": "qdrant", **arguments}, client=client)
         assert not client.get_collections().collections
 
 

@@ -16,7 +16,6 @@ import torch
 import mmattn
 from mmattn.errors import ConfigError
 from mmattn.retrieval import (
-    FlatStore,
     HNSWStore,
     Index,
     InMemoryStore,
@@ -26,14 +25,13 @@ from mmattn.retrieval import (
     VectorStore,
     register_store,
 )
-from mmattn.retrieval.stores import registry
+from mmattn.retrieval.stores import base
 from mmattn.retrieval.stores.base import Candidates
 from mmattn.testing import check_store, store_checks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OURS: dict[str, Callable[[int, str], VectorStore]] = {
     "exact": InMemoryStore,
-    "flat": FlatStore,
     "hnsw": HNSWStore,
     "ivf": IVFStore,
     "ivf-settings": lambda dim, metric: IVFStore(dim, metric, lists=7, visited=7),
@@ -79,7 +77,7 @@ class Broken(InMemoryStore):
         if self.fault == "adds in front":
             old = self.version.entries
             rows = torch.arange(len(old), device=self.device) + len(entries)
-            self._follow(entries.joined(old), rows)
+            self._follow(entries.concat(old), rows)
         elif self.fault == "loses texts":
             super().add(dataclasses.replace(entries, texts=(None,) * len(entries)))
         elif self.fault == "normalises":
@@ -182,7 +180,7 @@ FAULTS = {
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store registered in a test is gone after it."""
-    monkeypatch.setattr(registry, "_stores", dict(registry._stores))
+    monkeypatch.setattr(base, "_stores", dict(base._stores))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -324,7 +324,7 @@ class TestStores:
             training.MemoryStore(store)
 
 
-@pytest.mark.parametrize("store", ["exact", "flat", "hnsw"])
+@pytest.mark.parametrize("store", ["exact", "hnsw"])
 def test_indexes(store: str, tmp_path: Path) -> None:
     """Invariant 134. An index whose files lie is refused as one, or is sound all the same."""
     about = [{"k": [n], "x": 0.5} for n in range(5)]

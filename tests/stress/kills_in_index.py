@@ -29,7 +29,7 @@ WRITER = f"""
 import os, sys, torch
 from mmattn import Index
 torch.set_num_threads(1)
-indexes = [Index.build(torch.ones({ENTRIES}, {WIDTH}), store=store) for store in ("exact", "flat")]
+indexes = [Index.build(torch.ones({ENTRIES}, {WIDTH}), store=store) for store in ("exact", "hnsw")]
 # Another object than those that the children save: these would know that somebody saved after them, and refuse.
 Index.build(torch.ones({ENTRIES}, {WIDTH}), metadata=[1] * {ENTRIES}).save(sys.argv[1])
 for line in sys.stdin:

@@ -144,7 +144,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another count": (lambda f: forge(f, count=1200), "holds 1201 entries.*1200 below 1201 were saved"),
     "another width": (lambda f: forge(f, dim=13), r"\(1201, 12\), torch.float32, and float32 of width 13"),
-    "an unknown metric": (lambda f: forge(f, metric="dot"), "described by"),
+    "an unknown metric": (lambda f: forge(f, metric="dot"), "metric: Input should be"),
     "an unknown store": (lambda f: forge(f, store="os.system"), "store 'os.system', which is not reg"),
     "another store": (lambda f: forge(f, store="exact", settings={}), "rows"),
     "faiss of something else": (
@@ -153,7 +153,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a line that is no entry": (
         lambda f: (edit(f / "v1/entries.jsonl", lambda raw: b"[" * 99999 + raw), forge(f)),
-        "line 1 is not an entry",
+        "line 1 nests deeper",
     ),
 }
 

@@ -84,7 +84,7 @@ def test_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
     Index.build(vectors, metric="l2", tokens=Memory(torch.randn(3, 5, WIDTH))).save(tmp_path / "l2")
     for name, match in (
         ("plain", "entries of one vector of width 13.*None"),
-        ("other width", r"width 13.*\(5, 7\)"),
+        ("other width", r"width 13.*width 7"),
     ):
         with pytest.raises(IndexMismatchError, match=match):
             MultiVectorIndex.load(tmp_path / name)

@@ -34,7 +34,7 @@ def test_finds_what_the_definition_finds(store: str, metric: str) -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_more_entries_than_are_compared_at_once(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmattn.retrieval.maxsim._BLOCK", 1500)
+    monkeypatch.setattr("mmattn.retrieval.multi_vector._BLOCK", 1500)
     agree(MultiVectorIndex.build(ragged(), metric=metric), asked(), 11)
 
 

@@ -1,8 +1,11 @@
 """Exact search: a scan in bfloat16 or float32 proposes every entry that may be among the best, within an error bound.
 
-The scan gives an entry x the score s' with |s' - s| <= error · |x|. The k-th largest lower bound is a floor that each
-of the k best reaches with its upper bound; all entries that do are candidates, and their scores in float64 decide. The
-error is that of rounding both factors and the product: |q'x' - qx| <= |q - q'| |x| + |q'| |x - x'|, with |q| <= 1.
+The scan gives an entry x the score s' with |s' - s| <= slack(x). The k-th largest lower bound is a floor that each of
+the k best reaches with its upper bound; all entries that do are candidates, and their scores in float64 decide. With
+|q| <= 1 the slack is that of rounding both factors, whose errors are measured, and the product:
+
+    |q'x' - qx| <= |q - q'| |x| + |q'| |x - x'|
+
 Distances are compared as qx - |x|²/2.
 """
 
@@ -32,10 +35,13 @@ class ExactScan:
         self.largest = norms.amax().clamp(min=torch.finfo(torch.float32).tiny)
         divisors = norms if metric == "cosine" else self.largest.expand(len(norms))
         self.scan = torch.empty(vectors.shape, dtype=dtype, device=vectors.device)
+        errors = torch.empty_like(norms)
         for start in range(0, len(vectors), _ROWS):
             block = slice(start, start + _ROWS)
-            self.scan[block] = (vectors[block].to(norms.dtype) / divisors[block, None]).to(dtype)
-        self.norms = (norms / divisors).float()
+            scaled = vectors[block].to(norms.dtype) / divisors[block, None]
+            self.scan[block] = scaled.to(dtype)
+            errors[block] = lengths_of(scaled - self.scan[block])
+        self.norms, self.errors = (norms / divisors).float(), errors.float()
 
     def __len__(self) -> int:
         return len(self.scan)
@@ -49,9 +55,10 @@ class ExactScan:
         return blocks[0] if len(blocks) == 1 else _padded([row for block in blocks for row in block])
 
     def _candidates(self, queries: Tensor, count: int, allowed: Tensor | None) -> Tensor:
-        error = error_bound(self.scan.dtype, self.scan.shape[1])
         scaled, stretch = self._scaled(queries)
-        values = (scaled.to(self.scan.dtype) @ self.scan.T).float()
+        rounded = scaled.to(self.scan.dtype)
+        values = (rounded @ self.scan.T).float()
+        error = lengths_of(scaled - rounded).float() + error_of_product(self.scan.dtype, self.scan.shape[1])
         least = torch.full_like(stretch, 1e-30)
         if self.metric == "l2":
             values -= self.norms.square() / (2 * stretch[:, None])
@@ -59,15 +66,15 @@ class ExactScan:
         if allowed is not None:
             values.masked_fill_(~allowed, -torch.inf)
         top = values.topk(min(len(self), count + 8 if self.scan.dtype == torch.float32 else 4 * count + 32))
-        floor = top.values[:, count - 1] - 2 * (error * self.norms.amax() + least)
-        near = (top.values >= floor[:, None]) & (top.values > -torch.inf)
+        slack = 1.01 * (error * self.norms.amax() + self.errors.amax()) + least
+        near = (top.values >= (top.values[:, count - 1] - 2 * slack)[:, None]) & (top.values > -torch.inf)
         rows = top.indices.masked_fill(~near, -1)[:, near.any(0)]
         uncertain = near[:, -1].nonzero()[:, 0].tolist() if top.values.shape[1] < len(self) else []
         if not uncertain:
             return rows
         lines = list(rows)
-        for i in uncertain:  # too many are near: bound each entry by its own length
-            slack = error * self.norms + least[i]
+        for i in uncertain:  # too many are near: bound each entry by its own length and error
+            slack = 1.01 * (error[i] * self.norms + self.errors) + least[i]
             floor = (values[i] - slack).topk(count).values[-1]
             lines[i] = ((values[i] + slack >= floor) & (values[i] > -torch.inf)).nonzero()[:, 0]
         return _padded(lines)
@@ -88,11 +95,11 @@ def scan_dtype(vectors: Tensor) -> torch.dtype:
     return torch.bfloat16 if quick and vectors.numel() >= _WORTHWHILE else torch.float32
 
 
-def error_bound(dtype: torch.dtype, width: int) -> float:
-    """Return the largest error of a product of two unit vectors of this width in this dtype."""
+def error_of_product(dtype: torch.dtype, width: int) -> float:
+    """Return how far a product of two unit vectors of this dtype may be from the exact one."""
     sums = (width + 32) * 2.0**-23
     if dtype == torch.bfloat16:
-        return 2.0**-8 + 2.0**-9 + 2.0**-15 + sums
+        return 2.0**-8 + sums
     try:
         coarse = torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # set through torch's newer switches, one per backend

@@ -1,4 +1,4 @@
-"""The memory of each document of a task: from a field of it or by a function, its own or that of another document."""
+"""The memory of each document of a task: from a field or a function, its own or a shuffled one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ CONTROLS = ("own", "shuffled", "none")
 
 
 class DocumentMemories:
-    """Memories of documents, read when they are asked for.
+    """Memories of documents, read on demand.
 
-    Args:
-        source: the field of a document that its memory is read from, or a function from a document to that.
-        read: makes a memory of one row of what the source gives, None being no memory; None for `row_memory`: a
-            `Memory` of one row, the path of a saved one, vectors (m, e).
-        dim: width e of the memory.
-        control: "own" memories, "shuffled" ones (of the next document that has one), or "none".
-
-    Raises:
-        ConfigError: another control; later, a document without the field, or shuffled memories of a single document.
+    `source` is the field of a document with its memory, or a function of the document. `read` makes a memory of one row
+    from the value of the source; None is `row_memory` (a `Memory` of one row, the path of a saved one, vectors (m, e)).
+    Width is `dim`; `control` is "own", "shuffled" (the memory of the next document that has one) or "none".
     """
 
     def __init__(
@@ -39,61 +33,53 @@ class DocumentMemories:
         self.control = check_choice("control", control, CONTROLS)
 
     def readers(self, documents: Sequence[tuple[Hashable, Mapping[str, Any]]]) -> list[Callable[[], Memory | None]]:
-        """What reads the memory of each document; equal ones where documents are the same.
-
-        Args:
-            documents: of a task, each with what it is known by.
-        """
-        known = dict(documents)
-        keys = list(known)
+        """Return a reader of the memory of each (key, document); equal keys have one reader."""
+        by_key = dict(documents)
+        keys = list(by_key)
 
         def reader(place: int) -> Callable[[], Memory | None]:
             if self.control == "shuffled":
-                return lambda: self._next([known[key] for key in (*keys[place:], *keys[:place])])
-            return lambda: None if self.control == "none" else self._memory(self._value(known[keys[place]]))
+                return lambda: self._next([by_key[key] for key in (*keys[place:], *keys[:place])])
+            return lambda: None if self.control == "none" else self._memory(self._value(by_key[keys[place]]))
 
         readers = {key: reader(place) for place, key in enumerate(keys)}
         return [readers[key] for key, _ in documents]
 
     def stacked(self, memories: Sequence[Memory | None]) -> Memory | None:
-        """One memory of as many rows, empty where there is none; None where no row has one.
-
-        Args:
-            memories: each of one row.
-        """
+        """Stack memories of one row, empty where there is none; None if no row has one."""
         if all(memory is None for memory in memories):
             return None
         blank = Memory(torch.zeros(1, 0, self.dim))
         return Memory.stack([blank if memory is None else memory.to("cpu") for memory in memories])
 
     def _next(self, documents: Sequence[Mapping[str, Any]]) -> Memory | None:
-        """The memory of the first of the other documents that has one, where the first of all has one."""
+        """Return the memory of the next document that has one, if the first document has one."""
         if self._value(documents[0]) is None:
             return None
         for document in documents[1:]:
             if (value := self._value(document)) is not None:
                 return self._memory(value)
-        raise ConfigError("a single document has a memory, and shuffled ones need two at least")
+        raise ConfigError("only one document has a memory, and shuffled memories need two")
 
     def _value(self, document: Mapping[str, Any]) -> Any:
         if callable(self.source):
             return self.source(document)
         if self.source not in document:
             raise ConfigError(
-                f"a document has no field {self.source!r} that its memory could be read from, only "
-                f"{', '.join(map(str, document))}: name it with memory=, or give control=none to measure without"
+                f"a document has no field {self.source!r} for its memory, only {', '.join(map(str, document))}: name "
+                "it with memory=, or give control=none"
             )
         return document[self.source]
 
     def _memory(self, value: Any) -> Memory | None:
         if value is None:
             return None
-        given = isinstance(value, Memory) or self.read is None
-        memory: Any = row_memory(value) if given or self.read is None else self.read(value)
+        plain = isinstance(value, Memory) or self.read is None
+        memory = row_memory(value) if plain or self.read is None else self.read(value)
         if memory is not None and not isinstance(memory, Memory):
             raise ConfigError(
-                f"the memory of a document must be vectors, and this adapter reads {type(memory).__name__}, which rows "
-                "of a batch cannot share"
+                f"the memory of a document must be vectors, and this adapter reads {type(memory).__name__}, which the "
+                "rows of a batch cannot share"
             )
         if memory is not None and memory.dim != self.dim:
             raise ShapeError(f"the memory of a document is {memory.dim} wide, and the adapter reads {self.dim}")

@@ -1,4 +1,4 @@
-"""The model class of lm-evaluation-harness for adapted language models: a memory for each document of a task."""
+"""The model class of lm-evaluation-harness for adapted language models: a memory per document of a task."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mmattn.data.text_batches import bos_and_eos
+import torch
+import torch.nn.functional as F
+
+from mmattn.data.text_batches import bos_and_eos, collate
 from mmattn.errors import ConfigError, check_bool, check_int, import_extra
 from mmattn.evaluation.document_memories import DocumentMemories
-from mmattn.evaluation.likelihoods import log_likelihoods
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import generate_rows
 from mmattn.pipelines.loading import pipeline
@@ -27,32 +29,30 @@ T = TypeVar("T")
 
 @functools.cache
 def adapted_lm() -> type:
-    """The class `AdaptedLM`, registered under the name "mmattn"; lm_eval is imported here and not before."""
-    made = type("AdaptedLM", (HarnessModel, import_extra("lm_eval.api.model", "eval").LM), {})
-    made.__doc__ = HarnessModel.__doc__
-    import_extra("lm_eval.api.registry", "eval").register_model(NAME)(made)
-    return made
+    """Return the class `AdaptedLM`, registered as "mmattn"; lm_eval is imported here and not before."""
+    model = type("AdaptedLM", (HarnessModel, import_extra("lm_eval.api.model", "eval").LM), {})
+    model.__doc__ = HarnessModel.__doc__
+    import_extra("lm_eval.api.registry", "eval").register_model(NAME)(model)
+    return model
 
 
 class HarnessModel:
-    """An adapted language model under lm-evaluation-harness, with a memory for each document.
+    """An adapted language model in lm-evaluation-harness, with a memory for each document.
 
     Args:
         adapter: the folder of an adapter that names its host, tokenizer and encoder, as for `mmattn.pipeline`; or an
             adapted language model.
-        tokenizer: of an adapted language model that is given as such.
-        memory: the field of a document that its memory is made of, or a function from a document to that. With a folder
-            it is what the pipeline is called with, a picture or a question; with a model, and always where it is a
-            `Memory`, the memory itself: a `Memory` of one row, the path of a saved one, vectors (m, e). None is no
-            memory.
+        tokenizer: of an adapted language model.
+        memory: the field of a document with its memory, or a function of the document. With a folder its value is the
+            input of the pipeline, an image or a question; with a model, and always where it is a `Memory`, it is the
+            memory: a `Memory` of one row, the path of a saved one, vectors (m, e). None is no memory.
         control: "own"; or as a control "shuffled", the memory of the next document that has one, or "none".
         index: of an adapter that answers from one, as for `mmattn.pipeline`.
         batch_size: requests at once.
-        max_length: tokens that the host reads at most; by default what its config says. Longer texts lose their
-            beginning.
+        max_length: longest input of the host in tokens, by default of its config. Longer texts lose their beginning.
         device: of a folder's models, as for `mmattn.pipeline`.
         add_bos_token: True puts the begin token before every text, as training and pipelines do; False nothing; None
-            what the tokenizer puts there, as the harness's own class does.
+            is up to the tokenizer, as in the harness's own class.
 
     Raises:
         ConfigError: arguments that contradict each other, or a model that writes no text.
@@ -100,19 +100,11 @@ class HarnessModel:
         self.add_bos_token = add_bos_token
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Of each continuation log p after its context in nats, and whether greedy decoding would write it.
-
-        Args:
-            requests: of the harness; the arguments of each are a context and a continuation.
-        """
+        """Return log p of each continuation after its context in nats, and if greedy decoding would write it."""
         return self._scored(requests, [self._pair(*request.args) for request in requests], "log-likelihoods")
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log p of each text in nats, a longer one than the host reads in windows that follow each other.
-
-        Args:
-            requests: of the harness; the argument of each is a text.
-        """
+        """Return log p of each text in nats; longer texts than the host reads are split into windows."""
         windows = import_extra("lm_eval.utils", "eval")
         pairs: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
@@ -130,11 +122,7 @@ class HarnessModel:
         return sums
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """What is written after each context, up to the first of the words that end it.
-
-        Args:
-            requests: of the harness; the arguments of each are a context and `generation_kwargs`.
-        """
+        """Return the generated text after each context, up to its first stop word."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
@@ -158,39 +146,26 @@ class HarnessModel:
         return str(self.tokenizer.get_chat_template(chat_template if isinstance(chat_template, str) else None))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as one text, by the template of the tokenizer.
-
-        Args:
-            chat_history: messages with "role" and "content".
-            add_generation_prompt: end it where the answer begins; False goes on with the last message.
-        """
-        given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **given))
+        """Return a chat as one text, by the template of the tokenizer."""
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse the cache of answers of the harness, which knows them by their texts alone.
-
-        Args:
-            cache_hook: of the harness.
-
-        Raises:
-            ConfigError: documents have memories.
-        """
+        """Refuse the cache of the harness, whose keys are texts without memories."""
         if self.documents.control != "none":
             raise ConfigError(
-                "use_cache= keeps answers by their texts alone, and would give a document the answer of another one's "
-                "memory: leave it out"
+                "use_cache= caches answers by their texts, whatever the memory of the document: leave it out"
             )
         super().set_cache_hook(cache_hook)  # type: ignore[misc]
 
     def _ids(self, text: str) -> list[int]:
-        """Ids of a text after what is put before it, which a chat template may have written already."""
+        """Return the ids of a text with its begin token, which a chat template may have written already."""
         plain = self.add_bos_token is not None or text.startswith(str(self.tokenizer.decode([self.begin])))
         ids = list(self.tokenizer(text, add_special_tokens=not plain, verbose=False)["input_ids"])
         return [self.begin, *ids] if self.add_bos_token and ids[:1] != [self.begin] else ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of a context, and of what follows it together with the blanks at its end."""
+        """Return the ids of a context, and of its trailing blanks with the continuation."""
         before, whole = self._ids(context.rstrip()), self._ids(context + continuation)
         if not context.rstrip():  # what the tokenizer puts before every text is no text
             before = [self.begin]
@@ -203,7 +178,7 @@ class HarnessModel:
     def _scored(
         self, requests: Sequence[Any], pairs: Sequence[tuple[list[int], list[int]]], label: str
     ) -> list[tuple[float, bool]]:
-        """Scores of pairs of contexts and continuations, with the memories of the documents of these requests."""
+        """Score pairs of contexts and continuations, with the memories of the documents."""
 
         def score(chosen: Sequence[int], memory: Memory | None) -> list[tuple[float, bool]]:
             contexts, continuations = zip(*(pairs[i] for i in chosen), strict=True)
@@ -212,7 +187,7 @@ class HarnessModel:
         return self._in_batches(requests, [len(before) + len(after) for before, after in pairs], score, label)
 
     def _written(self, requests: Sequence[Any]) -> list[str]:
-        """What is written after the contexts of requests with the same `generation_kwargs`."""
+        """Generate after the contexts of requests with the same `generation_kwargs`."""
         until, options = generation_options(requests[0].args[1], self.tokenizer)
         room = self.max_length - options["max_new_tokens"]
         if room < 1:
@@ -235,7 +210,7 @@ class HarnessModel:
         run: Callable[[Sequence[int], Memory | None], Iterable[T]],
         label: str,
     ) -> list[T]:
-        """What `run` makes of requests of like length together, each with the memory of its document."""
+        """Run batches of requests of similar length, each with the memory of its document."""
         readers = self.documents.readers([((one.task_name, one.doc_id), one.doc) for one in requests])
         found: dict[int, T] = {}
         size = self.batch_size
@@ -252,17 +227,13 @@ class HarnessModel:
         return [found[number] for number in range(len(requests))]
 
 
-def generation_options(given: Mapping[str, Any], tokenizer: Any) -> tuple[list[str], dict[str, Any]]:
-    """The words that end a text, and the arguments of `generate`, of a task's `generation_kwargs`.
-
-    Args:
-        given: `until` and `max_gen_toks` are words of the harness, others those of `generate`.
-        tokenizer: of the host, which finds words that end within a token.
+def generation_options(kwargs: Mapping[str, Any], tokenizer: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the stop words and the arguments of `generate` in a task's `generation_kwargs`.
 
     >>> generation_options({"until": ["."], "max_gen_toks": 7, "temperature": 0.0}, None)[1]["do_sample"]
     False
     """
-    options = dict(given)
+    options = dict(kwargs)
     until = options.pop("until", None) or []
     until = [until] if isinstance(until, str) else [word for word in until if word]
     counts = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
@@ -276,11 +247,7 @@ def generation_options(given: Mapping[str, Any], tokenizer: Any) -> tuple[list[s
 
 
 def cut_off(text: str, until: Sequence[str]) -> str:
-    """A text up to the first word that ends it.
-
-    Args:
-        text: as it was written.
-        until: words that end it.
+    """Return a text up to the first stop word.
 
     >>> cut_off("a rose. It is red.", ["It", "."])
     'a rose'
@@ -288,3 +255,20 @@ def cut_off(text: str, until: Sequence[str]) -> str:
     for word in until:
         text = text.partition(word)[0]
     return text
+
+
+@torch.no_grad()
+def log_likelihoods(
+    model: Any, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], memory: Memory | None
+) -> list[tuple[float, bool]]:
+    """Return log p of each continuation after its context in nats, and if greedy decoding would write it."""
+    rows = [[*before, *after[:-1]] for before, after in zip(contexts, continuations, strict=True)]
+    device = next(model.parameters()).device
+    logits = model(**collate(rows, memory).to(device).kwargs()).logits
+    scores = []
+    for number, (row, after) in enumerate(zip(rows, continuations, strict=True)):
+        row_logits = logits[number, len(row) - len(after) : len(row)].float()
+        target = torch.tensor(list(after), device=row_logits.device)
+        nats = F.cross_entropy(row_logits, target, reduction="sum")
+        scores.append((-float(nats), bool((row_logits.argmax(-1) == target).all())))
+    return scores

@@ -1,4 +1,4 @@
-"""How near texts are to references: BLEU and chrF by sacrebleu, CIDEr by pycocoevalcap, word errors by torchmetrics."""
+"""Scores of texts: BLEU and chrF by sacrebleu, CIDEr by pycocoevalcap, word error rate by torchmetrics."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 def text_scores(
     texts: Sequence[str], references: Sequence[str | Sequence[str]], metrics: Sequence[str] = METRICS
 ) -> dict[str, float]:
-    """Scores of captions, translations or transcripts, each over all texts together.
+    """Return scores of captions, translations or transcripts, each over all texts together.
 
-    "bleu" and "chrf" are those of sacrebleu, from 0 to 100. "cider" is CIDEr-D (arXiv 1411.5726, section 4.1) of the
-    evaluation of COCO, whose n-grams weigh by how rare they are among these references: it says little of a few texts.
-    Captions are cut into words by NLTK, which needs no Java and agrees with COCO's tokenizer but for abbreviations
-    within a text and brackets. "wer" is the word error rate against the first reference, 0 at best.
+    "bleu" and "chrf" are those of sacrebleu, from 0 to 100. "cider" is CIDEr-D (arXiv 1411.5726, section 4.1) of COCO,
+    whose n-grams weigh by their rarity among these references, so that it says little of a few texts. NLTK tokenizes
+    captions, which needs no Java and differs from COCO's tokenizer only in abbreviations within a text and brackets.
+    "wer" is the word error rate against the first reference, 0 at best.
 
     Args:
-        texts: what was written.
+        texts: generated texts.
         references: for each text one reference, or several.
         metrics: of "bleu", "chrf", "cider" and "wer".
 
     Raises:
         ShapeError: another number of references than of texts, or none.
         TextError: what is no text.
-        ConfigError: a metric that is not known, or a text without a reference.
+        ConfigError: an unknown metric, or a text without a reference.
         MissingExtraError: the library of a metric is not installed.
 
     >>> text_scores(["a red rose"], [["a red rose", "a rose in red"]], ["bleu", "chrf", "wer"])
@@ -50,7 +50,7 @@ def text_scores(
 
 
 def _streams(references: Sequence[Sequence[str]]) -> list[list[str | None]]:
-    """References as sacrebleu takes them: the first of each text, the second of each, …, None where there is none."""
+    """Return references as sacrebleu takes them: the first of each text, the second of each, …, or None."""
     longest = max(map(len, references))
     return [[one[place] if place < len(one) else None for one in references] for place in range(longest)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -150,7 +150,7 @@ class EmbeddingSpace:
                 raise TextError(f"query {number} is empty: it would find anything; leave it out")
         return self._encode(texts, encoder or self.encoder, "encode_query")
 
-    def _encode(self, texts: tuple[str | None, ...], encoder: Encoder | None, verb: str = "encode") -> Memory:
+    def _encode(self, texts: Sequence[Any], encoder: Encoder | None, verb: str = "encode") -> Memory:
         if encoder is None:
             raise ConfigError(
                 "texts need an encoder, and this index has none: give encoder= when building or opening it, or vectors"

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_bool_mask, check_float, check_int
+from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_float, check_int
 from mmattn.memory import Memory
-from mmattn.retrieval.embedding_space import as_vectors
 from mmattn.retrieval.entries import Entries, copied
-from mmattn.retrieval.scoring import gather
-from mmattn.retrieval.stores.base import VectorStore
 
 if TYPE_CHECKING:
     from mmattn.retrieval.rerank import Reranker
-
-
-class HasStore(Protocol):
-    """An index, as hits use it."""
-
-    @property
-    def store(self) -> VectorStore: ...
-
-    @property
-    def device(self) -> torch.device: ...
 
 
 class Hits:
@@ -205,70 +192,6 @@ class Hits:
         source = {} if self.ids is None else {"id": self.ids[row][rank]}
         return source if self.texts is None else {**source, "text": self.texts[row][rank]}
 
-    @classmethod
-    def from_faiss(cls, distances: Any, rows: Any, index: HasStore) -> Hits:
-        """Return the hits of your own faiss index over the entries of `index`, in the same order.
-
-        Args:
-            distances: (b, k) of faiss: inner products, or squared distances under "l2", which are negated.
-            rows: (b, k) of faiss: positions in `index.ids`; -1 is masked.
-            index: an `Index` of the entries.
-
-        Raises:
-            ShapeError: sizes do not fit.
-            IndexMismatchError: a row beyond the entries.
-        """
-        places = torch.as_tensor(rows, device=index.device)
-        scores = torch.as_tensor(distances, device=places.device).float()
-        if places.dim() != 2 or places.shape != scores.shape:
-            raise ShapeError(f"D and I must both be (b, k), got {tuple(scores.shape)} and {tuple(places.shape)}")
-        places, names = places.long(), index.store.ids
-        if places.numel() and int(places.max()) >= len(names):
-            raise IndexMismatchError(
-                f"faiss found entry {int(places.max())}, and this index has {len(names)} entries: they were not made "
-                "of the same vectors"
-            )
-        unique, inverse = places.clamp(min=-1).unique(return_inverse=True)
-        entries = index.store.get([names[row] for row in unique.tolist() if row >= 0])
-        near = inverse - int((unique < 0).any())  # -1 is the first unique value, where there is one
-        scores = -scores if index.store.metric == "l2" else scores
-        return hits_of_rows(entries, near, gather(entries.vectors, near), scores)
-
-    @classmethod
-    def from_retriever(cls, retriever: Any, queries: Tensor, top_k: int) -> Hits:
-        """Return the hits of an object with `retrieve(queries, n_docs)`, such as transformers' RagRetriever.
-
-        It returns vectors (b, k, e), ids (b, k), and for each query a dict of lists ("text", "title" …). Scores are the
-        inner products with the queries, as in RAG (arXiv 2005.11401), and carry gradients to them. An id below 0 is
-        masked.
-
-        Args:
-            retriever: the object.
-            queries: (b, e).
-            top_k: how many entries per query.
-
-        Raises:
-            IndexMismatchError: vectors of another width than the queries, or other sizes.
-        """
-        check_int("top_k", top_k)
-        queries = as_vectors("queries", queries, single=True)
-        vectors, ids, documents = retriever.retrieve(queries.detach().cpu().numpy(), top_k)
-        vectors, ids = torch.as_tensor(vectors).to(queries), torch.as_tensor(ids).to(queries.device)
-        if vectors.shape != (*ids.shape, queries.shape[1]) or ids.dim() != 2 or len(ids) != len(queries):
-            raise IndexMismatchError(
-                f"the retriever gave vectors {tuple(vectors.shape)} and ids {tuple(ids.shape)} for queries "
-                f"{tuple(queries.shape)}; (b, k, e), (b, k) and (b, e) were expected"
-            )
-        mask = ids >= 0
-        columns = [
-            {name: _spread(name, values, row) for name, values in document.items() if name != "embeddings"}
-            for document, row in zip(documents, mask.tolist(), strict=True)
-        ]
-        texts = [row.pop("text", [None] * ids.shape[1]) for row in columns]
-        metadata = [[{name: row[name][j] for name in row} for j in range(ids.shape[1])] for row in columns]
-        scores = (vectors @ queries[:, :, None])[..., 0]
-        return cls(scores, mask, vectors, ids.tolist(), texts, metadata)
-
 
 def hits_of_rows(
     entries: Entries, rows: Tensor, vectors: Tensor | None, scores: Tensor, token_dim: int | None = None
@@ -306,16 +229,6 @@ def _masked(name: str, values: Sequence[Sequence[Any]] | None, mask: Tensor) -> 
         [value if real else None for value, real in zip(row, line, strict=True)]
         for row, line in zip(values, mask.tolist(), strict=True)
     ]
-
-
-def _spread(name: str, values: Sequence[Any], real: list[bool]) -> list[Any]:
-    """Return one value per hit of a query: some retrievers give values of the real hits only."""
-    if len(values) == len(real):
-        return list(values)
-    if len(values) != sum(real):
-        raise IndexMismatchError(f"the retriever gave {len(values)} {name!r} for {sum(real)} documents")
-    remaining = iter(values)
-    return [next(remaining) if one else None for one in real]
 
 
 def _kind(value: object) -> str:

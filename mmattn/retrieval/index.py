@@ -85,7 +85,7 @@ class Index:
         metadata: Iterable[Any] | None = None,
         tokens: Memory | None = None,
         metric: str = "cosine",
-        store: str = "exact",
+        store: str | None = None,
         **settings: Any,
     ) -> Self:
         """Make an index.
@@ -99,8 +99,8 @@ class Index:
             metadata: a JSON value for each entry, which filters read.
             tokens: encoded tokens of each entry, one row each, for `hits.memory(tokens=True)`.
             metric: "cosine", "ip" or "l2".
-            store: "exact", "hnsw", "ivf", "ivfpq", "qdrant", "qdrant-edge", "pgvector", "lancedb", a registered one,
-                or an address, as for `open`.
+            store: "exact" (the default), "hnsw", "ivf", "ivfpq", "qdrant", "qdrant-edge", "pgvector", "lancedb", a
+                registered one, or an address, as for `open`.
             **settings: those of the store, such as `links=16` of "hnsw": see `mmattn.retrieval.stores`.
 
         Raises:
@@ -115,7 +115,7 @@ class Index:
         # Everything is checked before there is a store, so that what is refused leaves none behind.
         columns = space.columns(items, texts, metadata, tokens)
         names = None if ids is None else check_ids(ids, len(columns["vectors"]))
-        index = cls(make_store(store, space.dim, metric, settings), encoder)
+        index = cls(make_store(store or "exact", space.dim, metric, settings), encoder)
         with index._dropped_on_error():
             index._add(names, columns)
         return index
@@ -293,7 +293,7 @@ class Index:
         return hits if score_threshold is None else hits.above(score_threshold)
 
     def as_memory(self, per_query: int = 64, *, queries: Any = None, encoder: Encoder | None = None) -> IndexMemory:
-        """Return all entries as a memory that attention searches in each layer, instead of the hits of one search.
+        """Return all entries as a memory that attention searches in each layer.
 
         Args:
             per_query: how many entries each token attends to, in each layer and head.
@@ -444,7 +444,7 @@ class Index:
                     if tokens is None
                     else "the index has no encoded tokens for its entries: leave tokens= out, or build it again"
                 )
-            widths |= {self.store.about.get("token_dim")} - {None}
+            widths |= {self.store.about["token_dim"]} if self.has_tokens else set()
         if len(widths) > 1:
             raise ShapeError(f"encoded tokens of one index have one width, got {sorted(widths)}")
         return next(iter(widths), None)

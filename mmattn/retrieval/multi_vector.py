@@ -67,12 +67,9 @@ class MultiVectorSpace(EmbeddingSpace):
 class MultiVectorIndex(Index):
     """An index whose entries and queries have several vectors each, such as one per token: late interaction.
 
-    The score of an entry is MaxSim (ColBERT, arXiv 2004.12832, equation 3): the sum over the vectors of a query of the
-    largest cosine, or inner product, with a vector of the entry, computed in float64. Ids, filters, changes, files and
-    threads are as in `Index`.
-
-    A search scores every entry, or `num_candidates` of them: those of the nearest mean vectors, which the store finds.
-    Hits become a memory of all vectors of each entry, and a slot has the score of its entry.
+    The score of an entry is MaxSim: the sum over the vectors of a query of the largest cosine, or inner product, with a
+    vector of the entry, in float64. A search scores every entry, or `num_candidates` of them: those with the nearest
+    mean vectors. Hits become a memory of all vectors of each entry, and a slot has the score of its entry.
 
     Args:
         store: a store that holds encoded tokens, which these vectors are.
@@ -107,7 +104,7 @@ class MultiVectorIndex(Index):
             )
 
     @classmethod
-    def build(cls, items: Any, *, store: str = "exact", **arguments: Any) -> Self:
+    def build(cls, items: Any, *, store: str | None = None, **arguments: Any) -> Self:
         """Make an index.
 
         Args:
@@ -121,7 +118,7 @@ class MultiVectorIndex(Index):
             ShapeError: an entry without a vector, or of another shape.
             ConfigError: a store that holds no encoded tokens. Otherwise as `Index.build`.
         """
-        found = find_store(store)
+        found = find_store(store or "exact")
         if found is not None:
             _refuse_without_tokens(found)
         return super().build(items, store=store, **arguments)

@@ -55,28 +55,6 @@ def test_small_changes_leave_the_structure_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_counted_on_and_never_given_again(kind: str) -> None:
-    index = built(torch.randn(3, WIDTH), kind)
-    assert index.ids == (0, 1, 2)
-    index.delete([2])
-    assert index.add(torch.randn(2, WIDTH)) == (3, 4)
-    index.add(torch.randn(2, WIDTH), ids=[11, "1"])
-    assert index.add(torch.randn(1, WIDTH)) == (12,)
-    assert index.ids == (0, 1, 3, 4, 11, "1", 12)
-    index.add(torch.randn(1, WIDTH), ids=[2])
-    assert 2 in index and index["1"].id == "1" and index[1].id == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_can_be_removed_and_others_added(kind: str) -> None:
-    index = small(5, store=kind)
-    index.delete(index.ids)
-    assert len(index) == 0 and not index.search(torch.randn(1, WIDTH), 3).mask.any()
-    index.add(torch.eye(WIDTH)[:2], ids=["a", "b"])
-    assert index.search(torch.eye(WIDTH)[1], 1).ids == [["b"]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_update_replaces_what_is_given_and_keeps_the_place(kind: str) -> None:
     index = built(["one", "two", "three"], kind, encoder=Letters(), metadata=[{"n": 1}, {"n": 2}, {"n": 3}])
     index.update([1], ["zebra"])
@@ -85,27 +63,6 @@ def test_an_update_replaces_what_is_given_and_keeps_the_place(kind: str) -> None
     assert index[1][:3] == (1, "zebra", {"n": 20}) and index[0].metadata is None and index.ids == (0, 1, 2)
     index.update([2], torch.ones(1, 31), texts=["drei"])
     assert index[2].text == "drei" and index[2].vector.tolist() == [1.0] * 31
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_later_changes_by_the_caller_do_not_reach_the_index(kind: str) -> None:
-    vectors, metadata = torch.eye(WIDTH)[:3].clone(), [{"tags": ["a"]}, {}, {}]
-    index = built(vectors, kind, metadata=metadata)
-    before = held(index)
-    vectors.zero_()
-    metadata[0]["tags"].append("b")
-    assert held(index) == before and index[0].metadata == {"tags": ["a"]}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hits_keep_the_version_they_were_found_in(kind: str) -> None:
-    index = small(17, store=kind)
-    hits = index.search(torch.randn(2, WIDTH), 17)
-    assert hits.vectors is not None and hits.ids is not None
-    before = hits.vectors.clone()
-    index.update(index.ids, torch.zeros(17, WIDTH) + 1)
-    index.delete([hits.ids[0][0]])
-    assert torch.equal(hits.vectors, before)
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {

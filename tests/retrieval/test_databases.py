@@ -175,17 +175,6 @@ def test_a_build_that_fails_leaves_nothing(address: str, monkeypatch: pytest.Mon
     index.close()
 
 
-@every_scheme
-def test_a_change_that_fails_changes_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = Index.build(torch.eye(3), store=address)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(index.store), "add", lambda self, entries: (_ for _ in ()).throw(KeyboardInterrupt))
-        index.add(torch.eye(3))
-    assert index.ids == (0, 1, 2) and index.store.about["next_id"] == 3
-    assert index.add(torch.eye(3)) == (3, 4, 5)
-    index.close()
-
-
 @pytest.mark.parametrize(
     ("address", "settings"),
     [

@@ -1,18 +1,14 @@
-"""Hits and the memory they become; hits of faiss, of a retriever, and of plain tensors."""
+"""Hits and the memory they become."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import faiss
-import numpy as np
 import pytest
 import torch
 
 from mmattn import CrossAttention, Index, Memory
-from mmattn.errors import ConfigError, IndexMismatchError, MaskError, ShapeError
+from mmattn.errors import ConfigError, MaskError, ShapeError
 from mmattn.retrieval import Hits
-from tests.retrieval.searching import METRICS, WIDTH, Letters, small
+from tests.retrieval.searching import WIDTH, Letters, small
 
 TEXTS = ["sun and moon", "a grey cat", "the moon"]
 
@@ -103,71 +99,3 @@ class TestMemory:
         hits = Hits(torch.tensor([[0.5, torch.nan]]), torch.tensor([[True, False]]), vectors, [["a", "b"]])
         assert hits.ids == [["a", None]] and hits.memory().tokens.isfinite().all()
         assert hits.scores.tolist() == [[0.5, -torch.inf]]
-
-
-class TestFaiss:
-    @pytest.mark.parametrize("metric", METRICS)
-    def test_hits_of_an_index_of_ones_own(self, metric: str) -> None:
-        index = small(17, metric=metric, ids=[f"n{row}" for row in range(17)])
-        vectors = torch.stack([index[name].vector for name in index.ids])
-        queries = torch.randn(3, WIDTH)
-        if metric == "cosine":
-            queries, vectors = torch.nn.functional.normalize(queries), torch.nn.functional.normalize(vectors)
-        theirs = faiss.IndexFlat(WIDTH, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
-        theirs.add(vectors.numpy())
-        hits = Hits.from_faiss(*theirs.search(queries.numpy(), 23), index)
-        expected = index.search(queries, 23)
-        assert hits.ids == expected.ids
-        assert hits.ids is not None and hits.ids[0][17:] == [None] * 6  # faiss gave -1, and ids[-1] is an entry
-        torch.testing.assert_close(hits.scores, expected.scores, rtol=1e-4, atol=1e-4)
-        assert hits.memory().lengths == [17] * 3
-
-    def test_numbers_beyond_the_entries(self) -> None:
-        with pytest.raises(IndexMismatchError, match="entry 5, and this index has 3"):
-            Hits.from_faiss(np.zeros((1, 2)), np.array([[0, 5]]), small(3))
-        with pytest.raises(ShapeError, match=r"\(b, k\)"):
-            Hits.from_faiss(np.zeros((1, 3)), np.zeros((1, 2), dtype=int), small(3))
-
-
-class Retriever:
-    """As transformers' RagRetriever over a data set: -1 where nothing was found, and no document for those."""
-
-    def __init__(self, shorter: int = 0) -> None:
-        self.shorter = shorter
-        self.asked: Any = None
-
-    def retrieve(self, queries: np.ndarray, n_docs: int) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
-        self.asked = (queries, n_docs)
-        vectors = np.ones((len(queries), n_docs, 7), dtype=np.float32) * np.arange(1, n_docs + 1)[:, None]
-        ids = np.tile(np.arange(10, 10 + n_docs), (len(queries), 1))
-        ids[1, -1] = -1
-        documents = [
-            {
-                "text": [f"text {name}" for name in row if name >= 0][self.shorter :],
-                "title": [f"title {name}" for name in row if name >= 0],
-                "embeddings": [None] * n_docs,
-            }
-            for row in ids
-        ]
-        return vectors.astype(np.float32), ids, documents
-
-
-class TestRetriever:
-    def test_hits(self) -> None:
-        queries = torch.randn(2, 7, requires_grad=True)
-        retriever = Retriever()
-        hits = Hits.from_retriever(retriever, queries, 3)
-        assert isinstance(retriever.asked[0], np.ndarray) and retriever.asked[1] == 3
-        assert hits.ids == [[10, 11, 12], [10, 11, None]] and hits.mask.tolist() == [[True] * 3, [True, True, False]]
-        assert hits.texts == [["text 10", "text 11", "text 12"], ["text 10", "text 11", None]]
-        assert hits.metadata is not None and hits.metadata[0][1] == {"title": "title 11"}
-        torch.testing.assert_close(hits.scores[0].detach(), queries[0].detach().sum() * torch.tensor([1.0, 2.0, 3.0]))
-        hits.scores[:, :2].sum().backward()
-        assert queries.grad is not None and torch.equal(queries.grad, torch.full((2, 7), 3.0))
-        assert hits.memory().lengths == [3, 2]
-
-    def test_what_does_not_fit(self) -> None:
-        with pytest.raises(IndexMismatchError, match=r"\(2, 3, 7\).*\(2, 5\)"):
-            Hits.from_retriever(Retriever(), torch.randn(2, 5), 3)
-        with pytest.raises(IndexMismatchError, match="2 'text' for 3 documents"):
-            Hits.from_retriever(Retriever(shorter=1), torch.randn(2, 7), 3)

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, NonFi
 from mmattn.retrieval import InMemoryStore, MultiVectorIndex
 from tests.foreign.store import SqliteStore
 from tests.retrieval.late_interaction import METRICS, WIDTH, LetterStates, agree, asked, held, ragged
-from tests.retrieval.searching import STORES, Letters, files
+from tests.retrieval.searching import STORES, files
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -39,18 +38,6 @@ def test_any_order_of_changes_agrees_with_a_dict(metric: str, seeded: int) -> No
             model |= dict(zip(names, entries, strict=True))
         assert index.ids == tuple(model) and all(torch.equal(part, model[name]) for name, part in held(index).items())
         agree(index, asked(), 5)
-
-
-def test_an_update_replaces_vectors_and_keeps_the_place() -> None:
-    index = MultiVectorIndex.build(ragged(5), texts=list("abcde"), metadata=list(range(5)))
-    index.update([3], [torch.eye(WIDTH)[:2]])
-    index.update([2], metadata=["new"], texts=["new"])
-    assert index.ids == (0, 1, 2, 3, 4) and index[3].text == "d" and index[2].metadata == "new"
-    assert index.search(torch.eye(WIDTH)[:2], 1, num_candidates=1).ids == [[3]]
-    index.delete(index.ids)
-    assert not index.search(asked(), 3).mask.any()
-    assert index.add(ragged(2)) == (5, 6)
-    agree(index, asked(), 3)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -220,21 +207,3 @@ def test_databases_hold_many_vectors(store: str) -> None:
     agree(copied, asked(), 5)
     index.close()
     copied.close()
-
-
-def test_an_encoder_that_pools_gives_entries_of_one_vector() -> None:
-    """MaxSim of single vectors is their cosine."""
-    texts = ["sun and moon", "a grey cat", "the moon"]
-    one, many = Index.build(texts, encoder=Letters()), MultiVectorIndex.build(texts, encoder=Letters())
-    assert one.search("moon", 3).ids == many.search("moon", 3).ids
-    torch.testing.assert_close(one.search("moon", 3).scores, many.search("moon", 3).scores, rtol=2e-7, atol=0)
-
-
-def test_what_was_given_may_change_afterwards() -> None:
-    entries = np.random.default_rng(0).normal(size=(5, 3, WIDTH)).astype(np.float32)
-    index = MultiVectorIndex.build(entries)
-    expected = index.search(asked()[0], 5).scores
-    memory = index.search(asked()[0], 5).memory()
-    entries[:] = 0
-    assert index[0].tokens is not None and index[0].tokens.any() and memory.tokens.any()
-    assert expected.shape == (1, 5)

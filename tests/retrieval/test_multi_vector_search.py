@@ -117,15 +117,6 @@ def test_candidates_are_those_of_the_nearest_means(metric: str) -> None:
         index.search(queries, 5, num_candidates=4)
 
 
-def test_more_than_there_is_is_masked() -> None:
-    index = MultiVectorIndex.build(ragged(3), texts=["a", "b", "c"])
-    hits = index.search(asked(), 5)
-    assert hits.ids is not None and all(set(row) == {0, 1, 2, None} for row in hits.ids)
-    assert hits.mask.tolist() == [[True] * 3 + [False] * 2] * 3 and (hits.scores[:, 3:] == -torch.inf).all()
-    assert hits.texts is not None and hits.texts[0][3:] == [None, None]
-    assert hits.vectors is None and len(index.search([], 3)) == 0 and index.search([], 3).memory().batch == 0
-
-
 @pytest.mark.parametrize("metric", METRICS)
 def test_scores_carry_gradients(metric: str) -> None:
     index = MultiVectorIndex.build(ragged(), metric=metric)
@@ -146,23 +137,6 @@ def test_scores_carry_gradients(metric: str) -> None:
         (expected,) = torch.autograd.grad(torch.stack(scores).square().sum(), again)
         assert gradients[row].isfinite().all() and gradients[row].any(1).all()
         torch.testing.assert_close(gradients[row].double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_masked_hits_send_no_gradient() -> None:
-    query = torch.randn(3, WIDTH, requires_grad=True)
-    index = MultiVectorIndex.build(ragged(2))
-    index.search(query, 5).scores.softmax(-1)[:, 0].sum().backward()
-    assert query.grad is not None and query.grad.isfinite().all() and query.grad.any()
-
-
-def test_a_batch_finds_what_each_row_finds_alone() -> None:
-    index, queries = MultiVectorIndex.build(ragged(101)), asked()
-    for count in (None, 7):
-        together = index.search(queries, 5, num_candidates=count)
-        for row, query in enumerate(queries):
-            alone = index.search(query, 5, num_candidates=count)
-            assert together.ids is not None and alone.ids == [together.ids[row]]
-            assert torch.equal(alone.scores[0], together.scores[row])
 
 
 def test_queries_of_every_kind_find_the_same() -> None:
@@ -226,10 +200,3 @@ class TestMemory:
         for index in (MultiVectorIndex.build(ragged(5)), MultiVectorIndex.build(torch.empty(0, 3, WIDTH))):
             hits = index.search(asked(), 3, score_threshold=1e6)
             assert hits.memory().tokens.shape == (3, 0, WIDTH) and hits.first(2).memory().lengths == [0, 0, 0]
-
-    def test_scores_of_slots_teach_the_query(self) -> None:
-        query = torch.randn(3, WIDTH, requires_grad=True)
-        memory = MultiVectorIndex.build(ragged()).search(query, 3).memory()
-        assert memory.scores is not None
-        memory.scores.softmax(-1)[0, 0].backward()
-        assert query.grad is not None and query.grad.any()

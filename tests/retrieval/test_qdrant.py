@@ -16,7 +16,7 @@ from qdrant_client import QdrantClient, models
 from mmattn import Index
 from mmattn.errors import ConfigError, IndexFileError, NonFiniteError
 from mmattn.retrieval import Hits, QdrantStore
-from mmattn.retrieval.stores.qdrant import ABOUT
+from mmattn.retrieval.stores.qdrant_points import ABOUT
 from tests.retrieval.searching import METRICS, WIDTH, held
 
 

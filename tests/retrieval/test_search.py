@@ -69,24 +69,6 @@ class TestEveryEngine:
             found = {name for row in hits.ids for name in row if name is not None}
             assert all(name % 2 for name in found) and not found & {1, 5}
 
-    def test_more_than_there_is_is_masked(self, store: str, metric: str) -> None:
-        index = small(5, store=store, metric=metric)
-        queries = torch.randn(2, WIDTH)
-        hits = index.search(queries, 11)
-        agree(hits, queries, held(index), metric)
-        assert hits.scores.shape == (2, 11) and hits.vectors is not None and hits.vectors.shape == (2, 11, WIDTH)
-        assert not hits.vectors[:, 5:].any() and (hits.scores[:, 5:] == -torch.inf).all()
-
-    def test_nothing_is_found_in_nothing(self, store: str, metric: str) -> None:
-        index = built(torch.empty(0, WIDTH), store, metric=metric)
-        hits = index.search(torch.randn(2, WIDTH), 3)
-        assert not hits.mask.any() and hits.ids == [[None] * 3] * 2 and hits.memory().lengths == [0, 0]
-        assert len(small(7, store=store).search(torch.empty(0, WIDTH), 3)) == 0
-
-    def test_equal_vectors_come_in_their_order(self, store: str, metric: str) -> None:
-        index = built(torch.eye(WIDTH)[torch.arange(36) % 3], store, metric=metric)
-        assert index.search(torch.eye(WIDTH)[1], 5).ids == [[1, 4, 7, 10, 13]]
-
     def test_scores_carry_gradients(self, store: str, metric: str) -> None:
         index = small(101 if store == "qdrant" else 1103, store=store, metric=metric)
         queries = torch.randn(2, WIDTH, requires_grad=True)
@@ -150,13 +132,3 @@ class TestQueries:
         query = torch.randn(1, WIDTH, requires_grad=True)
         index.search(query, 3).scores.sum().backward()
         assert query.grad is not None and query.grad.any()
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_batch_finds_what_each_row_finds_alone(self, kind: str) -> None:
-        index = small(101 if kind == "qdrant" else 1103, store=kind)
-        queries = torch.randn(13, WIDTH)
-        together = index.search(queries, 5)
-        for row in range(13):
-            alone = index.search(queries[row], 5)
-            assert together.ids is not None and alone.ids == [together.ids[row]]
-            assert torch.equal(alone.scores[0], together.scores[row])

@@ -102,11 +102,10 @@ class VectorStore(Protocol):
         """Return the entries with these ids, each once, in the order of adding; skip unknown ids."""
 
     def add(self, entries: Entries) -> None:
-        """Append entries, all or none.
+        """Append entries with new ids, all or none.
 
-        Args:
-            entries: at least one, with new ids. Vectors (n, e) are float32, finite, at most 1e18 long, and not zero
-                under the cosine; metadata is plain JSON; tokens are None unless `holds_tokens`.
+        Vectors (n, e) are float32, finite, at most 1e18 long, and not zero under the cosine; metadata is plain JSON;
+        tokens are None unless `holds_tokens`.
         """
 
     def update(self, entries: Entries) -> None:
@@ -116,18 +115,11 @@ class VectorStore(Protocol):
         """Delete entries, all or none. An id that is added again is the last in the order."""
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
-        """Return candidates that contain the `top_k` best entries of each query, up to `recall`.
+        """Return candidates that contain the `top_k` best entries of each query (b, e), up to `recall`.
 
-        `mmattn.retrieval.score`, then the order of adding, ranks entries. Where a filter allows fewer than `top_k`
-        entries, an exact store returns all of them.
-
-        Args:
-            queries: (b, e) float32, finite, not zero under the cosine.
-            top_k: at least 1.
-            filter: as for `Entries.allowed`; None allows all entries.
-
-        Raises:
-            ConfigError: the store cannot apply the filter, such as a function on a server.
+        `mmattn.retrieval.score`, then the order of adding, ranks entries. A filter is as for `Entries.allowed`; where
+        it allows fewer than `top_k` entries, an exact store returns all of them. A store refuses a filter that it
+        cannot apply, such as a function on a server, by ConfigError.
         """
 
     def save(self, folder: str) -> None:
@@ -138,17 +130,10 @@ class VectorStore(Protocol):
 
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> VectorStore:
-        """Return the store that `save` wrote. Later changes do not reach the files, which may be deleted.
+        """Return the store that `save` wrote, or raise IndexFileError.
 
-        Args:
-            folder: the folder of `save`.
-            dim: width e of the vectors.
-            metric: as for a new store.
-            mapped: leave on the disk what can be read from there; a store may ignore it.
-            **settings: those of the saved store.
-
-        Raises:
-            IndexFileError: the files are not those of this store.
+        Later changes do not reach the files, which may be deleted. `mapped` leaves on the disk what can be read from
+        there; a store may ignore it.
         """
 
     def close(self) -> None:
@@ -156,9 +141,7 @@ class VectorStore(Protocol):
 
 
 def register_store(kind: str) -> Callable[[Store], Store]:
-    """Return a class decorator that registers a `VectorStore` under a name.
-
-    A class with `schemes` is opened by address, too: see `mmattn.retrieval.DatabaseStore`.
+    """Return a class decorator that registers a `VectorStore` under a name, by which it is built and loaded.
 
     Args:
         kind: the name, in small letters.

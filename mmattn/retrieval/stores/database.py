@@ -36,8 +36,9 @@ class Row(NamedTuple):
 class DatabaseStore(ABC):
     """A store whose entries outlive the process: `Index.open` finds it again by an address.
 
-    A subclass reads and writes rows; what is common to databases is here. Searches compare in float32 where the entries
-    are, and so return somewhat more candidates than were asked for. Filters compare digests of metadata, since a
+    A subclass reads and writes rows, and has a class method `connect(**settings)` that returns a store over existing
+    entries, or raises IndexFileError with a message that contains no password. Searches compare in float32 where the
+    entries are, and so return some more candidates than `top_k`. Filters compare digests of metadata, since a
     database's own comparison rounds ints or tells 1 from 1.0.
 
     Attributes:
@@ -51,20 +52,13 @@ class DatabaseStore(ABC):
     dim: int
     metric: str
 
+    @abstractmethod
+    def __init__(self, dim: int, metric: str, **settings: Any) -> None: ...
+
     @classmethod
     @abstractmethod
     def settings_of(cls, address: str) -> dict[str, Any]:
         """Return the settings in an address SCHEME:…, for a new store and `connect`."""
-
-    @classmethod
-    @abstractmethod
-    def connect(cls, **settings: Any) -> Self:
-        """Return a store over existing entries.
-
-        Raises:
-            IndexFileError: there are none, or something else or another version wrote them. The message repeats no
-                password.
-        """
 
     @abstractmethod
     def writing(self) -> AbstractContextManager[Any]:
@@ -200,8 +194,13 @@ def as_entries(rows: Sequence[Row], dim: int) -> Entries:
     rows = sorted({row.place: row for row in rows}.values(), key=lambda row: row.place)
     vectors = torch.stack([row.vector for row in rows]) if rows else torch.empty(0, dim)
     tokens = tuple(load(row.tokens)["tokens"] for row in rows if row.tokens is not None)
-    columns = ([row.id for row in rows], [row.text for row in rows], [row.metadata for row in rows])
-    return Entries(*map(tuple, columns), vectors, tokens if rows and len(tokens) == len(rows) else None)
+    return Entries(
+        tuple(row.id for row in rows),
+        tuple(row.text for row in rows),
+        tuple(row.metadata for row in rows),
+        vectors,
+        tokens if rows and len(tokens) == len(rows) else None,
+    )
 
 
 def _as_rows(entries: Entries, places: Sequence[int]) -> list[Row]:

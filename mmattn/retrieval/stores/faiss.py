@@ -42,17 +42,17 @@ class FaissStore(InMemoryStore, ABC):
 
     def build(self, vectors: Tensor) -> Structure:
         """Return a faiss index over vectors (n, e)."""
-        return FaissStructure(self, self.train(as_numpy(vectors, self.metric)))
+        return FaissStructure(self, self._train(as_numpy(vectors, self.metric)))
 
     @abstractmethod
-    def train(self, vectors: Any) -> Any:
+    def _train(self, vectors: Any) -> Any:
         """Return a faiss index over an array (n, e)."""
 
     @abstractmethod
-    def parameters(self, index: Any, selector: Any, count: int) -> Any:
+    def _parameters(self, index: Any, selector: Any, count: int) -> Any:
         """Return the parameters of one search in faiss."""
 
-    def width(self, count: int) -> int:
+    def _width(self, count: int) -> int:
         """Return how many candidates to take for `count` results."""
         return count
 
@@ -108,7 +108,7 @@ class FaissStructure:
 
     def candidates(self, queries: Tensor, count: int, allowed: Tensor | None = None) -> Tensor:
         """Return rows (b, c) that are probably among the `count` best; -1 is none."""
-        width = min(len(self), self.store.width(count))
+        width = min(len(self), self.store._width(count))
         if not len(queries) or not width:
             return torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
         selector = None
@@ -116,7 +116,7 @@ class FaissStructure:
             import numpy
 
             selector = faiss().IDSelectorBitmap(numpy.packbits(allowed.cpu().numpy(), bitorder="little"))
-        parameters = self.store.parameters(self.index, selector, width)
+        parameters = self.store._parameters(self.index, selector, width)
         _, rows = self.index.search(as_numpy(queries, self.store.metric), width, params=parameters)
         return torch.from_numpy(rows).to(queries.device)
 
@@ -147,15 +147,13 @@ class HNSWStore(FaissStore):
         check_int("search_effort", search_effort)
         super().__init__(dim, metric, links=links, build_effort=build_effort, search_effort=search_effort)
 
-    def train(self, vectors: Any) -> Any:
-        """Return a graph over an array (n, e)."""
+    def _train(self, vectors: Any) -> Any:
         index = faiss().IndexHNSWFlat(self.dim, self.settings["links"], _metric(self.metric))
         index.hnsw.efConstruction = self.settings["build_effort"]
         index.add(vectors)
         return index
 
-    def parameters(self, index: Any, selector: Any, count: int) -> Any:
-        """Return the parameters of one search."""
+    def _parameters(self, index: Any, selector: Any, count: int) -> Any:
         return faiss().SearchParametersHNSW(sel=selector, efSearch=max(self.settings["search_effort"], count))
 
 
@@ -189,27 +187,23 @@ class IVFStore(FaissStore):
         """Return lists over vectors (n, e), or a scan where there are too few to learn from."""
         return super().build(vectors) if len(vectors) >= _FEWEST else ExactScan(vectors, self.metric)
 
-    def train(self, vectors: Any) -> Any:
-        """Return lists over an array (n, e)."""
+    def _train(self, vectors: Any) -> Any:
         lists = min(self.settings["lists"] or int(4 * math.sqrt(len(vectors))), len(vectors) // 39)
-        index = self.empty(lists)
+        index = self._empty(lists)
         # faiss prints advice about small trainings to stderr, on which nobody can act.
         index.cp.min_points_per_centroid, index.cp.max_points_per_centroid = 1, _PER_CENTRE
         index.train(vectors)
         index.add(vectors)
-        index.nprobe = self.settings["visited"] or self.default_visited(lists)
+        index.nprobe = self.settings["visited"] or self._default_visited(lists)
         return index
 
-    def empty(self, lists: int) -> Any:
-        """Return an untrained faiss index."""
+    def _empty(self, lists: int) -> Any:
         return faiss().index_factory(self.dim, f"IVF{lists},Flat", _metric(self.metric))
 
-    def default_visited(self, lists: int) -> int:
-        """Return how many of the lists a search visits by default."""
+    def _default_visited(self, lists: int) -> int:
         return max(32, lists // 32)
 
-    def parameters(self, index: Any, selector: Any, count: int) -> Any:
-        """Return the parameters of one search."""
+    def _parameters(self, index: Any, selector: Any, count: int) -> Any:
         # Without nprobe it would be one list, whatever the index says.
         return faiss().SearchParametersIVF(sel=selector, nprobe=index.nprobe)
 
@@ -242,8 +236,7 @@ class IVFPQStore(IVFStore):
         if bytes is not None and dim % check_int("bytes", bytes):
             raise ConfigError(f"IVFPQ needs bytes that divide the width of the vectors, got bytes={bytes}, width {dim}")
 
-    def empty(self, lists: int) -> Any:
-        """Return an untrained faiss index."""
+    def _empty(self, lists: int) -> Any:
         dim = self.dim
         size = self.settings["bytes"] or max(part for part in range(1, max(1, dim // 4) + 1) if dim % part == 0)
         index = faiss().index_factory(dim, f"IVF{lists},PQ{size}", _metric(self.metric))
@@ -251,13 +244,11 @@ class IVFPQStore(IVFStore):
         index.do_polysemous_training = False  # takes seconds, for a kind of search that is not used here
         return index
 
-    def default_visited(self, lists: int) -> int:
-        """Return how many of the lists a search visits by default."""
+    def _default_visited(self, lists: int) -> int:
         return max(8, lists // 8)
 
-    def width(self, count: int) -> int:
-        """Return how many candidates to take: bytes only approximate distances."""
-        return 8 * count + 64
+    def _width(self, count: int) -> int:
+        return 8 * count + 64  # bytes only approximate distances
 
 
 def faiss() -> Any:

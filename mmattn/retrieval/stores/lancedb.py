@@ -197,25 +197,25 @@ def _about(state: dict[str, Any]) -> pyarrow.Table:
 
 
 def _as_table(rows: list[Row], schema: pyarrow.Schema) -> pyarrow.Table:
-    arrow = import_extra("pyarrow", "lance")
-    vectors = torch.stack([row.vector for row in rows])
-    columns: dict[str, Any] = {
-        "place": [row.place for row in rows],
-        "id": [json.dumps(row.id) for row in rows],
-        "text": [row.text for row in rows],
-        "metadata": [json.dumps(row.metadata) for row in rows],
-        "facts": [facts_of(row.metadata) for row in rows],
-        "tokens": [row.tokens for row in rows],
-    }
-    for name, values in {"vector": vectors, "direction": directions(vectors.double()).float()}.items():
-        flat = arrow.array(values.contiguous().view(-1).numpy())
-        columns[name] = arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
-    return arrow.table({field.name: columns[field.name] for field in schema}, schema=schema)
+    lines = [
+        {
+            "place": row.place,
+            "id": json.dumps(row.id),
+            "text": row.text,
+            "metadata": json.dumps(row.metadata),
+            "facts": facts_of(row.metadata),
+            "vector": row.vector.numpy(),
+            "direction": directions(row.vector.double()).float().numpy(),
+            "tokens": row.tokens,
+        }
+        for row in rows
+    ]
+    return import_extra("pyarrow", "lance").Table.from_pylist(lines, schema=schema)
 
 
 def _rows(table: pyarrow.Table) -> list[Row]:
     flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-    vectors = torch.from_numpy(flat.copy()).view(len(table), -1) if len(table) else []
+    vectors = torch.from_numpy(flat.copy()).view(len(table), -1) if len(table) else torch.empty(0, 0)
     columns = [table[name].to_pylist() for name in ("place", "id", "text", "metadata", "tokens")]
     return [
         Row(place, json.loads(name), text, json.loads(metadata), vector, tokens)

@@ -1,43 +1,27 @@
-"""A store in a Qdrant collection: in this process, in a folder, or on a server.
-
-A point has the UUID5 of the entry's id; "vector", and under the cosine "direction", the vector at length 1, which is
-searched (Qdrant keeps vectors of the cosine at that length only); and as payload id, text, metadata, place, facts
-(digests of metadata) and tokens in base64. One more point without a vector, which no search finds, describes the store.
-"""
+"""A store in a Qdrant collection: in this process, in a folder, or on a server."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import os
 import threading
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import torch
-from torch import Tensor
-
 from mmattn.errors import ConfigError, IndexFileError, import_extra
-from mmattn.retrieval.entries import Id
-from mmattn.retrieval.scoring import directions
 from mmattn.retrieval.stores.base import register_store
-from mmattn.retrieval.stores.database import DatabaseStore, Row, facts_of
+from mmattn.retrieval.stores.qdrant_points import PointStore, condition
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient
 
-_NAMES = uuid.uuid5(uuid.NAMESPACE_DNS, "mmattn")
-#: The point that describes the store; no id of an entry is written like it in JSON.
-ABOUT = str(uuid.uuid5(_NAMES, "about"))
 #: Numbers of vectors in one request.
 _NUMBERS = 1 << 18
 
 
 @register_store("qdrant")
-class QdrantStore(DatabaseStore):
+class QdrantStore(PointStore):
     """A Qdrant collection.
 
     In this process Qdrant compares every entry, in float32; a server searches a graph, and may miss some of the best.
@@ -78,10 +62,9 @@ class QdrantStore(DatabaseStore):
         distance = models.Distance.EUCLID if metric == "l2" else models.Distance.DOT
         vectors = {"vector": models.VectorParams(size=dim, distance=distance)}
         if metric == "cosine":
+            no_graph = models.HnswConfigDiff(m=0)
             vectors["direction"] = vectors["vector"]
-            vectors["vector"] = models.VectorParams(
-                size=dim, distance=distance, on_disk=True, hnsw_config=models.HnswConfigDiff(m=0)
-            )
+            vectors["vector"] = models.VectorParams(size=dim, distance=distance, on_disk=True, hnsw_config=no_graph)
         self.client.create_collection(collection, vectors_config=vectors)
         if not self._local:
             self.client.create_payload_index(collection, "facts", models.PayloadSchemaType.KEYWORD, wait=True)
@@ -124,33 +107,19 @@ class QdrantStore(DatabaseStore):
 
     def _use(self, location: str | os.PathLike[str], client: QdrantClient | None, collection: str) -> None:
         place = os.fspath(location)
-        where: dict[str, Any] = {"location": place} if place == ":memory:" else {"path": place}
-        where = {"url": place} if "://" in place else where
-        self.client: QdrantClient = qdrant().QdrantClient(**where) if client is None else client
+        kind = "location" if place == ":memory:" else "url" if "://" in place else "path"
+        options: dict[str, Any] = {kind: place}
+        self.client: QdrantClient = qdrant().QdrantClient(**options) if client is None else client
         self.collection = collection
         self._owned = client is None
         options = self.client.init_options
         self._local = options["path"] is not None or options["location"] == ":memory:"
-        # A server serves many at once; in this process Qdrant must not be read while it is written to.
-        self._lock: contextlib.AbstractContextManager[Any] = (
-            threading.RLock() if self._local else contextlib.nullcontext()
-        )
-
-    @property
-    def ids(self) -> tuple[Id, ...]:
-        """Return all ids, in the order of adding."""
-        payloads = [point.payload for point in self._scroll(["id", "place"], False)]
-        return tuple(payload["id"] for payload in sorted(payloads, key=lambda payload: payload["place"]))
+        # In this process Qdrant must not be read while it is written to.
+        self._lock = threading.RLock() if self._local else contextlib.nullcontext()
 
     def __len__(self) -> int:
         with self._lock:
             return int(self.client.count(self.collection, exact=True).count) - 1
-
-    def delete(self, ids: Sequence[Id]) -> None:
-        """Delete entries."""
-        with self._lock:
-            for part in _batches([key_of(name) for name in ids], 1000):
-                self.client.delete(self.collection, qdrant().models.PointIdsList(points=part), wait=True)
 
     def drop(self) -> None:
         """Delete the collection, and close."""
@@ -162,121 +131,44 @@ class QdrantStore(DatabaseStore):
         if self._owned:
             self.client.close()
 
-    def writing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the lock of this process; a server has no transactions of many requests."""
-        return self._lock
-
-    def _read_state(self) -> dict[str, Any]:
-        with self._lock:
-            points = self.client.retrieve(self.collection, [ABOUT])
-        return dict(points[0].payload or {}) if points else {}
-
-    def _write_state(self, state: dict[str, Any]) -> None:
-        self._upsert([qdrant().models.PointStruct(id=ABOUT, vector={}, payload=state)])
-
-    def _fetch(self, ids: Sequence[Id] | None) -> list[Row]:
-        if ids is None:
-            return [as_row(point) for point in self._scroll(True, ["vector"])]
-        points: list[Any] = []
-        with self._lock:
-            for part in _batches([key_of(name) for name in ids], _NUMBERS // self.dim):
-                points += self.client.retrieve(self.collection, part, with_payload=True, with_vectors=["vector"])
-        return [as_row(point) for point in points]
-
-    def _insert(self, rows: list[Row]) -> None:
-        self._upsert(as_points(rows, self.metric, qdrant().models.PointStruct))
-
-    _replace = _insert
+    def _point(self, key: str, vectors: Mapping[str, list[float]], payload: Mapping[str, Any]) -> Any:
+        return qdrant().models.PointStruct(id=key, vector=vectors, payload=payload)
 
     def _upsert(self, points: list[Any]) -> None:
-        with self._lock:
-            for part in _batches(points, _NUMBERS // self.dim):
-                self.client.upsert(self.collection, part, wait=True)
+        for part in _batches(points, _NUMBERS // self.dim):
+            self.client.upsert(self.collection, part, wait=True)
 
-    def _scroll(self, payload: Any, vectors: Any) -> list[Any]:
-        points: list[Any] = []
-        offset: Any = None
-        with self._lock:
-            while True:
-                page, offset = self.client.scroll(
-                    self.collection, limit=1000, offset=offset, with_payload=payload, with_vectors=vectors
-                )
-                points += [point for point in page if point.id != ABOUT]
-                if offset is None:
-                    return points
+    def _remove(self, keys: list[str]) -> None:
+        for part in _batches(keys, 1000):
+            self.client.delete(self.collection, qdrant().models.PointIdsList(points=part), wait=True)
 
-    def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
-        models, cosine = qdrant().models, self.metric == "cosine"
-        requests = [
-            models.QueryRequest(
-                query=query,
-                using="direction" if cosine else "vector",
-                filter=condition(facts, models),
-                limit=count,
-                with_payload=True,
-                with_vector=["vector"],
-            )
-            for query in (directions(queries.double()) if cosine else queries).tolist()
+    def _retrieve(self, keys: list[str]) -> list[Any]:
+        return [
+            point
+            for part in _batches(keys, 1000)
+            for point in self.client.retrieve(self.collection, part, with_payload=True, with_vectors=["vector"])
         ]
-        answers: list[Any] = []
-        with self._lock:
-            for part in _batches(requests, _NUMBERS // (count * self.dim)):
-                answers += self.client.query_batch_points(self.collection, part)
-        return [[as_row(point) for point in answer.points] for answer in answers]
+
+    def _page(self, payload: Any, vectors: Any, offset: Any) -> tuple[list[Any], Any]:
+        return self.client.scroll(
+            self.collection, limit=1000, offset=offset, with_payload=payload, with_vectors=vectors
+        )
+
+    def _query(self, vectors: list[list[float]], name: str, count: int, facts: list[str]) -> list[list[Any]]:
+        models = qdrant().models
+        shared = {"using": name, "filter": condition(facts, models), "limit": count}
+        shared |= {"with_payload": True, "with_vector": ["vector"]}
+        requests = [models.QueryRequest(query=vector, **shared) for vector in vectors]
+        return [
+            answer.points
+            for part in _batches(requests, _NUMBERS // (count * self.dim))
+            for answer in self.client.query_batch_points(self.collection, part)
+        ]
 
 
 def qdrant() -> Any:
     """Return the library, or raise an error that names the extra."""
     return import_extra("qdrant_client", "scale")
-
-
-def key_of(name: Id) -> str:
-    """Return the UUID of the point of an entry; 1 and "1" have two.
-
-    >>> key_of(1)
-    '599ae8f1-0430-5cdc-a98f-bc74e23890c7'
-    """
-    return str(uuid.uuid5(_NAMES, json.dumps(name)))
-
-
-def as_points(rows: Sequence[Row], metric: str, point: Any) -> list[Any]:
-    """Return rows as points of the library's class."""
-    points = []
-    for row in rows:
-        check_ints([row.id, row.metadata])
-        payload = {"id": row.id, "text": row.text, "metadata": row.metadata, "place": row.place}
-        payload["facts"] = facts_of(row.metadata)
-        if row.tokens is not None:
-            payload["tokens"] = base64.b64encode(row.tokens).decode()
-        vectors = {"vector": row.vector.tolist()}
-        if metric == "cosine":
-            vectors["direction"] = directions(row.vector.double()).float().tolist()
-        points.append(point(id=key_of(row.id), vector=vectors, payload=payload))
-    return points
-
-
-def as_row(point: Any) -> Row:
-    """Return a point as a row."""
-    payload, vector = point.payload, torch.tensor(point.vector["vector"], dtype=torch.float32)
-    tokens = payload.get("tokens")
-    packed = None if tokens is None else base64.b64decode(tokens)
-    return Row(payload["place"], payload["id"], payload.get("text"), payload.get("metadata"), vector, packed)
-
-
-def condition(facts: list[str], models: Any) -> Any:
-    """Return the filter, of the library's classes, for points that have all facts."""
-    if not facts:
-        return None
-    return models.Filter(must=[models.FieldCondition(key="facts", match=models.MatchValue(value=f)) for f in facts])
-
-
-def check_ints(value: Any) -> None:
-    """Refuse ints of more than 64 bits, which Qdrant would round."""
-    if isinstance(value, (Mapping, list, tuple)):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            check_ints(one)
-    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ConfigError(f"ints in Qdrant have 64 bits, got {value!r:.80}; write it as text. Nothing was changed")
 
 
 def _batches(values: list[Any], size: int) -> Iterator[list[Any]]:

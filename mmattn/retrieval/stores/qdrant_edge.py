@@ -1,4 +1,4 @@
-"""A store in a shard of Qdrant's engine, in this process and a folder; points are as in `stores.qdrant`."""
+"""A store in a shard of Qdrant's engine, in this process and a folder; points are as in `qdrant_points`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from mmattn.errors import ConfigError, IndexFileError, import_extra
-from mmattn.retrieval.entries import Id
-from mmattn.retrieval.scoring import directions
 from mmattn.retrieval.stores.base import register_store
-from mmattn.retrieval.stores.database import DatabaseStore, Row
-from mmattn.retrieval.stores.qdrant import ABOUT, as_points, as_row, condition, key_of
+from mmattn.retrieval.stores.qdrant_points import PointStore, condition
 from mmattn.storage.files import lock_folder
 
 
 @register_store("qdrant-edge")
-class QdrantEdgeStore(DatabaseStore):
+class QdrantEdgeStore(PointStore):
     """A shard of the engine of Qdrant's server, in this process. A search compares every entry.
 
     Each change is one entry of the engine's log: all or none. One process at a time can open a shard, and its threads
@@ -108,20 +103,9 @@ class QdrantEdgeStore(DatabaseStore):
                 "can: close it there, or use a server"
             ) from error
 
-    @property
-    def ids(self) -> tuple[Id, ...]:
-        """Return all ids, in the order of adding."""
-        payloads = [point.payload for point in self._scroll(["id", "place"], False)]
-        return tuple(payload["id"] for payload in sorted(payloads, key=lambda payload: payload["place"]))
-
     def __len__(self) -> int:
         with self._lock:
             return int(self._shard.count(edge().CountRequest(exact=True))) - 1
-
-    def delete(self, ids: Sequence[Id]) -> None:
-        """Delete entries."""
-        with self._lock:
-            self._shard.update(edge().UpdateOperation.delete_points([key_of(name) for name in ids]))
 
     def drop(self) -> None:
         """Close, and delete the folder."""
@@ -132,59 +116,31 @@ class QdrantEdgeStore(DatabaseStore):
         """Close the shard, so that another process can open it."""
         self._closing.close()
 
-    def writing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the lock of this process."""
-        return self._lock
-
-    def _read_state(self) -> dict[str, Any]:
-        with self._lock:
-            points = self._shard.retrieve([ABOUT], with_payload=True, with_vector=False)
-        return dict(points[0].payload or {}) if points else {}
-
-    def _write_state(self, state: dict[str, Any]) -> None:
-        self._upsert([edge().Point(id=ABOUT, vector={}, payload=state)])
-
-    def _fetch(self, ids: Sequence[Id] | None) -> list[Row]:
-        if ids is None:
-            return [as_row(point) for point in self._scroll(True, ["vector"])]
-        with self._lock:
-            keys = [key_of(name) for name in ids]
-            return [as_row(point) for point in self._shard.retrieve(keys, with_payload=True, with_vector=["vector"])]
-
-    def _insert(self, rows: list[Row]) -> None:
-        self._upsert(as_points(rows, self.metric, edge().Point))
-
-    _replace = _insert
+    def _point(self, key: str, vectors: Mapping[str, list[float]], payload: Mapping[str, Any]) -> Any:
+        return edge().Point(id=key, vector=vectors, payload=payload)
 
     def _upsert(self, points: list[Any]) -> None:
-        with self._lock:
-            self._shard.update(edge().UpdateOperation.upsert_points(points))
+        self._shard.update(edge().UpdateOperation.upsert_points(points))
 
-    def _scroll(self, payload: Any, vectors: Any) -> list[Any]:
-        points, offset = [], None
-        with self._lock:
-            while True:
-                request = edge().ScrollRequest(offset=offset, limit=1000, with_payload=payload, with_vector=vectors)
-                page, offset = self._shard.scroll(request)
-                points += [point for point in page if str(point.id) != ABOUT]
-                if offset is None:
-                    return points
+    def _remove(self, keys: list[str]) -> None:
+        self._shard.update(edge().UpdateOperation.delete_points(keys))
 
-    def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
-        library, cosine = edge(), self.metric == "cosine"
-        requests = [
-            library.QueryRequest(
-                query=library.Query.Nearest(query, using="direction" if cosine else "vector"),
-                filter=condition(facts, library),
-                limit=count,
-                with_payload=True,
-                with_vector=["vector"],
-            )
-            for query in (directions(queries.double()) if cosine else queries).tolist()
-        ]
-        with self._lock:
-            answers = self._shard.query_batch(library.QueryBatchRequest(requests))
-        return [[as_row(point) for point in points] for points in answers]
+    def _retrieve(self, keys: list[str]) -> list[Any]:
+        points: list[Any] = self._shard.retrieve(keys, with_payload=True, with_vector=["vector"])
+        return points
+
+    def _page(self, payload: Any, vectors: Any, offset: Any) -> tuple[list[Any], Any]:
+        request = edge().ScrollRequest(offset=offset, limit=1000, with_payload=payload, with_vector=vectors)
+        points, offset = self._shard.scroll(request)
+        return points, offset
+
+    def _query(self, vectors: list[list[float]], name: str, count: int, facts: list[str]) -> list[list[Any]]:
+        library = edge()
+        shared = {"filter": condition(facts, library), "limit": count, "with_payload": True, "with_vector": ["vector"]}
+        nearest = library.Query.Nearest
+        requests = [library.QueryRequest(query=nearest(vector, using=name), **shared) for vector in vectors]
+        answers: list[list[Any]] = self._shard.query_batch(library.QueryBatchRequest(requests))
+        return answers
 
 
 def edge() -> Any:

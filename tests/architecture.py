@@ -51,7 +51,7 @@ HOMES = {
     "av": ("encoders.frames",),
     "PIL": ("encoders.images", "encoders.preprocessing"),
     "faiss": ("retrieval.stores",),
-    "qdrant_client": ("retrieval.stores", "retrieval.qdrant"),
+    "qdrant_client": ("retrieval.stores",),
     "qdrant_edge": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),

@@ -332,7 +332,7 @@ class TestMemories:
             self.model().loglikelihood([request({"picture": 1}, 0, "A", " red")])
         with pytest.raises(ShapeError, match="is 4 wide, and the adapter reads 13"):
             self.model().loglikelihood([request({"memory": torch.randn(2, 4)}, 0, "A", " red")])
-        with pytest.raises(ConfigError, match="a single document has a memory, and shuffled ones need two"):
+        with pytest.raises(ConfigError, match="only one document has a memory, and shuffled memories need two"):
             self.model(control="shuffled").loglikelihood(
                 [
                     request({"memory": torch.randn(2, tiny.MEMORY_DIM)}, 0, "A", " red"),
@@ -357,7 +357,7 @@ class TestMemories:
     def test_the_cache_of_answers_is_refused(self, docs: Path, tmp_path: Path) -> None:
         """It knows a request by its texts: two pictures with the same question would share an answer."""
         given = {"use_cache": str(tmp_path / "cache")}
-        with pytest.raises(ConfigError, match="would give a document the answer of another one's memory"):
+        with pytest.raises(ConfigError, match="caches answers by their texts"):
             run(self.model(), choice(docs), **given)
         from lm_eval.api.model import CachingLM
 

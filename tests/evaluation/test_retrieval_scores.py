@@ -46,7 +46,7 @@ def test_hits_of_an_index() -> None:
 def test_what_cannot_be_scored() -> None:
     with pytest.raises(ShapeError, match="hits of 1 queries were given, and relevant entries of 2"):
         retrieval_scores([["a"]], [["a"], ["b"]])
-    with pytest.raises(ConfigError, match="for query 1 an entry was found twice"):
+    with pytest.raises(ConfigError, match="the hits of query 1 contain an entry twice"):
         retrieval_scores([["a"], ["a", "b", "a"]], [["a"], ["b"]])
     with pytest.raises(ConfigError, match="a metric of ir_measures is spelled R@10"):
         retrieval_scores([["a"]], [["a"]], ["recall at ten"])

@@ -36,7 +36,7 @@ def test_what_has_no_distance() -> None:
     for real, made in ((torch.zeros(5, 3), torch.zeros(5, 4)), (torch.zeros(1, 3), torch.zeros(5, 3))):
         with pytest.raises(ShapeError, match="of at least two images, of one width"):
             frechet_distance(real, made)
-    with pytest.raises(ShapeError, match=r"got made \(5, 3, 2\)"):
+    with pytest.raises(ShapeError, match=r"got generated \(5, 3, 2\)"):
         frechet_distance(torch.zeros(5, 3), torch.zeros(5, 3, 2))
     with pytest.raises(NonFiniteError, match="features of generated images have NaN"):
         frechet_distance(torch.zeros(5, 3), torch.full((5, 3), float("nan")))

@@ -320,7 +320,7 @@ def test_what_is_refused(tmp_path: Any) -> None:
         model(ids, memory=memory, arrived=torch.ones(ROWS, ids.shape[1], dtype=torch.long))
     with pytest.raises(ConditionError, match="continuous batching|condition block|generate"):
         model.generate_batch([[5, 6]], memory=[memory])
-    with pytest.raises(ConditionError, match="belongs to a call"):
+    with pytest.raises(ConditionError, match="belongs to one call"):
         model.prepare(memory)
     with pytest.raises(ConfigError, match="per_query"):
         index.as_memory(0)

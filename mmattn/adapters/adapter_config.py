@@ -213,21 +213,24 @@ def _convert(what: str, value: Any, hint: Any) -> Any:
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for option in options:
         origin = typing.get_origin(option) or option
-        if isinstance(value, dict) and dataclasses.is_dataclass(origin):
-            return _build(what, typing.cast(type, origin), value)
-        if (
-            isinstance(value, list)
-            and isinstance(origin, type)
-            and issubclass(origin, typing.cast(type, typing.Sequence))
-        ):
-            of = [kind for kind in typing.get_args(option) if kind is not Ellipsis] or [Any]
-            return tuple(_convert(what, item, of[0]) for item in value)
-        if origin is typing.Literal and isinstance(value, str) and value in typing.get_args(option):
-            return value
-        plain = origin is Any or type(value) is origin or (value is None and option in (None, type(None)))
-        if not isinstance(value, (dict, list)) and (plain or (origin is float and type(value) is int)):
+        if isinstance(value, dict):
+            if dataclasses.is_dataclass(origin):
+                return _build(what, typing.cast(type, origin), value)
+        elif isinstance(value, list):
+            if isinstance(origin, type) and issubclass(origin, typing.cast(type, typing.Sequence)):
+                item = next((kind for kind in typing.get_args(option) if kind is not Ellipsis), Any)
+                return tuple(_convert(what, one, item) for one in value)
+        elif _is_plain(value, option, origin):
             return value
     raise AdapterFileError(f"{what} must be of type {_words(hint)}, got {_short(value)}")
+
+
+def _is_plain(value: Any, option: Any, origin: Any) -> bool:
+    if origin is typing.Literal:
+        return value in typing.get_args(option) and isinstance(value, str)
+    if value is None:
+        return option in (None, type(None), Any)
+    return origin is Any or type(value) is origin or (origin is float and type(value) is int)
 
 
 def _words(hint: Any) -> str:
@@ -242,20 +245,16 @@ def check_tensors(expected: Shapes, given: Shapes | Mapping[str, Tensor]) -> Non
     has = {
         name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (tuple(x[0]), x[1]) for name, x in given.items()
     }
-    problems = {
-        "missing": [name for name in expected if name not in has],
-        "unexpected": [name[:200] for name in has if name not in expected],
-        "of another shape": [
-            f"{name} {list(has[name][0])}, needed {list(expected[name][0])}"
-            for name in expected
-            if name in has and tuple(expected[name][0]) != has[name][0]
-        ],
-        "of another dtype": [
-            f"{name} {_dtype(has[name][1])}, needed {_dtype(expected[name][1])}"
-            for name in expected
-            if name in has and expected[name][1] != has[name][1]
-        ],
-    }
+    problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": [], "of another dtype": []}
+    problems["unexpected"] = [name[:200] for name in has if name not in expected]
+    for name, (shape, dtype) in expected.items():
+        if name not in has:
+            problems["missing"].append(name)
+            continue
+        if tuple(shape) != has[name][0]:
+            problems["of another shape"].append(f"{name} {list(has[name][0])}, needed {list(shape)}")
+        if dtype != has[name][1]:
+            problems["of another dtype"].append(f"{name} {_dtype(has[name][1])}, needed {_dtype(dtype)}")
     lines = [
         f"{len(names)} {words} ({'; '.join(names[:5])}{'; ...' if len(names) > 5 else ''})"
         for words, names in problems.items()

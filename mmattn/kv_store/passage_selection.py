@@ -111,12 +111,7 @@ class PassageSelection(Passages):
         again = [_first_tokens(row, self.recomputed_tokens) for row in self.rows]
         if not any(again):
             return slots
-        length = max(map(len, again))
-        # A row without any gathers slot 0 again; the mask hides the result.
-        padded = torch.tensor([row + [row[-1] if row else 0] * (length - len(row)) for row in again])
-        ids = [[token for passage in row for token in passage.ids] or [0] for row in self.rows]
-        tokens = torch.tensor([[line[slot] for slot in row] for line, row in zip(ids, padded.tolist(), strict=True)])
-        real = torch.arange(length) < torch.tensor([[max(len(row), 1)] for row in again])
+        tokens, real, padded = self._tokens_again(again)
         positions = slots.positions.gather(1, padded) if slots.positions.shape[1] else padded
         unread = slots.mask.clone()
         for number, row in enumerate(again):
@@ -129,6 +124,15 @@ class PassageSelection(Passages):
                 slots.keys[layer][number, :, row] = captured.keys[layer][number, :, : len(row)]
                 slots.values[layer][number, :, row] = captured.values[layer][number, :, : len(row)]
         return slots
+
+    def _tokens_again(self, again: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the ids, the mask and the slots (b, l) of the tokens that are read again."""
+        length = max(map(len, again))
+        # A row without any gathers slot 0 again; the mask hides the result.
+        padded = torch.tensor([[*row, *[row[-1] if row else 0] * (length - len(row))] for row in again])
+        ids = [[token for passage in row for token in passage.ids] or [0] for row in self.rows]
+        tokens = torch.tensor([[line[slot] for slot in row] for line, row in zip(ids, padded.tolist(), strict=True)])
+        return tokens, torch.arange(length) < torch.tensor([[max(len(row), 1)] for row in again]), padded
 
 
 _EMPTY = torch.zeros(0, dtype=torch.long)

@@ -187,6 +187,12 @@ def describe_start(head: bytes, size: int) -> str:
         return "a pickle, which can run code; save it as safetensors"
     if head[257:262] == b"ustar":
         return "a tar archive; unpack it first"
+    if not head.strip(b"\0"):
+        return "nothing but zeros (a crash before the data reached the disk)"
+    return _describe_text(head, size) or _describe_safetensors(head, size)
+
+
+def _describe_text(head: bytes, size: int) -> str | None:
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
         return "an HTML page (a failed download or a login page)"
@@ -194,19 +200,23 @@ def describe_start(head: bytes, size: int) -> str:
         return "an XML document (an error message of a server?)"
     if text.startswith((b"{", b"[")):
         return "JSON text"
-    if not head.strip(b"\0"):
-        return "nothing but zeros (a crash before the data reached the disk)"
+    if head[8:9] == b"{":
+        return None
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "text in UTF-16; save it as UTF-8"
+    with contextlib.suppress(UnicodeDecodeError):
+        # The head may end within a character.
+        if codecs.getincrementaldecoder("utf-8")().decode(head, len(head) == size).isprintable() or b"\n" in head:
+            return "a text file"
+    return None
+
+
+def _describe_safetensors(head: bytes, size: int) -> str:
     length = int.from_bytes(head[:8], "little")
     if head[8:9] == b"{":
         if length > size - 8:
             return f"a truncated safetensors file: a header of {length:,} bytes in a file of {size:,}"
         return "a safetensors file"
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "text in UTF-16; save it as UTF-8"
-    with contextlib.suppress(UnicodeDecodeError):
-        # What is read may end within a character.
-        if codecs.getincrementaldecoder("utf-8")().decode(head, len(head) == size).isprintable() or b"\n" in head:
-            return "a text file"
     if size < 8:
         return f"a truncated file: {size} bytes, and a safetensors file has at least 8"
     return f"no format known here (it begins with {head[:8]!r})"

@@ -63,7 +63,7 @@ def check_rows_that_see_nothing(case: Case) -> None:
 
 
 def check_masked_slots_are_nothing(case: Case) -> None:
-    """What lies in masked slots changes nothing, be it large, NaN or infinite, in vectors and in scores."""
+    """Values in masked slots change nothing, be they large, NaN or infinite, in vectors and in scores."""
     model, memory = case.trained(), case.slots()
     plain = case.ask(model, padded(memory, 0.0))
     close(plain, case.ask(model, memory), "masked slots after the others")
@@ -76,9 +76,9 @@ def check_rows_keep_to_themselves(case: Case) -> None:
     model, memory = case.trained(), case.memory()
     answer = case.ask(model, memory)
     for row in range(case.rows):
-        own = slice(row, row + 1)
-        alone = memory[own] if hasattr(memory, "__getitem__") else memory
-        close(case.ask(model, alone, rows_of(case.batch, own, case.rows)), answer[own], f"row {row} alone")
+        rows = slice(row, row + 1)
+        alone = memory[rows] if hasattr(memory, "__getitem__") else memory
+        close(case.ask(model, alone, rows_of(case.batch, rows, case.rows)), answer[rows], f"row {row} alone")
     if isinstance(memory, Memory):
         moved = torch.cat([memory.tokens[:1], -memory.tokens[1:]])
         case.same_rows(case.ask(model, memory.replace(moved))[:1], answer[:1], "other memories of the other rows")
@@ -116,7 +116,7 @@ def check_batch_sizes_match(case: Case) -> None:
 
 
 def check_bad_memories_are_refused(case: Case) -> None:
-    """A memory of another width, of NaN where it may be seen, or that is none is refused, and nothing has changed."""
+    """A memory of another width, with NaN in a visible slot, or of another type is refused, and nothing changes."""
     model, memory = case.trained(), case.slots()
     answer = case.ask(model, memory)
     wide = memory.replace(memory.tokens.repeat(1, 1, 2))
@@ -125,8 +125,8 @@ def check_bad_memories_are_refused(case: Case) -> None:
     broken = case.slots()
     broken.tokens.masked_fill_(broken.real_slots()[..., None], torch.nan)
 
-    def enter(given: Any) -> None:
-        with case.condition(model, given):
+    def enter(entered: Any) -> None:
+        with case.condition(model, entered):
             pass
 
     refuses(NonFiniteError, lambda: case.ask(model, broken), "a memory edited to NaN")
@@ -164,20 +164,20 @@ def check_record(case: Case) -> None:
         raise SkipTest("it does not attend to its memory")
     places = {(case.name, layer) for layer in model.adapter(case.name).layers}
     assert set(weights) == places, f"recorded at {sorted(weights)}, and the adapter is at {sorted(places)}"
-    for place, (seen, *rest) in weights.items():
-        assert seen.dim() == 4 and not rest, f"{place}: not one call with weights (b, h, l, m)"
-        assert bool((seen >= 0).all()) and bool((seen.sum(-1) <= 1 + 1e-4).all()), f"{place}: no shares"
-    if any(seen.shape[::3] == answer.shape[:1] for (seen, *_) in weights.values()):
+    for place, (shares, *rest) in weights.items():
+        assert shares.dim() == 4 and not rest, f"{place}: not one call with weights (b, h, l, m)"
+        assert bool((shares >= 0).all()) and bool((shares.sum(-1) <= 1 + 1e-4).all()), f"{place}: no shares"
+    if any(shares.shape[::3] == answer.shape[:1] for (shares, *_) in weights.values()):
         slots = case.slots()
-        for place, (seen, *_) in weights.items():
-            if seen.shape[3] == slots.length:
-                hidden = seen.masked_fill(slots.real_slots()[:, None, None], 0)
+        for place, (shares, *_) in weights.items():
+            if shares.shape[3] == slots.length:
+                hidden = shares.masked_fill(slots.real_slots()[:, None, None], 0)
                 assert not bool(hidden.any()), f"{place}: masked slots have weights"
     same(case.ask(model, memory), answer, "after the recording")
 
 
 def check_attribution(case: Case) -> None:
-    """Where the host predicts tokens, `attribute` explains a text by the slots; the trace is drawn."""
+    """On a host that predicts tokens, `attribute` explains a text by the slots; the trace is drawn."""
     model, memory = case.trained(), case.slots()[:1]
     if not model.predicts_tokens:
         raise SkipTest("this kind of host predicts no tokens")

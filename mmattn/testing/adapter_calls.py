@@ -63,18 +63,18 @@ def check_threads(case: Case) -> None:
     model, memories = case.trained(), [case.memory(seed) for seed in range(3)]
     answers = [case.ask(model, memory) for memory in memories]
     # All blocks are open when the first thread asks.
-    together, found = threading.Barrier(len(memories), timeout=60), dict[int, list[Any]]()
+    together, outcomes = threading.Barrier(len(memories), timeout=60), dict[int, list[Any]]()
 
     def work(number: int) -> None:
         try:
             for _ in range(2):
                 with case.condition(model, memories[number]):
                     together.wait()
-                    found.setdefault(number, []).append(case.ask(model))
-                    found[number].append(case.ask(model, memories[number - 1]))
+                    outcomes.setdefault(number, []).append(case.ask(model))
+                    outcomes[number].append(case.ask(model, memories[number - 1]))
                     together.wait()
         except Exception as error:
-            found[number] = [error]
+            outcomes[number] = [error]
             together.abort()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(memories))]
@@ -83,14 +83,14 @@ def check_threads(case: Case) -> None:
     for thread in threads:
         thread.join()
     for number in range(len(memories)):
-        for turn, one in enumerate(found[number]):
+        for turn, one in enumerate(outcomes[number]):
             if isinstance(one, Exception):
                 raise one
             close(one, answers[number - turn % 2], f"thread {number}, {'a call' if turn % 2 else 'a block'} of its own")
 
 
 def check_prepared_is_the_same(case: Case) -> None:
-    """What `prepare` gives serves many calls, with the answers of the memory itself and of one that is not cached."""
+    """A prepared memory serves many calls, with the answers of the memory itself and of one that is not cached."""
     model, memory = case.trained(), case.memory()
     answer = case.ask(model, memory)
     try:
@@ -183,20 +183,20 @@ def check_generation(case: Case) -> None:
     if set(case.batch) - {"input_ids"} != set(case.beside_memory):
         raise SkipTest("it is called with more than ids")
     ids, beside = case.batch["input_ids"], case.beside_memory
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with torch.no_grad():
-        greedy = model.generate(ids, memory=memory, **beside, **given)
+        greedy = model.generate(ids, memory=memory, **beside, **options)
         # What belongs to the memory may follow the length of the text.
         for end in range(ids.shape[1], ids.shape[1] + 1 if beside else greedy.shape[1]):
             expected = case.ask(model, memory, {"input_ids": greedy[:, :end], **beside})[:, -1].argmax(-1)
             assert torch.equal(greedy[:, end], expected), f"token {end} is not that of a forward of the whole text"
-        beams = model.generate(ids, memory=memory, num_beams=3, **beside, **given)
+        beams = model.generate(ids, memory=memory, num_beams=3, **beside, **options)
         with case.condition(model, memory):
-            assert torch.equal(model.host.generate(ids, **given), greedy), "generate of the host itself, in a block"
-            assert torch.equal(model.host.generate(ids, num_beams=3, **given), beams), "beams of the host, in a block"
+            assert torch.equal(model.host.generate(ids, **options), greedy), "generate of the host itself, in a block"
+            assert torch.equal(model.host.generate(ids, num_beams=3, **options), beams), "beams of the host, in a block"
         for row in range(case.rows):
-            own = slice(row, row + 1)
-            alone = memory[own] if hasattr(memory, "__getitem__") else memory
-            one = rows_of({**given, **beside, "ids": ids}, own, case.rows)
-            found = model.generate(one.pop("ids"), memory=alone, num_beams=3, **one)
-            assert torch.equal(found, beams[own]), f"beams of row {row} alone: {found} is not {beams[own]}"
+            rows = slice(row, row + 1)
+            alone = memory[rows] if hasattr(memory, "__getitem__") else memory
+            one = rows_of({**options, **beside, "ids": ids}, rows, case.rows)
+            tokens = model.generate(one.pop("ids"), memory=alone, num_beams=3, **one)
+            assert torch.equal(tokens, beams[rows]), f"beams of row {row} alone: {tokens} is not {beams[rows]}"

@@ -36,9 +36,9 @@ def check_gradients_reach_the_adapter(case: Case) -> None:
         assert parameter.grad is not None, f"{name} of the adapter has no gradient"
         assert bool(torch.isfinite(parameter.grad).all()), f"the gradient of {name} is not finite"
         assert bool(parameter.grad.any()), f"the gradient of {name} is 0: nothing depends on it"
-    own = {id(parameter) for parameter in adapter.parameters()}
+    parameters = {id(parameter) for parameter in adapter.parameters()}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    assert trained == own, "what requires gradients is not exactly the adapter"
+    assert trained == parameters, "what requires gradients is not exactly the adapter"
     touched = [name for name, parameter in model.host.named_parameters() if parameter.grad is not None]
     assert not touched, f"weights of the host have gradients: {touched[:3]}"
 
@@ -52,8 +52,8 @@ def check_gradients_reach_the_memory(case: Case) -> None:
         model.zero_grad()
         case.call(model, memory.replace(tokens)).float().square().mean().backward()
         assert tokens.grad is not None, "the memory gets no gradient"
-        found = {name: value.grad for name, value in model.adapter(case.name).named_parameters()}
-        return tokens.grad, {name: value.clone() for name, value in found.items() if value is not None}
+        grads = {name: value.grad for name, value in model.adapter(case.name).named_parameters()}
+        return tokens.grad, {name: value.clone() for name, value in grads.items() if value is not None}
 
     plain, weights = gradients(memory)
     real = memory.real_slots()
@@ -120,9 +120,11 @@ def check_it_follows_the_host(case: Case) -> None:
         assert not any(part.training for part in adapter.modules()), "eval() does not reach it"
     for dtype, mover in ((torch.float64, model.host), (torch.bfloat16, model)):
         mover.to(dtype)
-        found = {parameter.dtype for parameter in adapter.parameters()}
-        wanted = {dtype} if dtype == torch.float64 else {dtype, torch.float32, torch.float64}
-        assert dtype in found and found <= wanted, f"to({dtype}) of a {type(mover).__name__} leaves the adapter {found}"
+        dtypes = {parameter.dtype for parameter in adapter.parameters()}
+        allowed = {dtype} if dtype == torch.float64 else {dtype, torch.float32, torch.float64}
+        assert dtype in dtypes and dtypes <= allowed, (
+            f"to({dtype}) of a {type(mover).__name__} leaves the adapter {dtypes}"
+        )
         batch = cast(case.batch, dtype)
         try:
             case.ask(case.make_host().to(dtype), batch=batch)
@@ -134,8 +136,8 @@ def check_it_follows_the_host(case: Case) -> None:
         if dtype == torch.float64:
             close(moved.to(answer.dtype), answer, "in float64")
     model.half()
-    found = {parameter.dtype for parameter in adapter.parameters()}
-    assert torch.float16 in found, f"half() leaves the adapter {found}"
+    dtypes = {parameter.dtype for parameter in adapter.parameters()}
+    assert torch.float16 in dtypes, f"half() leaves the adapter {dtypes}"
 
 
 def check_copies_are_apart(case: Case) -> None:
@@ -222,7 +224,7 @@ def check_merging(case: Case) -> None:
 
 
 def check_saved_is_loaded(case: Case) -> None:
-    """What `save_adapter` wrote is loaded by `mmattn.load` onto a new host: the same settings, weights and answers."""
+    """`mmattn.load` puts a saved adapter onto a new host: the same settings, weights and answers."""
     model, memory = case.trained(), case.memory()
     answer = case.ask(model, memory)
     with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +247,7 @@ def check_saved_is_loaded(case: Case) -> None:
 
 
 def check_any_saved_precision_is_loaded(case: Case) -> None:
-    """What was saved in half or double precision is loaded beside a host in any, in float32 or as asked."""
+    """An adapter saved in half or double precision loads beside a host in any, in float32 or with dtype=."""
     memory = case.memory()
     for saved in (torch.float16, torch.bfloat16, torch.float64):
         model = case.trained()

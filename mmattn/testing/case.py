@@ -57,8 +57,8 @@ class Case:
 
     def another_batch(self, seed: int) -> dict[str, Any]:
         """Return a random batch."""
-        given: dict[str, Any] = self.fresh().example_batch(seeded(seed), self.adapter, self.rows)
-        return given
+        batch: dict[str, Any] = self.fresh().example_batch(seeded(seed), self.adapter, self.rows)
+        return batch
 
     @cached_property
     def host(self) -> Tensor:
@@ -93,10 +93,10 @@ class Case:
 
     def call(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
         """Return the answer of a model: the first thing it returns."""
-        given = dict(self.batch if batch is None else batch)
+        arguments = dict(self.batch if batch is None else batch)
         if memory is None:
-            given = {name: value for name, value in given.items() if name not in self.beside_memory}
-        return answer_of(model(**given, **more) if memory is None else model(**given, **more, memory=memory))
+            arguments = {name: value for name, value in arguments.items() if name not in self.beside_memory}
+        return answer_of(model(**arguments, **more) if memory is None else model(**arguments, **more, memory=memory))
 
     @cached_property
     def rows_are_apart(self) -> bool:
@@ -133,16 +133,16 @@ def stir(module: nn.Module, seed: int = 7) -> None:
 
 def answer_of(output: Any) -> Tensor:
     """Return the first thing that a host returns."""
-    found: Tensor = output if isinstance(output, Tensor) else output[0]
-    return found
+    answer: Tensor = output if isinstance(output, Tensor) else output[0]
+    return answer
 
 
-def rows_of(given: Any, index: Any, rows: int) -> Any:
+def rows_of(batch: Any, index: Any, rows: int) -> Any:
     """Return some rows of everything in a batch that has a row for each of b."""
-    if isinstance(given, Mapping):
-        return {name: rows_of(value, index, rows) for name, value in given.items()}
-    by_row = isinstance(given, Tensor) and given.dim() > 0 and given.shape[0] == rows
-    return given[index] if by_row else given
+    if isinstance(batch, Mapping):
+        return {name: rows_of(value, index, rows) for name, value in batch.items()}
+    by_row = isinstance(batch, Tensor) and batch.dim() > 0 and batch.shape[0] == rows
+    return batch[index] if by_row else batch
 
 
 def mixed(changed: Any, batch: Any, where: Tensor) -> Any:
@@ -154,11 +154,11 @@ def mixed(changed: Any, batch: Any, where: Tensor) -> Any:
     return torch.where(where.view(-1, *[1] * (batch.dim() - 1)).to(batch.device), changed, batch)
 
 
-def cast(given: Any, dtype: torch.dtype) -> Any:
+def cast(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch whose floating point tensors have another dtype."""
-    if isinstance(given, Mapping):
-        return {name: cast(value, dtype) for name, value in given.items()}
-    return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
+    if isinstance(batch, Mapping):
+        return {name: cast(value, dtype) for name, value in batch.items()}
+    return batch.to(dtype) if isinstance(batch, Tensor) and batch.is_floating_point() else batch
 
 
 def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
@@ -182,8 +182,8 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
     """Assert that two answers are finite and equal to rounding."""
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)} is not {tuple(want.shape)}"
     assert bool(torch.isfinite(got).all()), f"{what}: NaN or infinity"
-    found, most = distance(got, want), TOLERANCE[want.dtype]
-    assert found <= most, f"{what}: {found:.1e} apart, and rounding is at most {most:.0e}"
+    apart, limit = distance(got, want), TOLERANCE[want.dtype]
+    assert apart <= limit, f"{what}: {apart:.1e} apart, and rounding is at most {limit:.0e}"
 
 
 def differ(got: Tensor, want: Tensor, what: str) -> None:
@@ -215,12 +215,12 @@ def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], ask: Ca
 
 def traces(host: nn.Module) -> dict[str, Any]:
     """Return the classes, attributes, hooks, modes, names of weights and requires_grad of a model."""
-    found: dict[str, Any] = {"state_dict": sorted(host.state_dict())}
+    state: dict[str, Any] = {"state_dict": sorted(host.state_dict())}
     for name, module in host.named_modules():
         hooks = {key: len(value) for key, value in vars(module).items() if "hooks" in key and value}
-        found[f"module {name}"] = type(module).__name__, module.training, sorted(vars(module)), hooks
-    found["requires_grad"] = {name: parameter.requires_grad for name, parameter in host.named_parameters()}
-    return found
+        state[f"module {name}"] = type(module).__name__, module.training, sorted(vars(module)), hooks
+    state["requires_grad"] = {name: parameter.requires_grad for name, parameter in host.named_parameters()}
+    return state
 
 
 def no_trace(host: nn.Module, before: Mapping[str, Any], what: str) -> None:

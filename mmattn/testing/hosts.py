@@ -1,4 +1,4 @@
-"""What every kind of host must do, for every adapter that acts where it offers."""
+"""`HostCase`, and the checks of a kind of host with adapters at every position that it offers."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class HostCase(Case):
 
 def positions_of(case: HostCase) -> list[str]:
     """The positions that this host has; one that its kind offers and it has not is refused in words."""
-    model, found = case.bare(), []
+    model, positions = case.bare(), []
     for position in type(model).positions:
         try:
             model.sites(position)
         except AttachError as error:
             assert str(error), f"sites {position!r} are refused without words"
             continue
-        found.append(position)
-    assert found, "the host has no sites"
-    return found
+        positions.append(position)
+    assert positions, "the host has no sites"
+    return positions
 
 
 def check_it_is_recognised(case: HostCase) -> None:
@@ -79,31 +79,34 @@ def check_sites(case: HostCase) -> None:
         assert sites, f"no sites {position!r}"
         assert [site.layer for site in sites] == list(range(len(sites))), f"layers {[site.layer for site in sites]}"
         assert all(site.position == position for site in sites), f"sites of other positions among those {position!r}"
-        seen = _passed_at(case, model.host, sites)
-        assert set(seen) == {site.layer for site in sites}, f"the forward passes {list(seen)} of sites {position!r}"
+        passed = _passed_at(case, model.host, sites)
+        assert set(passed) == {site.layer for site in sites}, f"the forward passes {list(passed)} of sites {position!r}"
         for part in {site.part for site in sites}:
-            order = [layer for layer in seen if sites[layer].part == part]
+            order = [layer for layer in passed if sites[layer].part == part]
             right = position == "inside" or order == sorted(order)
             assert right, f"the forward passes sites {position!r} of {part or 'the host'} in the order {order}"
         for site in sites:
-            if position in ("inside", "joined"):
-                assert site.heads is not None and site.width >= 1, f"{site} does not tell the sizes of its attention"
-                continue
-            states = seen[site.layer]
-            assert states.shape[-1] == site.width and states.dim() == 3, f"{site}: states are {tuple(states.shape)}"
-            assert states.device == site.device, f"{site}: states are on {states.device}"
+            _check_site(site, passed[site.layer])
+
+
+def _check_site(site: Site, states: Tensor) -> None:
+    if site.position in ("inside", "joined"):
+        assert site.heads is not None and site.width >= 1, f"{site} does not tell the sizes of its attention"
+        return
+    assert states.shape[-1] == site.width and states.dim() == 3, f"{site}: states are {tuple(states.shape)}"
+    assert states.device == site.device, f"{site}: states are on {states.device}"
 
 
 def _passed_at(case: HostCase, host: nn.Module, sites: Sequence[Site]) -> dict[int, Tensor]:
     """The hidden states at each site, by its layer, in the order in which one forward of the host passes them."""
-    seen: dict[int, Tensor] = {}
+    passed: dict[int, Tensor] = {}
 
     def listen(site: Site) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[site.layer] = args[0] if args else kwargs["hidden_states"]
+            passed[site.layer] = args[0] if args else kwargs["hidden_states"]
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            seen[site.layer] = answer_of(output)
+            passed[site.layer] = answer_of(output)
 
         module = host.get_submodule(site.module)
         if site.position == "before":
@@ -114,22 +117,22 @@ def _passed_at(case: HostCase, host: nn.Module, sites: Sequence[Site]) -> dict[i
     case.ask(host)
     for hook in hooks:
         hook.remove()
-    return seen
+    return passed
 
 
 def check_every_site_reaches_the_answer(case: HostCase) -> None:
-    """What an adapter writes at any one of its sites reaches the host's answer, in every row; at every position."""
+    """A block at any one site reaches the host's answer in every row, at every position."""
     offered = set(positions_of(case))
     for adapter in case.adapters:
-        own = Case(adapter, case.make_host, rows=case.rows, **case.options)
-        model = own.fresh()
-        position = model.adapter(own.name).position
+        single = Case(adapter, case.make_host, rows=case.rows, **case.options)
+        model = single.fresh()
+        position = model.adapter(single.name).position
         offered.discard(position)
-        memory = own.memory()
-        for layer in model.adapter(own.name).layers:
-            one = own.fresh()
-            stir(one.adapter(own.name).block(layer))
-            differ(own.ask(one, memory), own.host, f"a block {position} layer {layer} alone")
+        memory = single.memory()
+        for layer in model.adapter(single.name).layers:
+            one = single.fresh()
+            stir(one.adapter(single.name).block(layer))
+            differ(single.ask(one, memory), single.host, f"a block {position} layer {layer} alone")
     assert not offered, f"give an adapter for each position that is offered, also for {sorted(offered)}"
 
 
@@ -152,19 +155,19 @@ def check_checkpoint_is_untouched(case: HostCase) -> None:
     host = model.host
     case.ask(model, case.memory())
     assert [name for name, _ in host.named_modules()] == [name for name, _ in untouched.named_modules()]
-    state, wanted = host.state_dict(), untouched.state_dict()
-    assert list(state) == list(wanted), f"other keys: {set(state) ^ set(wanted)}"
-    for name, value in wanted.items():
+    state, expected = host.state_dict(), untouched.state_dict()
+    assert list(state) == list(expected), f"other keys: {set(state) ^ set(expected)}"
+    for name, value in expected.items():
         same(state[name], value, name)
     if not hasattr(host, "save_pretrained"):
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = []
+        files = []
         for number, one in enumerate((untouched, host)):
             path = os.path.join(folder, str(number))
             one.save_pretrained(path)
-            found.append({file.name: file.read_bytes() for file in sorted(Path(path).iterdir())})
-    changed = [file for file in {**found[0], **found[1]} if found[0].get(file) != found[1].get(file)]
+            files.append({file.name: file.read_bytes() for file in sorted(Path(path).iterdir())})
+    changed = [file for file in {**files[0], **files[1]} if files[0].get(file) != files[1].get(file)]
     assert not changed, f"save_pretrained writes other files: {changed}"
 
 
@@ -176,8 +179,10 @@ def check_text_state(case: HostCase) -> None:
     assert text.rows == case.rows, f"it tells {text.rows} rows of a batch of {case.rows}"
     site = model.adapter(case.name).sites[0]
     if site.position != "inside" and not model.is_apart(site.layer):
-        seen = _passed_at(case, case.make_host(), [site])[site.layer]
-        assert text.length == seen.shape[1], f"it tells {text.length} tokens where hidden states have {seen.shape[1]}"
+        states = _passed_at(case, case.make_host(), [site])[site.layer]
+        assert text.length == states.shape[1], (
+            f"it tells {text.length} tokens where hidden states have {states.shape[1]}"
+        )
 
 
 def check_example_batch(case: HostCase) -> None:

@@ -70,7 +70,7 @@ def check_updates(make: MakeStore) -> None:
 
 
 def check_deletes(make: MakeStore) -> None:
-    """What is deleted is gone: from searches, from the ids, from the count."""
+    """Deleted entries are gone: from searches, from the ids, from the count."""
     index = filled(make, "l2", normal(41))
     index.delete(range(0, 41, 2))
     assert index.ids == tuple(range(1, 41, 2)) and len(index) == 20 and 0 not in index
@@ -124,7 +124,7 @@ def check_tokens(make: MakeStore) -> None:
 
 
 def check_candidates_stay(make: MakeStore) -> None:
-    """What was found stays as it was found, whatever happens to the store or to the tensors that were given."""
+    """Candidates stay as they were, whatever happens to the store or to the tensors that were added."""
     store, vectors = make(WIDTH, "ip"), normal(7)
     given = vectors.clone()
     index = Index(store)
@@ -139,7 +139,7 @@ def check_candidates_stay(make: MakeStore) -> None:
 
 
 def check_saved(make: MakeStore) -> None:
-    """What was saved is loaded: entries, order, and what the index knows; later changes do not reach the files."""
+    """A saved index is loaded: entries, order and `about`; later changes do not reach the files."""
     for metric in METRICS:
         index = filled(make, metric, normal(1201), [{"n": row % 5} for row in range(1201)], texts=["ü"] * 1201)
         index.delete([3, 1200])

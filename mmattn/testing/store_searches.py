@@ -33,7 +33,7 @@ def filled(
 
 
 def candidates_of(store: VectorStore, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
-    """What the store itself proposes, after a look at its form."""
+    """Return the candidates of the store itself, after a check of their form."""
     found = store.search(queries, top_k, filter)
     rows, entries = found.rows, found.entries
     assert isinstance(entries, Entries), f"a search gives Candidates of Entries, got {type(entries).__name__}"
@@ -155,7 +155,7 @@ def check_batches(make: MakeStore) -> None:
 
 
 def check_filters(make: MakeStore) -> None:
-    """What a filter does not allow is never found, and what it allows is: equal, zero or tiny vectors, few or many."""
+    """A search finds all entries that a filter allows and no other: equal, zero or tiny vectors, few or many."""
     for metric in METRICS:
         ordinary = {"normal": normal(61), "equal": torch.ones(61, WIDTH), "tiny": 1e-18 * normal(61)}
         zero = {} if metric == "cosine" else {"zero": torch.zeros(61, WIDTH)}

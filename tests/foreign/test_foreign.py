@@ -93,7 +93,7 @@ def test_the_suites_in_one_call() -> None:
 
 def test_what_fails_is_named_with_its_promise() -> None:
     with pytest.raises(
-        AssertionError, match="(?s)check_every_site_reaches_the_answer: What an adapter writes.*'before'"
+        AssertionError, match="(?s)check_every_site_reaches_the_answer: A block at any one site.*'before'"
     ):
         check_host(decoder, GATED)
 

@@ -1,4 +1,4 @@
-"""How a host rotates the keys of its attention with their positions, inferred by reading one text at two places.
+"""Rotations of a host's keys with their positions, inferred from one text at two places.
 
 With rotary positions (arXiv 2104.09864, equation 34) the key of a token at position p is R(p) k: the key of the same
 token at p + n is R(n) times that. Which of its channels are rotated, by which frequencies, and which two make a pair,
@@ -7,7 +7,7 @@ differs by family and by layer, and shows in the keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,51 +54,46 @@ class KeyRotation:
         return out
 
 
-def has_frequencies(model: nn.Module) -> bool:
-    """Return whether a model computes rotary positions from frequencies."""
-    return any(name.endswith("inv_freq") for name, _ in model.named_buffers())
-
-
-def check_frequencies(name: str, keys: Mapping[int, Tensor], longer: Mapping[int, Tensor]) -> None:
-    """Refuse a model whose keys depend on the length of the text after them.
-
-    Dynamic NTK scaling and LongRoPE (arXiv 2402.13753, section 3) change the frequencies of all positions once the text
-    is longer than in pretraining.
-
-    Args:
-        name: class of the model.
-        keys: (b, g, m, k) of a text by layer.
-        longer: (b, g, m + 1, k), the same with one more token at position `BEYOND`.
-
-    Raises:
-        AttachError: the keys of the text differ.
-    """
-    for layer, one in keys.items():
-        if _error(longer[layer][:, :, : one.shape[2]], one) > WITHIN[one.element_size()]:
-            raise AttachError(
-                f"the rotary frequencies of {name} change with the length of the text (dynamic NTK, LongRoPE), so keys "
-                "read before it would not fit a longer one: take a GatedAdapter for this host"
-            )
-
-
-def find_rotations(
-    host: nn.Module, here: Mapping[int, Tensor], there: Mapping[int, Tensor], distance: int = DISTANCE
+def read_rotations(
+    host: nn.Module,
+    keys_at: Callable[[Tensor], Mapping[int, Tensor]],
+    positions: Tensor,
+    max_positions: int | None,
 ) -> dict[int, KeyRotation | None] | None:
-    """Return the rotation of each layer, None for a layer without one; None where no rotation explains the keys.
+    """Return the rotation of the keys of each layer with their positions.
+
+    None for a layer whose keys do not follow positions; None for all where keys follow positions by no rotation.
 
     Args:
         host: the model.
-        here: keys (b, g, m, k) of a text by layer.
-        there: those of the same text at later positions.
-        distance: by how many positions.
+        keys_at: keys (1, g, l, k) by layer of a text at positions (1, l).
+        positions: (1, m), 0 to m - 1.
+        max_positions: number of positions of the host.
+
+    Raises:
+        AttachError: keys depend on the length of the text after them.
     """
+    length = positions.shape[1]
+    distance = max(min(DISTANCE, (max_positions or length + DISTANCE) - length), 1)
+    has_frequencies = any(name.endswith("inv_freq") for name, _ in host.named_buffers())
+    longer = keys_at(torch.cat([positions, positions[:, :1] + BEYOND], 1)) if has_frequencies else {}
+    here, there = keys_at(positions), keys_at(positions + distance)
+    # Dynamic NTK scaling and LongRoPE (arXiv 2402.13753, section 3) change the frequencies of all positions once the
+    # text is longer than in pretraining.
+    if any(_error(keys[:, :, :length], here[layer]) > WITHIN[keys.element_size()] for layer, keys in longer.items()):
+        raise AttachError(
+            f"the rotary frequencies of {type(host).__name__} change with the length of the text (dynamic NTK, "
+            "LongRoPE), so keys read before it would not fit a longer one: take a GatedAdapter for this host"
+        )
     rotations: dict[int, KeyRotation | None] = {}
     for layer, keys in here.items():
-        tried: list[tuple[float, KeyRotation | None]] = [(_error(keys, there[layer]), None)]
-        tried += [(_error(one(keys, distance), there[layer]), one) for one in _candidates(host, keys.shape[-1])]
-        error, rotations[layer] = min(tried, key=lambda one: one[0])
+        errors: list[tuple[float, KeyRotation | None]] = [(_error(keys, there[layer]), None)]
+        for candidate in _candidates(host, keys.shape[-1]):
+            errors.append((_error(candidate(keys, distance), there[layer]), candidate))
+        error, rotation = min(errors, key=lambda pair: pair[0])
         if not error <= WITHIN[keys.element_size()]:
             return None
+        rotations[layer] = rotation
     return rotations
 
 

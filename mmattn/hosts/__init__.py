@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from mmattn.hosts.causal_lm.peft_prefix_tuning import load_prefix_tuning, save_prefix_tuning
     from mmattn.hosts.diffusion.transformer import AdaptedDiffusionTransformer
     from mmattn.hosts.diffusion.unet import AdaptedUNet
-    from mmattn.hosts.encoder.model import AdaptedEncoder
-    from mmattn.hosts.encoder_decoder.model import AdaptedEncoderDecoder
+    from mmattn.hosts.encoder import AdaptedEncoder
+    from mmattn.hosts.encoder_decoder import AdaptedEncoderDecoder
     from mmattn.hosts.loading import load, load_published
     from mmattn.hosts.registry import host_kinds, register_host
     from mmattn.kv_store.passages import PassageCache

@@ -1,13 +1,14 @@
-"""Whether a model can be a host, told from its config alone: what `attach` does, with weights that have no values.
+"""Check from a config alone whether a model can be a host: `attach`, with weights that have no values.
 
-Tensors without values (`torch._subclasses.FakeTensorMode`) have shapes and take no memory, so that a model of any size
-is examined in seconds. Only `attach` itself proves that what an adapter writes reaches the answer.
+Tensors without values (`torch._subclasses.FakeTensorMode`) have shapes and take no memory, so a model of any size takes
+seconds. Only `attach` itself checks that memory reaches the output.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -21,7 +22,7 @@ from mmattn.adapters.decoupled.adapter import DecoupledAdapter
 from mmattn.adapters.gated.adapter import GatedAdapter
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, ConfigError, MmattnError
-from mmattn.hosts.diffusion.empty_model import empty_model, read_diffusers_config
+from mmattn.hosts.diffusion.loading import empty_model, read_diffusers_config
 from mmattn.hosts.registry import host_kind
 
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -31,16 +32,16 @@ _AUTO = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageText
 
 @dataclass(frozen=True)
 class AttachReport:
-    """What `attach` would do.
+    """The result of `attach_check`.
 
     Attributes:
-        host: name of the class.
-        kind: of host, as it is registered; "" where none fits.
-        stacks: for each list of layers its part ("" where there is but one), dotted name, number and width.
-        layers: of the host, at which the adapter would act.
-        parameters: trained, and of the host.
-        refused: why it cannot be a host; None where it can.
-        untold: what its forward does depends on values, so that only `attach` can tell; None where it does not.
+        host: name of its class.
+        kind: registered kind of host; "" if none fits.
+        stacks: part ("" for a single list), dotted name, number of layers and width of each list of layers.
+        layers: numbers of the layers with an adapter.
+        parameters: number of trained parameters, and of the host's.
+        refused: reason why the model cannot be a host, or None.
+        undecided: reason why only `attach` can decide (its forward depends on values), or None.
     """
 
     host: str
@@ -49,11 +50,11 @@ class AttachReport:
     layers: tuple[int, ...] = ()
     parameters: tuple[int, int] = (0, 0)
     refused: str | None = None
-    untold: str | None = None
+    undecided: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether it can be a host, as far as a config tells."""
+        """True unless the model is refused."""
         return self.refused is None
 
     def __str__(self) -> str:
@@ -62,8 +63,8 @@ class AttachReport:
             lines.append(f"  {part or 'layers'}: {path}, {count} of width {width}")
         if self.refused is not None:
             return "\n".join([*lines, f"  refused: {self.refused}"])
-        if self.untold is not None:
-            return "\n".join([*lines, f"  not to be told without weights: {self.untold}"])
+        if self.undecided is not None:
+            return "\n".join([*lines, f"  undecided without weights: {self.undecided}"])
         trained, whole = self.parameters
         lines.append(f"  adapter at layers {list(self.layers)}: {trained:,} parameters beside the host's {whole:,}")
         return "\n".join(lines)
@@ -77,18 +78,18 @@ def attach_check(
     where: str | None = None,
     path: str | None = None,
 ) -> AttachReport:
-    """Tell from a config whether and where a model can be a host.
+    """Check from a config whether a model can be a host, and where adapters would act.
 
     Args:
-        config: of transformers, for a `GatedAdapter`; or that of a model of diffusers as a mapping, for a
-            `DecoupledAdapter`, which acts in every block.
+        config: of transformers, for a `GatedAdapter`; or of a model of diffusers, a mapping, for a `DecoupledAdapter`
+            in every block.
         memory_dim: e, width of the memory.
-        every: a block at every n-th layer; 4 by default, or fewer where there are fewer.
+        every: a block at every n-th layer; 4 by default, less in smaller models.
         where: as in `GatedAdapter`.
         path: as in `attach`.
 
     Raises:
-        AdapterFileError: transformers or diffusers cannot make a model of this config.
+        AdapterFileError: neither transformers nor diffusers makes a model of this config.
         ConfigError: `every`, `where` or `path` for a model of diffusers.
 
     >>> from transformers import LlamaConfig
@@ -115,35 +116,31 @@ def attach_check(
             built = adapter.build(adapter.sites(model))
             model.check_adapter(built)
     except MmattnError as error:
-        told = "untold" if isinstance(error.__cause__, _DEPENDS_ON_VALUES) else "refused"
-        return AttachReport(name, kind, stacks, **{told: str(error)})  # type: ignore[arg-type]
+        outcome = "undecided" if isinstance(error.__cause__, _DEPENDS_ON_VALUES) else "refused"
+        return AttachReport(name, kind, stacks, **{outcome: str(error)})  # type: ignore[arg-type]
     trained = sum(parameter.numel() for parameter in built.parameters())
     whole = sum(parameter.numel() for parameter in host.parameters())
     return AttachReport(name, kind, stacks, tuple(built.layers), (trained, whole))
 
 
 def model_of(config: Any) -> nn.Module:
-    """The model of a config on the meta device.
-
-    Raises:
-        AdapterFileError: there is none.
-    """
+    """Make the model of a config on the meta device."""
     import transformers
 
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
     tried = ""
     with torch.device("meta"):
-        for own in [one for one in named if one is not None]:
-            return _made(own._from_config, config)
+        for kind in [one for one in named if one is not None]:
+            return _make(kind._from_config, config)
         for auto in _AUTO:
             try:
-                return _made(getattr(transformers, auto).from_config, config)
+                return _make(getattr(transformers, auto).from_config, config)
             except AdapterFileError as error:
                 tried = tried or str(error)
     raise AdapterFileError(tried)
 
 
-def _made(make: Any, config: Any) -> nn.Module:
+def _make(make: Any, config: Any) -> nn.Module:
     try:
         model: nn.Module = make(config)
     except Exception as error:
@@ -188,11 +185,10 @@ def read_config(name: str | PathLike[str]) -> Any:
 
 
 def _stacks(sites: Sequence[Site]) -> tuple[tuple[str, str, int, int], ...]:
-    """Each list of layers: its part, name, number and width."""
-    found: dict[tuple[str, str, int], int] = {}
+    """Return part, name, number of layers and width of each list of layers."""
+    stacks: Counter[tuple[str, str, int]] = Counter()
     for site in sites:
         inside = site.position == "inside"
         path = re.sub(r"\.\d+\b", ".*", site.module) if inside else site.module.rpartition(".")[0]
-        stack = site.part or "", path, site.width
-        found[stack] = found.get(stack, 0) + 1
-    return tuple((part, path, count, width) for (part, path, width), count in found.items())
+        stacks[site.part or "", path, site.width] += 1
+    return tuple((part, path, count, width) for (part, path, width), count in stacks.items())

@@ -19,7 +19,7 @@ from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.context import step_of
-from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.probe import in_eval_mode
 from mmattn.hosts.probe_inputs import text_inputs
 
 #: The name under which transformers knows our function.

@@ -1,8 +1,8 @@
-"""Which rows of a batch a host's `generate` goes on with, where some have ended or are written again.
+"""Rows of a batch with which a host's `generate` continues, when others have ended.
 
-Whisper writes long recordings segment by segment, for the recordings that have not ended, and writes a segment again at
-a higher temperature where it failed. Each row that is left goes on with its own memory: its hidden states are put where
-they stood in the whole batch, and taken from there again.
+Whisper generates long recordings segment by segment, for the recordings that have not ended, and generates a segment
+again at a higher temperature where it failed. Each row keeps its memory: its hidden states are put at its place in the
+whole batch, and taken from there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mmattn.errors import ConditionError
 
 
 class RowsLeft:
-    """The rows that `generate` goes on with in one segment.
+    """The rows with which `generate` continues in one segment.
 
     Args:
         rows: numbers in the whole batch.
         batch: rows of the whole batch.
-        padded: to how many rows a batch of fewer is filled up; they are nobody's.
+        padded: number of rows to which a smaller batch is padded.
     """
 
     def __init__(self, rows: Sequence[int], batch: int, padded: int = 0) -> None:
@@ -33,62 +33,48 @@ class RowsLeft:
         self.now, self._again = list(rows), list[int]()
 
     def wrote(self, index: int, again: bool) -> None:
-        """One row was written; those that failed are the rows of the next attempt.
-
-        Args:
-            index: among the rows of this attempt.
-            again: whether it is written again.
-        """
+        """Note that a row was generated; those that failed are the rows of the next attempt."""
         if again:
             self._again.append(self.now[index])
         if index == len(self.now) - 1:
             self.now, self._again = self._again or self.now, []
 
     def of(self, text: TextState) -> tuple[list[int], int]:
-        """The rows of a forward, and how many beams each has.
-
-        Raises:
-            ConditionError: another number of rows.
-        """
-        # What Whisper compares with silence is the first attempt, without beams.
+        """Return the rows of a forward, and the number of beams of each."""
+        # Whisper compares the first attempt, without beams, with silence.
         for rows in (self.now, self.segment):
             count = max(len(rows), self.padded)
             times, rest = divmod(text.rows, count)
             if not rest and times in {1, *text.expansions}:
                 return rows, times
         raise ConditionError(
-            f"generate went on with {len(self.now)} of {self.batch} rows, and a forward has {text.rows}: which memory "
-            "is theirs is not known; generate one row at a time"
+            f"generate continues with {len(self.now)} of {self.batch} rows, but a forward has {text.rows}, so "
+            "the memory of each is unknown: generate one row at a time"
         )
 
 
 class RowsView(View):
-    """What rows that are left see, of a view of the whole batch.
+    """A view of the whole batch for some of its rows.
 
     Args:
         view: of the whole batch.
-        places: (n,), where each row stands in it; further rows are nobody's, and pass through.
-        batch: its rows.
+        places: (n,), the row of the batch for each row; further rows are padding, and pass through.
+        batch: rows of the whole batch.
     """
 
     def __init__(self, view: View, places: Tensor, batch: int) -> None:
         self.view, self.places, self.batch = view, places, batch
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """What x (n, l, d) becomes at a site."""
+        """Return x (n, l, d) with what the view adds."""
         places = self.places.to(x.device)
         whole = x.new_zeros(self.batch, *x.shape[1:]).index_copy(0, places, x[: len(places)])
-        seen: Tensor = self.view.apply(whole, block, layer, adapter_scale)
-        return torch.cat([seen[places], x[len(places) :]])
+        changed: Tensor = self.view.apply(whole, block, layer, adapter_scale)
+        return torch.cat([changed[places], x[len(places) :]])
 
 
 def whole_text(left: RowsLeft, text: TextState) -> tuple[TextState, Tensor]:
-    """A forward as it would be with all rows, and where its own rows stand in that.
-
-    Args:
-        left: which rows are left.
-        text: of the forward.
-    """
+    """Return the text of a forward with all rows, and the places of its own rows in it."""
     rows, times = left.of(text)
     places = (torch.tensor(rows)[:, None] * times + torch.arange(times)).flatten()
     whole = left.batch * times

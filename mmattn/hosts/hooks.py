@@ -13,8 +13,8 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import hook_attention
 from mmattn.hosts.context import FORWARD, ForwardStep, step_of
 from mmattn.hosts.keywords import Signature, signature_of
+from mmattn.hosts.probe import change_streams
 from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
-from mmattn.hosts.residual_streams import change_streams
 
 
 class CrossAttentionHook:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import depth_of
 from mmattn.errors import AttachError
-from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.probe import in_eval_mode
 from mmattn.hosts.probe_inputs import host_inputs
 
 _ROWS = 3

@@ -50,20 +50,15 @@ def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
 
 
 def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The two sides of each linear layer of a host, head excepted, by name.
-
-    Raises:
-        ConfigError: what is given is no bare host.
-    """
+    """The two sides of each linear layer of a host, head excepted, by name."""
     if hasattr(host, "adapters") and hasattr(host, "host"):
         raise ConfigError(
-            f"a LoRA is put on a host, and this {type(host).__name__} has adapters, which it would be put on, too, "
-            "and which peft would freeze: give its .host, or add the LoRA first and attach to what add_lora returns"
+            f"this {type(host).__name__} has adapters, which peft would freeze: give its .host, or add the LoRA first "
+            "and attach to what add_lora returns"
         )
     if any(hasattr(module, "base_layer") for module in host.modules()):
         raise ConfigError(
-            f"this {type(host).__name__} has layers of peft already, and another LoRA would be put on theirs: "
-            "unload() the first one, or merge it with merge_and_unload()"
+            f"this {type(host).__name__} has a LoRA already: unload() it, or merge it with merge_and_unload()"
         )
     get_head: Any = getattr(host, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
@@ -103,8 +98,8 @@ def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> A
     trained = sum(rank * sum(sizes[name]) for name, rank in ranks.items())
     if abs(trained - parameters) > 0.05 * parameters:
         raise ConfigError(
-            f"a LoRA of {trained:,} parameters is the nearest to the {parameters:,} of the adapter on this host: "
-            "further than 5 %, so the comparison would not be fair; change the size of the adapter"
+            f"the nearest LoRA has {trained:,} parameters, more than 5 % off the {parameters:,} of the adapter: change "
+            "the size of the adapter"
         )
     return _with_ranks(host, ranks, dropout)
 

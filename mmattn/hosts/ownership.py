@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.interop.peft import has_peft, inner_host, of_host, refuse_peft
+from mmattn.hosts.interop.peft import has_peft, host_attribute, inner_host, watch_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
 from mmattn.hosts.recomputation import forget_context
@@ -35,6 +34,7 @@ class AttachedModel(nn.Module):
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__()
+        watch_peft(AttachedModel)
         self.training = host.training
         self.host = host
         self.adapters = nn.ModuleDict().train(host.training)
@@ -100,26 +100,12 @@ class AttachedModel(nn.Module):
         except AttributeError:
             if name == "host":
                 raise
-            if name == "peft_config":
-                refuse_peft(sys._getframe(1))
             host: Any = super().__getattr__("host")
-            return of_host(host, name)
+            return host_attribute(host, name)
 
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.
         return type(inner_host(self.host)).__name__
-
-    # What peft looks at before it changes a model, with prompts and with layers.
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The host and the adapters."""
-        refuse_peft(sys._getframe(1))
-        return super().named_children()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Every module of host and adapters, as of any module."""
-        refuse_peft(sys._getframe(1))
-        return super().named_modules(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttachedModel:
         twin = type(self).__new__(type(self))

@@ -1,189 +1,226 @@
-"""Proof, before an adapter is put on a model of transformers, that what it writes at its layers reaches the answer."""
+"""Check, in one small forward, that changes at the sites of an adapter reach the output of its host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mmattn.adapters.base import AdapterLayers
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.eval_mode import in_eval_mode
-from mmattn.hosts.residual_streams import change_streams, stream_axis
+from mmattn.hosts.condition import OpenBlocks
+from mmattn.hosts.context import FORWARD
 
-#: Tokens of a text that a host is tried with.
+#: Tokens of the text in the forward of a probe.
 LENGTH = 2
+#: Relative error up to which two outputs count as equal, by bytes of a number.
+TOLERANCE = {8: 1e-4, 4: 1e-4, 2: 5e-2}
 #: Arguments to call a host with for a number of rows: the ways to try, one after the other.
 Inputs = Callable[[int], Iterable[dict[str, Any]]]
 
 
-class _Disturbance:
-    """Changes one row of the hidden states that pass a layer.
+class Handle(Protocol):
+    """A hook that can be removed."""
 
-    Args:
-        row: which.
-        shape: (b, l, d) that the hidden states must have; l is None where the host decides it.
-        axes: is told, for this row, along which axis the hidden states have several streams.
-    """
-
-    def __init__(self, row: int, shape: tuple[int, int | None, int], axes: dict[int, int | None]) -> None:
-        self.row, self.shape, self.axes = row, shape, axes
-
-    def change(self, x: Any) -> Tensor:
-        axis = stream_axis(x, *self.shape)
-        self.axes[self.row] = axis
-        return self._disturb(x) if axis is None else change_streams(x, axis, self._disturb)
-
-    def _disturb(self, x: Tensor) -> Tensor:
-        changed = x.clone()
-        changed[self.row] += torch.linspace(-1, 1, x.shape[-1], device=x.device).to(x.dtype)
-        return changed
-
-    def after(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return self.change(output)
-        return (self.change(output[0]), *output[1:])
-
-    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self.change(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self.change(kwargs.get("hidden_states"))}
+    def remove(self) -> None:
+        """Remove the hook."""
 
 
-def check_sees_all(adapter: Any, host: nn.Module) -> None:
-    """Refuse an adapter that follows a text token by token on a host that reads all of its input at once.
+class ProbedModel(Protocol):
+    """An adapted model, as a probe uses it."""
 
-    Args:
-        adapter: the trainable part.
-        host: the model.
-
-    Raises:
-        AttachError: what a token sees depends on the text so far.
-    """
-    if adapter.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
-        raise AttachError(
-            f"what {type(adapter.config).__name__} reads depends on the text so far (chunks, another model reading "
-            f"along, images in the text), and {type(host).__name__} reads its input all at once: take a GatedAdapter "
-            "with visible_segments='all'"
-        )
+    host: nn.Module
+    open_blocks: OpenBlocks
 
 
-def probe_adapter(
-    model: Any, adapter: Any, inputs: Inputs, length: int | None = LENGTH, answers: Sequence[str] = ("logits",)
-) -> int | None:
-    """Prove with one forward of a host, without a memory, that what an adapter writes at its layers reaches the answer.
+@contextlib.contextmanager
+def in_eval_mode(host: nn.Module) -> Iterator[None]:
+    """Set every module to evaluation mode inside the block, without `train()`, in which some models do more."""
+    modes = [(module, module.training) for module in host.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
-    Args:
-        model: the adapted model.
-        adapter: the trainable part, not yet on it.
-        inputs: as for `probe`.
-        length: as for `probe`.
-        answers: as for `probe`.
 
-    Returns:
-        as `probe` does.
+@contextlib.contextmanager
+def bare_forward(host: nn.Module, open_blocks: OpenBlocks | None = None) -> Iterator[None]:
+    """Run forwards of the host inside the block in evaluation mode and without a memory."""
+    step = FORWARD.set(None)
+    try:
+        with contextlib.nullcontext() if open_blocks is None else open_blocks.conditioned(None), in_eval_mode(host):
+            yield
+    finally:
+        FORWARD.reset(step)
 
-    Raises:
-        AttachError: as `probe` does.
-        ConditionError: as `probe` does.
-    """
-    layers = [(site.layer, model.host.get_submodule(site.module)) for site in adapter.sites]
-    with model.open_blocks.conditioned(None):
-        return probe(model.host, layers, adapter.position, adapter.sites[0].width, inputs, length, answers)
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """Return |output − expected| / |expected|."""
+    return float((output - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def is_close(output: Tensor, expected: Tensor) -> bool:
+    """Return whether two outputs are equal but for rounding; NaN is not close."""
+    return relative_error(output, expected) <= TOLERANCE[output.element_size()]
+
+
+def disturb(x: Tensor, row: int) -> Tensor:
+    """Return a copy of x (b, …, d) with a ramp over d added to one row."""
+    changed = x.clone()
+    changed[row] += torch.linspace(-1, 1, x.shape[-1], device=x.device).to(x.dtype)
+    return changed
 
 
 @torch.no_grad()
-def probe(
-    host: nn.Module,
-    layers: Sequence[tuple[int, nn.Module]],
-    position: str,
-    width: int,
-    inputs: Inputs,
-    length: int | None = LENGTH,
-    answers: Sequence[str] = ("logits",),
-) -> int | None:
-    """Prove that what is written at each layer changes the host's answer.
+def unreached(host: nn.Module, sites: Sequence[Callable[[int], Handle]], output: Callable[[int], Tensor]) -> list[int]:
+    """Return the positions of sites whose change does not reach the output.
 
-    One forward; row r is disturbed at the r-th layer only, row 0 and the last nowhere.
+    In one forward row r is changed at the r-th site only; row 0 and the last nowhere.
 
     Args:
         host: the model, without a memory.
-        layers: number and module of each.
-        position: "before" or "after" them.
-        width: d of the hidden states.
-        inputs: what the host is called with.
-        length: l of the hidden states; None where the host decides it.
-        answers: names under which its output may have an answer to each row.
+        sites: each hooks a site so that one row is changed.
+        output: calls the host for a number of rows, all equal, and returns (rows, …).
+    """
+    hooks: list[Handle] = []
+    rows = len(sites) + 2  # more than tokens, so that axes can be told apart by their sizes
+    try:
+        hooks += [hook(row) for row, hook in enumerate(sites, 1)]
+        with in_eval_mode(host):
+            changed = output(rows)
+    finally:
+        for handle in reversed(hooks):
+            handle.remove()
+    if isinstance(changed, FakeTensor):
+        return []  # a host without values only shows shapes
+    return [site for site in range(len(sites)) if torch.equal(changed[site + 1], changed[0])]
+
+
+def output_of(host: nn.Module, inputs: Iterable[dict[str, Any]], names: Sequence[str], rows: int) -> Tensor:
+    """Call the host with the first arguments that it accepts, and return its outputs of these names (b, …)."""
+    name, message, cause = type(host).__name__, "", None
+    for kwargs in inputs:
+        try:
+            out = host(**kwargs)
+        except MmattnError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in kwargs.items())
+            message = message or f"{name} cannot be called with {shapes}: {type(error).__name__}: {error}"
+            cause = cause or error
+            continue
+        outputs = [getattr(out, output, None) for output in names]
+        parts = [one.flatten(1) for one in outputs if isinstance(one, Tensor) and one.shape[:1] == (rows,)]
+        if not parts:
+            raise AttachError(
+                f"{name} returns no {' or '.join(names)}, by which to see that memory matters: attach to the model "
+                "with its head (AutoModelForCausalLM, AutoModelForSequenceClassification, …)"
+            )
+        return torch.cat(parts, 1)
+    raise AttachError(message or f"there are no example inputs for {name}") from cause
+
+
+def probe_adapter(
+    model: ProbedModel,
+    adapter: AdapterLayers,
+    inputs: Inputs,
+    length: int | None = LENGTH,
+    names: Sequence[str] = ("logits",),
+) -> int | None:
+    """Check that changes of the hidden states at an adapter's layers reach the output.
+
+    Args:
+        model: the adapted model.
+        adapter: not yet attached.
+        inputs: to call the host with.
+        length: l of the hidden states; None if the host decides it.
+        names: outputs of the host to look at.
 
     Returns:
         the axis of residual streams in the hidden states; None where they are (b, l, d).
 
     Raises:
-        AttachError: the host cannot be called, gives no answer, hands on other states, or is reversible.
-        ConditionError: a layer whose output does not matter.
+        AttachError: the host cannot be called, has no such output, hands on other states, or is reversible.
+        ConditionError: a layer that does not matter.
     """
-    if any(hasattr(layer, "backward_pass") for _, layer in layers):
+    host, position = model.host, adapter.position
+    numbers = [site.layer for site in adapter.sites]
+    layers = [host.get_submodule(site.module) for site in adapter.sites]
+    if any(hasattr(layer, "backward_pass") for layer in layers):
         raise AttachError(
-            f"the layers of {type(host).__name__} are reversible: the backward pass runs them again without what "
-            "adapters added, and gradients would be wrong; no adapter can be put on it"
+            f"the layers of {type(host).__name__} are reversible: they run again in the backward pass without what "
+            "adapters added, so gradients would be wrong; choose another host"
         )
-    hooks = []
     axes: dict[int, int | None] = {}
-    rows = len(layers) + 2  # more than tokens, so that a shape tells which is which
-    try:
-        for row, (_, layer) in enumerate(layers, 1):
-            disturb = _Disturbance(row, (rows, length, width), axes)
+    shape = (len(layers) + 2, length, adapter.sites[0].width)
+
+    def change(x: Any, row: int) -> Tensor:
+        axes[row] = axis = stream_axis(x, *shape)
+        return disturb(x, row) if axis is None else change_streams(x, axis, lambda mean: disturb(mean, row))
+
+    def hook(layer: nn.Module) -> Callable[[int], Handle]:
+        def after(row: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return change(output, row) if isinstance(output, Tensor) else (change(output[0], row), *output[1:])
+
+        def before(row: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (change(args[0], row), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": change(kwargs.get("hidden_states"), row)}
+
+        def install(row: int) -> Handle:
             if position == "before":
-                hooks.append(layer.register_forward_pre_hook(disturb.before, with_kwargs=True))
-            else:
-                hooks.append(layer.register_forward_hook(disturb.after))
-        with in_eval_mode(host):
-            answer = answer_to(host, inputs(rows), rows, answers)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    # A host without values is asked for shapes alone.
-    known = not isinstance(answer, FakeTensor)
-    blind = [
-        layer
-        for row, (layer, _) in enumerate(layers, 1)
-        if row not in axes or (known and torch.equal(answer[row], answer[0]))
-    ]
-    if blind:
-        raise ConditionError(
-            f"what is written {position} layers {blind} does not reach the answer of {type(host).__name__}: memory "
-            "would be lost there; name the list of layers with path=, or choose other layers"
+                return layer.register_forward_pre_hook(lambda *given: before(row, *given), with_kwargs=True)
+            return layer.register_forward_hook(lambda *given: after(row, *given))
+
+        return install
+
+    with model.open_blocks.conditioned(None):
+        lost = set(
+            unreached(host, [hook(one) for one in layers], lambda rows: output_of(host, inputs(rows), names, rows))
         )
-    first, *others = set(axes.values())
+    lost |= {site for site in range(len(layers)) if site + 1 not in axes}
+    if lost:
+        raise ConditionError(
+            f"changes {position} layers {[numbers[site] for site in sorted(lost)]} do not reach the output of "
+            f"{type(host).__name__}, so memory would be lost: name the list of layers with path=, or other layers"
+        )
+    axis, *others = set(axes.values())
     if others:
         raise AttachError(
-            f"some layers of {type(host).__name__} hand on several residual streams and others one: name layers of one "
-            "kind"
+            f"some layers of {type(host).__name__} have several residual streams: choose layers of one kind"
         )
-    return first
+    return axis
 
 
-def answer_to(host: nn.Module, ways: Iterable[dict[str, Any]], rows: int, answers: Sequence[str]) -> Tensor:
-    """What the host answers to each row (b, any), called in the first of these ways that it takes."""
-    name, tried, cause = type(host).__name__, "", None
-    for given in ways:
-        try:
-            out = host(**given)
-        except MmattnError:
-            raise
-        except Exception as error:
-            told = ", ".join(f"{key} {tuple(value.shape)}" for key, value in given.items())
-            tried = tried or f"{name} cannot be called with {told}: {type(error).__name__}: {error}"
-            cause = cause or error
-            continue
-        found = [getattr(out, answer, None) for answer in answers]
-        parts = [one.flatten(1) for one in found if isinstance(one, Tensor) and one.shape[:1] == (rows,)]
-        if not parts:
-            raise AttachError(
-                f"{name} gives no {' or '.join(answers)}, so that nothing tells whether memory reaches its answer: "
-                "attach to the model with its head (AutoModelForCausalLM, AutoModelForSequenceClassification, …)"
-            )
-        return torch.cat(parts, 1)
-    raise AttachError(tried or f"it is not known what {name} is called with") from cause
+# Hosts with several residual streams per token (hyper-connections, arXiv 2409.19606; AltUp, arXiv 2301.13310): adapters
+# read the mean of the streams, and what they add is added to each.
+
+
+def stream_axis(x: Any, rows: int, length: int | None, width: int) -> int | None:
+    """Return the axis of residual streams in hidden states of a text (rows, length, width), or None for (b, l, d)."""
+    shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+    if len(shape) == 3 and shape[::2] == (rows, width):
+        return None  # also with more tokens than the text, where the host puts a prompt before it
+    if len(shape) == 4 and shape[3] == width:
+        if shape[:2] == (rows, length):
+            return 2
+        if shape[1:3] == (rows, length):
+            return 0
+    raise AttachError(
+        f"adapters act on hidden states (b, l, {width}) or residual streams of them; layers of this host return "
+        f"{shape if isinstance(x, Tensor) else type(x).__name__} for {rows} rows of {length or 'some'} tokens: no "
+        "adapter can be put on it"
+    )
+
+
+def change_streams(x: Tensor, axis: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Add to each residual stream what `change` adds to their mean (b, l, d)."""
+    mean = x.mean(axis)
+    return x + (change(mean) - mean).unsqueeze(axis)

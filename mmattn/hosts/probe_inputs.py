@@ -1,4 +1,4 @@
-"""What a model of transformers is called with to see whether memory reaches its answer: texts, pictures, sounds."""
+"""Example inputs of models of transformers for probes: texts, pictures, sounds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from mmattn.hosts.probe import LENGTH
 
 
 def text_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
-    """Rows of the same few tokens.
-
-    Args:
-        host: a language model.
-        rows: b.
-    """
+    """Yield rows of the same few tokens."""
     ids = token_ids(host, rows)
     yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def token_ids(host: nn.Module, rows: int) -> Tensor:
-    """Ids (b, l) of a token that is no padding, and of the one that ends a text, where the host knows one."""
+    """Return ids (b, l) of a token that is not padding, and of the host's end token."""
     config = getattr(host, "config", None)
     end = getattr(config, "eos_token_id", None)
     ids = torch.full((rows, LENGTH), 2 if getattr(config, "pad_token_id", None) == 1 else 1)
@@ -36,12 +31,7 @@ def token_ids(host: nn.Module, rows: int) -> Tensor:
 
 
 def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
-    """What this host reads, by the name of its main input: a text, pictures, or sounds in every layout there is.
-
-    Args:
-        host: any model of transformers.
-        rows: b.
-    """
+    """Yield inputs by the name of the host's main input: a text, pictures, or sounds in every layout."""
     name = getattr(host, "main_input_name", "input_ids")
     if name in ("input_ids", "inputs"):
         yield from text_inputs(host, rows)
@@ -55,7 +45,7 @@ def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
 
 
 def _drawn(host: nn.Module, rows: int, shape: tuple[int, ...]) -> Tensor:
-    """The same random input in every row."""
+    """Return the same random input in every row."""
     one = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     return one.repeat(rows, *[1] * len(shape)).to(device_of(host), next(host.parameters()).dtype)
 
@@ -69,7 +59,7 @@ def _picture_shapes(host: nn.Module) -> Iterator[tuple[int, ...]]:
 
 
 def _sound_shapes(host: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Samples, features by time and times by feature; as long as the host has positions, or short."""
+    """Yield samples, features by time and times by feature; as long as the host has positions, or short."""
     config: Any = getattr(host, "config", None)
     config = getattr(config, "audio_config", getattr(config, "encoder_config", config))
     names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size", "n_mels")

@@ -16,7 +16,7 @@ from mmattn.adapters.composed.prompt import AugmentedPrompt
 from mmattn.errors import ConditionError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import is_reading_memory
-from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.probe import in_eval_mode
 from mmattn.inspect.attention_figures import AttentionFigures, figures_by_call
 from mmattn.memory import Memory
 

@@ -18,7 +18,7 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.context import Call
-from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.probe import in_eval_mode
 from mmattn.kv_store.files import Passage
 
 

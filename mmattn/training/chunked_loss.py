@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmattn.data.text_batches import IGNORED
 from mmattn.errors import check_int
-from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, logits_of, output_head
+from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, output_head
 
 
 def chunked_token_nats(model: Any, kwargs: Mapping[str, Any], labels: Tensor, chunk_size: int) -> Tensor:
@@ -61,7 +61,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         gradients = torch.empty_like(states) if learns else None
         for start in range(0, len(states), chunk_size):
             part = slice(start, start + chunk_size)
-            logits, wanted = logits_of(head, states[part]), labels[part, None].to(weight.device)
+            logits, wanted = head.logits(states[part]), labels[part, None].to(weight.device)
             total = logits.logsumexp(-1, keepdim=True)
             nats[part] = (total - logits.gather(1, wanted))[:, 0]
             if gradients is None:

@@ -1,4 +1,4 @@
-"""Hidden states of the frozen lower layers, computed once for each text: a step of training costs the upper ones."""
+"""Hidden states of the frozen lower layers, computed once for each text: a training step costs the upper layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,22 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.language_models import device_of
+from mmattn.adapters.packed_text import BOUNDARIES, PackedText, packed_text
 from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, ConfigError, check_int
-from mmattn.hosts.causal_lm.lower_layers import LowerLayers, count_below
-from mmattn.hosts.causal_lm.lower_layers_probe import lower_layers
-from mmattn.hosts.causal_lm.texts_read import TextsRead, texts_read
-from mmattn.training.tensor_store import TensorStore
+from mmattn.hosts.causal_lm.generation import inputs_of
+from mmattn.hosts.causal_lm.lower_layers import LowerLayers, count_below, lower_layers
+from mmattn.hosts.context import step_of
+from mmattn.storage.safetensors import read_header, read_tensors, write_tensors
 
 FORMAT = "mmattn-hidden-states"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of a config, what changes no hidden state.
+SHARD_BYTES = 128 << 20
+#: Names, shapes and checksums of a shard stand in its header, which may have 16 MB.
+SHARD_TENSORS = 16_384
+#: Entries of a config that change no hidden state.
 _NAMES = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
+#: Arguments on which the hidden states of a text do not depend, or that say where it begins.
+_ARGUMENTS = {
+    *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "labels", "shift_labels"),
+    *("ignore_index", "num_items_in_batch", "return_loss", "logits_to_keep", "return_dict", "seq_idx"),
+    *(*BOUNDARIES, "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class HiddenStateCache:
-    """What the lower layers of a language model compute of texts, on the disk; `cached_hidden_states` makes it.
+    """Hidden states of the lower layers of a language model on the disk; made by `cached_hidden_states`.
 
     Attributes:
         layers: number of the lower layers.
@@ -40,22 +54,22 @@ class HiddenStateCache:
     def __init__(self, lower: LowerLayers, folder: Path, dtype: torch.dtype | None, batch_size: int) -> None:
         self.lower, self.folder, self.dtype, self.batch_size = lower, folder, dtype, batch_size
         self.layers, self.found, self.computed = lower.count, 0, 0
-        config: Any = getattr(lower.reader, "config", None)
-        self._about = {
+        config: dict[str, Any] = lower.reader.config.to_dict()
+        self._key = {
             "layers": self.layers,
-            "config": {} if config is None else {k: v for k, v in config.to_dict().items() if k not in _NAMES},
+            "config": {name: value for name, value in config.items() if name not in _NAMES},
             "dtype": str(dtype),
             "torch": torch.__version__,
             "transformers": version("transformers"),
         }
-        self._stores: dict[str, TensorStore] = {}
+        self._stores: dict[str, TensorShards] = {}
 
     def nbytes(self) -> int:
-        """Bytes on the disk of the hidden states of the host as it is."""
+        """Return the bytes on the disk of the hidden states of the host as it is."""
         return self._store().nbytes()
 
     def flush(self) -> None:
-        """Write what was computed and is not yet on the disk.
+        """Write computed hidden states that are not yet on the disk.
 
         Raises:
             OSError: the disk is full; what is on it stays.
@@ -63,71 +77,199 @@ class HiddenStateCache:
         for store in self._stores.values():
             store.flush()
 
-    # One forward ----------------------------------------------------------------------------------------------------
-
     def before(self, reader: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook of the part of the host that is given the text."""
+        """Let a forward start from cached hidden states: a pre-hook of the host's base model."""
         if self.lower.is_computing():
             return None
-        self.lower.end()  # torch runs no hooks after KeyboardInterrupt
+        self.lower.run()  # torch runs no hooks after KeyboardInterrupt
         if torch.compiler.is_compiling():
             raise ConditionError(
-                "the host is being compiled, and a graph cannot read cached hidden states: compile the adapters only, "
-                "with TrainingConfig(torch_compile=True)"
+                "a compiled host cannot read cached hidden states: compile the adapters only, with "
+                "TrainingConfig(torch_compile=True)"
             )
-        texts = texts_read(self.lower.model, self.lower.reader.config, args, kwargs)
+        texts = self._texts(args, kwargs)
         if texts is None:
             return None
-        self.lower.begin_with(self._states(texts))
+        ids = inputs_of(args, kwargs)
+        assert ids is not None
+        self.lower.skip(self._states(texts, ids))
         return args, kwargs | {"use_cache": False}
 
     def after(self, reader: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A forward hook of the same part, which is called after a failure, too."""
-        self.lower.end()
+        """Run all layers again: a hook of the base model that is called after a failure, too."""
+        self.lower.run()
 
-    def _states(self, texts: TextsRead) -> Tensor:
-        """Hidden states (b, l, d) after the lower layers."""
+    def _texts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedText | None:
+        """Return where the texts of a forward are, or None if it goes on with a cache, or packs without a memory."""
+        step = step_of(self.lower.model)
+        text = None if step is None else step.details
+        if given_cache(kwargs) is not None or kwargs.get("use_cache") or (text is not None and text.prompt is not None):
+            return None
+        ids, config = inputs_of(args, kwargs), self.lower.reader.config
+        if ids is None or ids.is_floating_point() or len(args) > 1:
+            raise _refused("the host was given embeddings, or arguments without names: give it input_ids=")
+        others = [name for name in _OUTPUTS if kwargs.get(name, getattr(config, name, False))]
+        others += [
+            name
+            for name, value in kwargs.items()
+            if name not in _ARGUMENTS and name not in _OUTPUTS and (isinstance(value, Tensor) or bool(value))
+        ]
+        if others:
+            raise _refused(f"the host was called with {others[0]}, which reads or changes them: leave it out")
+        packed = packed_text(kwargs, *ids.shape) if text is None else text.packed
+        if packed is not None and text is None:
+            return None  # nothing keeps the documents apart
+        packed = packed or _rows(kwargs.get("attention_mask"), ids)
+        if packed is not None:
+            _check_positions(packed, kwargs.get("position_ids"), ids)
+        return packed
+
+    def _states(self, texts: PackedText, ids: Tensor) -> Tensor:
+        """Return hidden states (b, l, d) after the lower layers, 0 on padding."""
         store = self._store()
-        keys = [hashlib.sha256(ids.cpu().numpy().astype("<i8").tobytes()).hexdigest() for ids in texts.ids]
-        states = {key: found for key in keys if (found := store.get(key)) is not None}
-        missing = {key: ids for key, ids in zip(keys, texts.ids, strict=True) if key not in states}
+        rows = [row[real] for row, real in zip(texts.unpack(ids), texts.real, strict=True)]
+        keys = [hashlib.sha256(row.cpu().numpy().astype("<i8").tobytes()).hexdigest() for row in rows]
+        states = {key: value for key in keys if (value := store.get(key)) is not None}
+        missing = {key: row for key, row in zip(keys, rows, strict=True) if key not in states}
         self.found, self.computed = self.found + len(keys) - len(missing), self.computed + len(missing)
-        # Of like length together, with little padding.
-        order = sorted(missing, key=lambda key: len(missing[key]))
+        order = sorted(missing, key=lambda key: len(missing[key]))  # little padding
         for start in range(0, len(order), self.batch_size):
             together = order[start : start + self.batch_size]
             computed = self.lower.compute([missing[key] for key in together])
             for key, one in zip(together, computed, strict=True):
                 states[key] = store.put(key, one if self.dtype is None else one.to(self.dtype))
+        like = self.lower.dtype
         device = device_of(self.lower.layers[self.lower.count - 1])
-        return texts.in_rows([states[key] for key in keys], device, self.lower.dtype)
+        flat = torch.zeros(ids.numel(), states[keys[0]].shape[1], device=device, dtype=like)
+        flat[texts.tokens.to(device)] = torch.cat([states[key].to(device, non_blocking=True) for key in keys]).to(like)
+        return flat.view(*ids.shape, -1)
 
-    def _store(self) -> TensorStore:
-        """The store of the host as it is now."""
+    def _store(self) -> TensorShards:
+        """Return the store of the host as it is now."""
         count, device = count_below(self.lower.model), device_of(self.lower.reader)
         if count < self.layers:
             raise ConditionError(
-                f"hidden states after {self.layers} layers are cached, and something is trained in layer {count} by "
+                f"hidden states after {self.layers} layers are cached, but something is trained in layer {count} by "
                 "now: attach adapters and a LoRA before the cache is opened"
             )
-        config = getattr(self.lower.reader, "config", None)
-        about = self._about | {
+        key = self._key | {
             "weights": self.lower.fingerprint(),
-            "attention": getattr(config, "_attn_implementation", None),
+            "attention": getattr(self.lower.reader.config, "_attn_implementation", None),
             "autocast": str(autocast_dtype(device)),
             "device": device.type,
         }
-        name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:24]
+        name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
         if name not in self._stores:
-            self._stores[name] = TensorStore(self.folder / name, FORMAT)
+            self._stores[name] = TensorShards(self.folder / name)
         return self._stores[name]
+
+
+def _rows(mask: Any, ids: Tensor) -> PackedText | None:
+    """Return the text of each row; None where all is padding."""
+    if mask is None:
+        real = torch.ones_like(ids, dtype=torch.bool)
+    elif mask.dim() == 2 and mask.shape == ids.shape:
+        real = mask.bool().to(ids.device)
+    else:
+        raise _refused(f"attention_mask is {tuple(mask.shape)} and does not say which tokens are padding")
+    if not bool(real.any()):
+        return None
+    rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+    return PackedText.of(rows.masked_fill(~real, -1))
+
+
+def _check_positions(texts: PackedText, positions: Tensor | None, ids: Tensor) -> None:
+    """Refuse texts that do not begin at position 0, or are not in one piece."""
+    place = texts.places % ids.shape[1]
+    count = torch.arange(texts.longest, device=place.device)
+    at = place if positions is None else texts.unpack(positions.expand_as(ids))
+    whole = (at == count) & (place - place[:, :1] == count)
+    if not bool((whole | ~texts.real).all()):
+        raise _refused(
+            "a text does not stand at positions 0, 1, 2, …: pad on the right, or give position_ids=(b, l) that begin "
+            "with 0 at the first token of each text"
+        )
+
+
+def _refused(reason: str) -> ConditionError:
+    return ConditionError(f"hidden states are cached by the ids of a text, but {reason}")
+
+
+class TensorShards:
+    """A folder of tensors that are written once each and read by name, by any number of threads and processes.
+
+    Tensors are collected in memory and written a shard at a time, atomically: a killed process loses at most one shard.
+
+    Args:
+        folder: created if missing.
+        shard_bytes: bytes of the tensors of a shard.
+
+    Raises:
+        OSError: the folder cannot be made or read.
+        AdapterFileError: a shard is damaged.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder, self.shard_bytes = folder, shard_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: dict[str, Path] = {}
+        self._known: set[Path] = set()
+        self._open: dict[Path, Mapping[str, Tensor]] = {}
+        self._find_shards()
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a tensor, which is not to be written to; None if there is none of this name."""
+        with self._lock:
+            if name not in self._pending and name not in self._shards:
+                self._find_shards()  # of other processes
+            if name in self._pending:
+                return self._pending[name]
+            shard = self._shards.get(name)
+            if shard is None:
+                return None
+            if shard not in self._open:
+                self._open[shard], _ = read_tensors(shard, FORMAT, check_finite=False, mapped=True)
+            return self._open[shard][name]
+
+    def put(self, name: str, tensor: Tensor) -> Tensor:
+        """Add a tensor, and return the copy that is kept."""
+        with self._lock:
+            copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            self._pending[name] = copy
+            self._pending_bytes += copy.nbytes
+            if self._pending_bytes >= self.shard_bytes or len(self._pending) >= SHARD_TENSORS:
+                self.flush()
+            return copy
+
+    def flush(self) -> None:
+        """Write the tensors that are not yet on the disk."""
+        with self._lock:
+            if self._pending:
+                shard = self.folder / f"{secrets.token_hex(12)}.safetensors"
+                write_tensors(shard, self._pending, {"format": FORMAT})
+                self._shards |= dict.fromkeys(self._pending, shard)
+                self._known.add(shard)
+                self._pending, self._pending_bytes = {}, 0
+
+    def nbytes(self) -> int:
+        """Return the bytes of the shards on the disk."""
+        return sum(shard.stat().st_size for shard in self.folder.glob("*.safetensors"))
+
+    def _find_shards(self) -> None:
+        for shard in sorted(set(self.folder.glob("*.safetensors")) - self._known):
+            tensors, _ = read_header(shard, FORMAT)
+            self._shards |= dict.fromkeys(tensors, shard)
+            self._known.add(shard)
 
 
 @contextlib.contextmanager
 def cached_hidden_states(
-    model: Any, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, batch_size: int = 1
+    model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, batch_size: int = 1
 ) -> Iterator[HiddenStateCache]:
-    """Inside the block a causal language model runs the layers below its lowest adapter once for each text.
+    """Run the layers of a causal language model below its lowest adapter once for each text inside the block.
 
     Their hidden states are cached on the disk under the ids of the text, and a forward that reads the text again begins
     above them: any trainer, order of rows, padding and packing, and evaluation alike. They are those of the evaluation
@@ -167,7 +309,7 @@ def cached_hidden_states(
     ([True, True, True], 3, 1, 2)
     """
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"hidden states are cached in {', '.join(map(str, DTYPES))}, and {dtype} was asked for")
+        raise ConfigError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     lower = lower_layers(model)
     cache = HiddenStateCache(lower, Path(folder), dtype, check_int("batch_size", batch_size))
     hooks = [
@@ -180,5 +322,5 @@ def cached_hidden_states(
     finally:
         for hook in hooks:
             hook.remove()
-        lower.end()
+        lower.run()
         cache.flush()

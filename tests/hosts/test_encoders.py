@@ -84,7 +84,7 @@ def test_a_model_of_two_parts_is_told_which(part: str) -> None:
 
 def test_what_is_refused() -> None:
     host = tiny_model("bert", AutoModelForSequenceClassification)
-    with pytest.raises(AttachError, match="depends on the text so far.*BertForSequenceClassification"):
+    with pytest.raises(AttachError, match="token by token.*BertForSequenceClassification"):
         mmattn.attach(host, mmattn.ChunkedAdapter(**SETTINGS, chunk_size=3))
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS)))
     ids = torch.tensor([[5, 9, 3], [4, 6, 2]])

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import mmattn
 from mmattn.errors import AttachError
-from mmattn.hosts.residual_streams import change_streams, stream_axis
+from mmattn.hosts.probe import change_streams, stream_axis
 from tests import tiny
 from tests.families.building import MEMORY_DIM, tiny_model
 
@@ -59,6 +59,6 @@ def test_layers_of_two_kinds_are_refused() -> None:
     host = tiny.make("llama")
     host.model.layers[1].register_forward_hook(lambda layer, args, output: torch.stack([output] * 4, 2))
     host.model.layers[2].register_forward_pre_hook(lambda layer, args: (args[0].mean(2), *args[1:]))
-    with pytest.raises(AttachError, match="some layers .* several residual streams and others one"):
+    with pytest.raises(AttachError, match="some layers .* several residual streams"):
         mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 1), num_heads=2))
     mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 2), num_heads=2))

@@ -125,7 +125,7 @@ def test_logits_never_stand_whole() -> None:
             )
             return out
 
-    training.sum_nats(model, batch(), 4)  # the head is probed once
+    training.sum_nats(model, batch(), 4)  # the head is checked once
     for chunk_size, whole in ((4, False), (None, True)):
         largest.clear()
         with Largest():
@@ -157,7 +157,7 @@ def test_texts_without_a_memory_or_anything_to_learn() -> None:
 def test_with_cached_hidden_states(tmp_path: Path) -> None:
     model = attach()
     want = step(model, None)
-    output_head(model)  # its probe reads texts, too
+    output_head(model)  # its check reads texts, too
     with training.cached_hidden_states(model, tmp_path) as cache:
         for _ in range(2):
             assert_equal(step(model, 4), want, 2e-4)
@@ -202,9 +202,7 @@ class TestRefused:
             return out
 
         model.host.forward = forward
-        with pytest.raises(
-            ConditionError, match="makes its logits otherwise than as a scaled or capped linear function"
-        ):
+        with pytest.raises(ConditionError, match="config of LlamaForCausalLM does not say how logits follow"):
             step(model, 4)
 
     def test_no_chunk(self) -> None:

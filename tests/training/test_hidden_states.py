@@ -354,7 +354,7 @@ class TestOtherForwards:
 
     def test_settings(self, tmp_path: Path) -> None:
         with (
-            pytest.raises(ConfigError, match="torch.int8 was asked for"),
+            pytest.raises(ConfigError, match="got torch.int8"),
             cached_hidden_states(attach(), tmp_path, dtype=torch.int8),
         ):
             pass
@@ -392,7 +392,7 @@ def test_lower_layers_on_the_disk(tmp_path: Path) -> None:
 
 def test_a_sharded_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = attach()
-    monkeypatch.setattr("mmattn.hosts.causal_lm.lower_layers_probe.shards", lambda host: [host])
+    monkeypatch.setattr("mmattn.hosts.causal_lm.lower_layers.shards", lambda host: [host])
     with (
         pytest.raises(ConditionError, match="lie in several processes, which must run every layer together"),
         cached_hidden_states(model, tmp_path),

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import mmattn
 from mmattn.errors import ConditionError, ConfigError
-from mmattn.hosts.causal_lm.lower_layers import FromStates, LowerLayers
-from mmattn.hosts.causal_lm.lower_layers_probe import lower_layers
+from mmattn.hosts.causal_lm.lower_layers import LowerLayers, lower_layers
 from tests import tiny
 from tests.families.building import tiny_model
 
@@ -62,8 +61,10 @@ def test_answers_and_gradients_are_the_hosts_bit_for_bit(family: str, position: 
     states, ran = states_below(model, lower), []
     attentions = [part for part in model.layers[0].modules() if part is not model.layers[0]]
     hooks = [part.register_forward_hook(lambda *_: ran.append(1)) for part in attentions]
-    with lower.installed(), lower.running(FromStates(states)):
+    with lower.installed():
+        lower.skip(states)
         got, gradients = learned(model, memory=memory)
+        lower.run()
     assert not ran, "a part of a lower layer was run"
     assert torch.equal(got, want) and gradients.keys() == want_gradients.keys()
     assert all(torch.equal(gradients[name], value) for name, value in want_gradients.items())
@@ -99,8 +100,10 @@ def test_under_gradient_checkpointing_of_the_host(use_reentrant: bool) -> None:
     want, want_gradients = learned(model, memory=memory)
     states = states_below(model, lower)
     tiny.checkpoint(model.host, use_reentrant)
-    with lower.installed(), lower.running(FromStates(states)):
+    with lower.installed():
+        lower.skip(states)
         got, gradients = learned(model, memory=memory)
+        lower.run()
     assert torch.equal(got, want)
     assert all(torch.equal(gradients[name], value) for name, value in want_gradients.items())
 
@@ -156,7 +159,7 @@ class TestRefused:
         host.model.layers[0].register_forward_hook(lambda layer, args, output: kept.update(first=output * 0.5))
         layer = host.model.layers[2]
         layer.forward = lambda x, **kwargs: type(layer).forward(layer, x + kept["first"], **kwargs)
-        self.refused(tiny.attach(host, layers=(1,)), "its upper layers read more of the lower ones")
+        self.refused(tiny.attach(host, layers=(1,)), "upper layers read more of the lower ones")
 
     @pytest.mark.parametrize("family", ["zaya", "gemma3n_text", "deepseek_v4", "openai-gpt"])
     def test_families(self, family: str) -> None:
@@ -177,7 +180,7 @@ class TestRefused:
 
     def test_other_models(self) -> None:
         for model in (tiny.make("llama"), tiny.attach(tiny.make("llama")).host):
-            with pytest.raises(ConfigError, match="give what mmattn.attach returned"):
+            with pytest.raises(ConfigError, match="what mmattn.attach returned"):
                 lower_layers(model)
 
 

@@ -116,7 +116,7 @@ def test_4_bit_weights_that_were_laid_out_anew_are_refused(tmp_path: Path) -> No
     lm = load(tmp_path, "bnb4")
     with torch.no_grad():
         lm(tiny.text(ROWS))
-    with pytest.raises(ConditionError, match="repacked for inference.*Load the host again, and attach"):
+    with pytest.raises(ConditionError, match="repacked by a call.*load the host again, and attach"):
         tiny.attach(lm)
     assert "_mmattn" not in vars(lm) and any(parameter.requires_grad for parameter in lm.parameters())
     lm = load(tmp_path, "bnb4")

@@ -15,7 +15,7 @@ from mmattn.adapters.composed.prompt import AugmentedPrompt
 from mmattn.adapters.composed.text import AugmentedText, token_places
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.text_state import TextState
-from mmattn.core.key_rotation import BEYOND, DISTANCE, KeyRotation, check_frequencies, find_rotations, has_frequencies
+from mmattn.core.key_rotation import KeyRotation, read_rotations
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.memory import Memory
 
@@ -103,15 +103,9 @@ class AugmentingModel:
         """How its layers turn keys with their positions; None where they follow them otherwise."""
         if not self._positions:
             return None
-        most = getattr(text_config(self.lm), "max_position_embeddings", None) or DISTANCE + 7
-        distance = max(min(DISTANCE, most - 7), 1)
         places = torch.arange(7, device=device_of(embeddings_of(self.lm)))[None]
-        beyond = torch.cat([places, places[:, :1] + BEYOND], 1)
-        longer = self._keys_at(beyond) if has_frequencies(self.lm) else None
-        here, there = self._keys_at(places), self._keys_at(places + distance)
-        if longer is not None:
-            check_frequencies(type(self.lm).__name__, here, longer)
-        return find_rotations(self.lm, here, there, distance)
+        most = getattr(text_config(self.lm), "max_position_embeddings", None)
+        return read_rotations(self.lm, self._keys_at, places, most)
 
     def _keys_at(self, positions: Tensor) -> dict[int, Tensor]:
         """Keys by layer of a short text whose tokens stand at these positions (1, l)."""

@@ -1,4 +1,4 @@
-"""A language model reads embeddings that stand before its text, and gives the keys and values of each layer."""
+"""Keys and values that a language model computes of embeddings before its text, in a forward of its own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmattn.adapters.joined.joint_softmax import Capture
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
-from mmattn.hosts.causal_lm.position_shift import WITHIN, probe_before_text, short_text
+from mmattn.hosts.causal_lm.joined_slots import check_reads_embeddings, probe_before_text
 from mmattn.hosts.context import Call
-from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.interop.peft import active_lora
 from mmattn.hosts.recomputation import refuse_reentrant
 
@@ -45,7 +44,7 @@ class HostEmbeddingReader:
 
     @property
     def is_training(self) -> bool:
-        """Whether a part of the host is in training mode."""
+        """Return whether a part of the host is in training mode."""
         return any(module.training for module in self.model.host.modules())
 
     @torch.no_grad()
@@ -61,23 +60,13 @@ class HostEmbeddingReader:
         return weights
 
     def state(self) -> Hashable:
-        """Which LoRA adapters are active."""
+        """Return the active LoRA adapters."""
         return active_lora(self.model.host)
 
     def read(
         self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
     ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
-        """Keys (b, g, m, k) and values (b, g, m, v) of each layer.
-
-        Args:
-            name: of the adapter.
-            embeddings: (b, m, d).
-            real: (b, m) bool, which of them are tokens; padding is on the right.
-            positions: (b, m).
-
-        Raises:
-            ConditionError: gradients are needed and would be lost, or the host is in continuous batching.
-        """
+        """Keys (b, g, m, k) and values (b, g, m, v) of each layer."""
         host, captured = self.model.host, Capture()
         function = str(getattr(text_config(host), "_attn_implementation", ""))
         if function.startswith("paged|"):
@@ -108,47 +97,7 @@ class HostEmbeddingReader:
 
 
 def embedding_reader(model: Any, sites: Sequence[Site]) -> HostEmbeddingReader:
-    """What reads embeddings before the text of a host, once it is proved that it reads them as it reads tokens.
-
-    Args:
-        model: the adapted model.
-        sites: the attention of every layer.
-
-    Raises:
-        AttachError: the host takes no embeddings, or does not read a text after them as it reads both.
-        ConditionError: its attention takes no mask.
-    """
+    """Return a reader of embeddings before the text of a host, after a check that it reads them as tokens."""
     reader = HostEmbeddingReader(model, probe_before_text(model, sites) is not None)
-    _check_embeddings(model, sites[0].width)
+    check_reads_embeddings(model, sites[0].width)
     return reader
-
-
-@torch.no_grad()
-def _check_embeddings(model: Any, width: int) -> None:
-    """Prove that the embeddings of a text are what the text is.
-
-    Raises:
-        AttachError: they are not.
-    """
-    host, name = model.host, type(model.host).__name__
-    ids = short_text(host)
-    advice = "take a GatedAdapter for this host"
-    embeddings: nn.Module = embeddings_of(host)
-    try:
-        embedded = embeddings(ids)
-        with model.open_blocks.conditioned(None), in_eval_mode(host):
-            mask = torch.ones_like(ids)
-            wanted = host(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            found = host(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits
-    except Exception as error:
-        raise AttachError(f"{name} reads no embeddings: {type(error).__name__}: {error}; {advice}") from error
-    if embedded.shape[-1] != width:
-        raise AttachError(
-            f"the embeddings of {name} have width {embedded.shape[-1]}, and its hidden states {width}: {advice}"
-        )
-    apart = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
-    if not apart <= WITHIN[found.element_size()]:
-        raise AttachError(
-            f"{name} does not read embeddings as it reads the tokens that they are of ({apart:.0e} apart): its layers "
-            f"need ids as well; {advice}"
-        )

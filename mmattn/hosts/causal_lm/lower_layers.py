@@ -1,12 +1,13 @@
-"""The frozen layers below the lowest adapter: what they compute of texts, and forwards that begin above them.
+"""Frozen layers below the lowest adapter: compute their hidden states, or start a forward from them.
 
-No adapter acts there and nothing is trained there, so that their hidden states are a function of the text alone.
+No adapter acts there and nothing is trained there, so the hidden states are a function of the text alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -14,79 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.core.tensor_cache import ModuleVersion, TensorVersion
-from mmattn.hosts.context import FORWARD
-from mmattn.hosts.eval_mode import in_eval_mode
-from mmattn.hosts.interop.peft import active_lora
+from mmattn.errors import ConditionError, ConfigError, MmattnError
+from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.interop.peft import active_lora, inner_host
+from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
+from mmattn.hosts.probe import bare_forward, is_close
 from mmattn.storage.fingerprints import fingerprint
 
-
-def count_below(model: Any) -> int:
-    """Number of layers below the lowest adapter and the lowest layer with a trained parameter.
-
-    Args:
-        model: the adapted model.
-    """
-    layers = list(model.layers)
-    lowest = len(layers)
-    for adapter in model.adapters.values():
-        if adapter.moves_text:
-            return 0
-        lowest = min(lowest, adapter.layers[0] + (adapter.position == "after"))
-    trained = (any(p.requires_grad for p in layer.parameters()) for layer in layers[:lowest])
-    return next((number for number, one in enumerate(trained) if one), lowest)
+#: Tokens of the texts of the probe.
+LENGTHS = (7, 5)
 
 
-@contextlib.contextmanager
-def without_adapters(model: Any) -> Iterator[None]:
-    """Inside the block the host is in evaluation mode and sees no memory, whatever forward is under way.
-
-    Args:
-        model: the adapted model.
-    """
-    step = FORWARD.set(None)
-    try:
-        with model.open_blocks.conditioned(None), in_eval_mode(model.host):
-            yield
-    finally:
-        FORWARD.reset(step)
+class _Computed(Exception):
+    """Ends a forward once the lower layers have run; holds their hidden states."""
 
 
-class FromStates:
-    """A forward whose lower layers are left out: they hand on what they once computed.
-
-    Args:
-        states: hidden states (b, l, d) after them.
-    """
-
-    def __init__(self, states: Tensor) -> None:
-        self.states = states
-
-    def run(self, lower: LowerLayers, number: int, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a layer returns."""
-        return own(*args, **kwargs) if number >= lower.count else lower.as_returned(number, self.states)
-
-
-class UpToStates:
-    """A forward whose upper layers are left out: they hand on what they are given.
-
-    Attributes:
-        states: hidden states (b, l, d) after the lower layers.
-    """
-
-    states: Tensor | None = None
-
-    def run(self, lower: LowerLayers, number: int, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a layer returns."""
-        if number >= lower.count:
-            return lower.as_returned(number, args[0] if args else kwargs["hidden_states"])
-        returned = own(*args, **kwargs)
-        self.states = states_of(returned)
-        return returned
-
-
-# Whose layers, and how the forward under way runs them.
-_WAY: ContextVar[tuple[LowerLayers, FromStates | UpToStates] | None] = ContextVar("mmattn_lower_layers", default=None)
+#: The lower layers whose forward is skipped, with the hidden states (b, l, d) in their place; None to compute them.
+_SKIPPED: ContextVar[tuple[LowerLayers, Tensor | None] | None] = ContextVar("mmattn_lower_layers", default=None)
 
 
 class LowerLayers:
@@ -95,143 +42,228 @@ class LowerLayers:
     Args:
         model: the adapted model.
         count: number of these layers.
-        reader: the part of the host that is given the text.
-        outputs: how many values each layer of the host returns, None where it returns a tensor.
-        dtype: of the hidden states.
     """
 
-    def __init__(self, model: Any, count: int, reader: Any, outputs: Sequence[int | None], dtype: torch.dtype) -> None:
-        self.model, self.count, self.reader, self.outputs, self.dtype = model, count, reader, outputs, dtype
+    def __init__(self, model: AdaptedCausalLM, count: int) -> None:
+        self.model, self.count = model, count
         self.layers = list(model.layers)
-        self._seen: tuple[ModuleVersion, TensorVersion, list[Tensor], Any, str] | None = None
-
-    def fingerprint(self) -> str:
-        """A sha256 of their weights and of which LoRA acts in them; computed again when one has changed."""
-        lora = active_lora(self.reader)
-        seen = self._seen
-        if seen is not None:
-            parts, version, tensors, lora_then, fingerprint_then = seen
-            if parts.holds() and version.holds(tensors) and lora == lora_then:
-                return fingerprint_then
-        upper = {part for layer in self.layers[self.count :] for part in layer.modules()}
-        lower = {name: part for name, part in self.reader.named_modules() if part not in upper}
-        # What accelerate has offloaded comes from a file that stays, and is another tensor after every call.
-        here = [part for part in lower.values() if not _is_offloaded(part)]
-        tensors = [value for part in here for _, value in _frozen(part)]
-        versions = ModuleVersion(here), TensorVersion(tensors)
-        found = f"{fingerprint(_Weights(lower))} {lora}"
-        self._seen = (*versions, tensors, lora, found)
-        return found
+        self.reader: Any = inner_host(model.host).base_model
+        #: Number of outputs of each layer, None for a tensor; and the dtype of hidden states.
+        self.outputs: list[int | None] = []
+        self.dtype = torch.float32
+        self._fingerprint: tuple[ModuleVersion, TensorVersion, list[Tensor], Any, str] | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block the layers of the host can be left out of a forward."""
-        earlier = [layer.__dict__.get("forward") for layer in self.layers]
-        for number, layer in enumerate(self.layers):
-            layer.__dict__["forward"] = partial(self._run, number, layer.forward)
+        """Let forwards skip these layers inside the block; they are run unless `skip` says otherwise."""
+        lower = self.layers[: self.count]
+        earlier = [layer.__dict__.get("forward") for layer in lower]
+        for number, layer in enumerate(lower):
+            layer.__dict__["forward"] = partial(self._forward, number, layer.forward)
         try:
             yield
         finally:
-            for layer, forward in zip(self.layers, earlier, strict=True):
+            for layer, forward in zip(lower, earlier, strict=True):
                 del layer.__dict__["forward"]
-                if forward is not None:  # of accelerate, which brings offloaded weights in
+                if forward is not None:  # of accelerate, which loads offloaded weights
                     layer.__dict__["forward"] = forward
 
-    def _run(self, number: int, own: Any, *args: Any, **kwargs: Any) -> Any:
-        way = _WAY.get()
-        return (
-            own(*args, **kwargs) if way is None or way[0] is not self else way[1].run(self, number, own, args, kwargs)
-        )
+    def _forward(self, number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        skipped = _SKIPPED.get()
+        if skipped is None or skipped[0] is not self:
+            return forward(*args, **kwargs)
+        if skipped[1] is not None:
+            outputs = self.outputs[number]
+            return skipped[1] if outputs is None else (skipped[1], *[None] * (outputs - 1))
+        output = forward(*args, **kwargs)
+        if number == self.count - 1:
+            raise _Computed(_states_of(output))
+        return output
 
-    def as_returned(self, number: int, states: Tensor) -> Any:
-        """Hidden states as a layer returns them."""
-        outputs = self.outputs[number]
-        return states if outputs is None else (states, *[None] * (outputs - 1))
+    def skip(self, states: Tensor) -> None:
+        """Start forwards from hidden states (b, l, d) after these layers, until `run`."""
+        _SKIPPED.set((self, states))
 
-    @contextlib.contextmanager
-    def running(self, way: FromStates | UpToStates) -> Iterator[None]:
-        """Inside the block forwards of the host run the layers this way."""
-        outer = _WAY.set((self, way))
-        try:
-            yield
-        finally:
-            _WAY.reset(outer)
+    def run(self) -> None:
+        """Run all layers again, after `skip`."""
+        if (skipped := _SKIPPED.get()) is not None and skipped[0] is self and skipped[1] is not None:
+            _SKIPPED.set(None)
+
+    def is_computing(self) -> bool:
+        """Return whether `compute` is under way."""
+        skipped = _SKIPPED.get()
+        return skipped is not None and skipped[0] is self and skipped[1] is None
 
     @torch.no_grad()
     def compute(self, texts: Sequence[Tensor]) -> list[Tensor]:
-        """Hidden states (l, d) after them of texts that are read together, in evaluation mode; inside `installed`.
-
-        Args:
-            texts: ids (l,) of each, on the device of the host's embeddings.
-        """
+        """Return the hidden states (l, d) of texts, ids (l,) each, in evaluation mode; inside `installed`."""
         ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
         lengths = torch.tensor([len(text) for text in texts], device=ids.device)
         mask = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
-        way = UpToStates()
-        with without_adapters(self.model), self.running(way):
-            self.reader(input_ids=ids, attention_mask=mask, use_cache=False)
-        assert way.states is not None
-        return [states[: len(text)] for states, text in zip(way.states, texts, strict=True)]
+        outer = _SKIPPED.set((self, None))
+        try:
+            with bare_forward(self.model.host, self.model.open_blocks):
+                self.reader(input_ids=ids, attention_mask=mask, use_cache=False)
+        except _Computed as computed:
+            return [states[: len(text)] for states, text in zip(computed.args[0], texts, strict=True)]
+        finally:
+            _SKIPPED.reset(outer)
+        raise ConditionError(f"layer {self.count - 1} of {type(self.model.host).__name__} was not run")
 
-    # The forward under way ------------------------------------------------------------------------------------------
+    def fingerprint(self) -> str:
+        """Return a sha256 of their weights and of the active LoRA; computed again when one has changed."""
+        lora = active_lora(self.reader)
+        if self._fingerprint is not None:
+            modules, version, tensors, earlier, digest = self._fingerprint
+            if modules.holds() and version.holds(tensors) and lora == earlier:
+                return digest
+        upper = {part for layer in self.layers[self.count :] for part in layer.modules()}
+        lower = {name: part for name, part in self.reader.named_modules() if part not in upper}
+        # Weights that accelerate has offloaded are new tensors after every call, from a file that does not change.
+        resident = [part for part in lower.values() if not getattr(getattr(part, "_hf_hook", None), "offload", False)]
+        tensors = [value for part in resident for value in _frozen(part).values()]
+        versions = ModuleVersion(resident), TensorVersion(tensors)
+        digests = [f"{name} {fingerprint(_frozen(part))}" for name, part in lower.items()]  # one module in memory
+        digest = hashlib.sha256("\n".join([*digests, str(lora)]).encode()).hexdigest()
+        self._fingerprint = (*versions, tensors, lora, digest)
+        return digest
 
-    def begin_with(self, states: Tensor) -> None:
-        """Have the forward under way begin with hidden states (b, l, d) above the lower layers, until `end`."""
-        _WAY.set((self, FromStates(states)))
 
-    def end(self) -> None:
-        """Have forwards run all layers again, where one began above the lower layers."""
-        way = _WAY.get()
-        if way is not None and way[0] is self and isinstance(way[1], FromStates):
-            _WAY.set(None)
-
-    def is_computing(self) -> bool:
-        """Whether the forward under way computes hidden states for `compute`."""
-        way = _WAY.get()
-        return way is not None and way[0] is self and isinstance(way[1], UpToStates)
+def _frozen(part: nn.Module) -> dict[str, Tensor]:
+    """Return frozen weights and buffers of a module itself; offloaded ones are loaded."""
+    own: dict[str, Any] = {}
+    # Scales of quantised weights are neither parameters nor buffers, but part of the state dict.
+    part._save_to_state_dict(own, "", keep_vars=True)
+    own |= dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
+    own = {name: value for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad}
+    offloaded: Any = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
+    return {name: offloaded[name] if value.is_meta and offloaded else value for name, value in own.items()}
 
 
-def states_of(returned: Any) -> Any:
-    """The hidden states in what a layer returns.
+def count_below(model: AdaptedCausalLM) -> int:
+    """Return the number of layers below the lowest adapter and the lowest trained parameter."""
+    lowest = len(model.layers)
+    for adapter in model.adapters.values():
+        if adapter.moves_text:
+            return 0
+        lowest = min(lowest, adapter.layers[0] + (adapter.position == "after"))
+    trained = (any(p.requires_grad for p in layer.parameters()) for layer in list(model.layers)[:lowest])
+    return next((number for number, one in enumerate(trained) if one), lowest)
 
-    Args:
-        returned: a tensor, or a tuple that begins with it.
+
+def lower_layers(model: nn.Module) -> LowerLayers:
+    """Return the layers below the lowest adapter, after a check that forwards can start above them.
+
+    Two texts run through the whole host and again from the hidden states: the logits must be equal bit for bit; from
+    hidden states of each text alone, but for rounding.
+
+    Raises:
+        ConfigError: no causal language model with adapters.
+        ConditionError: there are no such layers, something below them is trained, the weights lie in several processes,
+            or the upper layers read more than the hidden states.
     """
+    if not (isinstance(model, AdaptedCausalLM) and model.adapters):
+        raise ConfigError(
+            f"hidden states are cached for a causal language model with adapters, got {type(model).__name__}: give "
+            "what mmattn.attach returned for one"
+        )
+    name, count = type(model.host).__name__, count_below(model)
+    if not count:
+        upper = tuple(range(len(model.layers) // 2, len(model.layers)))
+        raise ConditionError(
+            f"no layer of {name} is below everything that is trained: an adapter acts at its first layer or before the "
+            f"text, or a LoRA is trained there. Give the adapter higher layers, such as layers={upper}"
+        )
+    if shards(model.host) or tensor_parallel_size(model.host) > 1:
+        raise ConditionError(
+            f"the weights of {name} lie in several processes, which must run every layer together: leave the cache "
+            "out, or give each process the whole host"
+        )
+    lower, (ids, mask) = LowerLayers(model, count), _texts(model.host, 0)
+    whole, states = _record(lower, ids, mask)
+    try:
+        with lower.installed(), torch.no_grad():
+            with bare_forward(model.host, model.open_blocks):
+                _logits(model.host, *_texts(model.host, 1))  # so that states of the last text cannot help
+            again = _logits_from(lower, states, ids, mask)
+            alone = torch.zeros_like(states)
+            for row, length in enumerate(LENGTHS):
+                alone[row, :length] = lower.compute([ids[row, :length]])[0]
+            near = _logits_from(lower, alone, ids, mask)
+    except MmattnError:
+        raise
+    except Exception as error:
+        raise ConditionError(
+            f"{name} cannot run from the hidden states after layer {count - 1}, so these cannot be cached: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    real = mask.bool()
+    if not torch.equal(whole, again) or not is_close(near[real], whole[real]):
+        raise ConditionError(
+            f"{name} has other logits from the hidden states after layer {count - 1}, so these cannot be cached: its "
+            "upper layers read more of the lower ones, or a token sees later ones. Leave the cache out"
+        )
+    return lower
+
+
+def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of texts and the hidden states (b, l, d) after the lower layers."""
+    model, name = lower.model, type(lower.model.host).__name__
+    called: list[nn.Module] = []
+    last: list[Any] = []
+
+    def note(layer: nn.Module, args: Any, output: Any) -> None:
+        called.append(layer)
+        lower.outputs.append(len(output) if isinstance(output, tuple) else None)
+        if len(called) == lower.count:
+            last.append(_states_of(output))
+
+    hooks = [layer.register_forward_hook(note, prepend=True) for layer in lower.layers]
+    try:
+        with bare_forward(model.host, model.open_blocks), torch.enable_grad():
+            whole = _logits(model.host, ids, mask).detach()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    states = last[0] if called == lower.layers else None
+    if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[:2] != ids.shape:
+        raise ConditionError(
+            f"the layers of {name} are not run once each, one after the other, on hidden states (b, l, d), so these "
+            "cannot be cached"
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if states.requires_grad and trained:  # embeddings ask for gradients under gradient checkpointing, too
+        gradients = torch.autograd.grad(states.float().sum(), trained, allow_unused=True)
+        if any(gradient is not None for gradient in gradients):
+            raise ConditionError(
+                f"a parameter below layer {lower.count} of {name} is trained (its embeddings, for one), so hidden "
+                "states change with every step: freeze it, or leave the cache out"
+            )
+    lower.dtype = states.dtype
+    return whole, states.detach()
+
+
+def _states_of(returned: Any) -> Any:
     return returned[0] if isinstance(returned, tuple) else returned
 
 
-class _Weights(Mapping[str, Tensor]):
-    """The frozen weights and buffers of modules by name, brought in one by one where they are offloaded.
-
-    Args:
-        modules: by name; each for itself.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._places = {
-            f"{name}.{key}": (part, key, value) for name, part in modules.items() for key, value in _frozen(part)
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        part, key, value = self._places[name]
-        offloaded: Any = getattr(part, "_hf_hook", None)
-        return offloaded.weights_map[key] if value.device.type == "meta" and offloaded is not None else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+def _texts(host: nn.Module, shift: int) -> tuple[Tensor, Tensor]:
+    """Return two texts of unequal length as ids (2, l) and attention mask."""
+    device, size = device_of(embeddings_of(host)), getattr(text_config(host), "vocab_size", 2)
+    place = torch.arange(2 * max(LENGTHS), device=device).view(2, -1)
+    mask = (place[:1] < torch.tensor(LENGTHS, device=device)[:, None]).long()
+    return (place * 7 + 5 + shift) % size * mask, mask
 
 
-def _frozen(part: nn.Module) -> list[tuple[str, Tensor]]:
-    """Weights and buffers of a module itself; what is trained lies above the lower layers, as the probe has seen."""
-    own: dict[str, Any] = {}
-    # Scales of quantised weights are neither parameters nor buffers, but part of what is saved.
-    part._save_to_state_dict(own, "", keep_vars=True)
-    own |= dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
-    return [(name, value) for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad]
+def _logits(host: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    logits: Tensor = host(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return logits
 
 
-def _is_offloaded(part: nn.Module) -> bool:
-    return bool(getattr(getattr(part, "_hf_hook", None), "offload", False))
+def _logits_from(lower: LowerLayers, states: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    lower.skip(states)
+    try:
+        with bare_forward(lower.model.host, lower.model.open_blocks):
+            return _logits(lower.model.host, ids, mask)
+    finally:
+        lower.run()

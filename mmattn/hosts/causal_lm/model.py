@@ -39,9 +39,14 @@ from mmattn.hosts.causal_lm.generation import (
 )
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.input_embeddings import embedding_reader
-from mmattn.hosts.causal_lm.joined_probe import probe_joined
+from mmattn.hosts.causal_lm.joined_slots import (
+    joined_sites,
+    probe_before_text,
+    probe_joined,
+    probe_rotations,
+    shift_text,
+)
 from mmattn.hosts.causal_lm.packing import keep_apart
-from mmattn.hosts.causal_lm.position_shift import joined_sites, probe_before_text, probe_rotations, shift_text
 from mmattn.hosts.context import NOTED, Call, ForwardStep, is_broken, prepared_for_graphs, refuse_generator
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host

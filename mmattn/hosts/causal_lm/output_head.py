@@ -1,8 +1,7 @@
-"""How a language model makes logits of its last hidden states, for losses that never hold all of them."""
+"""The head of a language model: logits from last hidden states, for losses that never hold all logits at once."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.language_models import text_config
 from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.causal_lm.headless import HeadlessHost
-from mmattn.hosts.causal_lm.position_shift import WITHIN
-from mmattn.hosts.context import FORWARD
-from mmattn.hosts.eval_mode import in_eval_mode
 from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.probe import bare_forward, is_close, relative_error
 from mmattn.hosts.probe_inputs import text_inputs
+
+#: Names in configs of transformers of a softcap, of a factor of logits, and of a divisor of logits.
+_SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
 
 
 @dataclass(frozen=True)
@@ -34,41 +37,84 @@ class OutputHead:
     scale: float = 1.0
     softcap: float | None = None
 
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits (…, v) of last hidden states (…, d) in float32."""
+        return self.scale_and_cap(self.linear(states.to(self.linear.weight)).float())
 
-#: Known heads, by host.
+    def scale_and_cap(self, logits: Tensor) -> Tensor:
+        """Scale and cap the output of the linear layer, in place."""
+        if self.scale != 1.0:
+            logits = logits.mul_(self.scale)
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+#: Heads that were checked, by host.
 _HEADS: WeakKeyDictionary[nn.Module, OutputHead] = WeakKeyDictionary()
 
 
-def output_head(model: Any) -> OutputHead:
-    """The head of a language model, read off by a probe: once for each host.
+def output_head(model: nn.Module) -> OutputHead:
+    """Return the head of a language model by its config, compared once with the logits of the host.
 
     Args:
         model: a language model of transformers, with adapters or without, or a peft model of one.
 
     Raises:
-        ConditionError: its logits are no such function of its last hidden states, or its head is trained.
+        ConditionError: its logits are not this function of its last hidden states, or the head is trained.
     """
-    host = inner_host(getattr(model, "host", model))
-    head: Any = host.get_output_embeddings()  # type: ignore[operator]
-    name = type(host).__name__
+    host: Any = inner_host(getattr(model, "host", model))
+    head, name = host.get_output_embeddings(), type(host).__name__
     weight = getattr(head, "weight", None)
     if type(head) is not nn.Linear or type(weight) is not nn.Parameter or weight.device.type == "meta":
         raise _refused(f"the head of {name} is no plain linear layer with its weights in memory: {type(head).__name__}")
     if any(parameter.requires_grad for parameter in head.parameters()):
-        raise _refused(f"the head of {name} is trained, and gradients are computed for its inputs alone: freeze it")
+        raise _refused(f"the head of {name} is trained, but gradients reach its inputs alone: freeze it")
     known = _HEADS.get(host)
     if known is None or known.linear is not head:
-        known = _HEADS[host] = _probe(model, host, head)
+        known = _head_by_config(head, text_config(host))
+        _check_head(model, host, known)
+        _HEADS[host] = known
     return known
 
 
-def last_hidden_states(model: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """What the head of a language model is given, (b, l, d).
+def _head_by_config(head: nn.Linear, config: Any) -> OutputHead:
+    softcap = _first(config, _SOFTCAPS)
+    scale = (_first(config, _FACTORS) or 1.0) / (_first(config, _DIVISORS) or 1.0)
+    return OutputHead(head, scale, softcap)
 
-    Args:
-        model: as `output_head` takes it.
-        kwargs: it is called with, `memory` among them where there is one.
-    """
+
+def _first(config: Any, names: tuple[str, ...]) -> float | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((float(value) for value in values if value), None)
+
+
+@torch.no_grad()
+def _check_head(model: nn.Module, host: Any, head: OutputHead) -> None:
+    """Compare the logits of a head with those of the host: for a short text, and for outputs that any cap bends."""
+    name, linear, kwargs = type(host).__name__, head.linear, next(text_inputs(host, 1)) | {"use_cache": False}
+    ramp = torch.linspace(-100, 100, linear.out_features, device=linear.weight.device)
+    try:
+        with bare_forward(host, getattr(model, "open_blocks", None)):
+            pairs = [(head.logits(host.base_model(**kwargs).last_hidden_state), host(**kwargs).logits)]
+            hook = linear.register_forward_hook(lambda module, args, output: ramp.to(output).expand_as(output))
+            try:
+                bent = host(**kwargs).logits
+            finally:
+                hook.remove()
+            pairs.append((head.scale_and_cap(ramp.to(linear.weight.dtype).float()).expand_as(bent), bent))
+    except MmattnError:
+        raise
+    except Exception as error:
+        raise _refused(f"{name} does not return its last hidden states: {error}") from error
+    for logits, expected in pairs:
+        if not is_close(logits.to(linear.weight.dtype), expected.to(linear.weight.dtype)):
+            raise _refused(
+                f"the config of {name} does not say how logits follow from its last hidden states (relative error "
+                f"{relative_error(logits, expected.float()):.0e})"
+            )
+
+
+def last_hidden_states(model: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the inputs (b, l, d) of the head in a call with these arguments, `memory` among them if there is one."""
     if not hasattr(model, "open_blocks"):
         states: Tensor = inner_host(model).base_model(**kwargs).last_hidden_state  # type: ignore[operator]
     elif kwargs.get("memory") is None and not model.open_blocks.in_force().found:
@@ -79,79 +125,5 @@ def last_hidden_states(model: Any, kwargs: Mapping[str, Any]) -> Tensor:
     return states
 
 
-@torch.no_grad()
-def _probe(model: Any, host: Any, head: nn.Linear) -> OutputHead:
-    """The head, as the host itself makes logits of what the linear layer gives."""
-    name = type(host).__name__
-    given = next(text_inputs(host, 3)) | {"use_cache": False}
-    seen: list[Tensor] = []
-    # From where any cap is a straight line to where it is flat.
-    ramp = 10 ** torch.linspace(-4, 4, head.out_features, device=head.weight.device)
-
-    def listen(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        seen.append(args[0])
-        return ramp.expand_as(output)
-
-    step, hook = FORWARD.set(None), head.register_forward_hook(listen)
-    try:
-        with _without_memory(model), in_eval_mode(host):
-            logits = host(**given).logits[0, -1]
-            hook.remove()
-            states = host.base_model(**given).last_hidden_state
-            whole = host(**given).logits.float()
-            # Some hosts scale what their head is given, not what it gives.
-            own = float((seen[0].double() * states.double()).sum() / states.double().square().sum())
-            softcap, scale, curved = _curve(ramp.double(), logits.double())
-            found = OutputHead(head, scale if abs(own - 1) < 1e-3 else own * scale, softcap)
-            wanted = logits_of(found, states)
-            apart = float((wanted - whole).norm() / whole.norm().clamp(min=1e-30))
-    except MmattnError:
-        raise
-    except Exception as error:
-        raise _refused(f"{name} could not be asked for its last hidden states: {error}") from error
-    finally:
-        hook.remove()
-        FORWARD.reset(step)
-    is_known = curved <= 1e-2 and (head.bias is None or found.scale == scale)
-    if not is_known or not apart <= WITHIN[head.weight.element_size()]:
-        raise _refused(
-            f"{name} makes its logits otherwise than as a scaled or capped linear function of its last hidden states "
-            f"({max(apart, curved):.0e} apart)"
-        )
-    return found
-
-
-def _curve(x: Tensor, z: Tensor) -> tuple[float | None, float, float]:
-    """Softcap s and scale c of z = s tanh(c x / s), s None of z = c x; and how far z is from it, of its size."""
-    small = x < 1e-3
-    scale = float((x[small] * z[small]).sum() / x[small].square().sum())
-    straight = float((x * z).sum() / x.square().sum())
-    if abs(straight - scale) <= 1e-2 * abs(scale):
-        return None, straight, float(((straight * x - z) / (straight * x)).abs().max())
-    softcap = float(z.abs().max())
-    curve = softcap * torch.tanh(scale * x / softcap)
-    return softcap, scale, float(((curve - z) / curve).abs().max())
-
-
-def logits_of(head: OutputHead, states: Tensor) -> Tensor:
-    """Logits (…, v) in float32.
-
-    Args:
-        head: of the language model.
-        states: last hidden states (…, d).
-    """
-    logits = head.linear(states.to(head.linear.weight)).float()
-    if head.scale != 1.0:
-        logits = logits.mul_(head.scale)
-    return logits if head.softcap is None else logits.div_(head.softcap).tanh_().mul_(head.softcap)
-
-
-def _without_memory(model: Any) -> contextlib.AbstractContextManager[Any]:
-    blocks = getattr(model, "open_blocks", None)
-    return contextlib.nullcontext() if blocks is None else blocks.conditioned(None)
-
-
-def _refused(why: str) -> ConditionError:
-    return ConditionError(
-        f"a loss in chunks was asked for, and {why}. Leave chunk_size (loss_chunk_size) out for this host"
-    )
+def _refused(reason: str) -> ConditionError:
+    return ConditionError(f"no loss in chunks: {reason}. Leave chunk_size (loss_chunk_size) out for this host")

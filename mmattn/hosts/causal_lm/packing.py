@@ -13,8 +13,7 @@ from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText
 from mmattn.errors import ConditionError
-from mmattn.hosts.context import FORWARD
-from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.probe import bare_forward
 
 #: What is known of hosts: by their attention and what a call says of its documents, how these are kept apart.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple[str | None, ...], str | None]] = WeakKeyDictionary()
@@ -91,13 +90,10 @@ def _is_apart(host: nn.Module, said: tuple[str, ...], way: str) -> bool:
     given = {name: offered[name] for name in names}
     if way == "mask":
         given |= _mask(PackedText.of(number), host)
-    step = FORWARD.set(None)
     try:
-        with in_eval_mode(host):
+        with bare_forward(host):
             packed = host(input_ids=ids, use_cache=False, **given).logits[0, lengths[0] :]
             alone = host(input_ids=ids[:, lengths[0] :], use_cache=False).logits[0]
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False  # it cannot be called so
-    finally:
-        FORWARD.reset(step)
     return bool((packed - alone).abs().max() <= 0.02 * alone.abs().max())

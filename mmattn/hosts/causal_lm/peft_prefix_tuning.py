@@ -123,11 +123,7 @@ def save_prefix_tuning(model: Any, folder: Folder, prefix: int = 0, name: str = 
 
 
 def _read(folder: Folder) -> Tensor:
-    """The virtual tokens (p, n · 2 · g · k) of a checkpoint.
-
-    Raises:
-        AdapterFileError: it is none.
-    """
+    """The virtual tokens (p, n · 2 · g · k) of a checkpoint."""
     source = repr(os.fspath(folder))
     try:
         config = read_json(os.path.join(folder, CONFIG))
@@ -150,11 +146,7 @@ def _read(folder: Folder) -> Tensor:
 
 
 def _layout(sites: Sequence[Site]) -> HeadSizes:
-    """The sizes of every layer.
-
-    Raises:
-        AdapterFileError: they differ, or keys are wider than values.
-    """
+    """The sizes of every layer."""
     first, *others = {
         HeadSizes(1, site.heads.num_kv_heads, site.heads.head_dim, site.heads.value_dim or site.heads.head_dim)
         for site in sites

@@ -1,4 +1,4 @@
-"""What published weights need to be read onto a language model: the sizes of the host, and the tensors of files."""
+"""Published weights for a language model: sizes of the host, and tensors of files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ Weights = Mapping[str, Tensor] | str | PathLike[str]
 
 
 def text_host(host: nn.Module) -> TextHost:
-    """What the config of a language model says of its layers.
-
-    Raises:
-        AttachError: no language model.
-    """
+    """Return the sizes of the layers of a language model by its config."""
     config, depth = text_config(host), depth_of(host)
     if depth is None:
         raise AttachError(f"the config of {type(host).__name__} has no num_hidden_layers: is it a language model?")
@@ -68,13 +64,9 @@ class Files(Mapping[str, Tensor]):
 
 
 def read_weights(weights: Weights) -> tuple[Mapping[str, Tensor], str]:
-    """The tensors by name, and what messages call them; a `.bin`, `.pt` or `.pth` is unpickled with `weights_only`.
-
-    Raises:
-        AdapterFileError: they cannot be read, or are no tensors by name.
-    """
+    """The tensors by name, and what messages call them; a `.bin`, `.pt` or `.pth` is unpickled with `weights_only`."""
     if isinstance(weights, Mapping):
-        given: Any = weights
+        state: Any = weights
         source = "the state dict"
     else:
         path = os.fspath(weights)
@@ -87,11 +79,11 @@ def read_weights(weights: Weights) -> tuple[Mapping[str, Tensor], str]:
         if not path.endswith((".bin", ".pt", ".pth")):
             return Files([path]), source
         try:
-            given = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torn pickles raise all there is
             raise AdapterFileError(f"{source} cannot be read as weights: {error}; fetch it again") from error
-    if not isinstance(given, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in given.items()
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):
         raise AdapterFileError(f"{source} must hold tensors by name, as a state dict does")
-    return given, source
+    return state, source

@@ -1,9 +1,8 @@
-"""Diffusion models with adapters inside their attention: what UNets and transformers share.
+"""Diffusion models with adapters inside their attention: the base of UNets and transformers.
 
-An adapter acts after an attention layer of the host, by a hook: what the host's own processors are (sliced, fused, an
-IP-Adapter's, LoRA) does not matter, and may change. With Z the heads of the host's attention and A those of the
-adapters, the host gives Wo Z + bias; Wo A is added to it. `use_core` goes further and puts the host's own text through
-our core.
+An adapter acts after an attention layer of the host, by a hook, whatever processors the host has (sliced, fused, of an
+IP-Adapter, LoRA). With Z the heads of the host's attention and A those of the adapters, the host returns Wo Z + bias,
+and Wo A is added. `use_core` also computes the host's own attention to its text by the attention core.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel, check_unused
@@ -40,8 +41,8 @@ from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.ownership import forget_compiled
 from mmattn.hosts.recomputation import keep_context
 
-# Which model a pipeline calls in this context, and for what: "cond", "uncond", … of diffusers' `cache_context`.
-_HALF: ContextVar[tuple[Any, str]] = ContextVar("mmattn_guidance_half", default=(None, ""))
+#: The model that a pipeline calls in this context, and the name of the prediction in diffusers' `cache_context`.
+_PREDICTION: ContextVar[tuple[Any, str]] = ContextVar("mmattn_guidance_prediction", default=(None, ""))
 
 
 class AdaptedDenoiser(AdaptedModel):
@@ -62,30 +63,20 @@ class AdaptedDenoiser(AdaptedModel):
         self.layer_names = tuple(layer_names)
         self.arguments = forward_arguments(host)
         self.picture_name = "sample" if "sample" in self.arguments else "hidden_states"
-        # Processors that put the host's own text through the core, and those whose place they have taken.
-        self.own: dict[int, Any] = {}
-        self._processors: dict[int, Any] = {}
-
-    # What a kind of diffusion model says of itself -------------------------------------------------------------------
+        #: Processors of `use_core` by layer, and the host's own that they replace.
+        self.processors: dict[int, Any] = {}
+        self._replaced: dict[int, Any] = {}
 
     @abstractmethod
     def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
-        """Frames, height and width of the picture that the host is given, as its first layer has it.
-
-        Args:
-            given: the arguments of the host by name.
-        """
+        """Return frames, height and width of the picture in the host's first layer, by the arguments of a call."""
 
     @abstractmethod
     def text_attention(self, index: int) -> Any:
-        """The processor that puts the text of an attention layer through the core, with a `check` of the layer.
-
-        Raises:
-            ConditionError: the core cannot compute it.
-        """
+        """Return the processor that computes the text attention of a layer by the core, with a `check` of the layer."""
 
     def picture_part(self, index: int) -> int:
-        """Which of the outputs of an attention layer is that of the picture, where it has several."""
+        """Return the index of the picture among the outputs of an attention layer."""
         return 0
 
     def layer(self, index: int) -> Any:
@@ -93,25 +84,25 @@ class AdaptedDenoiser(AdaptedModel):
         return self.host.get_submodule(self.layer_names[index])
 
     def join(self) -> None:
-        """Follow the host, and note which half of guidance its pipelines are at."""
+        """Follow the host, and the names that pipelines give to `cache_context`, which has no hook."""
         super().join()
         if hasattr(self.host, "cache_context"):
             self.host.__dict__["cache_context"] = self._cache_context
 
     @contextlib.contextmanager
     def _cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
-        before = _HALF.get()
-        _HALF.set((self, name))
+        before = _PREDICTION.get()
+        _PREDICTION.set((self, name))
         try:
             with type(self.host).cache_context(self.host, name, **kwargs):  # type: ignore[attr-defined]
                 yield
         finally:
-            _HALF.set(before)
+            _PREDICTION.set(before)
 
     def prediction_name(self) -> str:
-        """Return the name that a pipeline gives in `cache_context` to the prediction it computes, "" where none."""
-        model, half = _HALF.get()
-        return half if model is self else ""
+        """Return the name that a pipeline gives to its prediction in `cache_context`, or ""."""
+        model, name = _PREDICTION.get()
+        return name if model is self else ""
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -142,16 +133,9 @@ class AdaptedDenoiser(AdaptedModel):
             return self.host(*args, **kwargs)
 
     def predict(self, sample: Tensor, timestep: Any, text: Tensor, **inputs: Any) -> Tensor:
-        """What the host makes of a sample under the conditions of the surrounding block, in the sample's shape.
-
-        Args:
-            sample: (b, …).
-            timestep: of all rows.
-            text: (b, m, e), the host's `encoder_hidden_states`.
-            inputs: further arguments of the host.
-        """
-        given = {self.picture_name: sample, "timestep": timestep, "encoder_hidden_states": text}
-        predicted: Tensor = self.host(**given, **inputs).sample
+        """Return the prediction of the host for a sample (b, …), under the conditions of the surrounding block."""
+        kwargs = {self.picture_name: sample, "timestep": timestep, "encoder_hidden_states": text}
+        predicted: Tensor = self.host(**kwargs, **inputs).sample
         return predicted
 
     @contextlib.contextmanager
@@ -164,10 +148,9 @@ class AdaptedDenoiser(AdaptedModel):
         guided: bool = False,
         negative_prompt_embeds: Tensor | None = None,
     ) -> Iterator[Any]:
-        """Every call of the host inside the block sees this memory; None is no memory.
+        """Give every call of the host inside the block this memory; None for no memory.
 
-        What is computed of the memory, and with `use_core` of the text, is computed once for all calls inside the
-        block.
+        K/V of the memory, and with `use_core` of the text, are computed once for all calls inside the block.
 
         Args:
             memory: one for all active adapters, or one by adapter name.
@@ -176,8 +159,8 @@ class AdaptedDenoiser(AdaptedModel):
                 (`mmattn.hosts.diffusion.scale`).
             text_mask: (rows, m) bool, which tokens of the host's own text are real; needs `use_core`.
             guided: a pipeline of diffusers computes classifier-free guidance inside the block, in batches of two or
-                three parts or in a call for each: what is unconditional sees no memory. Which part or call that is
-                tell the null class of DiT, the names that the pipeline gives to `cache_context`, and else the order of
+                three parts or in a call for each: unconditional rows and calls see no memory. They are known by the
+                null class of DiT, by the names that the pipeline gives to `cache_context`, else by the order of
                 diffusers' own pipelines: of calls at one time step the conditional one comes first.
             negative_prompt_embeds: (b, m, e), the embeddings of the negative prompt as the host is given them: rows
                 with this text see no memory, in whatever order they come. Implies `guided`; needed by pipelines of
@@ -205,27 +188,25 @@ class AdaptedDenoiser(AdaptedModel):
     def make_call(  # type: ignore[override]
         self, memory: Any, adapter_scale: Any = 1.0, *, text_mask: Tensor | None = None, guided: bool = False
     ) -> DenoisingCall | None:
-        """What a call with this memory sees; None is no memory."""
+        """Return the call with this memory, or None without one."""
         self.check_attached()
         text_mask = self._check_text_mask(text_mask)
         if memory is None:
             self.check_not_required()
-            return DenoisingCall({}, text_mask=text_mask) if self._processors else None
+            return DenoisingCall({}, text_mask=text_mask) if self._replaced else None
         sources = self.bind(memory)
-        by_name = (
-            isinstance(adapter_scale, Mapping) and bool(adapter_scale) and set(adapter_scale) <= set(self.adapters)
-        )
+        by_name = isinstance(adapter_scale, Mapping) and adapter_scale and adapter_scale.keys() <= set(self.adapters)
         scales = {
             name: check_adapter_scale(
                 adapter_scale.get(name, 0.0) if by_name else adapter_scale, self.layer_names, source.rows
             )
             for name, source in sources.items()
         }
-        seen = {name: source for name, source in sources.items() if not is_zero(scales[name])}
-        return DenoisingCall(seen, scales=scales, guided=guided, text_mask=text_mask)
+        sources = {name: source for name, source in sources.items() if not is_zero(scales[name])}
+        return DenoisingCall(sources, scales=scales, guided=guided, text_mask=text_mask)
 
     def _check_text_mask(self, text_mask: Tensor | None) -> Tensor | None:
-        if text_mask is not None and not self._processors:
+        if text_mask is not None and not self._replaced:
             raise ConditionError("text_mask needs the host's own attention to go through the core: call use_core()")
         if text_mask is None or not check_bool_mask("text_mask", text_mask).is_inference():
             return text_mask
@@ -233,7 +214,7 @@ class AdaptedDenoiser(AdaptedModel):
             return text_mask.clone()
 
     def denoising_call(self) -> DenoisingCall | None:
-        """The call under way here."""
+        """Return the call under way."""
         call, _ = self.current_call()
         return call if isinstance(call, DenoisingCall) else None
 
@@ -260,52 +241,42 @@ class AdaptedDenoiser(AdaptedModel):
         ]
 
     def hook_block(self, index: int) -> Any:
-        """Hook the adapters to what the block around an attention layer hands on."""
+        """Hook the adapters to the output of the block around an attention layer."""
         block, part = self.block_of(index)
         return self.host.get_submodule(block).register_forward_hook(AfterBlock(self, index, part))
 
     def block_of(self, index: int) -> tuple[str, int | None]:
-        """Name of the block around an attention layer, and which of its outputs is the picture's; None is its only one.
-
-        Raises:
-            AttachError: this kind of host has no such blocks.
-        """
+        """Return the block around an attention layer, and the index of the picture in its outputs or None."""
         raise AttachError(
             f"layout.added_to='block' adds to the blocks of a transformer, and {type(self.host).__name__} is a host of "
             f"kind {self.kind!r}: leave it out"
         )
 
-    def check_adapter(self, adapter: Any) -> None:
-        """Refuse an adapter that adds to blocks which the host has not.
-
-        Raises:
-            AttachError: it does.
-        """
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Refuse an adapter that adds to blocks where the host has none."""
         if adapter.adds_to_block:
             self.block_of(adapter.layers[0])
 
     def forward_step(
         self, call: Any, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ForwardStep:
-        """What the adapters do in one forward of the host, at its picture's size and its time step."""
+        """Return the actions of one forward, for the size of its picture and its timestep."""
         if torch.is_grad_enabled():
             keep_context(host)
         given = dict(zip(self.arguments, args, strict=False)) | dict(kwargs)
         sample, timestep = given.get(self.picture_name), given.get("timestep")
         if sample is None:
-            return ForwardStep(self, host, None, {})  # the host says itself what it misses
-        rows, grid, half = sample.shape[0], self.grid_of(given), self.prediction_name()
+            return ForwardStep(self, host, None, {})  # the host raises by itself
+        rows, grid, prediction = sample.shape[0], self.grid_of(given), self.prediction_name()
         actions: dict[tuple[int, str], list[Action]] = {}
-        known: dict[int, tuple[bool, ...]] = {}
+        conditional: dict[int, tuple[bool, ...]] = {}
         for name, source in call.sources.items():
-            count = parts_of(name, rows, source.rows, call.guided, half)
-            if count not in known:
-                known[count] = (
-                    conditional_parts(self.host, call, given, self.picture_name, count, half)
-                    if call.guided
-                    else (True,)
-                )
-            if not any(sees := known[count]):
+            count = parts_of(name, rows, source.rows, call.guided, prediction)
+            if not call.guided:
+                conditional[count] = (True,)
+            elif count not in conditional:
+                conditional[count] = conditional_parts(self.host, call, given, self.picture_name, count, prediction)
+            if not any(sees := conditional[count]):
                 continue
             scale = call.scales[name]
             if not isinstance(scale, float):
@@ -316,7 +287,7 @@ class AdaptedDenoiser(AdaptedModel):
         return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
-        """What the adapters do for queries (rows, h, l, k) where only a part of the host was called."""
+        """Return the actions for queries (rows, h, l, k) where only a part of the host was called."""
         call, disabled = self.current_call()
         actions: dict[tuple[int, str], list[Action]] = {}
         if not isinstance(call, DenoisingCall):
@@ -340,24 +311,24 @@ class AdaptedDenoiser(AdaptedModel):
     def _parts_of_attention(
         self, call: DenoisingCall, name: str, rows: int, memory_rows: int | None
     ) -> tuple[bool, ...]:
-        """Which parts of the rows of an attention layer see the memory, where the host's arguments are not known."""
-        half = self.prediction_name()
-        count = parts_of(name, rows, memory_rows, call.guided, half)
+        """Return which parts of the rows of a layer see the memory, without the arguments of the host."""
+        prediction = self.prediction_name()
+        count = parts_of(name, rows, memory_rows, call.guided, prediction)
         if not call.guided or call.parts:
             return call.parts if count == len(call.parts) else (True,) * count
-        unknown = count == 1 and half not in NAMED and self.picture_name == "hidden_states"
+        unknown = count == 1 and prediction not in NAMED and self.picture_name == "hidden_states"
         if call.negative_prompt_embeds is not None or unknown:
             raise ConditionError(
-                "in a compiled host, or a part of one, nothing tells which half of guidance is unconditional: compile "
+                "a compiled host, or a part of one, does not know which half of guidance is unconditional: compile "
                 "blocks alone (compile_repeated_blocks), or name the half by host.cache_context('cond') and ('uncond')"
             )
-        return parts_in_order(self.host, count) if count > 1 else (NAMED.get(half, True),)
+        return parts_in_order(self.host, count) if count > 1 else (NAMED.get(prediction, True),)
 
     def _add_actions(
         self,
         actions: dict[tuple[int, str], list[Action]],
         name: str,
-        source: Any,
+        source: BoundMemory,
         sees: tuple[bool, ...],
         scale: Any,
         grid: Grid | None,
@@ -371,10 +342,12 @@ class AdaptedDenoiser(AdaptedModel):
             timestep = times_by_row(timestep, sees.index(True) * source.rows, source.rows)
         view = source.step(TextState(source.rows, frames * height * width, layer=only, timestep=timestep))
         for index in adapter.layers if only is None else (only,):
-            own = at_layer(scale, self.layer_names[index])
+            layer_scale = at_layer(scale, self.layer_names[index])
             entries = actions.setdefault((index, "inside"), [])
-            if not is_zero(own):
-                entries.append((view, adapter.block(index), RowsAndScale(sees, own, grid, adapter.adds_to_block, rows)))
+            if not is_zero(layer_scale):
+                entries.append(
+                    (view, adapter.block(index), RowsAndScale(sees, layer_scale, grid, adapter.adds_to_block, rows))
+                )
 
     def lost_layers(self, step: ForwardStep) -> list[int]:
         """Return the layers that ran, or were replaced, and that memory did not reach.
@@ -386,11 +359,7 @@ class AdaptedDenoiser(AdaptedModel):
         return [layer for layer in lost if layer in ran or self.hooked[layer, "inside"] not in parts]
 
     def check_reached(self, layers: Sequence[int]) -> None:
-        """Refuse an answer that memory did not reach.
-
-        Raises:
-            ConditionError: always.
-        """
+        """Raise ConditionError for layers that memory did not reach."""
         raise ConditionError(
             f"memory did not reach {[self.layer_names[index] for index in layers]}: these layers ran without being "
             "called, or were replaced after attach; name others with DecoupledAdapter(blocks=...), or unload() before "
@@ -401,17 +370,13 @@ class AdaptedDenoiser(AdaptedModel):
 
     @property
     def through_core(self) -> bool:
-        """Whether the host's own text runs through the core."""
-        return bool(self._processors)
+        """Return whether the host's own attention to its text is computed by the core."""
+        return bool(self._replaced)
 
     def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
-        """Return the memories of a forward that begins; no processor may have been replaced after `use_core`.
-
-        Raises:
-            ConditionError: one was.
-        """
-        for index in self._processors:
-            if self.layer(index).processor is not self.own[index]:
+        """Return the memories of a forward that begins; no processor may have been replaced after `use_core`."""
+        for index in self._replaced:
+            if self.layer(index).processor is not self.processors[index]:
                 raise ConditionError(
                     f"the processor of {self.layer_names[index]} was replaced after use_core(), so the host's own "
                     "attention left the core: call use_core(False) before load_ip_adapter, set_attn_processor and the "
@@ -420,11 +385,10 @@ class AdaptedDenoiser(AdaptedModel):
         return self.current_call()
 
     def use_core(self, on: bool = True) -> Any:
-        """Let the host's own attention to its text run through `mmattn.attend`: padding hidden, and where the text's
-        keys and values are the same at every step, computed once per block.
+        """Compute the host's own attention to its text by `mmattn.attend`: padding is masked, and K/V of the text that
+        are the same at every step are computed once per block.
 
-        Where nothing is masked the host's answers stay what they were to rounding. Rows whose text is masked out
-        altogether see no text.
+        Without masks the host's outputs are equal but for rounding. Rows whose text is all masked see no text.
 
         Args:
             on: False gives the host its own processors back.
@@ -435,28 +399,29 @@ class AdaptedDenoiser(AdaptedModel):
         """
         if on:
             self.check_attached()
-        if on and not self._processors:
-            own = {index: self.text_attention(index) for index in range(len(self.layer_names))}
-            for index, processor in own.items():
+        if on and not self._replaced:
+            processors = {index: self.text_attention(index) for index in range(len(self.layer_names))}
+            for index, processor in processors.items():
                 processor.check(self.layer(index))
-            self.own = own
-            for index, processor in own.items():
-                self._processors[index] = self.layer(index).processor
+            self.processors = processors
+            for index, processor in processors.items():
+                self._replaced[index] = self.layer(index).processor
                 self.layer(index).processor = processor
         elif not on:
-            for index, processor in self._processors.items():
-                if self.layer(index).processor is self.own[index]:
+            for index, processor in self._replaced.items():
+                if self.layer(index).processor is self.processors[index]:
                     self.layer(index).processor = processor
-            self._processors = {}
+            self._replaced = {}
         forget_compiled()
         return self
 
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
-        """Everything that attends: the adapters, and under "text" the host's own layers that go through the core."""
-        own = {("text", index): attention.heads for index, attention in self.own.items() if attention.heads is not None}
-        return super().attentions() | (own if self.through_core else {})
+        """Return the attention modules of the adapters, and under "text" those of `use_core`."""
+        processors = self.processors.items() if self.through_core else ()
+        text = {("text", index): one.heads for index, one in processors if one.heads is not None}
+        return super().attentions() | text
 
     def unload(self) -> nn.Module:
-        """Give back the very same host with no trace of the adapters."""
+        """Return the very same host without any trace of the adapters."""
         self.use_core(False)
         return super().unload()

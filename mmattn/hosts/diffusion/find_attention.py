@@ -1,28 +1,30 @@
-"""Which attention layers of a diffusion transformer can read a memory: seen in one small forward, proved in another.
+"""Attention layers of a diffusion transformer that can read a memory, inferred from one small forward.
 
-What a layer is cannot be told from its class, of which there are as many as models, nor from its shape alone: in many
-models text is as wide as pictures. It is told from what the layer is given and gives.
+The kind of an attention layer cannot be inferred from its class, of which there are as many as models, nor from its
+sizes: text is often as wide as pictures. It follows from the inputs and outputs of the layer.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.diffusion.example_inputs import TEXT, Layout, example_inputs, layouts
 from mmattn.hosts.diffusion.heads import SHARED, attention_names, is_attention
 from mmattn.hosts.diffusion.scale import Grid
-from mmattn.hosts.eval_mode import in_eval_mode
+from mmattn.hosts.probe import Handle, disturb, in_eval_mode, unreached
 
-#: What an attention layer does with text: reads it, has one softmax with it, or knows none but what its stream holds.
+#: Kinds of attention layers: over text, one softmax over text and picture, or over what is in the layer's stream.
 CROSS, JOINT, SELF = "cross", "joint", "self"
+#: Hidden states, text and output of a layer in one call.
+Call = tuple[Any, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,11 @@ class PictureAttention:
     Args:
         name: dotted name in the host.
         kind: "cross", "joint" or "self".
-        stream: its tokens are those of the picture and of the text.
-        width: of what its keys and values of the text are projected from; of its stream where it reads none.
-        part: which of its outputs is the picture's.
-        block: dotted name of the block that it is in.
-        block_part: which of the outputs of that block is the picture's, −1 where it has one output; None where none is.
+        stream: its tokens are those of picture and text.
+        width: of the inputs of its keys and values: of the text, or of its stream if it reads no text.
+        part: index of the picture among its outputs.
+        block: dotted name of the block around it.
+        block_part: index of the picture among the outputs of the block, −1 for a single output; None if none fits.
         block_width: d of that output.
     """
 
@@ -51,14 +53,14 @@ class PictureAttention:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is known of a diffusion transformer.
+class TransformerLayers:
+    """The attention layers of a diffusion transformer, and arguments that it accepts.
 
     Args:
-        layers: the attention layers that can read a memory, in the order of the host.
-        layout: how it is given a picture.
-        grid: of a picture that it takes.
-        way: which of the `example_inputs` it takes.
+        layers: attention layers that can read a memory, in the order of the host.
+        layout: of its pictures.
+        grid: of a picture that it accepts.
+        way: index of the accepted `example_inputs`.
     """
 
     layers: tuple[PictureAttention, ...]
@@ -67,98 +69,85 @@ class Found:
     way: int
 
     def inputs(self, host: nn.Module, rows: int, generator: torch.Generator) -> dict[str, Any]:
-        """Arguments that the host takes, with random contents."""
+        """Return random arguments that the host accepts."""
         ways = example_inputs(host, self.layout, self.grid, rows, generator)
-        return next(given for way, given in enumerate(ways) if way == self.way)
+        return next(kwargs for way, kwargs in enumerate(ways) if way == self.way)
 
 
 @torch.no_grad()
-def find_attention(host: nn.Module) -> Found:
-    """The attention layers of a diffusion transformer in which a picture can look at a memory.
+def find_attention(host: nn.Module) -> TransformerLayers:
+    """Return the attention layers of a diffusion transformer at which a picture can attend to a memory.
 
     Raises:
-        AttachError: it is not known what the host is called with, or it has no such layers.
+        AttachError: there are no example inputs for the host, or it has no such layers.
     """
     name, rows = type(host).__name__, 2
-    named = {each: host.get_submodule(each) for each in attention_names(host)}
-    layers = {each: attn for each, attn in named.items() if is_attention(attn)}
+    layers = [each for each in attention_names(host) if is_attention(host.get_submodule(each))]
     if not layers:
-        raise AttachError(
-            f"{name} has no attention layers from which queries could be read, so that none can attend to a memory"
-        )
-    around = {each.rpartition(".")[0]: host.get_submodule(each.rpartition(".")[0]) for each in layers}
-    tried = ""
-    for layout in layouts(host):
-        for grid in layout.example_grids():
-            ways = example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))
-            for way, given in enumerate(ways):
-                with _noted(layers | around) as notes, in_eval_mode(host):
-                    try:
-                        fits = _is_whole(answer_of(host, given), given["hidden_states"], layout)
-                    except MmattnError:
-                        raise
-                    except Exception as error:
-                        # The first way is that of most hosts.
-                        tried = tried or f"{type(error).__name__}: {error}"
-                        continue
-                if fits:
-                    return Found(_chosen(name, layers, notes, rows, grid), layout, grid, way)
+        raise AttachError(f"{name} has no attention layers with queries, so none can attend to a memory")
+    watched = {each: host.get_submodule(each) for one in layers for each in (one, one.rpartition(".")[0])}
+    failure = ""
+    for layout, grid in [(each, grid) for each in layouts(host) for grid in each.example_grids()]:
+        for way, kwargs in enumerate(example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))):
+            with _calls(watched) as calls, in_eval_mode(host):
+                try:
+                    fits = _has_size_of(prediction(host, kwargs), kwargs["hidden_states"], layout)
+                except MmattnError:
+                    raise
+                except Exception as error:  # the first way is that of most hosts
+                    failure = failure or f"{type(error).__name__}: {error}"
+                    continue
+            if fits:
+                return TransformerLayers(_choose(name, layers, calls, rows, math.prod(grid)), layout, grid, way)
     raise AttachError(
-        f"it is not known what {name} is called with, so that nothing tells which of its {len(layers)} attention "
-        f"layers are the picture's ({tried or 'it gives no answer of the size of its picture'})"
+        f"there are no example inputs for {name}, by which to find the attention of its picture "
+        f"({failure or 'it predicts nothing of the size of its picture'})"
     )
 
 
-def answer_of(host: nn.Module, given: Mapping[str, Any]) -> Tensor:
-    """What a host predicts of its picture."""
-    answer = host(**given)
-    found: Tensor = answer if isinstance(answer, Tensor) else answer[0]
-    return found
+def prediction(host: nn.Module, kwargs: Mapping[str, Any]) -> Tensor:
+    """Call a host and return what it predicts of its picture."""
+    output = host(**kwargs)
+    return output if isinstance(output, Tensor) else output[0]
 
 
-def _is_whole(answer: Tensor, picture: Tensor, layout: Layout) -> bool:
-    """Whether a host's answer is of its picture's rows and size: some take any picture for a square one."""
+def _has_size_of(output: Tensor, picture: Tensor, layout: Layout) -> bool:
+    """Return whether a prediction has the rows and size of the picture: some hosts take any picture for a square."""
     sides = [at - len(layout.axes) for at, axis in enumerate(layout.axes) if axis in "hw"]
-    return answer.shape[0] == picture.shape[0] and all(answer.shape[at] == picture.shape[at] for at in sides)
+    return output.shape[0] == picture.shape[0] and all(output.shape[at] == picture.shape[at] for at in sides)
 
 
 @contextlib.contextmanager
-def _noted(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Any, Any, Any]]]:
-    """By layer, the hidden states, the text and the output of its first call inside the block."""
-    notes: dict[str, tuple[Any, Any, Any]] = {}
-    hooks = []
+def _calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Call]]:
+    """Record the first call of each module inside the block."""
+    calls: dict[str, Call] = {}
 
-    def listen(name: str) -> Any:
+    def record(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = args[0] if args else kwargs.get("hidden_states")
             text = args[1] if len(args) > 1 else kwargs.get("encoder_hidden_states")
-            notes.setdefault(name, (x, text, output))
+            calls.setdefault(name, (x, text, output))
 
         return hook
 
+    hooks = [module.register_forward_hook(record(name), with_kwargs=True) for name, module in modules.items()]
     try:
-        for name, module in layers.items():
-            hooks.append(module.register_forward_hook(listen(name), with_kwargs=True))
-        yield notes
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _chosen(
-    host: str, layers: Collection[str], notes: Mapping[str, tuple[Any, Any, Any]], rows: int, grid: Grid
+def _choose(
+    host: str, layers: Collection[str], calls: Mapping[str, Call], rows: int, tokens: int
 ) -> tuple[PictureAttention, ...]:
-    """One layer for each block: that which reads text, else that which is joined with it, else its first."""
-    tokens = grid[0] * grid[1] * grid[2]
+    """Return one layer for each block: the one that reads text, else the one joined with it, else the first."""
     blocks: dict[str, list[PictureAttention]] = {}
-    for name, (x, text, output) in notes.items():
-        if name not in layers:
-            continue
-        layer = _picture_attention(name, x, text, output, rows, tokens)
+    for name, call in calls.items():
+        layer = _picture_attention(name, call, rows, tokens) if name in layers else None
         if layer is not None:
             block = name.rpartition(".")[0]
-            handed_on = notes[block][2] if block in notes else None
-            part, width = _picture_output(handed_on, x.shape[:2])
+            part, width = _picture_output(calls[block][2] if block in calls else None, call[0].shape[:2])
             blocks.setdefault(block, []).append(replace(layer, block=block, block_part=part, block_width=width))
     order = (CROSS, JOINT, SELF)
     best = [min(block, key=lambda layer: order.index(layer.kind)) for block in blocks.values()]
@@ -167,89 +156,66 @@ def _chosen(
     if not best:
         raise AttachError(
             f"{host} has no attention layer with a query for each token of its picture, at which an adapter could "
-            f"attend to a memory: its {len(layers)} are of another shape, or see several pictures of a film as rows"
+            f"attend to a memory: its {len(layers)} are of another shape, or take frames of a film as rows"
         )
     return tuple(best)
 
 
-def _picture_attention(name: str, x: Any, text: Any, output: Any, rows: int, tokens: int) -> PictureAttention | None:
+def _picture_attention(name: str, call: Call, rows: int, tokens: int) -> PictureAttention | None:
+    x, text, output = call
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[0] != rows or x.shape[1] < tokens:
         return None
-    outputs = (output,) if isinstance(output, Tensor) else tuple(output)
     part, _ = _picture_output(output, x.shape[:2])
     if part is None:
         return None
-    reads = isinstance(text, Tensor) and text is not x
-    kind = SELF if not reads else CROSS if len(outputs) == 1 else JOINT
-    width = text.shape[-1] if reads else x.shape[-1]
-    return PictureAttention(name, kind, x.shape[1] >= tokens + TEXT and not reads, int(width), max(part, 0))
+    if not isinstance(text, Tensor) or text is x:
+        return PictureAttention(name, SELF, x.shape[1] >= tokens + TEXT, x.shape[-1], max(part, 0))
+    kind = CROSS if isinstance(output, Tensor) or len(output) == 1 else JOINT
+    return PictureAttention(name, kind, False, text.shape[-1], max(part, 0))
 
 
 def _picture_output(output: Any, size: torch.Size) -> tuple[int | None, int]:
-    """Which output is (b, l, any) of this size, −1 where it is the only one, None where none is; and its width."""
-    if isinstance(output, Tensor):
-        return (-1, output.shape[-1]) if output.dim() == 3 and output.shape[:2] == size else (None, 0)
-    if not isinstance(output, (tuple, list)):
-        return None, 0
-    parts = [
-        at for at, one in enumerate(output) if isinstance(one, Tensor) and one.dim() == 3 and one.shape[:2] == size
-    ]
-    return (parts[0], output[parts[0]].shape[-1]) if parts else (None, 0)
+    """Return the index of the output (b, l, d) of this size, −1 for a single tensor, None for none; and its width."""
+    outputs = (output,) if isinstance(output, Tensor) else output if isinstance(output, (tuple, list)) else ()
+    for part, one in enumerate(outputs):
+        if isinstance(one, Tensor) and one.dim() == 3 and one.shape[:2] == size:
+            return -1 if isinstance(output, Tensor) else part, one.shape[-1]
+    return None, 0
 
 
 @torch.no_grad()
-def check_reaches(host: nn.Module, found: Found, layers: Sequence[tuple[str, int]]) -> None:
-    """Prove that what is added to each output changes the host's prediction.
-
-    One forward; row r is disturbed at the r-th module only, row 0 nowhere.
-
-    Args:
-        host: the transformer.
-        found: what is known of it.
-        layers: names of modules, and which of their outputs.
+def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[tuple[str, int]]) -> None:
+    """Check that changes of outputs, names of modules and indices, reach the prediction of a host.
 
     Raises:
-        ConditionError: a layer whose output does not matter.
+        ConditionError: one does not.
     """
-    rows, hooks = len(layers) + 1, []
 
-    def disturb(row: int, part: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            outputs = [output] if isinstance(output, Tensor) else list(output)
-            outputs[part] = outputs[part].clone()
-            outputs[part][row] += torch.linspace(-1, 1, outputs[part].shape[-1]).to(outputs[part])
-            return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
+    def site(name: str, part: int) -> Callable[[int], Handle]:
+        def change(row: int, output: Any) -> Any:
+            if isinstance(output, Tensor):
+                return disturb(output, row)
+            return (*output[:part], disturb(output[part], row), *output[part + 1 :])
 
-        return hook
+        module = host.get_submodule(name)
+        return lambda row: module.register_forward_hook(lambda _, args, output: change(row, output))
 
-    # The same picture and text in every row.
-    inputs = found.inputs(host, 1, torch.Generator().manual_seed(0))
-    given = {name: _repeated(name, value, rows) for name, value in inputs.items()}
-    try:
-        for row, (name, part) in enumerate(layers, 1):
-            hooks.append(host.get_submodule(name).register_forward_hook(disturb(row, part)))
-        with in_eval_mode(host):
-            answer = answer_of(host, given)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if isinstance(answer, FakeTensor):
-        return
-    blind = [name for row, (name, _) in enumerate(layers, 1) if torch.equal(answer[row], answer[0])]
-    if blind:
+    def output(rows: int) -> Tensor:
+        inputs = found.inputs(host, 1, torch.Generator().manual_seed(0))
+        return prediction(host, {name: _repeat(name, value, rows) for name, value in inputs.items()})
+
+    lost = unreached(host, [site(name, part) for name, part in outputs], output)
+    if lost:
         raise ConditionError(
-            f"what is added to {blind} does not reach the prediction of {type(host).__name__}: memory "
-            "would be lost there; choose other layers with blocks="
+            f"changes of {[outputs[each][0] for each in lost]} do not reach the prediction of {type(host).__name__}, "
+            "so memory would be lost: choose other layers with blocks="
         )
 
 
-def _repeated(name: str, value: Any, rows: int) -> Any:
-    """An argument of one row for several: a list has a part for each row, or a tensor for each layer."""
+def _repeat(name: str, value: Any, rows: int) -> Any:
+    """Repeat an argument of one row; a list has a part for each row, or a tensor for each layer."""
     if isinstance(value, list):
-        return [_repeated(name, one, rows) for one in value] if isinstance(value[0], Tensor) else value * rows
-    return value.repeat(rows, *[1] * (value.dim() - 1)) if _has_rows(name, value, 1) else value
-
-
-def _has_rows(name: str, value: Any, rows: int) -> bool:
-    """Whether this argument has a row for each picture: positions, which all of them share, have not."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows and name not in SHARED
+        return [_repeat(name, one, rows) for one in value] if isinstance(value[0], Tensor) else value * rows
+    if not isinstance(value, Tensor) or name in SHARED or value.shape[:1] != (1,):
+        return value
+    return value.repeat(rows, *[1] * (value.dim() - 1))

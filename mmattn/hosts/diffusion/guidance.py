@@ -73,9 +73,9 @@ class Guidance:
         inputs: Mapping[str, Any] | None = None,
         null_inputs: Mapping[str, Any] | None = None,
     ) -> Iterator[Predict]:
-        """Within the context, a function from a sample (b, …) and a time step, one or (b,), to the guided prediction.
+        """Yield a function from a sample (b, …) and a timestep, one or (b,), to the guided prediction.
 
-        Keys and values of the text (with `use_core`) and of every memory are computed once for all steps.
+        K/V of the text (with `use_core`) and of every memory are computed once for all steps.
 
         Args:
             model: the adapted model.
@@ -101,37 +101,43 @@ class Guidance:
             None if memory is None else {name: bound.shared for name, bound in model.bind(memory).items()}
         )
         whole = model.make_call(prepared, adapter_scale, text_mask=text_mask)
-        both, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
-        alone = dict(inputs or {})
-        together = _both_inputs(alone, dict(null_inputs or {}))
-        sources, given = ({}, {}) if whole is None else (whole.sources, whole.scales)
-        used = {name: one for name, one in (prepared or {}).items() if name in sources}
-        twice = {name: one if name in drop else _twice(one.memory) for name, one in used.items()}
-        scales = {name: given[name] if name in drop else doubled(given[name]) for name in twice}
-        half = model.make_call(twice or None, scales, text_mask=both_mask, guided=True)
-        if half is not None:
-            half.parts = (False, True)
+        both_text, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
+        conditional_inputs = dict(inputs or {})
+        both_inputs = _both_inputs(conditional_inputs, dict(null_inputs or {}))
+        memories, scales = {}, {}
+        for name, scale in ({} if whole is None else whole.scales).items():
+            if whole is not None and prepared is not None and name in whole.sources:
+                memories[name] = prepared[name] if name in drop else _twice(prepared[name].memory)
+                scales[name] = scale if name in drop else doubled(scale)
+        both = model.make_call(memories or None, scales, text_mask=both_mask, guided=True)
+        if both is not None:
+            both.parts = (False, True)
 
         def predict(sample: Tensor, timestep: Any) -> Tensor:
             inside = self._acts_at(timestep)
             if self.guidance_scale == 1 or not bool(inside.any()):
                 with model.open_blocks.conditioned(whole):
-                    return model.predict(sample, timestep, text, **alone)
+                    return model.predict(sample, timestep, text, **conditional_inputs)
             by_row = isinstance(timestep, Tensor) and timestep.dim() > 0 and len(timestep) == len(sample)
             times = torch.cat([timestep, timestep]) if by_row else timestep
-            with model.open_blocks.conditioned(half):
-                null, given = model.predict(torch.cat([sample, sample]), times, both, **together).chunk(2)
-            out = given + (self.guidance_scale - 1) * (given - null)
-            if self.rescale:
-                axes = tuple(range(1, out.dim()))
-                matched = out * (given.std(axes, keepdim=True) / out.std(axes, keepdim=True))
-                out = self.rescale * matched + (1 - self.rescale) * out
-            return torch.where(inside.to(out.device).view(-1, *[1] * (out.dim() - 1)), out, given)
+            with model.open_blocks.conditioned(both):
+                null, conditional = model.predict(torch.cat([sample, sample]), times, both_text, **both_inputs).chunk(2)
+            out = self._combine(conditional, null)
+            return torch.where(inside.to(out.device).view(-1, *[1] * (out.dim() - 1)), out, conditional)
 
         yield predict
 
+    def _combine(self, conditional: Tensor, null: Tensor) -> Tensor:
+        """Return the guided prediction, rescaled."""
+        out = conditional + (self.guidance_scale - 1) * (conditional - null)
+        if self.rescale:
+            axes = tuple(range(1, out.dim()))
+            matched = out * (conditional.std(axes, keepdim=True) / out.std(axes, keepdim=True))
+            out = self.rescale * matched + (1 - self.rescale) * out
+        return out
+
     def _acts_at(self, timestep: Any) -> Tensor:
-        """Whether guidance acts on each row (b,), or (1,) on all: at a time step for all, (b,) or (b, frames)."""
+        """Return whether guidance acts on each row (b,), or (1,) on all, at a timestep for all, (b,) or (b, frames)."""
         times = torch.as_tensor(timestep)
         times = times.flatten(1) if times.dim() > 1 else times.reshape(-1, 1)
         if self.interval is None:
@@ -142,7 +148,7 @@ class Guidance:
 def _halves(
     model: AdaptedDenoiser, text: Tensor, mask: Tensor | None, null_text: Tensor | None, dropped: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The text (2b, m, e) of the rows of ε(∅) and then of ε(c), and its mask (2b, m)."""
+    """Return the text (2b, m, e) of the rows of ε(∅) and then of ε(c), and its mask (2b, m)."""
     if mask is not None and mask.shape != text.shape[:2]:
         raise ShapeError(f"text_mask must be (b, m) = {tuple(text.shape[:2])}, got {tuple(mask.shape)}")
     if not dropped:
@@ -157,10 +163,10 @@ def _halves(
         null = F.pad(null_text, (0, 0, 0, missing)).expand_as(text)
         if mask is None and not missing:
             return torch.cat([null, text]), None
-        given = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
-        real = given.clone()
+        whole = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        real = whole.clone()
         real[:, text.shape[1] - missing :] = False
-        return torch.cat([null, text]), torch.cat([real, given if mask is None else mask])
+        return torch.cat([null, text]), torch.cat([real, whole if mask is None else mask])
     if not model.through_core:
         raise ConditionError(
             "guidance that drops the text needs the host's own attention to go through the core: call use_core(), or "
@@ -170,15 +176,15 @@ def _halves(
     return torch.cat([text, text]), torch.cat([torch.zeros_like(real), real])
 
 
-def _both_inputs(given: dict[str, Any], null: dict[str, Any]) -> dict[str, Any]:
-    """Further arguments of the host for the rows of ε(∅) and then of ε(c)."""
-    if unknown := set(null) - set(given):
+def _both_inputs(inputs: dict[str, Any], null: dict[str, Any]) -> dict[str, Any]:
+    """Return further arguments of the host for the rows of ε(∅) and then of ε(c)."""
+    if unknown := set(null) - set(inputs):
         raise ConfigError(f"null_inputs names {sorted(unknown)}, which inputs lacks: give each to both")
-    return {name: _both(name, null.get(name, value), value) for name, value in given.items()}
+    return {name: _both(name, null.get(name, value), value) for name, value in inputs.items()}
 
 
 def _both(name: str, null: Any, value: Any) -> Any:
-    """An argument for the rows of ε(∅) and then of ε(c); where it is one for each layer, each of them."""
+    """Return an argument for the rows of ε(∅) and then of ε(c); of a list by layer, each of them."""
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
         return [_both(name, *each) for each in zip(null, value, strict=True)]
     return torch.cat([null, value]) if isinstance(value, Tensor) and value.dim() and name not in SHARED else value

@@ -1,16 +1,15 @@
-"""Which rows of a host's call see the memory while a pipeline of diffusers computes classifier-free guidance.
+"""Find the unconditional rows and calls while a pipeline of diffusers computes classifier-free guidance.
 
-The pass without memory must be the unconditional one. What tells which that is, the surest first:
+They see no memory. They are known, the surest sign first, by
 
-1. the null class of hosts of classes, and the `negative_prompt_embeds` that the caller declares: rows are compared with
-   them;
+1. the null class of hosts of classes, and the `negative_prompt_embeds` that the caller declares;
 2. the names of predictions that pipelines and guiders of diffusers give to `cache_context`;
-3. perturbed-attention guidance, whose processors stand in the host;
-4. the order that every pipeline of diffusers keeps to (tests/hosts/diffusion/test_guided_calls.py reads it there):
-   of one batch the unconditional rows come first, but for the hosts in `CONDITIONAL_FIRST`; of several calls at one
-   time step the conditional one comes first, and those with another text are unconditional.
+3. the processors of perturbed-attention guidance in the host;
+4. the order of every pipeline of diffusers, as tests/hosts/diffusion/test_guided_calls.py reads it there: of one batch
+   the unconditional rows come first, but for the hosts in `CONDITIONAL_FIRST`; of several calls at one timestep the
+   conditional one comes first, and those with another text are unconditional.
 
-Where none of these tells, the call is refused.
+Otherwise the call is refused.
 """
 
 from __future__ import annotations
@@ -24,78 +23,134 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.diffusion.call import DenoisingCall
+from mmattn.hosts.interop.peft import inner_host
 
 #: Hosts whose pipelines put the conditional rows of a batch first.
 CONDITIONAL_FIRST = ("AceStepTransformer1DModel", "DiTTransformer2DModel")
-#: Names of `cache_context` that say of what a call is the prediction, and whether that is conditional. Others do not:
-#: "cond_uncond" is a batch of both, "uncond_stg" of LTX-2 has the positive prompt.
+#: Names of `cache_context` for one prediction, True if it is conditional. Others do not say: "cond_uncond" is a batch
+#: of both, "uncond_stg" of LTX-2 has the positive prompt.
 NAMED = {"cond": True, "pred_cond": True, "uncond": False, "pred_uncond": False}
-#: Arguments in which hosts are given their text; the first that is there counts.
+#: Arguments with the text of a host, the first that is there.
 TEXTS = ("encoder_hidden_states", "class_labels", "text_bth")
-#: Beginnings of arguments that follow the prompt: they do not tell one run of a pipeline from another.
+#: Beginnings of arguments that follow the prompt, and so differ within a run.
 _OF_PROMPT = ("encoder_", "pooled_", "attention_mask", "text_", "prompt_", *TEXTS)
-#: By how many of its last numbers a sample is known to hold the noise of another: films may begin with given frames.
+#: Numbers at the end of a sample by which its noise is recognised: films may begin with given frames.
 _LAST = 4
+_DECLARE = "say condition(memory, negative_prompt_embeds=...)"
 
-_SAME_TEXT = (
-    "the host was called twice with the same text at one time step, and nothing tells which call is unconditional: "
-    "give another negative prompt, or open a block for each picture"
-)
+
+@dataclass(frozen=True)
+class HostCall:
+    """One call of a host inside a guided block.
+
+    Args:
+        host: the diffusion model.
+        kwargs: its arguments by name.
+        picture: name of the argument that is the sample.
+    """
+
+    host: nn.Module
+    kwargs: Mapping[str, Any]
+    picture: str
+
+    @property
+    def name(self) -> str:
+        """Class of the host."""
+        return type(inner_host(self.host)).__name__
+
+    @property
+    def sample(self) -> Tensor:
+        """The sample (rows, …)."""
+        sample: Tensor = self.kwargs[self.picture]
+        return sample
+
+    @property
+    def named_text(self) -> Any:
+        """The text, or None if no argument is known as one."""
+        return next((self.kwargs[name] for name in TEXTS if self.kwargs.get(name) is not None), None)
+
+    @property
+    def text(self) -> Any:
+        """The text; without a known argument for it everything but the sample and its timestep."""
+        if self.named_text is not None:
+            return self.named_text
+        return [value for each, value in sorted(self.kwargs.items()) if each not in (self.picture, "timestep")]
+
+    def is_same(self, other: HostCall) -> bool:
+        """Return whether all arguments are equal."""
+        return all(_equal(other.kwargs.get(name), value) for name, value in self.kwargs.items())
+
+    def continues(self, before: HostCall) -> bool:
+        """Return whether two calls are of one timestep of one run: equal time and noise, and a shared object.
+
+        Another run may have the same time and noise, and equal embeddings.
+        """
+        sample, earlier = self.sample, before.sample
+        if not _equal(before.kwargs.get("timestep"), self.kwargs.get("timestep")) or earlier.shape != sample.shape:
+            return False
+        if sample is not earlier and not torch.equal(*(one.flatten(1)[:, -_LAST:] for one in (sample, earlier))):
+            return False
+        of_run = [
+            value is before.kwargs.get(name)
+            for name, value in self.kwargs.items()
+            if isinstance(value, (Tensor, list, tuple)) and name != self.picture and not name.startswith(_OF_PROMPT)
+        ]
+        return any(of_run) if of_run else sample is earlier
 
 
 @dataclass
 class _Step:
-    """The calls of a host at one time step of a pipeline.
+    """The calls of a host at one timestep of a pipeline.
 
     Args:
-        sources: the memories of the block, which tell it from another.
-        given: the arguments of the first call.
-        calls: the arguments of each call, and whether it is conditional.
+        sources: the memories of the block.
+        calls: each call, and whether it is conditional.
     """
 
     sources: Any
-    given: Mapping[str, Any]
-    calls: list[tuple[Mapping[str, Any], bool]] = field(default_factory=list)
+    first: HostCall
+    calls: list[tuple[HostCall, bool]] = field(default_factory=list)
 
 
-# The step at which pipelines are in this context, by host; the calls of another thread are in another context.
+#: The timestep of pipelines in this context, by host; calls of another thread are in another context.
 _STEPS: ContextVar[Mapping[nn.Module, _Step] | None] = ContextVar("mmattn_guidance_steps", default=None)
 
 
 def forget_step(host: nn.Module) -> None:
-    """Drop the arguments that were kept of the calls of a host."""
+    """Drop the noted calls of a host."""
     steps = _STEPS.get() or {}
     if host in steps:
         _STEPS.set({other: step for other, step in steps.items() if other is not host})
 
 
-def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, half: str = "") -> int:
-    """Return how many parts of as many rows as the memory a sample has: 1, or 2 or 3 under guidance.
+def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, prediction: str = "") -> int:
+    """Return the number of parts of a sample with as many rows as the memory: 1, or 2 or 3 under guidance.
 
     Args:
         name: of the adapter.
         rows: of the sample.
         memory_rows: of the memory; None fits any sample.
         guided: the sample may have several parts.
-        half: the name that the pipeline gave to `cache_context`, "" where it gave none.
+        prediction: the name that the pipeline gave to `cache_context`, or "".
 
     Raises:
         ShapeError: the sample has other rows.
     """
     if memory_rows is None or rows == memory_rows:
         return 1
-    if guided and half not in NAMED and rows in (2 * memory_rows, 3 * memory_rows):
+    one = prediction in NAMED
+    if guided and not one and rows in (2 * memory_rows, 3 * memory_rows):
         return rows // memory_rows
     raise ShapeError(
         f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
-        f"each picture{_advice(rows, memory_rows, guided, half)}"
+        f"each picture{_advice(rows, memory_rows, guided, may_be_doubled=not one and rows % 2 == 0)}"
     )
 
 
-def _advice(rows: int, memory_rows: int, guided: bool, half: str) -> str:
-    """What to say instead; `expand` to all rows of a guided batch would show the memory to the unconditional ones."""
+def _advice(rows: int, memory_rows: int, guided: bool, may_be_doubled: bool) -> str:
+    """Return what to do; `expand` to all rows of a doubled batch would show the memory to unconditional rows."""
     pictures = rows // 2
-    may_be_doubled = half not in NAMED and rows % 2 == 0
     if may_be_doubled and memory_rows == pictures:
         return "; if a pipeline computes guidance over them, say condition(memory, guided=True)"
     if memory_rows != 1 or rows < 2:
@@ -108,110 +163,92 @@ def _advice(rows: int, memory_rows: int, guided: bool, half: str) -> str:
 
 
 def conditional_parts(
-    host: nn.Module, call: Any, given: Mapping[str, Any], picture: str, count: int, half: str
+    host: nn.Module, call: DenoisingCall, kwargs: Mapping[str, Any], picture: str, count: int, prediction: str
 ) -> tuple[bool, ...]:
-    """Return for each part of the rows of a sample whether it is conditional, so that it sees the memory.
-
-    Args:
-        host: the diffusion model.
-        call: the guided call.
-        given: the arguments of the host by name.
-        picture: name of the argument that is the sample.
-        count: how many parts.
-        half: the name that the pipeline gave to `cache_context`, "" where it gave none.
+    """Return which of the `count` equal parts of a sample's rows are conditional, and so see the memory.
 
     Raises:
-        ConditionError: nothing tells.
+        ConditionError: nothing says which.
     """
     if call.parts:
         return call.parts if count == len(call.parts) else (True,) * count
-    known = _by_null_class(host, given, picture, count)
+    this = HostCall(host, kwargs, picture)
+    by_class = _by_null_class(this, count)
     if count > 1:
         forget_step(host)
-        return known or _by_text(host, call, given, picture, count) or parts_in_order(host, count)
-    step = _step_of(host, call, given, picture)
-    if known:
-        conditional = known[0]
-    elif half in NAMED:
-        conditional = NAMED[half]
-    elif declared := _by_text(host, call, given, picture, count):
-        conditional = declared[0]
-        _refuse_the_same_twice(step, given, picture, conditional)
+        return by_class or _by_text(this, call.negative_prompt_embeds, count) or parts_in_order(host, count)
+    step = _step_of(this, call.sources)
+    if by_class:
+        (conditional,) = by_class
+    elif prediction in NAMED:
+        conditional = NAMED[prediction]
+    elif declared := _by_text(this, call.negative_prompt_embeds, count):
+        (conditional,) = declared
+        if not conditional and any(_equal(other.text, this.text) for other, _ in step.calls):
+            raise _same_twice()
     else:
-        conditional = _in_turn(host, step, given, picture)
-    step.calls.append((given, conditional))
+        conditional = _in_turn(this, step)
+    step.calls.append((this, conditional))
     return (conditional,)
 
 
 def parts_in_order(host: nn.Module, count: int) -> tuple[bool, ...]:
-    """Return which parts of a batch are conditional by the order in which pipelines of diffusers put them.
-
-    Args:
-        host: the diffusion model.
-        count: how many parts, 2 or 3.
-
-    Raises:
-        ConditionError: pipelines put three parts in several orders.
-    """
-    name = type(_inner(host)).__name__
-    processors = _processors(host)
+    """Return which of 2 or 3 parts of a batch are conditional, by the order of pipelines of diffusers."""
+    name = type(inner_host(host)).__name__
     if count == 2:
-        if _is_perturbed_alone(processors):
+        if _is_perturbed_alone(host):
             return True, True
         return (True, False) if name in CONDITIONAL_FIRST else (False, True)
-    if any(one.startswith("PAGCFG") for one in processors):
+    if any(one.startswith("PAGCFG") for one in _processors(host)):
         return False, True, True
-    raise ConditionError(
-        f"{name} is given {count} parts of rows, and nothing tells which are unconditional: say "
-        "condition(memory, negative_prompt_embeds=...)"
-    )
+    raise ConditionError(f"{name} is called with {count} parts of rows in an unknown order: {_DECLARE}")
 
 
 def _processors(host: nn.Module) -> set[str]:
     return {type(one).__name__ for one in getattr(host, "attn_processors", {}).values()}
 
 
-def _is_perturbed_alone(processors: set[str]) -> bool:
-    """Whether a pipeline computes perturbed-attention guidance without a negative prompt."""
-    return any(one.startswith("PAG") and not one.startswith("PAGCFG") for one in processors)
+def _is_perturbed_alone(host: nn.Module) -> bool:
+    """Return whether a pipeline computes perturbed-attention guidance without a negative prompt."""
+    return any(one.startswith("PAG") and not one.startswith("PAGCFG") for one in _processors(host))
 
 
-def _by_null_class(host: nn.Module, given: Mapping[str, Any], picture: str, count: int) -> tuple[bool, ...] | None:
-    """Which parts are conditional where the host is given classes, of which the last is none; None where it is not."""
-    classes, labels = getattr(getattr(host, "config", None), "num_embeds_ada_norm", None), given.get("class_labels")
+def _by_null_class(call: HostCall, count: int) -> tuple[bool, ...] | None:
+    """Return which parts are conditional by their classes, of which the last is none; None for other hosts."""
+    classes = getattr(getattr(call.host, "config", None), "num_embeds_ada_norm", None)
+    labels = call.kwargs.get("class_labels")
     if not classes or not isinstance(labels, Tensor):
         return None
-    parts = _uniform_parts([bool(one) for one in labels == classes], given[picture].shape[0], count)
+    parts = _uniform_parts([bool(one) for one in labels == classes], call.sample.shape[0], count)
     if parts is None or (count > 1 and all(parts)):
         raise ConditionError(
-            f"{count} part{'s' * (count > 1)} of rows must have the null class {classes} in every row or in none, and "
-            f"class_labels are {labels.tolist()}: give one row of memory for each picture"
+            f"each of {count} parts of rows must have the null class {classes} in all rows or none, got class_labels "
+            f"{labels.tolist()}: give one row of memory for each picture"
         )
     return parts
 
 
-def _by_text(host: nn.Module, call: Any, given: Mapping[str, Any], picture: str, count: int) -> tuple[bool, ...] | None:
-    """Which parts are conditional by the declared embeddings; None where none are, or every row has them."""
-    negative = call.negative_prompt_embeds
+def _by_text(call: HostCall, negative: Tensor | None, count: int) -> tuple[bool, ...] | None:
+    """Return which parts are conditional by the declared embeddings; None without any, or if every row has them."""
     if negative is None:
         return None
-    text, rows = given.get(_text_name(given) or ""), given[picture].shape[0]
+    text, rows = call.named_text, call.sample.shape[0]
     matches = [] if text is None else [_is_one_of(row, negative) for row in text]
     parts = _uniform_parts(matches, rows, count)
     if count > 1 and parts is not None and len(set(parts)) == 1:
-        if not parts[0] or _is_perturbed_alone(_processors(host)):
+        if not parts[0] or _is_perturbed_alone(call.host):
             return None
         parts = None
     if parts is None:
         raise ConditionError(
-            f"{sum(matches)} of {rows} rows that {type(_inner(host)).__name__} is given have negative_prompt_embeds as "
-            f"their text, which is not one of {count} equal parts: give the embeddings as the host is given them"
+            f"{sum(matches)} of {rows} rows of {call.name} have negative_prompt_embeds as their text, which is not one "
+            f"of {count} equal parts: give the embeddings that the host is called with"
         )
     return parts
 
 
 def _uniform_parts(unconditional: list[bool], rows: int, count: int) -> tuple[bool, ...] | None:
-    """Whether each part of the rows is conditional; None where a part is both."""
+    """Return which parts of the rows are conditional; None if a part is both."""
     size = rows // count
     parts = [set(unconditional[at : at + size]) for at in range(0, rows, size)]
     if len(unconditional) != rows or any(len(part) != 1 for part in parts):
@@ -219,99 +256,53 @@ def _uniform_parts(unconditional: list[bool], rows: int, count: int) -> tuple[bo
     return tuple(part == {False} for part in parts)
 
 
-def _refuse_the_same_twice(step: _Step, given: Mapping[str, Any], picture: str, conditional: bool) -> None:
-    name = _text_name(given)
-    if not conditional and any(
-        _same(_text(other, name, picture), _text(given, name, picture)) for other, _ in step.calls
-    ):
-        raise ConditionError(_SAME_TEXT)
-
-
-def _in_turn(host: nn.Module, step: _Step, given: Mapping[str, Any], picture: str) -> bool:
-    """Whether a call that has no name is conditional: the first at a time step is, those with another text are not.
-
-    Raises:
-        ConditionError: three texts, the same call twice, or a host whose pipelines never call it for one half.
-    """
-    name, known = _text_name(given), {conditional for _, conditional in step.calls}
+def _in_turn(call: HostCall, step: _Step) -> bool:
+    """Return whether an unnamed call is conditional: the first at a timestep is, those with another text are not."""
     for other, conditional in step.calls:
-        if not _same(_text(other, name, picture), _text(given, name, picture)):
-            continue
-        if not conditional or any(not _same(other.get(each), value) for each, value in given.items()):
+        if _equal(other.text, call.text):
+            if conditional and call.is_same(other):
+                raise _same_twice()
             return conditional
-        raise ConditionError(_SAME_TEXT)
-    if not known:
+    earlier = {conditional for _, conditional in step.calls}
+    if not earlier or earlier == {False}:
         return True
-    if known == {True} and picture == "hidden_states" and type(_inner(host)).__name__ not in CONDITIONAL_FIRST:
+    if earlier == {True} and call.picture == "hidden_states" and call.name not in CONDITIONAL_FIRST:
         return False
-    if known == {False}:
-        return True
-    raise ConditionError(
-        "the host was called with several texts at one time step, and nothing tells which is unconditional: say "
-        "condition(memory, negative_prompt_embeds=...)"
+    raise ConditionError(f"the host was called with several texts at one timestep, in an unknown order: {_DECLARE}")
+
+
+def _same_twice() -> ConditionError:
+    return ConditionError(
+        "the host was called twice with the same text at one timestep, so the unconditional call is unknown: give "
+        "another negative prompt, or open a block for each picture"
     )
 
 
-def _step_of(host: nn.Module, call: Any, given: Mapping[str, Any], picture: str) -> _Step:
-    """The step that this call belongs to, a new one where it begins one."""
+def _step_of(call: HostCall, sources: Any) -> _Step:
+    """Return the timestep of this call, a new one if it begins one."""
     steps = _STEPS.get() or {}
-    step = steps.get(host)
-    if step is not None and step.sources is call.sources and _continues(step.given, given, picture):
-        return step
-    step = _Step(call.sources, given)
-    _STEPS.set({**steps, host: step})
+    step = steps.get(call.host)
+    if step is None or step.sources is not sources or not call.continues(step.first):
+        step = _Step(sources, call)
+        _STEPS.set({**steps, call.host: step})
     return step
 
 
-def _continues(before: Mapping[str, Any], given: Mapping[str, Any], picture: str) -> bool:
-    """Whether two calls are of one time step of one run: the same time and noise, and an object that a run makes once.
-
-    Another run may have the same time and noise, and be given the same embeddings.
-    """
-    time, sample, earlier = given.get("timestep"), given[picture], before[picture]
-    if not _same(before.get("timestep"), time) or earlier.shape != sample.shape:
-        return False
-    if sample is not earlier and not torch.equal(*(one.flatten(1)[:, -_LAST:] for one in (sample, earlier))):
-        return False
-    telling = [
-        name
-        for name, value in given.items()
-        if isinstance(value, (Tensor, list, tuple)) and name != picture and not name.startswith(_OF_PROMPT)
-    ]
-    return any(given[name] is before.get(name) for name in telling) if telling else sample is earlier
-
-
-def _text_name(given: Mapping[str, Any]) -> str | None:
-    return next((name for name in TEXTS if given.get(name) is not None), None)
-
-
-def _text(given: Mapping[str, Any], name: str | None, picture: str) -> Any:
-    """The text of a call; everything but the sample and its time where no argument is known as one."""
-    if name is not None:
-        return given.get(name)
-    return [value for each, value in sorted(given.items()) if each not in (picture, "timestep")]
-
-
-def _same(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def _is_one_of(row: Tensor, embeds: Tensor) -> bool:
-    """Whether a row (m, e) of a text is one of embeddings (b, n, e), the longer one padded with zeros."""
+    """Return whether a text (m, e) is one of embeddings (b, n, e), the longer one padded with zeros."""
     shorter = min(len(row), embeds.shape[1])
     if row.dim() != embeds.dim() - 1 or row.shape[1:] != embeds.shape[2:] or row[shorter:].any():
         return False
     alike = (embeds[:, :shorter].to(row) == row[:shorter]).flatten(1).all(1)
     return bool((alike & ~embeds[:, shorter:].flatten(1).any(1)).any())
-
-
-def _inner(host: nn.Module) -> nn.Module:
-    get_base: Any = getattr(host, "get_base_model", None)
-    inner: nn.Module = host if get_base is None else get_base()
-    return inner

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError
+from mmattn.hosts.interop.peft import inner_host
 
 #: Names of the same thing in different layers: of the picture's, where text has projections of its own.
 _QUERIES, _FUSED = ("to_q", "to_query"), ("to_qkv", "img_qkv_proj", "img_attn_qkv")
@@ -24,12 +25,12 @@ _OUTPUTS = ("to_out", "out_layer", "img_attn_proj")
 
 
 def _named(attn: Any, names: tuple[str, ...]) -> Any:
-    """What a layer has under one of these names, None where it has none."""
-    return next((found for name in names if (found := getattr(attn, name, None)) is not None), None)
+    """Return the attribute of a layer under the first of these names that it has, or None."""
+    return next((value for name in names if (value := getattr(attn, name, None)) is not None), None)
 
 
 def attention_names(host: nn.Module) -> list[str]:
-    """Names of all attention layers of a diffusers model, none of anything else."""
+    """Return the names of all attention layers of a model of diffusers."""
     processors: Any = getattr(host, "attn_processors", None)
     if isinstance(processors, dict):
         return [name.removesuffix(".processor") for name in processors]
@@ -39,27 +40,21 @@ def attention_names(host: nn.Module) -> list[str]:
 
 
 def is_of_diffusers(model: nn.Module) -> bool:
-    """Whether it has attention layers as the models of diffusers have, or is one of those."""
+    """Return whether a model is of diffusers, or has attention layers like one."""
     return bool(attention_names(model)) or type(model).__module__.startswith("diffusers.")
 
 
 def takes_hidden_states(model: nn.Module) -> bool:
-    """Whether it is called as transformers of diffusers are: with `hidden_states` and a `timestep`."""
+    """Return whether a model is called with `hidden_states` and a `timestep`."""
     return {"hidden_states", "timestep"} <= set(_parameters(model))
 
 
 def _parameters(host: nn.Module) -> tuple[str, ...]:
-    get_base: Any = getattr(host, "get_base_model", None)
-    inner = host if get_base is None else get_base()
-    return tuple(inspect.signature(type(inner).forward).parameters)[1:]
+    return tuple(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
 
 
 def forward_arguments(host: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of a host's forward, in their order; of the model that peft has wrapped.
-
-    Raises:
-        AttachError: it takes no picture and time step.
-    """
+    """Return the names of the arguments of a host's forward, in their order."""
     names = _parameters(host)
     if "timestep" not in names or not {"sample", "hidden_states"} & set(names):
         raise AttachError(
@@ -74,20 +69,20 @@ SHARED = ("img_ids", "txt_ids", "padding_mask", "position_ids", "text_rope_pos",
 
 
 def is_attention(attn: Any) -> bool:
-    """Whether queries can be read off a layer, and what heads compute be brought to its output."""
+    """Return whether a layer has a projection of queries and heads."""
     q, heads = queries_of(attn), heads_of(attn)
     if getattr(attn, "use_differential", False):
-        return False  # two softmaxes, one taken from the other: there are two queries
+        return False  # the difference of two softmaxes
     return isinstance(q, nn.Module) and hasattr(q, "weight") and isinstance(heads, int) and heads > 0
 
 
 def heads_of(attn: Any) -> Any:
-    """How many heads an attention layer has."""
+    """Return the number of heads of an attention layer."""
     return _named(attn, ("heads", "num_heads"))
 
 
 def head_size(attn: Any) -> HeadSizes:
-    """Heads, key/value heads and head width of an attention layer of diffusers."""
+    """Return heads, key/value heads and head width of an attention layer."""
     heads, parts = heads_of(attn), 3 if _named(attn, _QUERIES) is None else 1
     inner = getattr(attn, "inner_dim", None) or queries_of(attn).out_features // parts
     width = inner // heads
@@ -95,29 +90,23 @@ def head_size(attn: Any) -> HeadSizes:
 
 
 def queries_of(attn: Any) -> Any:
-    """The layer that projects queries; with LoRA or without."""
+    """Return the projection of queries."""
     return _named(attn, _QUERIES + _FUSED)
 
 
 def watched_parts(attn: Any) -> list[nn.Module]:
-    """Return projections of an attention layer, one of which runs whenever it does."""
+    """Return projections of an attention layer, one of which runs whenever the layer does."""
     names = _KEYS + _FUSED if _named(attn, _KEYS) is not None else _QUERIES + _FUSED
     return [part for name in names if isinstance(part := getattr(attn, name, None), nn.Module)]
 
 
 def keys_and_values_of(attn: Any) -> tuple[Any, Any]:
-    """The layers that project keys and values; None where a layer has none of its own for them."""
+    """Return the projections of keys and of values, None where a layer has none of its own."""
     return _named(attn, _KEYS), _named(attn, _VALUES)
 
 
 def query_heads(attn: Any, x: Tensor, temb: Tensor | None = None) -> Tensor:
-    """The queries (b, h, l, k) of an attention layer of diffusers, normalised as the host does, without positions.
-
-    Args:
-        attn: the layer.
-        x: (b, l, d) or (b, d, height, width).
-        temb: (b, c), the embedded time step, for layers with a spatial norm.
-    """
+    """Return the queries (b, h, l, k) of an attention layer, normalised as in the host, without positions."""
     if getattr(attn, "spatial_norm", None) is not None:
         x = attn.spatial_norm(x, temb)
     if x.dim() == 4:
@@ -135,7 +124,7 @@ def query_heads(attn: Any, x: Tensor, temb: Tensor | None = None) -> Tensor:
 
 
 def projections(attn: Any, x: Tensor) -> Tensor:
-    """Queries, keys and values (b, 3h, l, k) of x (b, l, d) as an attention layer projects them, before its norms."""
+    """Return queries, keys and values (b, 3h, l, k) of x (b, l, d), before the norms of an attention layer."""
     projected = queries_of(attn)(x)
     if _named(attn, _QUERIES) is not None:
         projected = torch.cat([projected, *(one(x) for one in keys_and_values_of(attn))], 2)
@@ -144,30 +133,21 @@ def projections(attn: Any, x: Tensor) -> Tensor:
 
 
 def check_projections(attn: Any, name: str, reads_text: bool) -> None:
-    """Refuse layers whose keys and values are not the picture's, as many heads of them as of its queries.
-
-    Args:
-        attn: the layer.
-        name: of the layer.
-        reads_text: its keys and values are those of the text.
-
-    Raises:
-        AttachError: they are the text's, of fewer heads, or of one projection.
-    """
+    """Refuse layers whose keys and values are not those of the picture, with as many heads as its queries."""
     if _named(attn, _QUERIES) is None and not reads_text:
         return
-    wanted, found = queries_of(attn).weight.shape, [getattr(one, "weight", None) for one in keys_and_values_of(attn)]
-    if reads_text or any(one is None or one.shape != wanted for one in found):
-        shapes = [None if one is None else tuple(one.shape) for one in found]
+    size = tuple(queries_of(attn).weight.shape)
+    weights = [getattr(projection, "weight", None) for projection in keys_and_values_of(attn)]
+    sizes = [None if weight is None else tuple(weight.shape) for weight in weights]
+    if reads_text or sizes != [size, size]:
         raise AttachError(
-            f"a JointDecoupledAdapter reads keys and values of the picture, of the queries' size {tuple(wanted)}; "
-            f"{name} has those of its {'text' if reads_text else 'picture'}, {shapes}: use a DecoupledAdapter, or "
-            "choose layers with blocks="
+            f"a JointDecoupledAdapter reads keys and values of the picture of size {size}; {name} has those of its "
+            f"{'text' if reads_text else 'picture'}, {sizes}: use a DecoupledAdapter, or choose layers with blocks="
         )
 
 
 def norm_width(norm: Any) -> int | None:
-    """Width of what a norm is over; None where it does not say."""
+    """Return the width of a norm, or None."""
     for name in ("normalized_shape", "dim"):
         width = getattr(norm, name, None)
         if isinstance(width, (tuple, list)) and width:
@@ -177,16 +157,10 @@ def norm_width(norm: Any) -> int | None:
 
 
 def into_output(attn: Any, heads: Tensor, output: Tensor) -> Tensor:
-    """What heads (b, l, h · k) add to the output of their attention layer, in its shape: through its own projection.
-
-    Args:
-        attn: the layer.
-        heads: of the adapters.
-        output: (b, l, d) or (b, d, height, width), of the layer.
-    """
+    """Project heads (b, l, h · k) to the output of their attention layer, in its shape."""
     projection: Any = _named(attn, _OUTPUTS)
     if projection is None:
-        return heads  # the block projects it, with what else it computes
+        return heads  # the block projects them
     is_one = isinstance(projection, nn.Linear) or hasattr(projection, "base_layer")
     parts: list[Any] = [projection] if is_one else list(projection)
     out = _without_bias(parts[0], heads)

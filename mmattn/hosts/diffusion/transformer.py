@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, ClassVar
@@ -10,11 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.decoupled.adapter import DecoupledAdapter
 from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
-from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
-from mmattn.hosts.diffusion.attention import TextAttention
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.diffusion.attention import JointAttention, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.find_attention import (
     CROSS,
@@ -31,11 +32,8 @@ from mmattn.hosts.diffusion.heads import (
     keys_and_values_of,
     takes_hidden_states,
 )
-from mmattn.hosts.diffusion.ip_adapter_files import read_file
-from mmattn.hosts.diffusion.ip_adapter_flux import read_flux, write_flux
-from mmattn.hosts.diffusion.ip_adapter_sd3 import is_sd3, read_sd3, write_sd3
-from mmattn.hosts.diffusion.joint_attention import JointAttention
-from mmattn.hosts.diffusion.packed_grid import packed_grid
+from mmattn.hosts.diffusion.loading import load_part
+from mmattn.hosts.diffusion.published import FluxLayout, PublishedLayout, SD3Layout, read_file
 from mmattn.hosts.diffusion.scale import Grid
 from mmattn.hosts.registry import register_host
 
@@ -63,48 +61,41 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
     kind: ClassVar[str] = "diffusion_transformer"
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
-        self.__dict__["found"] = found = find_attention(host)
-        super().__init__(host, [layer.name for layer in found.layers], require_memory)
+        self.__dict__["structure"] = structure = find_attention(host)
+        super().__init__(host, [layer.name for layer in structure.layers], require_memory)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Whether it is a model of diffusers that is called with `hidden_states` and a `timestep`."""
+        """Return whether this is a model of diffusers that is called with `hidden_states` and a `timestep`."""
         return is_of_diffusers(model) and takes_hidden_states(model)
 
     def attention(self, index: int) -> PictureAttention:
-        """What is known of the attention layer of this number."""
-        layer: PictureAttention = self.found.layers[index]
+        """Return the attention layer of this number."""
+        layer: PictureAttention = self.structure.layers[index]
         return layer
 
     def sites(self, position: str) -> list[Site]:
-        """The attention layer of every block whose queries are the picture's."""
-        apart = any(layer.kind != SELF and not layer.stream for layer in self.found.layers)
-        found = []
-        for index, layer in enumerate(self.found.layers):
+        """Return the attention layer of every block whose queries are those of the picture."""
+        apart = any(layer.kind != SELF and not layer.stream for layer in self.structure.layers)
+        sites = []
+        for index, layer in enumerate(self.structure.layers):
             attn, part = self.layer(index), "stream" if layer.stream and apart else None
-            size = head_size(attn)
-            found.append(Site(index, position, layer.name, layer.width, device_of(attn), size, part))
-        return found
+            sites.append(Site(index, position, layer.name, layer.width, device_of(attn), head_size(attn), part))
+        return sites
 
     def picture_part(self, index: int) -> int:
-        """Which of the outputs of an attention layer is that of the picture."""
+        """Return the index of the picture among the outputs of an attention layer."""
         return self.attention(index).part
 
-    def changed_output(self, adapter: Any, index: int) -> tuple[nn.Module, int]:
-        """The attention layer or the block around it, whose output an adapter changes, and the picture's part."""
+    def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:
+        """Return the module whose output an adapter changes, and the index of the picture in it."""
         if not adapter.adds_to_block:
             return self.layer(index), self.attention(index).part
         block, part = self.block_of(index)
         return self.host.get_submodule(block), part or 0
 
-    def check_adapter(self, adapter: Any) -> None:
-        """Prove that what an adapter adds at its layers reaches the prediction.
-
-        Raises:
-            ConditionError: it does not.
-            AttachError: it adds to blocks that are of another width, or hand on no picture; it reads keys and values
-                of the picture that a layer does not have.
-        """
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Check that changes at an adapter's layers reach the prediction, and that layers have what it reads."""
         changed = []
         for site in adapter.sites:
             layer = self.attention(site.layer)
@@ -113,28 +104,20 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
             name, part = self.block_of(site.layer) if adapter.adds_to_block else (layer.name, layer.part)
             changed.append((name, part or 0))
         with self.open_blocks.conditioned(None):
-            check_reaches(self.host, self.found, changed)
+            check_reaches(self.host, self.structure, changed)
 
     def block_of(self, index: int) -> tuple[str, int | None]:
-        """Name of the block around an attention layer, and which of its outputs is the picture's; None is its only one.
-
-        Raises:
-            AttachError: the block hands on no picture as wide as the layer's heads.
-        """
+        """Return the block around an attention layer, and the index of the picture in its outputs or None."""
         layer, size = self.attention(index), head_size(self.layer(index))
         if layer.block_part is None or layer.block_width != size.num_heads * size.head_dim:
             raise AttachError(
-                f"layout.added_to='block' adds what {layer.name} finds, {size.num_heads * size.head_dim} wide, to what "
-                f"{layer.block!r} hands on, which is no picture of that width: leave it out"
+                f"layout.added_to='block' adds heads of {layer.name}, {size.num_heads * size.head_dim} wide, to "
+                f"{layer.block!r}, whose output is no picture of that width: leave it out"
             )
         return layer.block, None if layer.block_part == -1 else layer.block_part
 
     def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
-        """The weights of the host's own key and value projections of the text, of the picture where it reads none.
-
-        Raises:
-            AttachError: it has none of their own.
-        """
+        """Return the weights of the host's key and value projections of the text, or of the picture without one."""
         attn = self.layer(index)
         joint = self.attention(index).kind == JOINT and getattr(attn, "add_k_proj", None) is not None
         k, v = (attn.add_k_proj, attn.add_v_proj) if joint else keys_and_values_of(attn)
@@ -145,14 +128,17 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
             )
         return k.weight, v.weight
 
-    def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
-        """The settings and weights in the single file of an IP-Adapter of Flux (XLabs) or SD 3.5 (InstantX).
-
-        Raises:
-            AdapterFileError: torn, of another kind, or made for another base model.
-        """
+    def read_single_file(
+        self, path: str | PathLike[str]
+    ) -> tuple[DecoupledAdapter | JointDecoupledAdapter, dict[str, Tensor]]:
+        """Return the settings and weights in the single file of an IP-Adapter of Flux (XLabs) or SD 3.5 (InstantX)."""
         tensors = read_file(path)
-        return read_sd3(self, tensors, path) if is_sd3(tensors) else read_flux(self, tensors, path)
+        follows_time = any(name.endswith("norm_ip.linear.weight") for name in tensors)
+        return self._published_layout(follows_time).read(tensors, path)
+
+    def _published_layout(self, follows_time: bool) -> PublishedLayout:
+        joint = [index for index, layer in enumerate(self.structure.layers) if layer.kind == JOINT]
+        return SD3Layout(self) if follows_time else FluxLayout(self, joint)
 
     def save_ip_adapter(self, path: str | PathLike[str], name: str = "default") -> None:
         """Write one adapter as a single safetensors file in the layout of published IP-Adapters.
@@ -164,25 +150,20 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         Raises:
             ConditionError: the adapter is built otherwise than those.
         """
-        joint = isinstance(self.adapter(name).config, JointDecoupledAdapter)
-        (write_sd3 if joint else write_flux)(self, path, name)
+        follows_time = isinstance(self.adapter(name).config, JointDecoupledAdapter)
+        self._published_layout(follows_time).write(path, name)
 
     def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
-        """Frames, height and width, in tokens, of the picture that the host is given; None where it does not say."""
-        picture = given[self.picture_name]
-        return self.found.layout.grid_of(picture) or packed_grid(given, picture.shape[1])
+        """Return frames, height and width in tokens of the picture of a call; None if the call does not say."""
+        return self.structure.layout.grid_of(given, given[self.picture_name])
 
     def predict(self, sample: Tensor, timestep: Any, text: Tensor, **inputs: Any) -> Tensor:
-        """What the host makes of a sample, its time step given to every row; (1, frames) where each has its own."""
+        """Return the prediction of a sample, with the timestep, or (1, frames) of them, for every row."""
         time = torch.as_tensor(timestep, device=sample.device)
         return super().predict(sample, time.expand(sample.shape[0], *time.shape[1:]), text, **inputs)
 
-    def text_attention(self, index: int) -> Any:
-        """The processor that puts the text of an attention layer through the core.
-
-        Raises:
-            ConditionError: the core cannot compute it.
-        """
+    def text_attention(self, index: int) -> TextAttention | JointAttention:
+        """Return the processor that computes the attention of a layer over its text by the core."""
         kind = self.attention(index).kind
         if kind == CROSS:
             return TextAttention(self, index, self.layer(index))
@@ -196,24 +177,11 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
-        """A noisy picture, a time step, a text, and whatever else the host is called with."""
-        inputs: dict[str, Any] = self.found.inputs(self.host, rows, generator)
+        """Return a noisy picture, a timestep, a text, and further arguments of the host."""
+        inputs: dict[str, Any] = self.structure.inputs(self.host, rows, generator)
         return inputs
 
     @classmethod
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """The transformer in a folder, or the `transformer` of a pipeline in a folder or under a name on the hub.
-
-        Raises:
-            AdapterFileError: there is none, or its weights are no safetensors.
-        """
-        diffusers: Any = import_extra("diffusers", "diffusion")
-        inner = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": "transformer"}
-        try:
-            host: nn.Module = diffusers.AutoModel.from_pretrained(name, use_safetensors=True, **inner).eval()
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise AdapterFileError(
-                f"no transformer can be loaded from {os.fspath(name)!r} ({error}); give a pipeline on the hub that is "
-                "reachable or kept from before, or the folder of a transformer or a pipeline, with safetensors"
-            ) from error
-        return host
+        """Load the transformer in a folder, or the `transformer` of a pipeline in a folder or on the hub."""
+        return load_part(name, "transformer")

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from mmattn.adapters.decoupled.adapter import DecoupledAdapter
+from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
-from mmattn.errors import AdapterFileError, import_extra
+from mmattn.errors import AttachError
 from mmattn.hosts.diffusion.attention import TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
-from mmattn.hosts.diffusion.heads import head_size, is_of_diffusers, takes_hidden_states
-from mmattn.hosts.diffusion.ip_adapter_unet import read_ip_adapter, write_ip_adapter
+from mmattn.hosts.diffusion.heads import attention_names, head_size, is_of_diffusers, takes_hidden_states
+from mmattn.hosts.diffusion.loading import load_part
+from mmattn.hosts.diffusion.published import UNetLayout, read_file
 from mmattn.hosts.diffusion.scale import Grid
-from mmattn.hosts.diffusion.unet_layers import find_layer_names, text_width
 from mmattn.hosts.registry import register_host
+
+#: Attributes of the `Attention` of diffusers in which only the picture has queries, with one output.
+_ATTENTION = ("heads", "inner_dim", "inner_kv_dim", "spatial_norm", "group_norm", "norm_q", "rescale_output_factor")
 
 
 @register_host
@@ -42,11 +45,11 @@ class AdaptedUNet(AdaptedDenoiser):
     kind: ClassVar[str] = "unet"
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
-        super().__init__(host, find_layer_names(host), require_memory)
+        super().__init__(host, _text_layers(host), require_memory)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Whether it has attention layers as the models of diffusers have, or is one of those."""
+        """Return whether this is a model of diffusers that is called with `sample`."""
         return is_of_diffusers(model) and not takes_hidden_states(model)
 
     def forward(  # type: ignore[override]
@@ -69,33 +72,31 @@ class AdaptedUNet(AdaptedDenoiser):
         return super().forward(sample, timestep, encoder_hidden_states, memory=memory, **kwargs)
 
     def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
-        """One picture of the sample's height and width."""
+        """Return one frame of the height and width of the sample."""
         sample = given["sample"]
         return 1, sample.shape[-2], sample.shape[-1]
 
     def text_attention(self, index: int) -> TextAttention:
-        """The processor that puts the text of an attention layer through the core."""
+        """Return the processor that computes the text attention of a layer by the core."""
         return TextAttention(self, index, self.layer(index))
 
     def sites(self, position: str) -> list[Site]:
-        """Every cross-attention layer."""
-        width = text_width(self.host)
+        """Return every cross-attention layer."""
+        width = _text_width(self.host)
         layers = [(index, name, self.layer(index)) for index, name in enumerate(self.layer_names)]
         return [Site(index, position, name, width, device_of(attn), head_size(attn)) for index, name, attn in layers]
 
     def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
-        """The weights of the host's own key and value projections of the text."""
+        """Return the weights of the host's key and value projections of the text."""
         attn = self.layer(index)
         k, v = (attn.to_k, attn.to_v) if attn.added_kv_proj_dim is None else (attn.add_k_proj, attn.add_v_proj)
         return k.weight, v.weight
 
-    def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
-        """The settings and weights in the single file of a published IP-Adapter.
-
-        Raises:
-            AdapterFileError: torn, of another kind, or made for another base model.
-        """
-        return read_ip_adapter(self.host, path)
+    def read_single_file(
+        self, path: str | PathLike[str]
+    ) -> tuple[DecoupledAdapter | JointDecoupledAdapter, dict[str, Tensor]]:
+        """Return the settings and weights in the single file of a published IP-Adapter."""
+        return UNetLayout(self).read(read_file(path), path)
 
     def save_ip_adapter(self, path: str | PathLike[str], name: str = "default") -> None:
         """Write one adapter as a single safetensors file in the layout of published IP-Adapters.
@@ -107,12 +108,12 @@ class AdaptedUNet(AdaptedDenoiser):
         Raises:
             ConditionError: the adapter is of another kind (`tokens` not given, a part of the blocks, a resampler).
         """
-        write_ip_adapter(self, path, name)
+        UNetLayout(self).write(path, name)
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
-        """A noisy picture, a time step and a text, with what the UNets of SDXL are given besides."""
+        """Return a noisy picture, a timestep and a text, with the further arguments of SDXL."""
         host: Any = self.host.config
         size = host.sample_size or 32
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -123,7 +124,7 @@ class AdaptedUNet(AdaptedDenoiser):
         batch = {
             "sample": random(rows, host.in_channels, height, width),
             "timestep": 11,
-            "encoder_hidden_states": random(rows, 7, text_width(self.host)),
+            "encoder_hidden_states": random(rows, 7, _text_width(self.host)),
         }
         if host.addition_embed_type == "text_time":
             pooled = host.projection_class_embeddings_input_dim - 6 * host.addition_time_embed_dim
@@ -132,27 +133,36 @@ class AdaptedUNet(AdaptedDenoiser):
 
     @classmethod
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """The UNet in a folder, or the `unet` of a pipeline in a folder or under a name on the hub.
-
-        Raises:
-            AdapterFileError: there is none, or its weights are no safetensors.
-        """
-        unet: nn.Module = load_unet(name)
-        return unet
+        """Load the UNet in a folder, or the `unet` of a pipeline in a folder or under a name on the hub."""
+        return load_part(name, "unet")
 
 
-def load_unet(name: str | PathLike[str]) -> Any:
-    """The UNet in a folder, or the `unet` of a pipeline in a folder or under a name on the hub.
+def _text_layers(host: nn.Module) -> tuple[str, ...]:
+    """Return the names of the cross-attention layers of a UNet, in the order of its `attn_processors`."""
+    layers = {name: host.get_submodule(name) for name in attention_names(host)}
+    layers = {
+        name: attn
+        for name, attn in layers.items()
+        if getattr(attn, "is_cross_attention", False) or getattr(attn, "added_kv_proj_dim", None) is not None
+    }
+    for attn in layers.values():
+        if not all(hasattr(attn, name) for name in _ATTENTION) or getattr(attn, "add_q_proj", None) is not None:
+            raise AttachError(
+                f"no adapter can act beside {type(attn).__name__} layers of {type(host).__name__}, which are not those "
+                "of UNets, or join text and picture in one softmax: use a UNet2DConditionModel"
+            )
+    if not layers:
+        raise AttachError(
+            f"{type(host).__name__} has no cross-attention layers at which an adapter could attend to a memory: use a "
+            "UNet2DConditionModel with cross-attention blocks"
+        )
+    return tuple(layers)
 
-    Raises:
-        AdapterFileError: there is none, or its weights are no safetensors.
-    """
-    diffusers: Any = import_extra("diffusers", "diffusion")
-    inner = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": "unet"}
-    try:
-        return diffusers.UNet2DConditionModel.from_pretrained(name, use_safetensors=True, **inner).eval()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise AdapterFileError(
-            f"no UNet can be loaded from {os.fspath(name)!r} ({error}); give a pipeline on the hub that is "
-            "reachable or kept from before, or the folder of a UNet or a pipeline, with safetensors"
-        ) from error
+
+def _text_width(host: nn.Module) -> int:
+    """Return the width e of the text that the host attends to."""
+    width = getattr(getattr(host, "config", None), "cross_attention_dim", None)
+    width = width[-1] if isinstance(width, (list, tuple)) else width
+    if not isinstance(width, int):
+        raise AttachError(f"the config of {type(host).__name__} has no cross_attention_dim")
+    return width

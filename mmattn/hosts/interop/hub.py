@@ -18,14 +18,6 @@ def local_folder(folder: str | PathLike[str], revision: str | None) -> str | Pat
     """The local folder of an adapter: the folder itself, or the downloaded files of a repository of that name.
 
     Only the adapter's own files are downloaded, once for each commit, into the cache shared by Hugging Face libraries.
-
-    Args:
-        folder: a path, or "org/name" on the hub.
-        revision: branch, tag or commit of a repository.
-
-    Raises:
-        AdapterFileError: neither a folder nor a repository that can be reached or is in the cache.
-        ConfigError: a revision of a folder.
     """
     if os.path.exists(folder) or not (isinstance(folder, str) and _REPOSITORY.fullmatch(folder)):
         if revision is not None:
@@ -52,19 +44,7 @@ def upload(
     token: str | None,
     message: str,
 ) -> str:
-    """Upload the folder of an adapter, creating the repository where it is missing; returns the address of the commit.
-
-    Args:
-        folder: of the adapter, and of what a pipeline needs to run it.
-        repository: "org/name".
-        private: whether a new repository is private.
-        revision: a branch, created where it is missing.
-        token: of the hub; None for the one that is logged in.
-        message: of the commit.
-
-    Raises:
-        AdapterFileError: the hub refused it, or cannot be reached.
-    """
+    """Upload the folder of an adapter, creating a missing repository, and return the URL of the commit."""
     from huggingface_hub import HfApi
 
     hub = HfApi(token=token)

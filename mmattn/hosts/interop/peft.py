@@ -1,18 +1,17 @@
-"""peft on the same host: which parameters are its own to train, and on which object it must be put."""
+"""peft on the same host: the parameters that peft trains, and the object that it must be put on."""
 
 from __future__ import annotations
 
-import gc
-import sys
-from functools import partial
-from types import FrameType
+from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from mmattn.errors import AttachError
 
-#: Verbs of peft, transformers and diffusers for the adapters of peft in a host, and what does the same for ours.
+#: Methods of peft, transformers and diffusers for adapters of peft, and ours for adapters of mmattn.
 VERBS = {
     "load_adapter": "mmattn.load(model, folder, name)",
     "active_adapter": "model.active",
@@ -26,17 +25,12 @@ VERBS = {
     "enable_lora_hotswap": "model.adapter(name).load_state_dict(…)",
 }
 
+#: Models of peft directly around a host: those with prompts, which leave no mark on it. LoRA wraps it in a tuner.
+_AROUND: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 
-def of_host(host: nn.Module, name: str) -> Any:
-    """What an adapted model has of its host under a name; a verb for adapters of peft is refused where it is called.
 
-    Args:
-        host: the frozen model.
-        name: of the attribute.
-
-    Raises:
-        AttachError: it tells of adapters of peft.
-    """
+def host_attribute(host: nn.Module, name: str) -> Any:
+    """Return an attribute of the host; methods for adapters of peft raise AttachError when they are called."""
     value = getattr(host, name)
     if name not in VERBS:
         return value
@@ -45,24 +39,42 @@ def of_host(host: nn.Module, name: str) -> Any:
 
 def _refuse_verb(host: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     raise AttachError(
-        f"{name} of {type(host).__name__} is for adapters of peft in the host, and these are of mmattn: use "
-        f"{VERBS[name]}, or model.host.{name} where a LoRA is meant"
+        f"{name} of {type(host).__name__} is for adapters of peft: use {VERBS[name]}, or model.host.{name} for a LoRA"
     )
 
 
+@cache
+def watch_peft(adapted_class: type[nn.Module]) -> None:
+    """Refuse adapted models where peft wraps a model, and note models with prompts around hosts, by a hook of torch."""
+
+    def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None or not _is_of_peft(type(parent)):
+            return
+        if isinstance(child, adapted_class):
+            raise AttachError(
+                "peft was given the adapted model and would freeze its adapters: give it the host, "
+                "get_peft_model(model.host, config), before or after attach; or attach to the model that peft returns"
+            )
+        if name == "base_model" and not _is_of_peft(type(child)):
+            _AROUND[child] = ref(parent)
+
+    register_module_module_registration_hook(on_registration)
+
+
 def has_peft(host: nn.Module) -> bool:
-    """Whether peft has put layers into a host or prompts before it, so that it says what is trained."""
-    return any(_is_of_peft(type(part).__module__) for part in host.modules()) or _has_prompts(host)
+    """Return whether peft has put layers into a host or prompts before it, and so decides what is trained."""
+    around = _AROUND.get(host)
+    return any(_is_of_peft(type(part)) for part in host.modules()) or (around is not None and around() is not None)
 
 
 def inner_host(host: nn.Module) -> nn.Module:
-    """The model that peft has wrapped, or the host itself."""
+    """Return the model that peft has wrapped, or the host itself."""
     base: Any = getattr(host, "get_base_model", None)
     return host if base is None else base()
 
 
 def active_lora(host: nn.Module) -> tuple[Any, ...]:
-    """Which LoRA adapters of peft change what a host computes."""
+    """Return the LoRA adapters of peft that are active, by layer."""
     return tuple(
         (name, tuple(getattr(part, "active_adapters", ())), bool(getattr(part, "disable_adapters", False)))
         for name, part in host.named_modules()
@@ -70,32 +82,5 @@ def active_lora(host: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def refuse_peft(caller: FrameType) -> None:
-    """Refuse to be looked at by peft, which would freeze the adapters or put its layers into them.
-
-    Args:
-        caller: the frame that asks.
-
-    Raises:
-        AttachError: it is a function of peft.
-    """
-    if _is_of_peft(caller.f_globals.get("__name__", "")):
-        raise AttachError(
-            "peft was given the adapted model and would freeze its adapters: give it the host, "
-            "get_peft_model(model.host, config), before or after attach; or attach to the model that peft returns"
-        )
-
-
-def _has_prompts(host: nn.Module) -> bool:
-    # Looking through all objects of the process takes a tenth of a second; peft freezes the host that it gives prompts.
-    if "peft" not in sys.modules or all(parameter.requires_grad for parameter in host.parameters()):
-        return False
-    return any(
-        # Prompts leave no mark on the host: only the model around it knows of them.
-        isinstance(one, dict) and one.get("base_model") is host and "prompt_encoder" in one
-        for one in gc.get_referrers(host)
-    )
-
-
-def _is_of_peft(module: str) -> bool:
-    return module.partition(".")[0] == "peft"
+def _is_of_peft(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "peft"

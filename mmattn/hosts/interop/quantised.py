@@ -1,4 +1,4 @@
-"""4-bit hosts of bitsandbytes on the CPU: their layers stay in the layout that gradients pass and `state_dict` reads.
+"""4-bit hosts of bitsandbytes on the CPU: keep their layers in the layout of gradients and `state_dict`.
 
 On processors with AVX512-BF16 bitsandbytes repacks a layer at its first call in evaluation mode, for good (seen in
 0.50). The new layout silently passes no gradient to what is below it, is other weights in `state_dict()`, and fails
@@ -19,21 +19,13 @@ _SWITCH = "support_avx512bf16_for_cpu"  # of bitsandbytes.nn.Linear4bit, which r
 
 
 def keep_stored(host: nn.Module) -> list[nn.Module]:
-    """Switch repacking off in the 4-bit layers of a host; returns those that had it on.
-
-    Args:
-        host: the frozen model.
-
-    Raises:
-        ConditionError: one has been repacked already.
-    """
+    """Switch repacking off in the 4-bit layers of a host; returns those that had it on."""
     layers = {name: layer for name, layer in host.named_modules() if layer.__dict__.get(_SWITCH)}
     for name, layer in layers.items():
         if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
             raise ConditionError(
-                f"the 4-bit weights of {name} were repacked for inference when the host was called in evaluation mode "
-                "on the CPU: no gradient passes them now, and `state_dict` has other weights than those loaded. Load "
-                "the host again, and attach (or train) before its first call"
+                f"the 4-bit weights of {name} were repacked by a call in evaluation mode, so no gradient passes them: "
+                "load the host again, and attach (or train) before its first call"
             )
     for layer in layers.values():
         setattr(layer, _SWITCH, False)
@@ -41,20 +33,13 @@ def keep_stored(host: nn.Module) -> list[nn.Module]:
 
 
 def let_change(layers: Sequence[nn.Module]) -> None:
-    """Undo `keep_stored`.
-
-    Args:
-        layers: that it returned.
-    """
+    """Undo `keep_stored`."""
     for layer in layers:
         setattr(layer, _SWITCH, True)
 
 
 def size_of(parameter: nn.Parameter) -> int:
     """Number of weights in a parameter; two 4-bit weights are packed in a byte.
-
-    Args:
-        parameter: of a layer, quantised or not.
 
     >>> size_of(nn.Linear(5, 3).weight)
     15
@@ -65,14 +50,7 @@ def size_of(parameter: nn.Parameter) -> int:
 
 @contextlib.contextmanager
 def stored(host: nn.Module) -> Iterator[None]:
-    """Inside the block, the 4-bit layers of a host are not repacked.
-
-    Args:
-        host: the frozen model.
-
-    Raises:
-        ConditionError: one has been repacked already.
-    """
+    """Keep the 4-bit layers of a host from being repacked inside the block."""
     layers = keep_stored(host)
     try:
         yield

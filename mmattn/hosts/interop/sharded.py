@@ -23,9 +23,6 @@ from mmattn.errors import ConfigError
 def shards(host: nn.Module) -> list[Any]:
     """The modules of a host whose weights are sharded over several processes; none where it is not sharded.
 
-    Args:
-        host: the frozen model.
-
     >>> shards(nn.Linear(5, 3))
     []
     """
@@ -34,16 +31,7 @@ def shards(host: nn.Module) -> list[Any]:
 
 
 def shard(host: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
-    """Shard the weights of a host over all processes, layer by layer.
-
-    Args:
-        host: a frozen model with all its weights, the same in each process, before adapters are put on it.
-        layers: its layers, each of which is gathered when it is called.
-        device: where this process computes.
-
-    Raises:
-        ConfigError: quantised weights.
-    """
+    """Shard the weights of a host over all processes, layer by layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -59,10 +47,7 @@ def shard(host: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
 
 
 def tensor_parallel_size(host: Any) -> int:
-    """How many processes compute the layers of a host together; 1 where each has all of it.
-
-    Args:
-        host: a frozen model, or what adapters or peft made of it.
+    """Return the number of processes that compute the layers of a host together; 1 where each has all of it.
 
     >>> tensor_parallel_size(nn.Linear(5, 3))
     1
@@ -72,24 +57,13 @@ def tensor_parallel_size(host: Any) -> int:
 
 
 def reshard(host: nn.Module) -> None:
-    """Shard every weight again: a call leaves some unsharded, as parameters that the next call replaces.
-
-    Args:
-        host: the frozen model.
-    """
+    """Shard every weight again: a call leaves some unsharded, as parameters that the next call replaces."""
     for part in shards(host):
         part.reshard()
 
 
 def check_trained(model: nn.Module) -> None:
-    """Refuse trained parameters that are sharded: each process must have all of them.
-
-    Args:
-        model: the adapted model.
-
-    Raises:
-        ConfigError: one is sharded.
-    """
+    """Refuse trained parameters that are sharded: each process must have all of them."""
     reshard(model)
     pieces = [name for name, p in model.named_parameters() if p.requires_grad and hasattr(p, "full_tensor")]
     if pieces:
@@ -101,14 +75,7 @@ def check_trained(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gradients_throughout(model: Any) -> Iterator[None]:
-    """Inside the block gradients flow back to the embedded text, so through every layer, even without a memory.
-
-    Args:
-        model: the host.
-
-    Raises:
-        ConfigError: the model has no input embeddings.
-    """
+    """Inside the block gradients flow back to the embedded text, so through every layer, even without a memory."""
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is None:
         raise ConfigError(

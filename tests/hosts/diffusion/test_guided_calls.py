@@ -251,7 +251,7 @@ def test_another_order_needs_the_negative_embeddings():
             out = model.host(*three, **named)[0]
         with (
             model.condition(tiny.memory(rows), negative_prompt_embeds=negative + 1),
-            pytest.raises(ConditionError, match="as the host is given them"),
+            pytest.raises(ConditionError, match="that the host is called with"),
         ):
             model.host(*three, **named)
     assert torch.equal(out[rows:], alone[rows:])

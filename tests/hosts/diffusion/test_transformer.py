@@ -58,7 +58,7 @@ def share(model, index, x, memory, names=("to_q", "norm_q", "to_out.0")):
 def test_what_an_adapter_adds_in_a_layer(family):
     """The queries are the picture's, normalised as the host does, without positions; the text's output is its own."""
     model = attach(make(family))
-    assert KINDS.get(family) in (None, model.found.layers[0].kind)
+    assert KINDS.get(family) in (None, model.structure.layers[0].kind)
     batch, memory, heard = given(model), tiny.memory(ROWS), {}
 
     def listen(attn, args, kwargs, output):
@@ -74,7 +74,7 @@ def test_what_an_adapter_adds_in_a_layer(family):
 
     (x, own), (same, out) = hear(), hear(memory=memory)
     assert torch.equal(x, same)
-    if model.found.layers[0].kind == "joint":
+    if model.structure.layers[0].kind == "joint":
         assert torch.equal(out[1], own[1])
         own, out = own[0], out[0]
     want = share(model, 0, x, memory, *([NAMES[family]] if family in NAMES else []))
@@ -109,7 +109,7 @@ def test_blocks_and_streams():
 def test_a_map_acts_on_its_own_tokens(family):
     """In the first layer; later ones mix. Of films by frame too."""
     model, heard = attach(make(family)), []
-    batch, memory, (frames, height, width) = given(model), tiny.memory(ROWS), model.found.grid
+    batch, memory, (frames, height, width) = given(model), tiny.memory(ROWS), model.structure.grid
 
     def listen(attn, args, output):
         heard.append(output if isinstance(output, torch.Tensor) else output[model.picture_part(0)])
@@ -216,7 +216,7 @@ def test_layers_that_do_not_reach_the_prediction():
     gate.weight.zero_()
     gate.bias.zero_()
     # SD3's last block: nothing of its attention reaches the picture then.
-    with pytest.raises(ConditionError, match=r"transformer_blocks\.1\.attn.*does not reach"):
+    with pytest.raises(ConditionError, match=r"transformer_blocks\.1\.attn.*do not reach"):
         mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM))
     assert tiny_unets.traces(host) == before
     mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM, blocks=("transformer_blocks.0",)))

@@ -20,7 +20,7 @@ ROWS = 3
 @torch.no_grad()
 def test_attention_that_is_not_one_softmax():
     """Differential attention has two queries for a token: there is none to read a memory with."""
-    with pytest.raises(AttachError, match="no attention layers from which queries"):
+    with pytest.raises(AttachError, match="no attention layers with queries"):
         attach(make("StableAudio3DiTModel"))
     plain = attach(make("StableAudio3DiTModel", use_differential_attention=False))
     batch, memory = given(plain), tiny.memory(ROWS, lengths=[5, 0, 3])

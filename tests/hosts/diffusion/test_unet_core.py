@@ -289,7 +289,7 @@ def test_the_very_same_processors_come_back():
         model = mmattn.attach(unet).use_core()
         assert model.use_core() is model
         assert all(
-            unet.attn_processors[f"{place}.processor"] is model.own[index]
+            unet.attn_processors[f"{place}.processor"] is model.processors[index]
             for index, place in enumerate(model.layer_names)
         )
         assert list(unet.state_dict()) == list(tiny_unets.make().state_dict())

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from mmattn.errors import AdapterFileError
-from mmattn.training.tensor_store import TensorStore
+from mmattn.training.hidden_states import TensorShards
 
-FORMAT = "mmattn-test"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,8 +24,8 @@ def tensor(number: int) -> torch.Tensor:
     return made.to((torch.float32, torch.bfloat16, torch.float16)[number % 3])
 
 
-def filled(folder: Path, count: int, shard_bytes: int = 500) -> TensorStore:
-    store = TensorStore(folder, FORMAT, shard_bytes)
+def filled(folder: Path, count: int, shard_bytes: int = 500) -> TensorShards:
+    store = TensorShards(folder, shard_bytes)
     for number in range(count):
         assert torch.equal(store.put(f"t{number}", tensor(number)), tensor(number))
     return store
@@ -37,8 +36,7 @@ def test_every_tensor_comes_back_from_its_shard(tmp_path: Path) -> None:
     store.flush()
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 3 and store.nbytes() == sum(shard.stat().st_size for shard in shards)
-    for reader in (store, TensorStore(tmp_path, FORMAT)):
-        assert len(reader) == 31
+    for reader in (store, TensorShards(tmp_path)):
         for number in reversed(range(31)):
             found = reader.get(f"t{number}")
             assert found is not None and found.dtype == tensor(number).dtype and torch.equal(found, tensor(number))
@@ -48,7 +46,7 @@ def test_every_tensor_comes_back_from_its_shard(tmp_path: Path) -> None:
 
 
 def test_what_is_put_is_a_copy(tmp_path: Path) -> None:
-    store, given = TensorStore(tmp_path, FORMAT), torch.ones(3, 5)
+    store, given = TensorShards(tmp_path), torch.ones(3, 5)
     store.put("a", given[:, ::2])
     given.zero_()
     assert torch.equal(store.get("a"), torch.ones(3, 3))
@@ -65,8 +63,8 @@ def test_what_others_write_is_found(tmp_path: Path) -> None:
 def test_a_killed_process_loses_no_shard(tmp_path: Path) -> None:
     """Killed with signal 9 while it puts one tensor after the other; what is not whole is not there."""
     code = (
-        "import sys; from pathlib import Path; from tests.storage.test_tensor_store import *\n"
-        "store = TensorStore(Path(sys.argv[1]), FORMAT, 500)\n"
+        "import sys; from pathlib import Path; from tests.training.test_tensor_shards import *\n"
+        "store = TensorShards(Path(sys.argv[1]), 500)\n"
         "for number in range(10**6):\n"
         "    store.put(f't{number}', tensor(number)); print(number, flush=True)\n"
     )
@@ -80,7 +78,7 @@ def test_a_killed_process_loses_no_shard(tmp_path: Path) -> None:
                 running.send_signal(signal.SIGKILL)
         said = running.stderr.read()
     assert running.returncode == -signal.SIGKILL, said
-    store = TensorStore(tmp_path, FORMAT)
+    store = TensorShards(tmp_path)
     there = [number for number in range(last) if store.get(f"t{number}") is not None]
     assert there == list(range(len(there))) and len(there) > last - 30
     assert all(torch.equal(store.get(f"t{number}"), tensor(number)) for number in there)
@@ -89,7 +87,7 @@ def test_a_killed_process_loses_no_shard(tmp_path: Path) -> None:
 
 
 def test_threads_share_a_store(tmp_path: Path) -> None:
-    store, wrong = TensorStore(tmp_path, FORMAT, 300), []
+    store, wrong = TensorShards(tmp_path, 300), []
 
     def work(first: int) -> None:
         for number in range(first, 200, 4):
@@ -104,7 +102,7 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
     for one in threads:
         one.join()
     store.flush()
-    assert not wrong and len(TensorStore(tmp_path, FORMAT)) == 200
+    assert not wrong
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
@@ -113,13 +111,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     raw = bytearray(shard.read_bytes())
     shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(AdapterFileError, match=f"{shard.name}.*wrong checksum"):
-        [TensorStore(tmp_path, FORMAT).get(f"t{number}") for number in range(3)]
+        [TensorShards(tmp_path).get(f"t{number}") for number in range(3)]
     shard.write_bytes(raw[:-1])
     with pytest.raises(AdapterFileError, match=f"{shard.name}.*truncated"):
-        TensorStore(tmp_path, FORMAT)
-
-
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    filled(tmp_path, 3).flush()
-    with pytest.raises(AdapterFileError, match="'mmattn-test', and 'mmattn-other' was asked for"):
-        TensorStore(tmp_path, "mmattn-other")
+        TensorShards(tmp_path)

@@ -1,24 +1,45 @@
-"""A model of diffusers without weights, from its config alone."""
+"""Models of diffusers from folders, hub names and configs."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from mmattn.errors import AdapterFileError, import_extra
 
-#: Which part of a pipeline denoises.
+#: Parts of a pipeline that denoise.
 PARTS = ("transformer", "unet")
 
 
+def load_part(name: str | PathLike[str], part: str) -> nn.Module:
+    """Load a model from its folder, or the part of a pipeline from a folder or the hub, in evaluation mode.
+
+    Raises:
+        AdapterFileError: there is none, or its weights are not safetensors.
+    """
+    diffusers: Any = import_extra("diffusers", "diffusion")
+    subfolder = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": part}
+    kind = diffusers.UNet2DConditionModel if part == "unet" else diffusers.AutoModel
+    try:
+        model: nn.Module = kind.from_pretrained(name, use_safetensors=True, **subfolder)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise AdapterFileError(
+            f"no {part} can be loaded from {os.fspath(name)!r} ({error}): give a pipeline on the hub, or the folder of "
+            f"a {part} or a pipeline, with safetensors"
+        ) from error
+    return model.eval()
+
+
 def read_diffusers_config(name: str | PathLike[str]) -> dict[str, Any] | None:
-    """The config of a model of diffusers, or of the part of a pipeline that denoises; None where there is none.
+    """Return the config of a model, or of the part of a pipeline that denoises; None if there is none.
 
     Args:
         name: a file, the folder of a model or of a pipeline, or the name of a pipeline on the hub.
@@ -26,7 +47,7 @@ def read_diffusers_config(name: str | PathLike[str]) -> dict[str, Any] | None:
     path = Path(name)
     if path.exists():
         files = [path] if path.is_file() else [path / part / "config.json" for part in ("", *PARTS)]
-        return next((found for file in files if (found := _config_in(file)) is not None), None)
+        return next((config for file in files if (config := _config_in(file)) is not None), None)
     diffusers: Any = import_extra("diffusers", "diffusion")
     for part in PARTS:
         try:
@@ -46,10 +67,10 @@ def _config_in(file: Path) -> dict[str, Any] | None:
 
 
 def empty_model(config: Mapping[str, Any]) -> nn.Module:
-    """The model of a config of diffusers on the meta device.
+    """Make the model of a config on the meta device.
 
     Raises:
-        AdapterFileError: there is none.
+        AdapterFileError: diffusers has no such model.
     """
     diffusers: Any = import_extra("diffusers", "diffusion")
     name = str(config.get("_class_name"))

@@ -1,4 +1,4 @@
-"""Models of transformers that read and do not write as hosts: BERT, ViT, CLIP, wav2vec 2.0 and their like."""
+"""Encoders of transformers as hosts: BERT, ViT, CLIP, wav2vec 2.0 and their like."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ from torch import nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of, text_config
 from mmattn.adapters.protocols import Site
+from mmattn.errors import AttachError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call, ForwardStep
 from mmattn.hosts.layers import find_layers, layers_width
-from mmattn.hosts.probe import check_sees_all, probe_adapter
+from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs
 from mmattn.hosts.registry import register_host
 from mmattn.storage.hub import load_model
 
-#: Under which names the outputs of transformers have what a row is answered with.
-ANSWERS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")
+#: Outputs of transformers with one value or vector per row.
+OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")
+
+
+def check_reads_at_once(adapter: AdapterLayers, host: nn.Module) -> None:
+    """Refuse an adapter whose memory depends on the text so far, on a host that reads all of its input at once."""
+    if adapter.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
+        raise AttachError(
+            f"{type(adapter.config).__name__} follows a text token by token (chunks, another model, images in the "
+            f"text), but {type(host).__name__} reads its input at once: take a GatedAdapter with visible_segments='all'"
+        )
 
 
 @register_host
@@ -55,12 +65,12 @@ class AdaptedEncoder(AdaptedModel):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """A model of transformers that does not generate."""
+        """Return whether this is a model of transformers that does not generate."""
         can_generate: Any = getattr(model, "can_generate", None)
         return can_generate is not None and hasattr(model, "main_input_name") and not can_generate()
 
     def sites(self, position: str) -> list[Site]:
-        """Every layer."""
+        """Return every layer."""
         layers = self.host.get_submodule(self.path)
         assert isinstance(layers, nn.ModuleList)
         return [
@@ -69,23 +79,18 @@ class AdaptedEncoder(AdaptedModel):
         ]
 
     def is_apart(self, layer: int) -> bool:
-        """Always: the hidden states say how many rows and tokens (patches, frames) there are."""
+        """Return True: the hidden states give the number of rows and tokens (patches, frames)."""
         return True
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Prove with one forward that what the adapter writes at its layers reaches the answer.
-
-        Raises:
-            AttachError: the adapter follows a text, the host cannot be called, or hands on states of another shape.
-            ConditionError: a layer whose output does not matter.
-        """
-        check_sees_all(adapter, self.host)
-        probe_adapter(self, adapter, partial(host_inputs, self.host), None, ANSWERS)
+        """Check in one forward that changes at the adapter's layers reach the output."""
+        check_reads_at_once(adapter, self.host)
+        probe_adapter(self, adapter, partial(host_inputs, self.host), None, OUTPUTS)
 
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ForwardStep:
-        """The sites that must be reached; what is seen there is asked for at each."""
+        """Return the sites that must be reached; the view of the memory is made at each of them."""
         names = [name for name in call.sources if name in self.active and name not in disabled]
         sites = [(layer, self.adapter(name).position) for name in names for layer in self.adapter(name).layers]
         return ForwardStep(self, host, None, {site: [] for site in sites})
@@ -93,29 +98,25 @@ class AdaptedEncoder(AdaptedModel):
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
-        """Ids of a random text, or random pictures or sounds."""
-        for given in host_inputs(self.host, rows):
-            for name, value in given.items():
+        """Return ids of a random text, or random pictures or sounds."""
+        for inputs in host_inputs(self.host, rows):
+            for name, value in inputs.items():
                 if name == "input_ids":
                     size = getattr(text_config(self.host), "vocab_size", 2)
-                    given[name] = torch.randint(size, (rows, 7), generator=generator).to(value.device)
+                    inputs[name] = torch.randint(size, (rows, 7), generator=generator).to(value.device)
                 elif value.is_floating_point():
-                    given[name] = torch.randn(value.shape, generator=generator).to(value)
-            given.pop("attention_mask", None)
+                    inputs[name] = torch.randn(value.shape, generator=generator).to(value)
+            inputs.pop("attention_mask", None)
             try:
                 with torch.no_grad(), self.open_blocks.conditioned(None):
-                    self.host(**given)
+                    self.host(**inputs)
             except Exception:  # the next way to call it
                 continue
-            return given
+            return inputs
         return super().example_batch(generator, config, rows)
 
     @classmethod
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """The model of this name or in this folder, without a head.
-
-        Raises:
-            AdapterFileError: there is none.
-        """
+        """Load the model of this name or in this folder, without a head."""
         model: nn.Module = load_model("AutoModel", name, "encoder")
         return model

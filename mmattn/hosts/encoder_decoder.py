@@ -1,0 +1,354 @@
+"""Encoder-decoders of transformers as hosts: T5, BART, Marian, Whisper and their like."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.cache_argument import given_cache
+from mmattn.adapters.language_models import device_of, text_config
+from mmattn.adapters.protocols import BoundMemory, Site
+from mmattn.adapters.text_state import TextState
+from mmattn.core.tensor_cache import TensorVersion
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.causal_lm.generation import bound_method, inner_host, past_length
+from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.context import Action, Call, ForwardStep
+from mmattn.hosts.encoder import check_reads_at_once
+from mmattn.hosts.generation_rows import RowsLeft, RowsView, whole_text
+from mmattn.hosts.layers import layers_width
+from mmattn.hosts.probe import LENGTH, probe_adapter
+from mmattn.hosts.probe_inputs import host_inputs, token_ids
+from mmattn.hosts.registry import register_host
+from mmattn.storage.hub import load_model
+
+DECODER, ENCODER = "decoder", "encoder"
+#: Names in configs of the number of layers.
+_DEPTHS = {
+    DECODER: ("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers"),
+    ENCODER: ("encoder_layers", "num_layers", "encoder_num_hidden_layers", "num_hidden_layers"),
+}
+#: By adapter, a memory and its scale.
+Sources = Mapping[str, tuple[BoundMemory, Any]]
+
+
+@register_host
+class AdaptedEncoderDecoder(AdaptedCausalLM):
+    """A model with an encoder and a decoder, and adapters in either: `GatedAdapter(…, where="encoder")`.
+
+    Its layers are numbered from the first of the decoder on; those of the encoder come after. `generate` runs the
+    encoder once for each row and gives the decoder's beams the memory of their row.
+
+    Args:
+        host: the model.
+        require_memory: calls without a memory raise instead of giving the host's own answer.
+
+    >>> from transformers import T5Config, T5ForConditionalGeneration
+    >>> lm = T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+    ...                                          decoder_start_token_id=0)).eval()
+    >>> import mmattn
+    >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2))
+    >>> model = mmattn.attach(model, mmattn.GatedAdapter(memory_dim=24, every=2, where="encoder"), "pictures")
+    >>> ids = torch.tensor([[5, 6, 7]])
+    >>> memory = mmattn.Memory(torch.randn(1, 11, 24))
+    >>> model.generate(ids, memory=memory, num_beams=2, max_new_tokens=4).shape[0], model.active
+    (1, ['default', 'pictures'])
+    """
+
+    kind: ClassVar[str] = "encoder_decoder"
+    positions: ClassVar[tuple[str, ...]] = ("after", "before")
+    replaced = (*AdaptedCausalLM.replaced, "generate_with_fallback", "_need_fallback")
+
+    def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
+        AdaptedModel.__init__(self, host, require_memory)
+        parts: Any = host
+        decoder = _stack(host, DECODER, parts.get_decoder(), 0)
+        self.stacks = decoder, _stack(host, ENCODER, parts.get_encoder(), len(decoder.layers))
+        self.encoder_outputs = EncoderOutputs()
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Return whether this is a model of transformers with an encoder and a decoder."""
+        host: Any = model
+        if not getattr(getattr(host, "config", None), "is_encoder_decoder", False) or not hasattr(host, "get_decoder"):
+            return False
+        parts = [host, getattr(host, "base_model", host)]
+        return all(part not in parts for part in (host.get_decoder(), host.get_encoder()))
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers of the host."""
+        return self.stacks[0].layers
+
+    def sites(self, position: str) -> list[Site]:
+        """Return every layer of the decoder, then every layer of the encoder."""
+        return [site for stack in self.stacks for site in stack.sites(position)]
+
+    def is_apart(self, layer: int) -> bool:
+        """Return whether this is a layer of the encoder."""
+        return layer >= self.stacks[1].first
+
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Check in one forward that changes at the adapter's layers reach the output."""
+        check_reads_at_once(adapter, self.host)
+        length = LENGTH if adapter.sites[0].part == DECODER else None
+        probe_adapter(self, adapter, partial(_inputs, self.host), length)
+
+    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
+        """Return the decoder's ids or embeddings of this forward, and the length of its cache."""
+        names = ["decoder_input_ids", "decoder_inputs_embeds"]
+        if getattr(kwargs.get("labels"), "ndim", 0) == 2 and not kwargs["labels"].is_floating_point():
+            names.append("labels")  # else they are classes, and no text
+        read = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+        if read is None:
+            read = args[0] if args else kwargs.get("input_ids")  # which T5's relatives then take for both
+        if read is None:
+            return TextState(0, 0)  # the host raises by itself
+        return TextState(
+            rows=read.shape[0],
+            length=read.shape[1],
+            inputs=read,
+            past=past_length(given_cache(kwargs)),
+            arrivals=call.arrivals,
+            expansions=call.expansions,
+        )
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ForwardStep:
+        """Return the actions of one forward; outputs of the encoder with another memory raise ConditionError."""
+        if call.rows is None:  # inside generate they were checked before, or computed
+            self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
+        text = self.text_state(call, args, kwargs)
+        return ForwardStep(self, host, None, self.actions(call, disabled, text))
+
+    def _encoder_sources(self, call: Call, disabled: frozenset[str]) -> Sources:
+        """Return memory and scale of each adapter in the encoder."""
+        return {
+            name: (source, call.scales.get(name, 1.0))
+            for name, source in call.sources.items()
+            if name in self.active and name not in disabled and self.adapter(name).sites[0].part == ENCODER
+        }
+
+    def _check_encoded(self, call: Call, disabled: frozenset[str], outputs: Any) -> None:
+        """Refuse outputs of the encoder that were not computed with these memories."""
+        sources = self._encoder_sources(call, disabled)
+        if outputs is None or self.encoder_outputs.match(outputs, sources):
+            return
+        fault = f"without the memory of {list(sources)} as it is in this call" if sources else "with a memory"
+        raise ConditionError(
+            f"encoder_outputs were computed {fault}: run the encoder inside the same block, with "
+            "model.condition(memory): model.get_encoder()(…), model(encoder_outputs=…)"
+        )
+
+    def install_hooks(self) -> list[Any]:
+        """Hook the adapters to host and layers, and note with which memories the encoder was run."""
+        hooks = super().install_hooks()
+        if any(self.is_apart(layer) for layer, _ in self.hooked):
+            host: Any = self.host
+            hooks.append(host.get_encoder().register_forward_hook(self._note_encoder))
+        return hooks
+
+    def _note_encoder(self, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call, disabled = self.open_blocks.in_force()[1:]
+        if call is not None and not torch.compiler.is_compiling():
+            self.encoder_outputs.add(output, self._encoder_sources(call, disabled))
+
+    def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
+        call, disabled = self.current_call()
+        if call is not None:
+            self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
+        return super()._host_generate(*args, **kwargs)
+
+    def actions(
+        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
+    ) -> dict[tuple[int, str], list[Action]]:
+        """Return the actions of the active adapters at each site of the decoder, or at one site."""
+        left = call.rows_left
+        if left is None:
+            actions = AdaptedModel.actions(self, call, disabled, text, site)
+        else:
+            text, places = whole_text(left, text)
+            actions = {
+                own: [(RowsView(view, places, text.rows), *rest) for view, *rest in those]
+                for own, those in AdaptedModel.actions(self, call, disabled, text, site).items()
+            }
+        return actions if site is not None else {own: one for own, one in actions.items() if not self.is_apart(own[0])}
+
+    def join(self) -> None:
+        """Freeze the host, and follow the rows with which Whisper's `generate` continues.
+
+        No hook of transformers tells them: `generate_with_fallback` and `_need_fallback` are replaced on the host.
+        """
+        super().join()
+        inner = inner_host(self.host)
+        if hasattr(type(inner), "generate_with_fallback"):
+            own = {"generate_with_fallback": self._write_segment, "_need_fallback": self._written}
+            inner.__dict__.update(own)
+
+    def _write_segment(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate one segment of the recordings that have not ended, in place of `generate_with_fallback`."""
+        inner = inner_host(self.host)
+        own = bound_method(inner, "generate_with_fallback")
+        call = self.open_blocks.in_force().call
+        if call is None or call.rows is None:
+            return own(*args, **kwargs)
+        options = inspect.signature(own).bind(*args, **kwargs).arguments
+        is_static = options["generation_config"].cache_implementation == "static"
+        left = RowsLeft(options["batch_idx_map"], len(options["seek"]), options["batch_size"] if is_static else 0)
+        with self.open_blocks.conditioned(replace(call, rows_left=left)):
+            return own(*args, **kwargs)
+
+    def _written(self, seek_sequence: Any, seek_outputs: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Return whether a row of a segment is generated again, in place of `_need_fallback`."""
+        own = bound_method(inner_host(self.host), "_need_fallback")
+        again, skipped = own(seek_sequence, seek_outputs, index, *args, **kwargs)
+        call = self.open_blocks.in_force().call
+        if call is not None and call.rows_left is not None:
+            call.rows_left.wrote(index, again)
+        return again, skipped
+
+    def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
+        """Raise ConditionError: transformers batches requests continuously for decoder-only models."""
+        raise ConditionError(
+            f"generate_batch is for models without an encoder, and {type(self.host).__name__} has one: use "
+            "generate(inputs, memory=memory)"
+        )
+
+    # For the doctor and the shared tests -----------------------------------------------------------------------------
+
+    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+        """Return ids of random texts for encoder and decoder; the probe's inputs for an encoder of another kind."""
+        size = getattr(text_config(self.host), "vocab_size", 2)
+        inputs = next(host_inputs(self.host, rows))
+        if "input_ids" in inputs:
+            inputs = {"input_ids": torch.randint(size, (rows, 5), generator=generator).to(inputs["input_ids"].device)}
+        ids = torch.randint(size, (rows, 7), generator=generator)
+        return inputs | {"decoder_input_ids": ids.to(next(iter(inputs.values())).device)}
+
+    @classmethod
+    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
+        """Load the model of this name or in this folder."""
+        model: nn.Module = load_model("AutoModelForSeq2SeqLM", name, "encoder–decoder")
+        return model
+
+
+def _inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
+    """Yield inputs of the encoder with a text for the decoder."""
+    for inputs in host_inputs(host, rows):
+        yield inputs | {"decoder_input_ids": token_ids(host, rows)}
+
+
+class EncoderOutputs:
+    """The memories with which outputs of an encoder were computed, for as long as the outputs live."""
+
+    def __init__(self) -> None:
+        self._computed: Any = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[EncoderOutputs], tuple[()]]:
+        return EncoderOutputs, ()
+
+    def add(self, output: Any, sources: Sources) -> None:
+        """Note what an encoder returned with these memories."""
+        states = _first_states(output)
+        if states is not None and sources:
+            versions = {name: TensorVersion(source.sources()) for name, (source, _) in sources.items()}
+            self._computed[states] = dict(sources), versions
+
+    def match(self, output: Any, sources: Sources) -> bool:
+        """Return whether outputs are those of these memories as they are now, or rows of them, moved or cast."""
+        states = _first_states(output)
+        if states is None:
+            return not sources
+        own = (states, states._base)
+        if not sources:
+            return not any(one is not None and one in self._computed for one in own)
+        for computed, (earlier, versions) in list(self._computed.items()):
+            if _are_unchanged(sources, earlier, versions) and (
+                any(computed is one for one in own) or _has_rows(computed, states)
+            ):
+                self._computed[states] = earlier, versions
+                return True
+        return False
+
+
+def _are_unchanged(sources: Sources, earlier: Sources, versions: Mapping[str, TensorVersion]) -> bool:
+    """Return whether memories are the earlier ones, with the same values and scales."""
+    if sources.keys() != earlier.keys():
+        return False
+    for name, (source, scale) in sources.items():
+        tensors = source.sources()
+        same = versions[name].holds(tensors) if tensors else source is earlier[name][0]
+        if not (same and bool(scale == earlier[name][1])):
+            return False
+    return True
+
+
+@torch.no_grad()
+def _has_rows(computed: Tensor, states: Tensor) -> bool:
+    """Return whether every row of states (n, l, d) is one of those that were computed (b, l, d)."""
+    if computed.shape[1:] != states.shape[1:]:
+        return False
+    rows = computed.to(states)
+    return all(bool((rows == row).flatten(1).all(1).any()) for row in states)
+
+
+def _first_states(output: Any) -> Tensor | None:
+    """Return the last hidden states (b, l, d) among the outputs of an encoder."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output
+    return next((one for one in values if isinstance(one, Tensor)), None)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers of encoder or decoder.
+
+    Args:
+        part: "encoder" or "decoder".
+        path: dotted name of their list in the host.
+        layers: the list.
+        width: d of their hidden states.
+        first: number of the first layer among those of the host.
+    """
+
+    part: str
+    path: str
+    layers: nn.ModuleList
+    width: int
+    first: int
+
+    def sites(self, position: str) -> list[Site]:
+        """Return every layer."""
+        return [
+            Site(self.first + index, position, f"{self.path}.{index}", self.width, device_of(layer), part=self.part)
+            for index, layer in enumerate(self.layers)
+        ]
+
+
+def _stack(host: nn.Module, part: str, module: nn.Module, first: int) -> Stack:
+    """Return the layers of a part: its outermost list that is as long as the config says, or the longest."""
+    lists = {name: one for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
+    outer = {name: one for name, one in lists.items() if not any(name.startswith(other + ".") for other in lists)}
+    configs = [config for config in (getattr(module, "config", None), getattr(host, "config", None)) if config]
+    depths = [getattr(config, name, None) for config in configs for name in _DEPTHS[part]]
+    for depth in [*depths, max(map(len, outer.values()), default=0)]:
+        fitting = [layers for layers in outer.values() if len(layers) == depth]
+        if len(fitting) == 1:
+            path = next(name for name, one in host.named_modules() if one is fitting[0])
+            return Stack(part, path, fitting[0], layers_width(fitting[0], configs), first)
+    lists_found = ", ".join(f"{name} ({len(one)} × {type(one[0]).__name__})" for name, one in outer.items()) or "none"
+    raise AttachError(
+        f"cannot tell which list holds the layers of the {part} of {type(host).__name__}; lists found: {lists_found}"
+    )

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.joined.joint_softmax import Capture, JoinedSlots, JoinedView
+from mmattn.adapters.joined.record import JoinSlots
+from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
-from mmattn.hosts.attention_hooks import attention_layers
+from mmattn.core.key_rotation import KeyRotation, read_rotations
+from mmattn.errors import AttachError, ConditionError, MmattnError
+from mmattn.hosts.attention_hooks import AttentionHook, attention_hooks, attention_layers, check_function
 from mmattn.hosts.context import ForwardStep
+from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.probe import ProbedModel, bare_forward, is_close, output_of, relative_error, unreached
+from mmattn.hosts.probe_inputs import text_inputs
 
 #: Tokens of the passage and of the text in the forwards of a probe.
 PASSAGE, TEXT = 7, 5
@@ -28,3 +40,192 @@ def joined_sites(host: nn.Module, layers: nn.ModuleList, path: str, width: int) 
 def shift_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward with the positions of tokens that have slots before them."""
     by_id = {id(view): view for site in step.actions.values() for view, *_ in site if view.stands_in_text}
+    # Shift positions before anything reads them.
+    views: list[Any] = sorted(by_id.values(), key=lambda view: not view.moves_text)
+    if not views:
+        return kwargs
+    moving = sum(view.moves_text for view in views)
+    if moving > 1:
+        raise ConditionError(
+            f"{moving} adapters put their memories before one text, and each takes its first positions: give one of "
+            "them a memory, or select all passages together"
+        )
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        if text.past is None or text.inputs is None:
+            raise ConditionError("the host does not say how much text is in its cache: give position_ids=(b, l)")
+        positions = torch.arange(text.past, text.past + text.length, device=text.inputs.device)[None]
+    for view in views:
+        positions = view.shift_positions(positions)
+    return kwargs | {"position_ids": positions}
+
+
+# Probes ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def probe_joined(model: ProbedModel, sites: Sequence[Site]) -> None:
+    """Check that a slot joined in the attention of each layer reaches the output."""
+    host = model.host
+    modules = [host.get_submodule(site.module) for site in sites]
+    _check_masks(modules)
+    hooks = [partial(_join_slot, module) for module in modules]
+    with model.open_blocks.conditioned(None):
+        lost = unreached(host, hooks, lambda rows: output_of(host, text_inputs(host, rows), ("logits",), rows))
+    if lost:
+        raise ConditionError(
+            f"slots joined in the attention of layers {[sites[site].layer for site in lost]} do not reach the output "
+            f"of {type(host).__name__}, so memory would be lost: choose other layers"
+        )
+
+
+def _join_slot(module: nn.Module, row: int) -> AttentionHook:
+    """Join a slot with keys and values that one row can attend to."""
+
+    def join(x: HostAttention) -> HostAttention:
+        device = x.value.device
+        value = torch.linspace(-1, 1, x.value.shape[3], device=device).expand(1, x.value.shape[1], 1, -1)
+        key = torch.zeros(1, x.key.shape[1], 1, x.key.shape[3], device=device)
+        return x.join(key, value, None, torch.arange(x.query.shape[0], device=device)[:, None] == row)
+
+    return AttentionHook(module, join)
+
+
+@torch.no_grad()
+def probe_before_text(model: ProbedModel, sites: Sequence[Site]) -> dict[int, KeyRotation | None] | None:
+    """Check that a text after the K/V of a passage is as in one forward; return how each layer rotates keys.
+
+    None for a layer whose keys do not follow positions; None for all where keys cannot be moved (learned positions).
+
+    Raises:
+        AttachError: the host does not read a text after a passage as it reads both.
+        ConditionError: its attention takes no mask.
+    """
+    host, modules = model.host, _attention_modules(model, sites)
+    name, ids = type(host).__name__, short_text(host)
+    positions = torch.arange(PASSAGE + TEXT, device=ids.device)[None]
+    try:
+        with bare_forward(host, model.open_blocks):
+            expected = _logits(host, ids, positions)[:, PASSAGE:]
+            passage = _captured(host, modules, ids, positions[:, :PASSAGE])
+            rotations = _rotations(host, modules, ids)
+            view = JoinedView(_as_slots(passage))
+            with attention_hooks(_listeners(modules, view)):
+                output = _logits(host, ids[:, PASSAGE:], view.shift_positions(positions[:, :TEXT]))
+    except MmattnError:
+        raise
+    except Exception as error:
+        raise AttachError(
+            f"{name} takes no keys and values before its text: {type(error).__name__}: {error}"
+        ) from error
+    if not is_close(output, expected):
+        raise AttachError(
+            f"{name} does not read a text after keys and values as it reads both (relative error "
+            f"{relative_error(output, expected):.0e}): it has other states or positions; {_ADVICE}"
+        )
+    return rotations
+
+
+@torch.no_grad()
+def probe_rotations(model: ProbedModel, sites: Sequence[Site]) -> dict[int, KeyRotation | None] | None:
+    """Return how each layer rotates keys with their positions, as `probe_before_text` does."""
+    modules = _attention_modules(model, sites)
+    with bare_forward(model.host, model.open_blocks):
+        return _rotations(model.host, modules, short_text(model.host))
+
+
+@torch.no_grad()
+def check_reads_embeddings(model: ProbedModel, width: int) -> None:
+    """Check that the embeddings of a text give the output of its ids.
+
+    Raises:
+        AttachError: they do not.
+    """
+    host, name, ids = model.host, type(model.host).__name__, short_text(model.host)
+    mask = torch.ones_like(ids)
+    try:
+        embedded = embeddings_of(host)(ids)
+        with bare_forward(host, model.open_blocks):
+            expected = host(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            output = host(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits
+    except Exception as error:
+        raise AttachError(f"{name} reads no embeddings: {type(error).__name__}: {error}; {_ADVICE}") from error
+    if embedded.shape[-1] != width:
+        raise AttachError(
+            f"the embeddings of {name} have width {embedded.shape[-1]}, and its hidden states {width}: {_ADVICE}"
+        )
+    if not is_close(output, expected):
+        raise AttachError(
+            f"{name} does not read embeddings as it reads their tokens (relative error "
+            f"{relative_error(output, expected):.0e}): its layers need ids as well; {_ADVICE}"
+        )
+
+
+def short_text(host: nn.Module) -> Tensor:
+    """Return random ids (1, l) of the host's vocabulary."""
+    size = getattr(text_config(host), "vocab_size", None) or 2
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(3, size - 1), size, (1, PASSAGE + TEXT), generator=generator)
+    return ids.to(device_of(embeddings_of(host)))
+
+
+def _attention_modules(model: ProbedModel, sites: Sequence[Site]) -> dict[int, nn.Module]:
+    """Return the attention of each layer, of a host that takes positions and a mask."""
+    host, name = model.host, type(model.host).__name__
+    kinds = getattr(text_config(host), "layer_types", None) or ()
+    if any("chunked" in str(kind) for kind in kinds):  # which a short text does not show
+        raise AttachError(
+            f"layers of {name} attend within chunks of the text (layer_types), whose borders slots before it would "
+            f"move: {_ADVICE}"
+        )
+    if not any("position_ids" in inspect.signature(type(one).forward).parameters for one in (host, inner_host(host))):
+        raise AttachError(f"{name} takes no position_ids, so its text cannot begin after slots (ALiBi): {_ADVICE}")
+    modules = {site.layer: host.get_submodule(site.module) for site in sites}
+    _check_masks(modules.values())
+    return modules
+
+
+def _check_masks(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        config: Any = module.config
+        check_function(getattr(config, "own", config))
+
+
+def _rotations(host: nn.Module, modules: Mapping[int, nn.Module], ids: Tensor) -> dict[int, KeyRotation | None] | None:
+    return read_rotations(
+        host,
+        lambda positions: _captured(host, modules, ids, positions).keys,
+        torch.arange(PASSAGE, device=ids.device)[None],
+        getattr(text_config(host), "max_position_embeddings", None),
+    )
+
+
+def _captured(host: nn.Module, modules: Mapping[int, nn.Module], ids: Tensor, positions: Tensor) -> Capture:
+    """Return the keys and values that the host computes of the first ids at these positions."""
+    captured = Capture()
+    with attention_hooks(_listeners(modules, captured)):
+        _logits(host, ids[:, : positions.shape[1]], positions)
+    return captured
+
+
+def _logits(host: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    logits: Tensor = host(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return logits
+
+
+def _listeners(
+    modules: Mapping[int, nn.Module], view: Capture | JoinedView
+) -> dict[nn.Module, Callable[[HostAttention], HostAttention]]:
+    block = JoinSlots()
+
+    def listener(layer: int) -> Callable[[HostAttention], HostAttention]:
+        return lambda x: view.apply(x, block, layer, 1.0)
+
+    return {module: listener(layer) for layer, module in modules.items()}
+
+
+def _as_slots(captured: Capture) -> JoinedSlots:
+    length = next(iter(captured.keys.values())).shape[2]
+    real = torch.ones(1, length, dtype=torch.bool)
+    return JoinedSlots(captured.keys, captured.values, real, torch.arange(length)[None], torch.tensor([length]))

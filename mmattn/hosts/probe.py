@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.condition import OpenBlocks
-from mmattn.hosts.context import FORWARD
+from mmattn.hosts.context import FORWARD, OpenBlocks
 
 #: Tokens of the text in the forward of a probe.
 LENGTH = 2

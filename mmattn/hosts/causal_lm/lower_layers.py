@@ -143,10 +143,11 @@ def _frozen(part: nn.Module) -> dict[str, Tensor]:
 def count_below(model: AdaptedCausalLM) -> int:
     """Return the number of layers below the lowest adapter and the lowest trained parameter."""
     lowest = len(model.layers)
-    for adapter in model.adapters.values():
+    for adapter in map(model.adapter, model.adapters):
         if adapter.moves_text:
             return 0
-        lowest = min(lowest, adapter.layers[0] + (adapter.position == "after"))
+        first: int = adapter.layers[0]
+        lowest = min(lowest, first + (adapter.position == "after"))
     trained = (any(p.requires_grad for p in layer.parameters()) for layer in list(model.layers)[:lowest])
     return next((number for number, one in enumerate(trained) if one), lowest)
 

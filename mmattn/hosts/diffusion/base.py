@@ -340,7 +340,7 @@ class AdaptedDenoiser(AdaptedModel):
         frames, height, width = grid or (1, 1, 1)
         if timestep is not None and source.rows is not None:
             timestep = times_by_row(timestep, sees.index(True) * source.rows, source.rows)
-        view = source.step(TextState(source.rows, frames * height * width, layer=only, timestep=timestep))
+        view = source.step(TextState(source.rows or 0, frames * height * width, layer=only, timestep=timestep))
         for index in adapter.layers if only is None else (only,):
             layer_scale = at_layer(scale, self.layer_names[index])
             entries = actions.setdefault((index, "inside"), [])

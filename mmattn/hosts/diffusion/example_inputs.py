@@ -101,9 +101,9 @@ def _packed_grid(kwargs: Mapping[str, Any], length: int) -> Grid | None:
         if len(shapes) == 1 and len(shapes[0]) == 3 and all(isinstance(size, int) for size in shapes[0]):
             grids.append(tuple(shapes[0]))
         shapes = shapes[0]  # one row; several pictures of it have no grid
-    sizes = [kwargs.get(name) for name in ("num_frames", "height", "width")]
-    if all(isinstance(size, int) for size in sizes):
-        grids.append(tuple(sizes))
+    sizes = [size for name in ("num_frames", "height", "width") if isinstance(size := kwargs.get(name), int)]
+    if len(sizes) == 3:
+        grids.append((sizes[0], sizes[1], sizes[2]))
     return next((grid for grid in grids if math.prod(grid) == length), None)
 
 

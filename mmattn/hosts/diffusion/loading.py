@@ -47,7 +47,7 @@ def read_diffusers_config(name: str | PathLike[str]) -> dict[str, Any] | None:
     path = Path(name)
     if path.exists():
         files = [path] if path.is_file() else [path / part / "config.json" for part in ("", *PARTS)]
-        return next((config for file in files if (config := _config_in(file)) is not None), None)
+        return next((content for file in files if (content := _config_in(file)) is not None), None)
     diffusers: Any = import_extra("diffusers", "diffusion")
     for part in PARTS:
         try:

@@ -19,8 +19,8 @@ _KINDS = Registry(
         "causal_lm": "mmattn.hosts.causal_lm.model",
         "diffusion_transformer": "mmattn.hosts.diffusion.transformer",
         "unet": "mmattn.hosts.diffusion.unet",
-        "encoder": "mmattn.hosts.encoder.model",
-        "encoder_decoder": "mmattn.hosts.encoder_decoder.model",
+        "encoder": "mmattn.hosts.encoder",
+        "encoder_decoder": "mmattn.hosts.encoder_decoder",
     },
 )
 

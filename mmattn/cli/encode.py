@@ -1,4 +1,4 @@
-"""`mmattn encode`: the memories of rows, once and for all, in a store."""
+"""`mmattn encode`: the memories of rows, encoded once into a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from mmattn.training import MemoryStore
+    from mmattn.training import EncodedDataset
 
 
 def encode(
@@ -19,7 +19,7 @@ def encode(
             help="A folder of pictures, a .jsonl file, a dataset of Hugging Face, tars of webdataset, a Lance dataset.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the store.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the encoded dataset.")],
     encoder: Annotated[
         str, typer.Option(help='Of pictures: a folder, "ViT-B-32:laion2b_s34b_b79k", "torchvision:NAME:WEIGHTS FILE".')
     ] = "assets/clip",
@@ -30,8 +30,8 @@ def encode(
     pooling: Annotated[
         str, typer.Option(help="Of passages: none (a slot for every token), mean, cls or max.")
     ] = "none",
-    dtype: Annotated[str, typer.Option(help="Of the vectors: float16, bfloat16, or int8.")] = "float16",
-    append: Annotated[bool, typer.Option("--append", help="Add the rows to a store of others.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the vectors: float16, bfloat16, float32, or int8.")] = "float16",
+    append: Annotated[bool, typer.Option("--append", help="Add the rows to a dataset of others.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at what cannot be used, instead of naming it and leaving it out.")
     ] = False,
@@ -45,16 +45,16 @@ def encode(
     executor: Annotated[str, typer.Option(help="What encodes: local, or ray.")] = "local",
     device: Annotated[str, typer.Option(help="auto, or cpu.")] = "auto",
 ) -> None:
-    """Encode the memories of rows into a store, from which `mmattn train CONFIG data.path=STORE` reads them.
+    """Encode the memories of rows into a folder, from which `mmattn train CONFIG data.path=FOLDER` reads them.
 
     Each picture and passage is encoded once, whatever the number of rows that show it. Killed at any moment, the same
-    command goes on. Several processes share the work: torchrun --nproc-per-node 2 -m mmattn encode SOURCE -o STORE.
+    command goes on. Several processes share the work: torchrun --nproc-per-node 2 -m mmattn encode SOURCE -o FOLDER.
     """
     from mmattn.encoders.registry import load_image_encoder, load_text_encoder
     from mmattn.errors import ConfigError
     from mmattn.recipes import resolve_asset
     from mmattn.storage.hub import without_progress_bars
-    from mmattn.training import MemoryStore, encode_rows, end_training, make_accelerator, memory_kinds, read_rows
+    from mmattn.training import EncodedDataset, encode_rows, end_training, make_accelerator, memory_kinds, read_rows
 
     rows = read_rows(
         resolve_asset(source),
@@ -64,8 +64,8 @@ def encode(
         template=template,
         skip_broken=not strict,
     )
-    if isinstance(rows, MemoryStore):
-        raise ConfigError(f"{source} is a store already: give the rows that are to be encoded")
+    if isinstance(rows, EncodedDataset):
+        raise ConfigError(f"{source} is encoded already: give the rows that are to be encoded")
     accelerator = make_accelerator(device=device)
     accelerator.print(f"{source}: {rows.found}")
     kinds, pictures, passages = memory_kinds(rows), None, None
@@ -76,7 +76,7 @@ def encode(
             pictures = load_image_encoder(resolve_asset(encoder), accelerator.device, pooled=pooled)
         if "passages" in kinds:
             passages = load_text_encoder(resolve_asset(text_encoder), pooling, accelerator.device)
-    store = encode_rows(
+    dataset = encode_rows(
         rows,
         out,
         pictures=pictures,
@@ -90,7 +90,7 @@ def encode(
         executor=executor,
         progress=accelerator.is_main_process,
     )
-    accelerator.print(_summary(store, out))
+    accelerator.print(_summary(dataset, out))
     end_training(accelerator)
 
 
@@ -103,12 +103,12 @@ def _pair(text: str) -> tuple[str, str]:
     return key, name
 
 
-def _summary(store: MemoryStore, out: Path) -> str:
-    """What was made, what storing it lost, and what was left out."""
+def _summary(dataset: EncodedDataset, out: Path) -> str:
+    """Return what was encoded, what storing it lost, and what was left out."""
     from mmattn.data.jsonl import first_few
 
-    size = sum(shard.size for shard in store.manifest.shards)
-    lines = [f"{store} in {out}: {size:,} bytes, relative error {store.manifest.relative_error:.1e}"]
-    if store.left_out:
-        lines += [f"{len(store.left_out)} left out, because it cannot be used:", first_few(store.left_out)]
+    size = round(dataset.row_bytes * len(dataset))
+    lines = [f"{dataset} in {out}: {size:,} bytes, relative error {dataset.manifest.relative_error:.1e}"]
+    if dataset.left_out:
+        lines += [f"{len(dataset.left_out)} left out, because it cannot be used:", first_few(dataset.left_out)]
     return "\n".join(lines)

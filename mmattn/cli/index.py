@@ -87,7 +87,7 @@ def build_index(
     if folders:
         _write_chunks(folders[0], chunks, skip_broken)
         files, id_field = [chunks], "id"
-    parts = embed_corpus(
+    dataset = embed_corpus(
         files,
         shards,
         text_encoder,
@@ -98,7 +98,7 @@ def build_index(
         progress=True,
     )
     ids, texts, metadata, vectors = [], [], [], [torch.empty(0, text_encoder.dim)]
-    for part in parts:
+    for part in dataset.entries():
         ids += part[0]
         texts += part[1]
         metadata += part[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmattn.data.memory_collator import row_memory
 from mmattn.data.packing import pack
-from mmattn.data.row_memories import RowMemories
+from mmattn.data.row_memories import MemorySource
 from mmattn.data.rows import Row, make_row
 from mmattn.data.text_batches import IGNORED, TextBatch, bos_and_eos, collate
 from mmattn.errors import ConfigError, TextError, check_int
@@ -46,7 +46,7 @@ class RowCollator:
     def __init__(
         self,
         tokenizer: Any,
-        memories: RowMemories | None = None,
+        memories: MemorySource | None = None,
         max_length: int | None = None,
         truncation: bool = False,
         text_only: bool = False,

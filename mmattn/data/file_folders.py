@@ -1,4 +1,4 @@
-"""Folders whose files are read by ranges of bytes: on this machine, or at an address of fsspec (s3://…, memory://…)."""
+"""Folders on this machine or at an address of fsspec (s3://…, hf://…), whose files are read by ranges of bytes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from mmattn.storage.files import Path, open_regular
 
 
 class FileFolder:
-    """The files of a folder, listed when it is opened.
-
-    Args:
-        address: the path of a folder, or an address that fsspec reads: "s3://bucket/folder", "hf://datasets/…".
-
-    Attributes:
-        address: as text.
-        sizes: bytes of each file, by its name.
-        is_local: whether the folder lies on this machine, so that its files can be mapped.
+    """The files of a folder, listed when it is opened: names to sizes in `sizes`.
 
     Raises:
         AdapterFileError: there is no such folder.
@@ -46,52 +38,35 @@ class FileFolder:
             raise AdapterFileError(f"there is no folder {self.address!r}") from error
 
     def path(self, name: str) -> str:
-        """The path or address of a file.
-
-        Args:
-            name: of the file.
-        """
+        """Return the path or address of a file."""
         return f"{self._root.rstrip('/')}/{name}" if self._system is not None else os.path.join(self._root, name)
 
-    def read(self, name: str, start: int, end: int) -> Tensor:
-        """Bytes of a file, (end - start,) uint8; safe in several threads at once.
-
-        Args:
-            name: of the file.
-            start: the first byte.
-            end: the first byte after them.
+    def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
+        """Read bytes start to end of a file into a (end - start,) uint8 tensor; safe in several threads.
 
         Raises:
-            AdapterFileError: the file is not there, or ends before.
-            OSError: it cannot be reached.
+            AdapterFileError: the file is missing or ends before.
+            OSError: the file cannot be reached.
         """
-        path = self.path(name)
+        path, end = self.path(name), self.sizes.get(name, 0) if end is None else end
         if self._system is None:
             values = torch.empty(end - start, dtype=torch.uint8)
             with open_regular(path) as (file, _):
-                got = _read_into(file.fileno(), values.numpy().data, start)
+                file.seek(start)
+                size = file.readinto(values.numpy().data)  # type: ignore[attr-defined]
         else:
             try:
                 raw = self._system.cat_file(path, start=start, end=end)
             except FileNotFoundError as error:
                 raise AdapterFileError(f"cannot read {path!r}: there is no such file") from error
-            got, values = len(raw), torch.empty(len(raw), dtype=torch.uint8)
+            size, values = len(raw), torch.empty(len(raw), dtype=torch.uint8)
             values.numpy().data[:] = raw
-        if got != end - start:
+        if size != end - start:
             raise AdapterFileError(f"cannot read {path!r}: it ends before byte {end:,}, so it is truncated")
         return values
 
     def mapped(self, name: str) -> Tensor:
-        """All bytes of a file on this machine, (n,) uint8, of which the system reads those that are used.
-
-        Writing to them does not change the file, and the mapping keeps no file open.
-
-        Args:
-            name: of the file.
-
-        Raises:
-            AdapterFileError: the file is not there, or cannot be read.
-        """
+        """Map a local file to a (n,) uint8 tensor; writing to it does not change the file."""
         path = self.path(name)
         with open_regular(path) as (_, size):
             return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
@@ -100,21 +75,17 @@ class FileFolder:
         if self._system is None:
             with os.scandir(self._root) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        found = self._system.ls(self._root, detail=True)
-        return {one["name"].rstrip("/").rsplit("/", 1)[-1]: one["size"] for one in found if one["type"] == "file"}
+        files = [one for one in self._system.ls(self._root, detail=True) if one["type"] == "file"]
+        return {one["name"].rstrip("/").rsplit("/", 1)[-1]: one["size"] for one in files}
 
 
 def is_address(path: Path) -> bool:
-    """Whether a path is an address of fsspec, with a scheme before it.
-
-    Args:
-        path: or address.
-    """
+    """Return True for an address with a scheme, which fsspec reads."""
     return "://" in os.fspath(path)
 
 
 def _file_system(address: str) -> tuple[Any, str]:
-    """The file system of an address, None for that of this machine, and the path on it."""
+    """Return the file system of an address, None for this machine's, and the path on it."""
     if not is_address(address):
         return None, address
     import fsspec
@@ -125,20 +96,3 @@ def _file_system(address: str) -> tuple[Any, str]:
         raise ConfigError(f"{address!r} cannot be read by fsspec: {error}") from error
     local = fsspec.get_filesystem_class("file")
     return (None, root) if isinstance(system, local) else (system, root)
-
-
-def _read_into(handle: int, buffer: memoryview, start: int) -> int:
-    """Read from a place of a file until the buffer is full or the file ends; returns how many bytes."""
-    done = 0
-    while done < len(buffer):
-        if hasattr(os, "preadv"):
-            got = os.preadv(handle, [buffer[done:]], start + done)
-        else:  # not a POSIX system; the handle is this call's own
-            os.lseek(handle, start + done, os.SEEK_SET)
-            piece = os.read(handle, min(len(buffer) - done, 1 << 24))
-            got = len(piece)
-            buffer[done : done + got] = piece
-        if not got:
-            break
-        done += got
-    return done

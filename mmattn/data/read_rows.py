@@ -1,4 +1,4 @@
-"""Rows of whatever a path names: a file, a folder, tars, a dataset, a store."""
+"""Rows of whatever a path names: a file, a folder, tars, a dataset, encoded rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmattn.data.datasets import ROW_KEY, DatasetRows, StreamRows
-from mmattn.data.encoded.store import MemoryStore, is_store
+from mmattn.data.encoded_dataset import EncodedDataset, is_encoded
 from mmattn.data.folders import read_folder
 from mmattn.data.jsonl import FileRows, read_lines
 from mmattn.data.lance import LanceTable, is_lance
@@ -26,14 +26,14 @@ def read_rows(
     columns: Mapping[str, str] | None = None,
     template: str | None = None,
     skip_broken: bool = False,
-) -> FileRows | DatasetRows | StreamRows | MemoryStore:
+) -> FileRows | DatasetRows | StreamRows | EncodedDataset:
     """Rows of a file, a folder or a dataset.
 
     - A .jsonl file, or a folder of pictures (see `read_folder`).
     - A dataset of Hugging Face, saved to a folder or on the hub.
     - Tars of webdataset: a .tar, a folder of them, or a pattern such as "data/{00000..00117}.tar".
     - A Lance dataset: its folder, or an address that ends in .lance.
-    - A store that `encode_rows` made: its folder, or any other address.
+    - Rows that `encode_rows` encoded: the folder, or any other address.
 
     Args:
         path: of the file or folder, an address, or a name on the hub.
@@ -51,13 +51,13 @@ def read_rows(
 
     Raises:
         ConfigError: nothing of that name, rows that cannot be used, or settings of a dataset for a file or folder.
-        AdapterFileError: a damaged store.
+        AdapterFileError: damaged files of encoded rows.
         MissingExtraError: what reads them is not installed.
     """
     place = Path(path)
-    if is_store(path) and not is_lance(path):
+    if is_encoded(path) and not is_lance(path):
         _refuse(path, split=split, streaming=streaming, columns=columns, template=template)
-        return MemoryStore(path)
+        return EncodedDataset(path)
     tars = tar_files(path)
     if tars or is_lance(path):
         _refuse(path, split=split, streaming=streaming)

@@ -22,6 +22,16 @@ def encoded_parts(row: Row) -> list[tuple[str, Any]]:
     return [("pictures", image) for image in row.images] + [("passages", text) for text in row.passages]
 
 
+def parts_of(row: Row) -> list[tuple[str, Any]]:
+    """Return the parts of a row's memory in order, each with its kind, a saved memory included."""
+    return encoded_parts(row) + ([] if row.memory is None else [("memories", row.memory)])
+
+
+def content_key(kind: str, part: Any) -> bytes:
+    """Return a sha256 of the kind and content of a part."""
+    return hashlib.sha256(f"{kind} {content_sha256(kind, part)}".encode()).digest()
+
+
 def memory_kinds(rows: Any) -> set[str]:
     """What the memories of rows are made of: "pictures", "passages", "memories" that they come with.
 

@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,21 @@ from mmattn.progress import batches
 
 # Rows whose pictures are in memory at once while they are encoded.
 _TOGETHER = 1024
+
+
+class MemorySource(Protocol):
+    """Memories of rows: `RowMemories`, or an `EncodedDataset`."""
+
+    @property
+    def dim(self) -> int:
+        """Width e of the memories."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the encoders; None where there are none."""
+
+    def of(self, rows: Sequence[Row]) -> Memory | None:
+        """Return the memory (b, m, e) of b rows, empty in a row without one; None if no row has any."""
 
 
 class RowMemories:
@@ -63,7 +78,7 @@ class RowMemories:
         widths = [encoder.dim for encoder in (pictures, passages) if encoder is not None]
         if dim is None and not widths:
             raise ConfigError("without an encoder the width of the memory must be given: dim=")
-        self.dim = check_int("dim", max(widths) if dim is None else dim)
+        self.dim: int = check_int("dim", max(widths) if dim is None else dim)
         if widths and max(widths) > self.dim:
             raise ConfigError(f"an encoder gives vectors {max(widths)} wide, and the memory is to have {self.dim}")
         self.folder, self.batch_size = Path(folder), check_int("batch_size", batch_size)

@@ -38,6 +38,8 @@ class Row:
         passages: part of the memory: texts.
         memory: part of the memory, after those: a file that `Memory.save` wrote, or a memory of one row.
         picture: what a UNet learns to draw.
+        id: name of the row, of an entry of an index for instance.
+        metadata: a JSON object with more about the row.
     """
 
     text: str
@@ -46,6 +48,8 @@ class Row:
     passages: tuple[str, ...] = ()
     memory: Any = None
     picture: Any = None
+    id: str | None = None
+    metadata: Mapping[str, Any] | None = None
 
     @property
     def has_memory(self) -> bool:

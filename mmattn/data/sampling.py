@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from mmattn.data.datasets import DatasetRows, Rows, StreamRows
-from mmattn.data.encoded.store import MemoryStore
+from mmattn.data.encoded_dataset import EncodedDataset
 from mmattn.data.rows import Row
 from mmattn.errors import ConfigError, check_int
 
@@ -176,7 +176,7 @@ Batches: TypeAlias = EpochBatches | Iterable[Sequence[Any]]
 
 def text_lengths(rows: Sequence[Row]) -> list[int]:
     """Length of the texts of each row, in characters."""
-    return rows.text_lengths() if isinstance(rows, (DatasetRows, MemoryStore)) else [row.text_length for row in rows]
+    return rows.text_lengths() if isinstance(rows, (DatasetRows, EncodedDataset)) else [row.text_length for row in rows]
 
 
 def split_between_processes(

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import torch
 
-from mmattn.data.encoded.blocks import StoredRow
+from mmattn.data.encoded_dataset import EncodedRow
 from mmattn.data.rows import Row
 
 _SHIFTS = 1000
@@ -105,6 +105,6 @@ def _memory_key(row: Row, number: int) -> Any:
             return hashlib.sha256(part).digest()
         return part if isinstance(part, str) else number
 
-    if isinstance(row, StoredRow) and row.contents:
+    if isinstance(row, EncodedRow) and row.contents:
         return row.contents
     return (*map(key, row.images), row.passages, key(row.memory) if row.memory is not None else None)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmattn.data.datasets import DatasetRows, Rows, StreamRows
-from mmattn.data.encoded.blocks import StoredRow
-from mmattn.data.encoded.store import MemoryStore
+from mmattn.data.encoded_dataset import EncodedDataset, EncodedRow
 from mmattn.data.folders import SPLITS, split_folders
 from mmattn.data.read_rows import is_saved
 from mmattn.data.rows import Row
@@ -73,7 +72,7 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
             away += group
     away_numbers = set(away)
     kept = [number for number in range(len(rows)) if number not in away_numbers]
-    if isinstance(rows, MemoryStore):
+    if isinstance(rows, EncodedDataset):
         return rows.select(kept), rows.select(sorted(away))
     return [rows[number] for number in kept], [rows[number] for number in sorted(away)]
 
@@ -81,7 +80,7 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
 def _shown(rows: Sequence[Row]) -> Iterator[Any]:
     """Of each row what its pictures are, or its memory in a store; None where that is not known."""
     for row in rows:
-        if isinstance(row, StoredRow):
+        if isinstance(row, EncodedRow):
             yield row.contents or None
         else:
             yield row.images if row.images and all(isinstance(image, str) for image in row.images) else None

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from mmattn.retrieval.attention_search import IndexMemory
     from mmattn.retrieval.chunking import Chunk, chunk
     from mmattn.retrieval.corpus import embed_corpus
-    from mmattn.retrieval.corpus_shards import CorpusShards
     from mmattn.retrieval.entries import Entries, Entry, Filter, Id
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Candidates",
     "Chunk",
-    "CorpusShards",
     "DatabaseStore",
     "Entries",
     "Entry",

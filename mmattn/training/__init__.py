@@ -11,17 +11,16 @@ if TYPE_CHECKING:
     from mmattn.data.augmentation import augment_memory
     from mmattn.data.collator import RowCollator
     from mmattn.data.datasets import DatasetRows, StreamRows
-    from mmattn.data.encoded.batches import StoreBatches
-    from mmattn.data.encoded.encoding import encode_rows
-    from mmattn.data.encoded.memories import StoreMemories
-    from mmattn.data.encoded.store import MemoryStore
+    from mmattn.data.encode import encode_rows
+    from mmattn.data.encoded_batches import EncodedBatches
+    from mmattn.data.encoded_dataset import EncodedDataset
     from mmattn.data.folders import read_folder
     from mmattn.data.jsonl import FileRows, read_lines
     from mmattn.data.memory_collator import MemoryCollator
     from mmattn.data.packing import pack
     from mmattn.data.read_rows import read_rows
     from mmattn.data.row_contents import memory_kinds
-    from mmattn.data.row_memories import RowMemories
+    from mmattn.data.row_memories import MemorySource, RowMemories
     from mmattn.data.rows import Row, make_row
     from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
     from mmattn.data.shuffled_memories import ShuffledMemories, shuffle_memories
@@ -56,12 +55,14 @@ __all__ = [
     "DatasetRows",
     "DryRun",
     "DryRunEnded",
+    "EncodedBatches",
+    "EncodedDataset",
     "FileRows",
     "HiddenStateCache",
     "LengthGroupedSampler",
     "Loss",
     "MemoryCollator",
-    "MemoryStore",
+    "MemorySource",
     "Metrics",
     "MetricsLog",
     "PairSampler",
@@ -72,8 +73,6 @@ __all__ = [
     "RunFolder",
     "SavedRun",
     "ShuffledMemories",
-    "StoreBatches",
-    "StoreMemories",
     "StreamRows",
     "TextBatch",
     "TrainingConfig",

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.data.prefetch import on_device
 from mmattn.data.rows import Row
 from mmattn.data.sampling import derive_seed, split_between_processes
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
 from mmattn.training.config import Collate, Loss
 from mmattn.training.distributed import Processes
+from mmattn.training.prefetch import on_device
 
 GROUPS = 8
 """Batches that held-out rows make at least where there are so many: the spread between them is the noise of a loss."""

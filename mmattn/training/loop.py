@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.data.fetching import FetchedBatch, Fetcher, MicroBatch
-from mmattn.data.prefetch import Prefetched
 from mmattn.data.rows import Row
 from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
@@ -37,7 +35,9 @@ from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult
 from mmattn.training.distributed import Processes
 from mmattn.training.dry_run import MEASURED, DryRun, DryRunEnded, StepClock, is_dry_run, measured
 from mmattn.training.evaluation import evaluate
+from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
+from mmattn.training.prefetch import Prefetched
 from mmattn.training.run_state import RunState
 
 # Settings that may differ when a run is resumed: what is learned depends on none of them, but for rounding.

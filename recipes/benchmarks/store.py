@@ -66,7 +66,7 @@ def measure(count: int = ROWS, rounds: int = 3) -> dict[str, dict[str, float]]:
         begin = time.perf_counter()
         store = training.encode_rows(Rows(count), folder, passages=RandomVectors(), batch_size=BATCH, progress=True)
         writing = time.perf_counter() - begin
-        files = sorted(folder.glob("shard-*"))
+        files = sorted(folder.glob("vectors-*"))
         size = sum(file.stat().st_size for file in files)
         ways = _ways(folder, store)
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -99,19 +99,19 @@ def measure(count: int = ROWS, rounds: int = 3) -> dict[str, dict[str, float]]:
     return found
 
 
-def _ways(folder: Path, store: training.MemoryStore) -> dict[str, Callable[[], tuple[float, float]]]:
+def _ways(folder: Path, store: training.EncodedDataset) -> dict[str, Callable[[], tuple[float, float]]]:
     """What is timed; each gives the megabytes that it needed at most, in its first and in its second half."""
-    files = sorted(folder.glob("shard-*"))
-    in_order = training.StoreBatches(store, BATCH, shuffle=False)
-    mixed = training.StoreBatches(store, BATCH)
-    memories = training.StoreMemories(store)
+    files = sorted(folder.glob("vectors-*"))
+    in_order = training.EncodedBatches(store, BATCH, shuffle=False)
+    mixed = training.EncodedBatches(store, BATCH)
+    memories = store
 
     def dd() -> tuple[float, float]:
         cold_files.dd(files)
         return 0.0, 0.0
 
     def first() -> tuple[float, float]:
-        return _epoch(training.StoreBatches(training.MemoryStore(folder), BATCH, shuffle=False))
+        return _epoch(training.EncodedBatches(training.EncodedDataset(folder), BATCH, shuffle=False))
 
     return {
         "dd": dd,
@@ -122,7 +122,7 @@ def _ways(folder: Path, store: training.MemoryStore) -> dict[str, Callable[[], t
     }
 
 
-def _epoch(batches: training.StoreBatches, memories: training.StoreMemories | None = None) -> tuple[float, float]:
+def _epoch(batches: training.EncodedBatches, memories: training.EncodedDataset | None = None) -> tuple[float, float]:
     """Go through an epoch; megabytes by which the process grew at most, in its first and in its second half."""
     before, most, rows = cold_files.resident(), [0.0, 0.0], 0
     for number, batch in enumerate(batches.epoch(0)):
@@ -132,5 +132,5 @@ def _epoch(batches: training.StoreBatches, memories: training.StoreMemories | No
         if number % 16 == 0:
             half = 2 * number // batches.batches_per_epoch
             most[half] = max(most[half], cold_files.resident() - before)
-    assert rows == len(batches.store)
+    assert rows == len(batches.dataset)
     return most[0], most[1]

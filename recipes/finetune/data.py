@@ -18,7 +18,7 @@ from .settings import Config
 HELD_OUT = 0.1
 """The share that is held out of data without rows of its own for that."""
 MOST_HELD_OUT = 1000
-"""Rows of a store that are held out by default, at most: a store may have millions."""
+"""Encoded rows that are held out by default, at most: there may be millions."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Data:
         return isinstance(self.rows, training.StreamRows)
 
     @property
-    def store(self) -> training.MemoryStore | None:
-        """The store that the rows and their memories come from."""
-        return self.rows if isinstance(self.rows, training.MemoryStore) else None
+    def encoded(self) -> training.EncodedDataset | None:
+        """The encoded dataset that the rows and their memories come from."""
+        return self.rows if isinstance(self.rows, training.EncodedDataset) else None
 
     @property
     def parts(self) -> list[Any]:
@@ -59,13 +59,13 @@ def read(settings: Config, say: Callable[[str], None] = print) -> Data:
     }
     rows = training.read_rows(path, settings.host, split=asked.split, **options)
     say(f"{path}: {rows.found}")
-    stored = isinstance(rows, training.MemoryStore)
-    if stored and settings.host == "unet":
-        raise ConfigError(f"{path} is a store of memories, and a UNet needs the pictures that it is to draw: name them")
+    encoded = isinstance(rows, training.EncodedDataset)
+    if encoded and settings.host == "unet":
+        raise ConfigError(f"{path} has encoded memories, and a UNet needs the pictures that it is to draw: name them")
     own = training.held_out_split(path) if asked.held_out is None else None
     if own is None or own == asked.split:
         share: float = HELD_OUT if asked.held_out is None else asked.held_out
-        if asked.held_out is None and stored and HELD_OUT * len(rows) > MOST_HELD_OUT:
+        if asked.held_out is None and encoded and HELD_OUT * len(rows) > MOST_HELD_OUT:
             share = MOST_HELD_OUT
         kept, held_out = training.split_rows(rows, share, settings.seed)
         return Data(kept, held_out, tuple(rows.left_out))
@@ -74,13 +74,13 @@ def read(settings: Config, say: Callable[[str], None] = print) -> Data:
     return Data(rows, held_out, (*rows.left_out, *held_out.left_out))
 
 
-def encode(data: Data, memories: training.RowMemories, settings: Config, accelerator: Any, progress: bool) -> Data:
+def encode(data: Data, memories: training.MemorySource, settings: Config, accelerator: Any, progress: bool) -> Data:
     """Encode all memories before anything is trained, and leave rows out whose pictures cannot be read.
 
     Raises:
         ImageError: one of them with data.strict. ConfigError: nothing else is left.
     """
-    if data.store is not None:
+    if not isinstance(memories, training.RowMemories):
         return data
     shared = {"process_index": accelerator.process_index, "num_processes": accelerator.num_processes}
     skip = {"skip_broken": not settings.data.strict, "progress": progress}

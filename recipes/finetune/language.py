@@ -41,7 +41,7 @@ class Language:
         self.longest = min(filter(None, (settings.data.max_length, known)), default=None)
         self.max_new_tokens = settings.caption.max_new_tokens
 
-    def collator(self, memories: training.RowMemories | None) -> training.RowCollator:
+    def collator(self, memories: training.MemorySource | None) -> training.RowCollator:
         """Rows to batches, with these memories beside them or none."""
         text_only, packing = memories is None, self.settings.data.packing
         truncation = self.settings.data.truncation
@@ -70,7 +70,7 @@ class Language:
         asked, self.max_new_tokens = self.max_new_tokens, room
         return f"texts have at most {room} tokens instead of {asked}: {self.settings.lm!r} has no positions for more"
 
-    def attach(self, memories: training.RowMemories) -> Any:
+    def attach(self, memories: training.MemorySource) -> Any:
         """The language model with the adapter of the settings, and with a LoRA if asked for."""
         if self.settings.lora.rank:
             self.host = training.add_lora(self.lm, self.settings.lora.rank, dropout=self.settings.lora.dropout)
@@ -87,7 +87,7 @@ class Language:
             enable({"use_reentrant": False})
         return model
 
-    def collate(self, memories: training.RowMemories | None) -> training.Collate:
+    def collate(self, memories: training.MemorySource | None) -> training.Collate:
         """Texts and memories of rows as a batch, made in a thread beside the training."""
         collator = self.collator(memories)
         return lambda rows, seeds: collator.batch(rows)

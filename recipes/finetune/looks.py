@@ -36,7 +36,7 @@ def adapter_metrics(
 
 
 def language_traces(
-    model: Any, tokenizer: Any, rows: Sequence[training.Row], texts: Sequence[str], memories: training.RowMemories
+    model: Any, tokenizer: Any, rows: Sequence[training.Row], texts: Sequence[str], memories: training.MemorySource
 ) -> list[inspect.Trace]:
     """What each word that was written attended to; none where a resampler hides the slots.
 
@@ -76,7 +76,7 @@ def _names(row: training.Row, memory: mmattn.Memory) -> list[str]:
 
 
 def unet_traces(
-    painting: Any, model: Any, rows: Sequence[training.Row], memories: training.RowMemories, seed: int, steps: int = 20
+    painting: Any, model: Any, rows: Sequence[training.Row], memories: training.MemorySource, seed: int, steps: int = 20
 ) -> list[inspect.Trace]:
     """Which patches of its example each place of a drawing attended to, as the mean over the steps.
 

@@ -14,7 +14,7 @@ from mmattn.recipes import resolve_asset
 from .settings import Config
 
 
-def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemories:
+def row_memories(settings: Config, rows: Any, device: Any) -> training.MemorySource:
     """The memories of rows, by the encoders they need; of the rows of a store those that they bring.
 
     Raises:
@@ -25,9 +25,9 @@ def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemori
         raise ConfigError(
             f"no row of {settings.data.path} has a picture, a passage or a memory: there would be nothing to look at"
         )
-    if isinstance(rows, training.MemoryStore):
+    if isinstance(rows, training.EncodedDataset):
         check_encoders(settings, rows)
-        return training.StoreMemories(rows)
+        return rows
     eye = load_image_encoder(resolve_asset(settings.encoder), device) if "pictures" in kinds else None
     reader = None
     if "passages" in kinds:
@@ -39,7 +39,7 @@ def row_memories(settings: Config, rows: Any, device: Any) -> training.RowMemori
     return training.RowMemories(settings.data.cache, pictures=eye, passages=reader, dim=max(widths))
 
 
-def check_encoders(settings: Config, store: training.MemoryStore) -> None:
+def check_encoders(settings: Config, store: training.EncodedDataset) -> None:
     """Refuse a store of other encoders than those that the settings name, with which the adapter will be used.
 
     One of the same name is not loaded.
@@ -67,15 +67,15 @@ def check_encoders(settings: Config, store: training.MemoryStore) -> None:
 
 def shown_pictures(row: training.Row) -> list[str]:
     """The files of the pictures that a row is shown, also of a row of a store, which has them no more."""
-    return [one for one in row.images or getattr(row, "sources", ()) if isinstance(one, str)]
+    return [one for one in row.images or getattr(row, "files", ()) if isinstance(one, str)]
 
 
-def picture_grid(memories: training.RowMemories) -> tuple[int, int] | None:
+def picture_grid(memories: training.MemorySource) -> tuple[int, int] | None:
     """Rows and columns of the slots of a picture; None where they have none, or nothing encodes pictures."""
-    if isinstance(memories, training.StoreMemories):
-        seen = memories.store.encoders.get("pictures")
+    if isinstance(memories, training.EncodedDataset):
+        seen = memories.encoders.get("pictures")
         return None if seen is None else seen.grid
-    return getattr(memories.encoders["pictures"], "grid", None)
+    return getattr(memories.encoders["pictures"], "grid", None) if isinstance(memories, training.RowMemories) else None
 
 
 def captions_in_memory(rows: Sequence[training.Row]) -> list[training.Row]:

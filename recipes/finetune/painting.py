@@ -43,7 +43,7 @@ class Painting:
         """The first text with words that the text encoder of this UNet never saw; None where there is none."""
         return self.models.prompts.unknown(rows[number].text for number in range(len(rows)))
 
-    def attach(self, memories: training.RowMemories) -> Any:
+    def attach(self, memories: training.MemorySource) -> Any:
         """The UNet with the adapter of the settings."""
         given = self.settings.decoupled
         heads = {"num_heads": 4, "head_dim": 32}
@@ -75,7 +75,7 @@ class Painting:
         # A UNet of recipes/diffusion was trained not to see the padding of its text; a Stable Diffusion sees it.
         return model if self.models.prompts.attends_to_padding else model.use_core()
 
-    def collate(self, memories: training.RowMemories | None) -> training.Collate:
+    def collate(self, memories: training.MemorySource | None) -> training.Collate:
         """Pictures, texts and memories of rows, made in a thread beside the training."""
 
         def collate(rows: Sequence[training.Row], seeds: Sequence[int]) -> dict[str, Any]:

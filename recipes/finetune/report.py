@@ -103,7 +103,7 @@ def plot_pictures(path: Path, rows: Sequence[Any], drawn: Any) -> None:
     plt.close(figure)
 
 
-def check_end(run: Any, memories: training.RowMemories, say: Callable[[str], None]) -> None:
+def check_end(run: Any, memories: training.MemorySource, say: Callable[[str], None]) -> None:
     """Refuse before the first step what would fail after the last one."""
     import_extra("matplotlib", "viz")
     prompts = [run.settings.caption.prompt, *(row.prompt for row in sample_rows(run.held_out))]

@@ -121,11 +121,11 @@ class Run:
             rows = self._captions_in_memory(rows, unknown)
         memories = row_memories(settings, rows.rows, accelerator.device)
         self.pictures_alone = training.memory_kinds(rows.rows) == {"pictures"}
-        self.pooled = rows.store is not None and self.pictures_alone and rows.store.encoders["pictures"].pooled
+        self.pooled = rows.encoded is not None and self.pictures_alone and rows.encoded.encoders["pictures"].pooled
         rows = data.encode(rows, memories, settings, accelerator, self.progress)
         self.held_out, self.left_out = rows.held_out, rows.left_out
         self.shuffled = training.shuffle_memories(rows.held_out)
-        order: Any = training.RowBatches if rows.store is None else training.StoreBatches
+        order: Any = training.RowBatches if rows.encoded is None else training.EncodedBatches
         self.batches = order(rows.rows, settings.optim.batch_size, settings.seed)
         optim, an_epoch = settings.optim, self.batches.batches_per_epoch
         if not (optim.max_steps or optim.num_train_epochs) and an_epoch is not None and EPOCHS * an_epoch < STEPS:
@@ -194,7 +194,7 @@ class Run:
         folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
 
     def _train(
-        self, model: Any, memories: training.RowMemories | None, name: str, config: training.TrainingConfig
+        self, model: Any, memories: training.MemorySource | None, name: str, config: training.TrainingConfig
     ) -> training.TrainingResult:
         """Train, with checkpoints and metrics of this name."""
         own, encoder = name == "adapter", None if memories is None else memories.fingerprint
@@ -231,7 +231,7 @@ class Run:
             )
         return done
 
-    def _samples(self, model: Any, memories: training.RowMemories) -> None:
+    def _samples(self, model: Any, memories: training.MemorySource) -> None:
         """What is written or drawn of the first few held-out rows."""
         rows, together = data.sample_rows(self.held_out), self.settings.called_together
         if not rows or not (self.first or together):
@@ -256,7 +256,7 @@ class Run:
     def _length(self) -> dict[str, int]:
         return {"max_new_tokens": self.host.max_new_tokens, "num_beams": self.settings.caption.num_beams}
 
-    def _table(self, model: Any, memories: training.RowMemories, done: training.TrainingResult) -> None:
+    def _table(self, model: Any, memories: training.MemorySource, done: training.TrainingResult) -> None:
         """The held-out loss, and beside it the controls, where they are asked for."""
         parameters = model.trainable_parameters()[0]
 
@@ -291,7 +291,7 @@ class Run:
         undo()
         return Line("LoRA, text only", found if not done.interrupted else math.nan, count, done.seconds)
 
-    def _measured(self, model: Any, memories: training.RowMemories | None, rows: Sequence[training.Row]) -> float:
+    def _measured(self, model: Any, memories: training.MemorySource | None, rows: Sequence[training.Row]) -> float:
         optim, loss, collate = self.settings.optim, self.host.loss(model), self.host.collate(memories)
         with hidden_states(self.settings, None if memories is None else model):
             return training.mean_loss(

@@ -1,4 +1,4 @@
-"""Rows, encoders and stores for tests: pictures of one colour, a tiny encoder of them, and a process that is killed."""
+"""Rows and encoded datasets for tests: pictures of one colour, a tiny encoder, and a process that is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from mmattn import training
-from mmattn.data.encoded.shards import shard_name
+from mmattn.data.encoded_files import shard_name
 from mmattn.encoders import ImageEncoder, ImageProcessor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,9 +72,9 @@ def captions(folder: Path, colours: list[int]) -> Path:
     return folder
 
 
-def encode_captions(folder: str | Path, out: str | Path, eye: Eye, **options: Any) -> training.MemoryStore:
-    """A store of a folder of pictures, with four rows in a shard and about two in a block."""
-    given: dict[str, Any] = {"rows_per_shard": 4, "batch_size": 3, "block_bytes": 140, "source": "captions"}
+def encode_captions(folder: str | Path, out: str | Path, eye: Eye, **options: Any) -> training.EncodedDataset:
+    """An encoded folder of pictures, with four contents in a shard and two or three in a block."""
+    given: dict[str, Any] = {"contents_per_shard": 4, "batch_size": 3, "block_bytes": 140, "source": "captions"}
     rows = training.read_rows(str(folder), skip_broken=True)
     return training.encode_rows(rows, out, pictures=eye, **{**given, **options})
 
@@ -102,11 +102,14 @@ def encoded(log: Path) -> int:
     return sum(map(int, log.read_text().split()))
 
 
-def flip(out: Path, shard: int, tensor: str) -> None:
-    """Flip a bit in the middle of a tensor of a shard."""
-    path = out / shard_name(shard)
+def flip(out: Path, shard: int, block: int) -> None:
+    """Flip a bit in the middle of a block of a shard."""
+    place = json.loads((out / "encoded.json").read_text())["shards"][shard]["blocks"][block]
+    flip_byte(out / shard_name(shard), (place["start"] + place["end"]) // 2)
+
+
+def flip_byte(path: Path, place: int) -> None:
+    """Flip a bit of a byte of a file."""
     raw = bytearray(path.read_bytes())
-    length = int.from_bytes(raw[:8], "little")
-    begin, end = json.loads(raw[8 : 8 + length])[tensor]["data_offsets"]
-    raw[8 + length + (begin + end) // 2] ^= 16
+    raw[place] ^= 16
     path.write_bytes(raw)

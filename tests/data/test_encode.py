@@ -13,8 +13,8 @@ import torch
 
 import mmattn
 from mmattn import training
-from mmattn.data.encoded import encoding_plan
-from mmattn.data.encoded.manifest import Manifest
+from mmattn.data import encode_plan
+from mmattn.data.encoded_files import Manifest
 from mmattn.data.rows import Row
 from mmattn.encoders import TextEncoder
 from mmattn.errors import ConditionError, ConfigError, ImageError
@@ -64,12 +64,17 @@ def of_everything(folder: Path) -> list[Row]:
 
 
 class TestWhatComesBack:
-    @pytest.mark.parametrize("rows_per_shard", [1, 2, 50])
-    def test_rows_and_memories(self, rows_per_shard: int, reader: TextEncoder, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("contents_per_shard", [1, 2, 50])
+    def test_rows_and_memories(self, contents_per_shard: int, reader: TextEncoder, tmp_path: Path) -> None:
         """Invariant 110, in half precision."""
         rows, eye = of_everything(tmp_path), Eye()
         store = training.encode_rows(
-            rows, tmp_path / "store", pictures=eye, passages=reader, rows_per_shard=rows_per_shard, block_bytes=100
+            rows,
+            tmp_path / "store",
+            pictures=eye,
+            passages=reader,
+            contents_per_shard=contents_per_shard,
+            block_bytes=100,
         )
         assert (len(store), store.dim) == (len(rows), WIDTH)
         assert [(row.text, row.prompt) for row in store] == [(row.text, row.prompt) for row in rows]
@@ -98,7 +103,7 @@ class TestWhatComesBack:
         assert have.lengths == own.lengths and torch.equal(have.tokens, own.tokens)
         assert torch.equal(have.segments, own.segments)
 
-    def test_the_manifest_says_what_it_holds(self, reader: TextEncoder, tmp_path: Path) -> None:
+    def test_the_manifest_describes_the_dataset(self, reader: TextEncoder, tmp_path: Path) -> None:
         eye = Eye(pooled=True)
         names = {"pictures": "tiny:eye"}
         rows = of_everything(tmp_path)
@@ -107,17 +112,17 @@ class TestWhatComesBack:
         )
         seen = store.encoders["pictures"]
         assert (seen.name, seen.pooled, seen.grid, seen.fingerprint) == ("tiny:eye", True, (1, 1), eye.fingerprint)
-        assert store.encoders["passages"].pooling == "none" and store.manifest.given_memories
-        assert [(one.name, one.rows, one.shards) for one in store.manifest.sources] == [("everything", 9, 1)]
-        assert store[0].sources == (str(tmp_path / "1.png"),) and store[0].memory.length == 1
-        assert "9 rows of a store (pictures by tiny:eye, passages by" in store.found
-        assert sorted(contents(tmp_path / "store")) == ["shard-000000.safetensors", "store.json"]
+        assert store.encoders["passages"].pooling == "none" and store.manifest.saved_memories
+        assert [(one.name, one.rows, one.total) for one in store.manifest.sources] == [("everything", 9, 9)]
+        assert store[0].files == (str(tmp_path / "1.png"),) and store[0].memory.length == 1
+        assert "9 encoded rows (pictures by tiny:eye, passages by" in store.found
+        assert sorted(contents(tmp_path / "store")) == ["encoded.json", "rows-000.arrow", "vectors-000000.arrow"]
 
     def test_only_encoders_that_were_needed_are_named(self, reader: TextEncoder, tmp_path: Path) -> None:
         store = training.encode_rows(
             of_everything(tmp_path)[:1], tmp_path / "store", pictures=Eye(), passages=reader, dim=17
         )
-        assert set(store.encoders) == {"pictures"} and not store.manifest.given_memories
+        assert set(store.encoders) == {"pictures"} and not store.manifest.saved_memories
         assert store.dim == 17 and store[0].memory.dim == 17 and not store[0].memory.tokens[..., EYE_DIM:].any()
 
 
@@ -126,7 +131,7 @@ class TestDtypes:
     def test_the_error_is_what_was_lost(self, dtype: str, bound: float, tmp_path: Path) -> None:
         """Invariant 110: the norm of what was lost for each unit of the norm of the vectors."""
         rows = [Row(f"row {n}", memory=mmattn.Memory(torch.randn(1, 3 + n % 5, 11) * 10**n)) for n in range(5)]
-        store = training.encode_rows(rows, tmp_path / "store", dtype=dtype, rows_per_shard=2)
+        store = training.encode_rows(rows, tmp_path / "store", dtype=dtype, contents_per_shard=2)
         lost = whole = 0.0
         for given, found in zip(rows, store, strict=True):
             assert torch.isfinite(found.memory.tokens).all()
@@ -158,7 +163,7 @@ class TestOnce:
         log = tmp_path / "log"
         store = encode_captions(tmp_path / "data", tmp_path / "store", Eye(log))
         assert encoded(log) == 5
-        slots = sum(block[2] for shard in store.manifest.shards for block in shard.blocks)
+        slots = sum(block.slots for shard in store.manifest.shards for block in shard.blocks)
         assert slots == 5 * EYE_SLOTS
         whole = Eye()([str(tmp_path / "data" / f"{n}.png") for n in range(9)])
         for row, want in zip(store, whole.tokens.half(), strict=True):
@@ -214,7 +219,7 @@ class TestLeftOut:
         data.save_to_disk(tmp_path / "data")
         rows = training.read_rows(str(tmp_path / "data"))
         reader = TextEncoder(save_encoder(tmp_path))
-        store = training.encode_rows(rows, tmp_path / "store", passages=reader, rows_per_shard=2)
+        store = training.encode_rows(rows, tmp_path / "store", passages=reader, contents_per_shard=2)
         assert [row.text for row in store] == ["one", "three", "five"]
         assert [line[:24] for line in store.left_out] == ["row 1 of the dataset: 't", "row 3 of the dataset: 't"]
         with pytest.raises(ConfigError, match="row 1 of the dataset"):
@@ -231,25 +236,24 @@ class TestGoingOn:
         done = start(tmp_path / "data", tmp_path / "store", tmp_path / "log", kill)
         assert done.returncode == -signal.SIGKILL, done.stderr
         there = contents(tmp_path / "store")
-        assert "store.json" not in there and "plan.json" in there
-        with pytest.raises(ConditionError, match="not whole yet"):
-            training.MemoryStore(tmp_path / "store")
-        shards = [name for name in there if name.startswith("shard-")]
+        assert "encoded.json" not in there and "encoding/plan.json" in there
+        with pytest.raises(ConditionError, match="not complete yet"):
+            training.EncodedDataset(tmp_path / "store")
+        shards = [name for name in there if name.startswith("vectors-")]
         seen = encoded(tmp_path / "log")
         done = start(tmp_path / "data", tmp_path / "store", tmp_path / "log")
         assert done.returncode == 0, done.stderr
         found = contents(tmp_path / "store")
         assert found == contents(tmp_path / "whole")
         assert all(found[name] == there[name] for name in shards)
-        entries = sum(block[1] for shard in whole.manifest.shards for block in shard.blocks)
-        assert entries == 10 and encoded(tmp_path / "log") - seen <= entries
+        assert whole.manifest.contents == 10 and encoded(tmp_path / "log") - seen <= 10
 
     def test_a_torn_shard_is_made_anew(self, tmp_path: Path) -> None:
         captions(tmp_path / "data", [1, 2, 3, 4, 5, 6, 7])
         encode_captions(tmp_path / "data", tmp_path / "whole", Eye())
         with pytest.raises(RuntimeError, match="at the third"):
             encode_captions(tmp_path / "data", tmp_path / "store", Failing())
-        first = tmp_path / "store" / "shard-000000.safetensors"
+        first = tmp_path / "store" / "vectors-000000.arrow"
         first.write_bytes(first.read_bytes()[:-9])
         encode_captions(tmp_path / "data", tmp_path / "store", Eye())
         assert contents(tmp_path / "store") == contents(tmp_path / "whole")
@@ -308,7 +312,7 @@ class TestMoreRows:
         encode_captions(tmp_path / "one", tmp_path / "store", Eye(), source="one")
         with pytest.raises(RuntimeError, match="at the third"):
             encode_captions(tmp_path / "two", tmp_path / "store", Failing(), source="two", append=True)
-        assert [row.text.split()[1] for row in training.MemoryStore(tmp_path / "store")] == list("012")
+        assert [row.text.split()[1] for row in training.EncodedDataset(tmp_path / "store")] == list("012")
         with pytest.raises(ConfigError, match="was begun with two"):
             captions(tmp_path / "three", [1])
             encode_captions(tmp_path / "three", tmp_path / "store", Eye(), source="three", append=True)
@@ -321,28 +325,30 @@ class TestMoreRows:
         captions(tmp_path / "two", [4, 5])
         for name, options in (("one", {}), ("two", {"append": True})):
 
-            def killed(folder: Path) -> None:
+            def killed(folder: Path, **options: Any) -> None:
                 raise RuntimeError("killed")
 
-            monkeypatch.setattr(encoding_plan, "_remove_plan", killed)
+            monkeypatch.setattr(encode_plan.shutil, "rmtree", killed)
             with pytest.raises(RuntimeError, match="killed"):
                 encode_captions(tmp_path / "one", tmp_path / "store", Eye(), source="one")
             monkeypatch.undo()
-            assert (tmp_path / "store" / "plan.json").exists() and len(training.MemoryStore(tmp_path / "store")) == 3
+            assert (tmp_path / "store" / "encoding" / "plan.json").exists() and len(
+                training.EncodedDataset(tmp_path / "store")
+            ) == 3
             encode_captions(tmp_path / name, tmp_path / "store", Eye(), source=name, **options)
-            assert sorted(contents(tmp_path / "store"))[-1] == "store.json"
-            assert [one.name for one in training.MemoryStore(tmp_path / "store").manifest.sources][-1] == name
+            assert not (tmp_path / "store" / "encoding").exists()
+            assert [one.name for one in training.EncodedDataset(tmp_path / "store").manifest.sources][-1] == name
             shutil.rmtree(tmp_path / "store")
 
     def test_errors_add_up(self, tmp_path: Path) -> None:
         rows = [Row(f"row {n}", memory=mmattn.Memory(torch.randn(1, 3, 11))) for n in range(4)]
         apart = [
-            training.encode_rows(part, tmp_path / f"{n}", dtype="int8").manifest.squares
+            training.encode_rows(part, tmp_path / f"{n}", dtype="int8").manifest.shards[0].squares
             for n, part in enumerate((rows[:2], rows[2:]))
         ]
         training.encode_rows(rows[:2], tmp_path / "store", dtype="int8")
         store = training.encode_rows(rows[2:], tmp_path / "store", dtype="int8", append=True, source="more")
-        assert store.manifest.squares == pytest.approx([sum(pair) for pair in zip(*apart, strict=True)])
+        assert [shard.squares for shard in store.manifest.shards] == apart
 
 
 class TestRefused:
@@ -354,7 +360,7 @@ class TestRefused:
 
     def test_other_rows(self, made: Path) -> None:
         captions(made / "other", [4, 5])
-        with pytest.raises(ConfigError, match="is a store of captions: name another folder, or add other to it with"):
+        with pytest.raises(ConfigError, match="has the rows of captions: name another folder, or add other to it with"):
             encode_captions(made / "other", made / "store", Eye(), source="other")
 
     @pytest.mark.parametrize(
@@ -371,12 +377,11 @@ class TestRefused:
 
     def test_a_wider_memory(self, made: Path, reader: TextEncoder) -> None:
         rows = [Row("row", passages=("bluebell",))]
-        with pytest.raises(ConfigError, match="are 12 wide, and the store has 5"):
+        with pytest.raises(ConfigError, match="are 12 wide, and the dataset has 5"):
             training.encode_rows(rows, made / "store", passages=reader, append=True)
-        rows = [Row("row", images=(str(made / "data" / "0.png"),))] * 40
-        rows.append(Row("wide", memory=mmattn.Memory(torch.zeros(1, 2, 9))))
-        with pytest.raises(ConfigError, match="a memory is 9 wide, and the store has 5: give dim=9"):
-            training.encode_rows(rows, made / "wide", pictures=Eye())
+        rows = [Row("row", memory=mmattn.Memory(torch.zeros(1, 2, width))) for width in (5, 9)]
+        with pytest.raises(ConfigError, match="a memory is 9 wide, and the dataset has 5: give dim=9"):
+            training.encode_rows(rows, made / "wide")
 
     def test_no_encoder(self, made: Path) -> None:
         rows = [Row("row", images=(str(made / "data" / "0.png"),))]
@@ -386,12 +391,12 @@ class TestRefused:
             training.encode_rows([Row("row")], made / "newer")
 
     def test_a_newer_or_damaged_manifest(self, made: Path) -> None:
-        path = made / "store" / "store.json"
+        path = made / "store" / "encoded.json"
         said = json.loads(path.read_text())
         path.write_text(json.dumps(said | {"format_version": 2}))
         with pytest.raises(mmattn.errors.AdapterFileError, match="format_version: Input should be 1"):
-            training.MemoryStore(made / "store")
+            training.EncodedDataset(made / "store")
         path.write_text("{")
         with pytest.raises(mmattn.errors.AdapterFileError, match="not sound JSON"):
-            training.MemoryStore(made / "store")
+            training.EncodedDataset(made / "store")
         assert Manifest.model_validate(said).dim == EYE_DIM

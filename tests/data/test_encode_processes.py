@@ -35,7 +35,7 @@ def test_other_numbers_of_processes_go_on(data: Path) -> None:
     done = start(data / "data", data / "store", data / "log", kill=2)
     assert done.returncode == -signal.SIGKILL, done.stderr
     done = start(data / "data", data / "store", data / "log", kill=2, processes=2)
-    assert done.returncode != 0 and not (data / "store" / "store.json").exists()
+    assert done.returncode != 0 and not (data / "store" / "encoded.json").exists()
     done = start(data / "data", data / "store", data / "log")
     assert done.returncode == 0, done.stderr
     assert contents(data / "store") == contents(data / "whole")
@@ -50,4 +50,4 @@ def test_ray(data: Path) -> None:
     finally:
         ray.shutdown()
     assert contents(data / "store") == contents(data / "whole")
-    assert isinstance(store, training.MemoryStore) and len(store) == len(COLOURS)
+    assert isinstance(store, training.EncodedDataset) and len(store) == len(COLOURS)

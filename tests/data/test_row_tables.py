@@ -97,7 +97,7 @@ class TestTars:
 
     def test_it_is_encoded(self, folder: Path, shown: list[bytes], tmp_path: Path) -> None:
         rows = training.read_rows(str(folder))
-        store = training.encode_rows(rows, tmp_path / "store", pictures=Eye(), rows_per_shard=4)
+        store = training.encode_rows(rows, tmp_path / "store", pictures=Eye(), contents_per_shard=4)
         assert [row.text for row in store] == [f"text {n}" for n in range(11)]
         want = Eye()(shown).tokens.half()
         assert all(torch.equal(row.memory.tokens[0], one) for row, one in zip(store, want, strict=True))
@@ -185,7 +185,7 @@ class TestLance:
 
     def test_it_is_encoded(self, path: Path, shown: list[bytes], tmp_path: Path) -> None:
         rows = training.read_rows(str(path), columns={"text": "caption", "image": "photo"})
-        store = training.encode_rows(rows, tmp_path / "store", pictures=Eye(), rows_per_shard=4)
+        store = training.encode_rows(rows, tmp_path / "store", pictures=Eye(), contents_per_shard=4)
         want = Eye()(shown).tokens.half()
         assert all(torch.equal(row.memory.tokens[0], one) for row, one in zip(store, want, strict=True))
 
@@ -196,17 +196,17 @@ class TestLance:
 
 class TestStreams:
     def test_a_stream_is_encoded(self, tmp_path: Path) -> None:
-        """Read once, shard after shard; rows that cannot be used are named."""
+        """Rows that cannot be used are named."""
         datasets = pytest.importorskip("datasets", reason="datasets is not installed; it comes with mmattn[train]")
         paths = [str(picture(tmp_path / "shown" / f"{n}.png", n % 3)) for n in range(11)]
         texts = [f"text {n}" if n != 6 else "" for n in range(11)]
         data = datasets.Dataset.from_dict({"text": texts, "image": paths})
         data.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "data")
         rows = training.read_rows(str(tmp_path / "data"), streaming=True)
-        store = training.encode_rows(rows, tmp_path / "store", pictures=Eye(), rows_per_shard=4)
+        store = training.encode_rows(rows, tmp_path / "store", pictures=Eye(), contents_per_shard=4)
         assert [row.text for row in store] == [text for text in texts if text]
         assert [line[:22] for line in store.left_out] == ["row 6 of the dataset: "]
-        assert [sum(block[1] for block in one.blocks) for one in store.manifest.shards] == [3, 2, 2]
+        assert [one.contents for one in store.manifest.shards] == [3]
         want = Eye()([path for path, text in zip(paths, texts, strict=True) if text]).tokens.half()
         assert all(torch.equal(row.memory.tokens[0], one) for row, one in zip(store, want, strict=True))
         again = training.read_rows(str(tmp_path / "data"), streaming=True)
@@ -228,13 +228,13 @@ class TestStreams:
                     raise RuntimeError("at the third")
                 return super().forward(images, **options)
 
-        def encode(eye: Eye) -> training.MemoryStore:
+        def encode(eye: Eye) -> training.EncodedDataset:
             rows = training.read_rows(str(tmp_path / "data"), streaming=True)
-            return training.encode_rows(rows, tmp_path / "store", pictures=eye, rows_per_shard=2)
+            return training.encode_rows(rows, tmp_path / "store", pictures=eye, contents_per_shard=2)
 
         with pytest.raises(RuntimeError, match="at the third"):
             encode(Failing())
-        first = tmp_path / "store" / "shard-000000.safetensors"
+        first = tmp_path / "store" / "vectors-000000.arrow"
         before = first.stat().st_mtime_ns
         eye = Eye(log=tmp_path / "log")
         assert [row.text for row in encode(eye)] == texts

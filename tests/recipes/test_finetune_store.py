@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store") / "flora"
     eye = training_encoder()
     rows = training.read_rows(str(FLORA))
-    training.encode_rows(rows, folder, pictures=eye, encoder_names={"pictures": "assets/clip"}, rows_per_shard=3)
+    training.encode_rows(rows, folder, pictures=eye, encoder_names={"pictures": "assets/clip"}, contents_per_shard=3)
     return folder
 
 
@@ -66,7 +66,7 @@ class TestRuns:
         monkeypatch.setattr(recipe.memories, "load_text_encoder", none)
         out = recipe.train.main(asked(tmp_path, store))
         printed = capsys.readouterr().out
-        assert "8 rows of a store (pictures by assets/clip, float16)" in printed
+        assert "8 encoded rows (pictures by assets/clip, float16)" in printed
         assert "6 rows to train on, 2 held out; memories of width 128" in printed
         assert not (tmp_path / "cache").exists()
         lines = (out / "samples.txt").read_text().splitlines()
@@ -129,7 +129,7 @@ class TestRuns:
 class TestRefused:
     def test_an_encoder_of_another_name(self, recipe: SimpleNamespace, store: Path, tmp_path: Path) -> None:
         """One under another name is loaded for its fingerprint, and may be the same."""
-        rows = training.MemoryStore(store)
+        rows = training.EncodedDataset(store)
         recipe.memories.check_encoders(recipe.settings.Config(encoder=CLIP), rows)
         with pytest.raises(
             ConfigError, match="encoded by assets/clip, and encoder=torchvision:mobilenet_v2 is another"
@@ -149,7 +149,7 @@ class TestRefused:
         given = asked(tmp_path, store, host="unet")
         for name in ("adapter", "caption"):
             del given[name]
-        with pytest.raises(ConfigError, match="is a store of memories, and a UNet needs the pictures"):
+        with pytest.raises(ConfigError, match="has encoded memories, and a UNet needs the pictures"):
             recipe.train.main(given)
 
     def test_settings_of_other_data(self, recipe: SimpleNamespace, store: Path, tmp_path: Path) -> None:
@@ -165,9 +165,11 @@ class TestTheCommand:
         assert code == 0, err
         first, second = out.splitlines()
         assert first == f"{FLORA}: 8 texts in captions.jsonl"
-        assert second.startswith(f"MemoryStore(rows=8, e=96, int8, shards=1) in {tmp_path / 'store'}: ")
-        assert second.endswith(f"relative error {training.MemoryStore(tmp_path / 'store').manifest.relative_error:.1e}")
-        assert "encoding rows 8/8" in err
+        assert second.startswith(f"EncodedDataset(rows=8, e=96, int8, shards=1) in {tmp_path / 'store'}: ")
+        assert second.endswith(
+            f"relative error {training.EncodedDataset(tmp_path / 'store').manifest.relative_error:.1e}"
+        )
+        assert "encoding contents 8/8" in err
         code, _, err = call(capsys, "encode", FLORA, "-o", tmp_path / "store", "--pooled")
         assert code == 2 and "(--dtype int8, now float16)" in err
 
@@ -189,7 +191,7 @@ class TestTheCommand:
         code, _, err = call(capsys, "encode", tmp_path / "b.jsonl", *words)
         assert code == 2 and "or add" in err and "--append" in err
         assert call(capsys, "encode", tmp_path / "b.jsonl", *words, "--append")[0] == 0
-        store = training.MemoryStore(tmp_path / "store")
+        store = training.EncodedDataset(tmp_path / "store")
         assert len(store) == 4 and store[3].contents == store[1].contents
 
     @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ class TestTheCommand:
 
     def test_a_store_is_no_source(self, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = call(capsys, "encode", store, "-o", tmp_path / "store")
-        assert code == 2 and "is a store already" in err
+        assert code == 2 and "is encoded already" in err
         (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a row without a memory"}))
         code, _, err = call(capsys, "encode", tmp_path / "rows.jsonl", "-o", tmp_path / "store")
         assert code == 2 and "there is nothing to encode" in err

@@ -58,7 +58,7 @@ def test_the_page(
     shutil.copy(FLORA / "daffodil.png", tmp_path / "photo.jpg")
     encode, copy, train, caption, serve = lines
     monkeypatch.chdir(tmp_path)
-    assert "MemoryStore(rows=8" in said(*encode)
+    assert "EncodedDataset(rows=8" in said(*encode)
     said(*copy)
     trained = said(*train, "optim.max_steps=3", "device=cpu")
     assert "rows of a store (pictures by assets/clip" in trained and "the adapter is in" in trained

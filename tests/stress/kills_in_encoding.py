@@ -41,7 +41,8 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         append = os.path.basename(data) == "more"
-        encode_captions(data, out, Slow(log=log), source=os.path.basename(data), append=append, rows_per_shard={SHARD})
+        options = {{"source": os.path.basename(data), "append": append, "contents_per_shard": {SHARD}}}
+        encode_captions(data, out, Slow(log=log), **options)
         os._exit(0)
     print(child, flush=True)
     print(os.waitpid(child, 0)[1], flush=True)
@@ -94,9 +95,9 @@ def sources_of(out: Path) -> int:
     Raises:
         ValueError: its rows or memories are not those of its sources.
     """
-    if not (out / "store.json").exists():
+    if not (out / "encoded.json").exists():
         return 0
-    store = training.MemoryStore(out)
+    store = training.EncodedDataset(out)
     sources = len(store.manifest.sources)
     if len(store) != sources * ROWS or any(row.memory.length != EYE_SLOTS for row in store):
         raise ValueError(f"a store of {sources} sources has {len(store)} rows, or one without its vectors")
@@ -118,7 +119,7 @@ def killed_encodings(place: Path, kills: int, seed: int) -> tuple[int, int, int,
     data = [captions(place / name, given) for name, given in zip(("data", "more"), colours, strict=True)]
     whole = []
     for number, source in enumerate(data):
-        options = {"source": source.name, "append": number > 0, "rows_per_shard": SHARD}
+        options = {"source": source.name, "append": number > 0, "contents_per_shard": SHARD}
         encode_captions(source, place / "whole", Eye(), **options)
         whole.append(contents(place / "whole"))
     entries = len({colour for given in colours for colour in given})
@@ -128,10 +129,12 @@ def killed_encodings(place: Path, kills: int, seed: int) -> tuple[int, int, int,
             out, log, before = place / "store", place / "log", used
             log.touch()
             for number, source in enumerate(data):
-                while sources_of(out) <= number or (out / "plan.json").exists():
+                while sources_of(out) <= number or (out / "encoding" / "plan.json").exists():
                     killed = writers.run(source, out, log, chance.randrange(2 * SHARD), chance.uniform(0.005, 0.1))
                     used += killed
-                    between += killed and (out / "plan.json").exists() and bool(list(out.glob("shard-*")))
+                    between += (
+                        killed and (out / "encoding" / "plan.json").exists() and bool(list(out.glob("vectors-*")))
+                    )
                 if contents(out) != whole[number]:
                     raise ValueError(f"the store of {number + 1} sources is not what it would have been")
             repeated = encoded(log) - entries

@@ -60,7 +60,7 @@ class ThrottledFiles(fsspec.AbstractFileSystem):
         return found
 
 
-def make_store(folder: Path, rows: int) -> training.MemoryStore:
+def make_store(folder: Path, rows: int) -> training.EncodedDataset:
     """A store of rows with random memories."""
     chance = torch.Generator().manual_seed(0)
     table = torch.randn(SLOTS + rows, WIDTH, generator=chance)
@@ -71,14 +71,14 @@ def make_store(folder: Path, rows: int) -> training.MemoryStore:
     return training.encode_rows(given, folder, block_bytes=BLOCK_BYTES)
 
 
-def train(store: training.MemoryStore, batches: Any, steps: int, ahead: int) -> tuple[float, float, float]:
+def train(store: training.EncodedDataset, batches: Any, steps: int, ahead: int) -> tuple[float, float, float]:
     """Train on some batches, of which so many are fetched ahead.
 
     Returns:
         The share of the time that was spent waiting, the mean loss, and the bytes of vectors that each second took.
     """
     model = small_run.attach(memory_dim=WIDTH)
-    collator = training.RowCollator(small_run.Letters(), training.StoreMemories(store))
+    collator = training.RowCollator(small_run.Letters(), store)
 
     def loss(batch: training.TextBatch, seeds: Sequence[int]) -> Any:
         begin = time.perf_counter()
@@ -116,11 +116,11 @@ def measure(steps: int) -> tuple[float, float, float, set[float]]:
     rows = max(1, steps // EPOCHS) * BATCH
     with tempfile.TemporaryDirectory() as place:
         store = make_store(Path(place) / "store", rows)
-        far = training.MemoryStore(f"{ThrottledFiles.protocol}://{store.address}")
+        far = training.EncodedDataset(f"{ThrottledFiles.protocol}://{store.address}")
         window = max(BLOCK_BYTES, int(min(WINDOW, store.row_bytes * rows / 8)))
         ahead = 2 * math.ceil(window / RATE / STEP)
-        mixed = [training.StoreBatches(one, BATCH, buffer_bytes=window) for one in (store, far)]
-        (disk, loss, used), (throttled, same, given) = (train(one.store, one, steps, ahead) for one in mixed)
+        mixed = [training.EncodedBatches(one, BATCH, buffer_bytes=window) for one in (store, far)]
+        (disk, loss, used), (throttled, same, given) = (train(one.dataset, one, steps, ahead) for one in mixed)
         alone, *_ = train(far, training.RowBatches(far, BATCH), steps, 0)
     print(
         f"{steps} steps over {rows} rows ({store.row_bytes * rows / 1e6:.0f} MB): waiting {disk:.2%} of the time on "

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from mmattn.data.prefetch import on_device, pinned
 from mmattn.data.sampling import Batches, EpochBatches, derive_seed, split_between_processes
 from mmattn.errors import ConfigError
 from mmattn.training.config import Collate, TrainingConfig
 from mmattn.training.distributed import Processes
+from mmattn.training.prefetch import on_device, pinned
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reading a store: rows by number, from a folder or an address, and everything that may be wrong with its files."""
+"""Reading an encoded dataset: rows by number, from a folder or an address, and files that are damaged."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 import mmattn
 from mmattn import training
-from mmattn.data.encoded.shards import shard_name
+from mmattn.data.encoded_files import shard_name
 from mmattn.data.rows import Row
 from mmattn.errors import AdapterFileError, ConfigError
-from tests.data.encoded_rows import Eye, captions, encode_captions, flip
+from tests.data.encoded_rows import Eye, captions, encode_captions, flip, flip_byte
 
 COLOURS = [1, 2, 1, 3, 4, 5, 6, 4, 7, 8, 1, 9, 10]
 
@@ -43,58 +43,57 @@ def copied(made: Path, tmp_path: Path) -> Path:
 
 class TestRows:
     def test_by_number(self, made: Path, truth: torch.Tensor) -> None:
-        store = training.MemoryStore(made / "store")
-        assert repr(store) == "MemoryStore(rows=13, e=5, float16, shards=4)"
+        store = training.EncodedDataset(made / "store")
+        assert repr(store) == "EncodedDataset(rows=13, e=5, float16, shards=3)"
         for number in (0, 12, 5, 2, 10, -1, -13):
             row = store[number]
             assert row.text.startswith(f"picture {number % 13}")
             assert row.memory.tokens.dtype == torch.float16 and torch.equal(row.memory.tokens[0], truth[number])
         for number in (13, -14):
-            with pytest.raises(IndexError, match="of a store with 13 rows"):
+            with pytest.raises(IndexError, match="of an encoded dataset with 13 rows"):
                 _ = store[number]
 
     def test_some_of_them(self, made: Path, truth: torch.Tensor) -> None:
-        store = training.MemoryStore(made / "store")
+        store = training.EncodedDataset(made / "store")
         chosen = store.select([7, 2, 11, 2])
         assert [row.text.split()[1] for row in chosen] == ["7", "2", "11", "2"]
         assert [row.text for row in chosen[1:3]] == [store[2].text, store[11].text]
         assert torch.equal(chosen[2].memory.tokens[0], truth[11])
         assert len(store[5:]) == 8 and len(store) == 13
         assert len({one.sha256 for one in (store, chosen, store[5:], chosen[1:])}) == 4
-        assert training.MemoryStore(made / "store").select([7, 2, 11, 2]).sha256 == chosen.sha256
-        with pytest.raises(IndexError, match="rows 2 to 13 of a store"):
+        assert training.EncodedDataset(made / "store").select([7, 2, 11, 2]).sha256 == chosen.sha256
+        with pytest.raises(IndexError, match="rows 2 to 13 of an encoded dataset"):
             store.select([2, 13])
 
     def test_texts_are_read_without_vectors(self, copied: Path) -> None:
-        for shard, one in enumerate(training.MemoryStore(copied).manifest.shards):
-            for block, (_, entries, _) in enumerate(one.blocks):
-                if entries:
-                    flip(copied, shard, f"{block:04d}.tokens")
-        store = training.MemoryStore(copied)
+        for shard, one in enumerate(training.EncodedDataset(copied).manifest.shards):
+            for block in range(len(one.blocks)):
+                flip(copied, shard, block)
+        store = training.EncodedDataset(copied)
         assert store.text_lengths() == [len(f"picture {n}" + " ü" * (n % 5)) for n in range(13)]
         assert all(row.has_memory for row in store)
-        assert [row.contents for row in store].count(((0, 0),)) == 3
+        assert [row.contents for row in store].count((0,)) == 3
 
     def test_in_another_process(self, made: Path, truth: torch.Tensor) -> None:
         """A store and a row are pickled: what `spawn`, Ray and data loaders do."""
-        store = training.MemoryStore(made / "store").select([4, 9])
+        store = training.EncodedDataset(made / "store").select([4, 9])
         again = pickle.loads(pickle.dumps(store))
         assert torch.equal(again[1].memory.tokens[0], truth[9]) and len(again) == 2
         row = pickle.loads(pickle.dumps(store[0]))
-        assert row.text == store[0].text and row.sources == store[0].sources and row.contents == store[0].contents
+        assert row.text == store[0].text and row.files == store[0].files and row.contents == store[0].contents
         assert torch.equal(row.memory.tokens[0], truth[4])
 
     def test_a_row_is_like_any_other(self, made: Path) -> None:
         from dataclasses import replace
 
-        row = training.MemoryStore(made / "store")[3]
+        row = training.EncodedDataset(made / "store")[3]
         assert isinstance(row, Row) and not row.images and not row.passages and row.picture is None
         other = replace(row, text="other")
         assert other.text == "other" and torch.equal(other.memory.tokens, row.memory.tokens)
 
     def test_writing_into_a_memory_changes_no_file(self, copied: Path, truth: torch.Tensor) -> None:
-        training.MemoryStore(copied)[3].memory.tokens.fill_(7)
-        assert torch.equal(training.MemoryStore(copied)[3].memory.tokens[0], truth[3])
+        training.EncodedDataset(copied)[3].memory.tokens.fill_(7)
+        assert torch.equal(training.EncodedDataset(copied)[3].memory.tokens[0], truth[3])
 
 
 class TestAddresses:
@@ -106,11 +105,11 @@ class TestAddresses:
             system = fsspec.filesystem("memory")
             for path in (made / "store").iterdir():
                 system.pipe(f"/bucket/store/{path.name}", path.read_bytes())
-        store = training.MemoryStore(address)
+        store = training.EncodedDataset(address)
         assert store.folder.is_local == (scheme == "file")
         for number in (12, 0, 10, 4):
             assert torch.equal(store[number].memory.tokens[0], truth[number])
-        rows = [row for batch in training.StoreBatches(store, 3, seed=5).epoch(0) for row in batch]
+        rows = [row for batch in training.EncodedBatches(store, 3, seed=5).epoch(0) for row in batch]
         assert sorted(int(row.text.split()[1]) for row in rows) == list(range(13))
         for row in rows:
             assert torch.equal(row.memory.tokens[0], truth[int(row.text.split()[1])])
@@ -118,83 +117,88 @@ class TestAddresses:
     def test_a_damaged_one(self, copied: Path) -> None:
         """Invariant 111."""
         system = fsspec.filesystem("memory")
-        flip(copied, 1, "0000.tokens")
+        flip(copied, 1, 0)
         for path in copied.iterdir():
             system.pipe(f"/damaged/{path.name}", path.read_bytes())
-        with pytest.raises(AdapterFileError, match=r"shard-000001.*'0000.tokens' were changed"):
-            _ = training.MemoryStore("memory://damaged")[4].memory
+        with pytest.raises(AdapterFileError, match=r"vectors-000001.arrow' was changed"):
+            _ = training.EncodedDataset("memory://damaged")[6].memory
         system.rm(f"/damaged/{shard_name(2)}")
-        with pytest.raises(AdapterFileError, match="/damaged/shard-000002.safetensors' is missing"):
-            training.MemoryStore("memory://damaged")
+        with pytest.raises(AdapterFileError, match="/damaged/vectors-000002.arrow' is missing"):
+            training.EncodedDataset("memory://damaged")
 
     def test_no_such_address(self) -> None:
         with pytest.raises(ConfigError, match="'nosuch://a/b' cannot be read by fsspec"):
-            training.MemoryStore("nosuch://a/b")
+            training.EncodedDataset("nosuch://a/b")
         with pytest.raises(AdapterFileError, match="there is no folder 'memory://nowhere'"):
-            training.MemoryStore("memory://nowhere")
+            training.EncodedDataset("memory://nowhere")
 
 
 class TestDamage:
-    @pytest.mark.parametrize("kind", ["tokens", "rows"])
-    def test_a_flipped_bit_is_found(self, kind: str, copied: Path) -> None:
-        """Invariant 111: in vectors or texts, by whoever reads them first; the others are as they were."""
-        flip(copied, 1, f"0001.{kind}")
-        store = training.MemoryStore(copied)
-        first, second = (sum(block[0] for block in store.manifest.shards[0].blocks) + n for n in (0, 2))
-        assert store[first].memory.length == 6
-        with pytest.raises(AdapterFileError, match=rf"shard-000001.*'0001.{kind}' were changed after"):
-            _ = store[second].memory
-        with pytest.raises(AdapterFileError, match=rf"shard-000001.*'0001.{kind}' were changed after"):
-            for batch in training.StoreBatches(store, 2).epoch(0):
+    def test_a_flipped_bit_is_found(self, copied: Path) -> None:
+        """Invariant 111: by whoever reads the vectors first; the others are as they were."""
+        flip(copied, 1, 1)
+        store = training.EncodedDataset(copied)
+        first, second = store.manifest.shards[0].contents, store.manifest.shards[0].contents + 3
+        rows = {row.contents[0]: row for row in store}
+        assert rows[first].memory.length == 6
+        with pytest.raises(AdapterFileError, match=r"block .* in .*vectors-000001.arrow' was changed after"):
+            _ = rows[second].memory
+        with pytest.raises(AdapterFileError, match=r"block .* in .*vectors-000001.arrow' was changed after"):
+            for batch in training.EncodedBatches(store, 2).epoch(0):
                 assert batch
+
+    def test_a_flipped_bit_of_the_rows_is_found(self, copied: Path) -> None:
+        """Invariant 111: when the dataset is opened."""
+        flip_byte(copied / "rows-000.arrow", 1500)
+        with pytest.raises(AdapterFileError, match=r"rows-000.arrow' was changed after"):
+            training.EncodedDataset(copied)
 
     def test_a_missing_shard_is_named(self, copied: Path) -> None:
         """Invariant 111."""
         (copied / shard_name(2)).unlink()
         with pytest.raises(
-            AdapterFileError, match=r"shard-000002.safetensors' is missing, and store.json says [\d,]+ by"
+            AdapterFileError, match=r"vectors-000002.arrow' is missing, and encoded.json says [\d,]+ by"
         ):
-            training.MemoryStore(copied)
+            training.EncodedDataset(copied)
 
     def test_a_shard_that_goes_while_it_is_read(self, copied: Path) -> None:
-        store = training.MemoryStore(copied)
-        (copied / shard_name(3)).unlink()
-        with pytest.raises(AdapterFileError, match=r"shard-000003.safetensors': there is no such file"):
-            list(training.StoreBatches(store, 2).epoch(0))
+        store = training.EncodedDataset(copied)
+        (copied / shard_name(2)).unlink()
+        with pytest.raises(AdapterFileError, match=r"vectors-000002.arrow': there is no such file"):
+            list(training.EncodedBatches(store, 2).epoch(0))
 
     def test_a_short_shard_is_named(self, copied: Path) -> None:
         path = copied / shard_name(1)
         path.write_bytes(path.read_bytes()[:-8])
-        with pytest.raises(AdapterFileError, match=r"shard-000001.safetensors' has [\d,]+ bytes"):
-            training.MemoryStore(copied)
+        with pytest.raises(AdapterFileError, match=r"vectors-000001.arrow' has [\d,]+ bytes"):
+            training.EncodedDataset(copied)
 
     def test_a_shard_of_another_store(self, copied: Path, made: Path, tmp_path: Path) -> None:
         """Invariant 111: of the same size, whole, and yet not the one that was written."""
         encode_captions(made / "data", tmp_path / "other", Eye(seed=1))
         shutil.copy(tmp_path / "other" / shard_name(0), copied / shard_name(0))
-        store = training.MemoryStore(copied)
-        with pytest.raises(AdapterFileError, match="is not the shard that store.json describes"):
-            _ = store[0]
+        store = training.EncodedDataset(copied)
+        with pytest.raises(AdapterFileError, match="block 0 in .*of another dataset"):
+            _ = store[0].memory
 
     def test_no_store(self, tmp_path: Path) -> None:
-        with pytest.raises(AdapterFileError, match="has no store.json, so it is no store"):
-            training.MemoryStore(tmp_path)
+        with pytest.raises(AdapterFileError, match="has no encoded.json: it is no encoded dataset"):
+            training.EncodedDataset(tmp_path)
         with pytest.raises(AdapterFileError, match="there is no folder"):
-            training.MemoryStore(tmp_path / "gone")
+            training.EncodedDataset(tmp_path / "gone")
         (tmp_path / "file").touch()
         with pytest.raises(AdapterFileError, match="there is no folder"):
-            training.MemoryStore(tmp_path / "file")
+            training.EncodedDataset(tmp_path / "file")
 
 
 class TestMemories:
     def test_as_a_collator_asks_for_them(self, made: Path, truth: torch.Tensor) -> None:
-        store = training.MemoryStore(made / "store")
-        memories = training.StoreMemories(store)
-        batch = memories.of([store[2], store[11]])
+        store = training.EncodedDataset(made / "store")
+        batch = store.of([store[2], store[11]])
         assert batch is not None and torch.equal(batch.tokens, truth[[2, 11]].float())
-        assert memories.fingerprint == Eye().fingerprint == store.fingerprint and memories.dim == 5
-        assert memories.of([Row("no memory")]) is None
-        mixed = memories.of([store[1], Row("no memory"), Row("own", memory=mmattn.Memory(torch.ones(1, 2, 5)))])
+        assert Eye().fingerprint == store.fingerprint and store.dim == 5
+        assert store.of([Row("no memory")]) is None
+        mixed = store.of([store[1], Row("no memory"), Row("own", memory=mmattn.Memory(torch.ones(1, 2, 5)))])
         assert mixed is not None and mixed.lengths == [6, 0, 2] and not mixed.tokens[1].any()
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
@@ -207,9 +211,8 @@ class TestMemories:
         given += [mmattn.Memory(torch.randn(1, 3, 7, generator=random_), scores=torch.rand(1, 3, generator=random_))]
         rows = [Row("a", memory=memory) for memory in given]
         store = training.encode_rows(rows, tmp_path, dtype=dtype, block_bytes=50)
-        memories = training.StoreMemories(store)
         for numbers in ([1], [0, 3, 2], [0, 4], [1, 5], [6, 2], [4], [5, 6]):
-            batch = memories.of([store[number] for number in numbers])
+            batch = store.of([store[number] for number in numbers])
             whole = mmattn.Memory.stack([store[number].memory for number in numbers]).to(torch.float32)
             assert batch is not None and batch.lengths == [given[number].length for number in numbers]
             for name in ("tokens", "mask", "segments", "scores"):
@@ -217,11 +220,11 @@ class TestMemories:
                 assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
 
     def test_what_is_not_encoded_is_refused(self, made: Path) -> None:
-        memories = training.StoreMemories(training.MemoryStore(made / "store"))
-        with pytest.raises(ConfigError, match="a row has pictures, and there is no encoder for them"):
-            memories.of([Row("a picture", images=(str(made / "data" / "0.png"),))])
+        store = training.EncodedDataset(made / "store")
+        with pytest.raises(ConfigError, match="a row has pictures or passages, and"):
+            store.of([Row("a picture", images=(str(made / "data" / "0.png"),))])
 
     def test_a_row_by_number_keeps_no_vectors(self, made: Path) -> None:
         """An evaluation goes through rows whose memories never stand whole."""
-        row = training.MemoryStore(made / "store")[3]
+        row = training.EncodedDataset(made / "store")[3]
         assert row.memory is not row.memory and torch.equal(row.memory.tokens, row.memory.tokens)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from mmattn import training
-from mmattn.data.prefetch import Prefetched, pinned
 from mmattn.errors import ConfigError
 from mmattn.memory import Memory
 from mmattn.training import checkpoints
+from mmattn.training.prefetch import Prefetched, pinned
 from tests.training import small_run
 
 

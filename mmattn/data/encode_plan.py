@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -142,8 +143,12 @@ class Planner:
         unusable = [reason for number, reason in reader.left_out if number >= 0 or not reader.usable]
         if unusable and (self.strict or not reader.usable):
             shutil.rmtree(work)
+            with contextlib.suppress(OSError):  # another dataset is there
+                self.folder.rmdir()
             shown = "\n  ".join(unusable[:10] + ["…"] * (len(unusable) > 10))
-            raise ConfigError(f"{len(unusable)} of {reader.total} rows of {self.source} cannot be used:\n  {shown}")
+            raise ConfigError(
+                f"{len(unusable)} of {reader.total} rows of {self.source} cannot be used:\n  {shown}\nrepair them, or leave them out"
+            )
         missing = next((kind for kind in ("pictures", "passages") if kind in reader.kinds - set(self.encoders)), None)
         if missing is not None:
             raise ConfigError(f"rows of {self.source} have {missing}, and there is no encoder for them")

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -122,7 +122,7 @@ class EncodedBatches:
         ]
 
 
-def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int, threads: int) -> Iterator[T]:
+def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int, threads: int) -> Generator[T, None, None]:
     """Iterate over `read(key)` in the order of the keys, of which threads read up to `ahead` before they are used.
 
     Closing the iterator ends the threads.

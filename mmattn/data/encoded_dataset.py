@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -44,6 +44,7 @@ _RECENT = 16
 _MAX_JSON = 256 << 20
 
 Read = Callable[[int], Vectors]
+Numbers: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"
 
 
 class EncodedRow(Row):
@@ -65,10 +66,11 @@ class EncodedRow(Row):
         return row
 
     @property
-    def memory(self) -> Memory | None:  # type: ignore[override]
+    def memory(self) -> Memory | None:
         """The memory (1, m, e), a segment or more for each content; None in a row without contents."""
         if "_memory" in vars(self):  # of a copy with another text, or of a row that was pickled
-            return vars(self)["_memory"]  # type: ignore[no-any-return]
+            memory: Memory | None = vars(self)["_memory"]
+            return memory
         memories = [one.memory() for one in self.vectors()]
         return None if not memories else memories[0] if len(memories) == 1 else Memory.cat(memories)
 
@@ -299,7 +301,7 @@ class EncodedDataset(Sequence[EncodedRow]):
         cuts = np.searchsorted(blocks[order], np.arange(1, max(1, len(self._ends))))
         return np.split(numbers[order], cuts)
 
-    def read_rows(self, block: int, numbers: Sequence[int]) -> list[EncodedRow]:
+    def read_rows(self, block: int, numbers: Numbers) -> list[EncodedRow]:
         """Read rows, of which most contents lie in one block, at once; safe in several threads.
 
         Raises:
@@ -351,18 +353,19 @@ class EncodedDataset(Sequence[EncodedRow]):
 
     def _contents_of(self, row: int) -> list[int]:
         starts, contents = self._contents
-        return contents[starts[row] : starts[row + 1]].tolist()  # type: ignore[no-any-return]
+        numbers: list[int] = contents[starts[row] : starts[row + 1]].tolist()
+        return numbers
 
-    def _rows(self, numbers: Sequence[int], read: Read) -> list[EncodedRow]:
+    def _rows(self, numbers: Numbers, read: Read) -> list[EncodedRow]:
         """Return rows of the table, whatever is selected."""
         import numpy as np
 
-        numbers = np.asarray(numbers, dtype=np.int64)
-        taken = self._table.select(["text", "prompt", "files", "id", "metadata"]).take(numbers)
+        chosen = np.asarray(numbers, dtype=np.int64)
+        taken = self._table.select(["text", "prompt", "files", "id", "metadata"]).take(chosen)
         columns = {name: taken[name].to_numpy().tolist() for name in ("text", "prompt", "id", "metadata")}
-        files = taken["files"].to_pylist() if len(lists_of(taken["files"])[1]) else [()] * len(numbers)
+        files = taken["files"].to_pylist() if len(lists_of(taken["files"])[1]) else [()] * len(chosen)
         rows = []
-        for number, paths, text, prompt, name, metadata in zip(numbers.tolist(), files, *columns.values(), strict=True):
+        for number, paths, text, prompt, name, metadata in zip(chosen.tolist(), files, *columns.values(), strict=True):
             about = None if metadata is None else parse_json("metadata", metadata.encode(), _MAX_JSON)
             contents, shown = tuple(self._contents_of(number)), tuple(map(os.fsdecode, paths))
             rows.append(EncodedRow.of(read, contents, shown, text=text, prompt=prompt, id=name, metadata=about))

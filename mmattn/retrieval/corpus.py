@@ -25,10 +25,15 @@ _BOM = b"\xef\xbb\xbf"
 class PoolingEncoder(Protocol):
     """An encoder with one vector for each text."""
 
-    dim: int
-    fingerprint: str
+    @property
+    def dim(self) -> int:
+        """Width e of the vectors."""
 
-    def encode(self, texts: list[str], *, batch_size: int) -> Memory:
+    @property
+    def fingerprint(self) -> str:
+        """A fingerprint of the weights."""
+
+    def encode(self, texts: Sequence[str], *, batch_size: int) -> Memory:
         """Return a memory (n, 1, e) of n texts."""
 
 

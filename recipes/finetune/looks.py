@@ -59,7 +59,7 @@ def language_traces(
         words = [tokenizer.decode([one]) for one in ids]
         shown: dict[str, Any] = {"sources": _names(row, memory)}
         grid, pictures = picture_grid(memories), row.images or shown_pictures(row)
-        # The pictures of a store may be elsewhere now.
+        # The pictures of encoded rows may be elsewhere now.
         there = len(pictures) == 1 and not (isinstance(pictures[0], str) and not Path(pictures[0]).is_file())
         if there and grid is not None and grid[0] * grid[1] == memory.length:
             shown = {"grid": grid, "picture": mmattn.load_image(pictures[0])}

@@ -15,10 +15,10 @@ from .settings import Config
 
 
 def row_memories(settings: Config, rows: Any, device: Any) -> training.MemorySource:
-    """The memories of rows, by the encoders they need; of the rows of a store those that they bring.
+    """The memories of rows, by the encoders they need; encoded rows bring theirs.
 
     Raises:
-        ConfigError: no row has anything to be remembered, or a store of other encoders than those of the settings.
+        ConfigError: no row has anything to be remembered, or a dataset of other encoders than those of the settings.
     """
     kinds = training.memory_kinds(rows)
     if not kinds:
@@ -40,7 +40,7 @@ def row_memories(settings: Config, rows: Any, device: Any) -> training.MemorySou
 
 
 def check_encoders(settings: Config, store: training.EncodedDataset) -> None:
-    """Refuse a store of other encoders than those that the settings name, with which the adapter will be used.
+    """Refuse a dataset of other encoders than those that the settings name, with which the adapter will be used.
 
     One of the same name is not loaded.
 
@@ -66,7 +66,7 @@ def check_encoders(settings: Config, store: training.EncodedDataset) -> None:
 
 
 def shown_pictures(row: training.Row) -> list[str]:
-    """The files of the pictures that a row is shown, also of a row of a store, which has them no more."""
+    """The files of the pictures that a row is shown, also of an encoded row, which has them no more."""
     return [one for one in row.images or getattr(row, "files", ()) if isinstance(one, str)]
 
 

@@ -13,7 +13,7 @@ class Strict(BaseModel):
 
 class DataSettings(Strict):
     # a .jsonl file, a folder of pictures with texts, a dataset of Hugging Face, tars of webdataset, a Lance dataset, or
-    # a store that `mmattn encode` made, here or at an address
+    # a dataset that `mmattn encode` made, here or at an address
     path: str = "assets/flora"
     split: str | None = None  # of a dataset of Hugging Face, or of folders train, val, test; "train" by default
     streaming: bool = False  # read it as it arrives; needs optim.max_steps

@@ -119,8 +119,8 @@ class TestIndex:
     ) -> None:
         words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder]
         code, _, err = call(capsys, *words)
-        assert code == 2 and "1 lines of the corpus hold no text" in err
-        assert err.endswith("leave them out with --skip-broken\n"), err
+        assert code == 2 and "1 of 3 rows of lines.jsonl cannot be used" in err
+        assert err.endswith("repair them, or leave them out\n"), err
 
     @pytest.mark.parametrize(("option", "value"), [("--store", "hnws"), ("--executor", "spark")])
     def test_a_misspelt_choice_is_refused_before_anything_is_embedded(
@@ -175,23 +175,23 @@ class TestIndex:
         (tmp_path / "a.jsonl").write_text(content)
         words = ["index", "build", tmp_path / "a.jsonl", "-o", tmp_path / "index", "--encoder", encoder, *more]
         code, _, err = call(capsys, *words)
-        assert code == 2 and "there is nothing to embed: a.jsonl hold" in err
-        assert ("1 broken lines were left out" in err) == bool(more)
+        assert code == 2 and ("1 of 1 rows of a.jsonl cannot" if more else "nothing to embed: a.jsonl have") in err
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
-    def test_the_progress_of_a_build_is_that_of_its_lines(
+    def test_the_progress_of_a_build_is_that_of_its_texts(
         self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
-        (tmp_path / "a.txt").write_text("\n".join(["wood", "", *["the bluebell"] * 1200]))
+        (tmp_path / "a.txt").write_text("\n".join(["wood", "", *(f"the bluebell {n}" for n in range(1200))]))
         code, _, err = call(
             capsys, "index", "build", tmp_path / "a.txt", "-o", tmp_path / "index", "--encoder", encoder
         )
-        done = [int(line.split()[2].split("/")[0]) for line in err.splitlines() if line.startswith("embedding lines")]
-        assert code == 0 and len(done) >= 3 and done == sorted(done) and done[-1] == 1202, err
+        lines = [line for line in err.splitlines() if line.startswith("encoding contents")]
+        done = [int(line.split()[2].split("/")[0]) for line in lines]
+        assert code == 0 and len(done) >= 3 and done == sorted(done) and done[-1] == 1201, err
         index, reader = Index.load(tmp_path / "index"), TextEncoder(encoder)
-        assert len(index) == 1201 and index["a.txt:3"].text == "the bluebell"
-        expected = reader.encode(["the bluebell"]).tokens[0, 0]
+        assert len(index) == 1201 and index["a.txt:3"].text == "the bluebell 0"
+        expected = reader.encode(["the bluebell 1199"]).tokens[0, 0]
         torch.testing.assert_close(index["a.txt:1202"].vector, expected)
 
     def test_what_does_not_fit_is_not_shown(

@@ -61,6 +61,6 @@ def test_the_page(
     assert "EncodedDataset(rows=8" in said(*encode)
     said(*copy)
     trained = said(*train, "optim.max_steps=3", "device=cpu")
-    assert "rows of a store (pictures by assets/clip" in trained and "the adapter is in" in trained
+    assert "encoded rows (pictures by assets/clip" in trained and "the adapter is in" in trained
     assert said(*caption).startswith("photo.jpg: ")
     assert ask(tmp_path, *serve)

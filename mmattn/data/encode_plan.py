@@ -147,7 +147,8 @@ class Planner:
                 self.folder.rmdir()
             shown = "\n  ".join(unusable[:10] + ["…"] * (len(unusable) > 10))
             raise ConfigError(
-                f"{len(unusable)} of {reader.total} rows of {self.source} cannot be used:\n  {shown}\nrepair them, or leave them out"
+                f"{len(unusable)} of {reader.total} rows of {self.source} cannot be used:\n  {shown}\n"
+                "repair them, or leave them out"
             )
         missing = next((kind for kind in ("pictures", "passages") if kind in reader.kinds - set(self.encoders)), None)
         if missing is not None:

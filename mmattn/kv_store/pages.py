@@ -78,8 +78,8 @@ def weight_versions(model: Model, names: Sequence[str], width: int) -> dict[str,
         adapter = model.adapter(name)
         if adapter.position == "joined":
             raise ConditionError(
-                f"adapter {name!r} (kind {adapter.config.kind!r}) joins slots with the host's keys and values, which a "
-                "bank has no pages of: make it inactive with set_adapter, or give the memory itself"
+                f"adapter {name!r} (kind {adapter.config.kind!r}) joins slots with the host's keys and values: a bank has "
+                "no pages of them. Make it inactive with set_adapter, or give the memory itself"
             )
         if adapter.config.memory_dim != width:
             raise ShapeError(
@@ -103,7 +103,7 @@ def check_versions(model: Model, versions: Mapping[str, TensorVersion], count: i
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Raise ConfigError for a dtype that pages cannot have; None is that of the weights."""
+    """Raise ConfigError for a dtype that pages cannot have; None stands for that of the weights."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype is torch.int8)):
         raise ConfigError(
             f"keys and values are cached in a floating point dtype or in torch.int8, got {dtype!r}: give "
@@ -214,8 +214,8 @@ def _project(projection: KeyValueProjection, tokens: Tensor) -> tuple[Tensor, Te
     """Return keys and values (n, g, m, k) of n entries, without a null slot."""
     if projection.rotary is not None:
         raise ConfigError(
-            "keys and values were to be cached by entry, and this layer rotates keys by their position in the memory, "
-            "which differs between requests: give the memory of each request instead"
+            "this layer rotates keys by their position in the memory, which differs between requests, so that they are not "
+            "cached by entry: give the memory of each request instead"
         )
     keys, values = projection.keys_and_values(projection.cast(tokens))
     return keys.contiguous(), values.contiguous()

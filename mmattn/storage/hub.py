@@ -20,12 +20,12 @@ def without_progress_bars() -> Iterator[None]:
     """Hide the progress bars of transformers inside the block."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
@@ -71,12 +71,12 @@ def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple
     from safetensors import SafetensorError
 
     try:
-        model, found = getattr(transformers, kind).from_pretrained(
+        model, report = getattr(transformers, kind).from_pretrained(
             name, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         _refuse(name, what, error)
-    missing = sorted(key for key in found["missing_keys"] if key.split(".")[0] not in unused)
+    missing = sorted(key for key in report["missing_keys"] if key.split(".")[0] not in unused)
     refuse_keys(name, type(model).__name__, missing, [])
     for key, tensor in model.state_dict().items():
         for part in plain_parts(tensor):
@@ -87,8 +87,7 @@ def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple
 def _refuse(name: str | os.PathLike[str], what: str, error: Exception) -> NoReturn:
     raise AdapterFileError(
         f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
-        "kept from before, or a folder with config.json, the tokenizer (of sounds preprocessor_config.json) and "
-        "model.safetensors"
+        "cached, or a folder that save_pretrained wrote"
     ) from error
 
 

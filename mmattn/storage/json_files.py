@@ -37,7 +37,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON) -> Any:
 
 
 def _nesting(raw: bytes) -> int:
-    """How deep brackets nest outside strings, counted up to just over the limit."""
+    """Count how deep brackets nest outside strings, up to just over the limit."""
     outside = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
     depth = deepest = 0
     for byte in outside.translate(None, bytes(set(range(256)) - set(b"[]{}"))):

@@ -151,6 +151,7 @@ class FusedView(View):
         text: of this forward.
     """
 
+    stands_in_text = True
     moves_text = False
 
     def __init__(

@@ -78,8 +78,8 @@ def weight_versions(model: Model, names: Sequence[str], width: int) -> dict[str,
         adapter = model.adapter(name)
         if adapter.position == "joined":
             raise ConditionError(
-                f"adapter {name!r} (kind {adapter.config.kind!r}) joins slots with the host's keys and values: a bank has "
-                "no pages of them. Make it inactive with set_adapter, or give the memory itself"
+                f"adapter {name!r} (kind {adapter.config.kind!r}) joins slots with the host's keys and values: a bank "
+                "has no pages of them. Make it inactive with set_adapter, or give the memory itself"
             )
         if adapter.config.memory_dim != width:
             raise ShapeError(
@@ -214,7 +214,7 @@ def _project(projection: KeyValueProjection, tokens: Tensor) -> tuple[Tensor, Te
     """Return keys and values (n, g, m, k) of n entries, without a null slot."""
     if projection.rotary is not None:
         raise ConfigError(
-            "this layer rotates keys by their position in the memory, which differs between requests, so that they are not "
+            "this layer rotates keys by their position in the memory, which differs between requests, so they are not "
             "cached by entry: give the memory of each request instead"
         )
     keys, values = projection.keys_and_values(projection.cast(tokens))

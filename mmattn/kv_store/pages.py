@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue, pack
-from mmattn.core.paged_cache import side_by_side
 from mmattn.core.quantization import quantize
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.core.tracing import all_finite, may_read
@@ -129,11 +128,11 @@ def encode_pages(dtype: torch.dtype | None, keys: Tensor, values: Tensor, mask: 
 def decode_pages(
     tables: Mapping[str, Tensor], rows: Tensor, real: Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values of entries (b, n), laid out by `side_by_side`; `real` (b, n·m) packs them."""
+    """Return keys and values of entries (b, n), laid out by `_side_by_side`; `real` (b, n·m) packs them."""
     if "keys" in tables:
-        keys, values = (side_by_side(tables[part], rows, real).to(device, dtype) for part in ("keys", "values"))
+        keys, values = (_side_by_side(tables[part], rows, real).to(device, dtype) for part in ("keys", "values"))
         return keys, values
-    codes, slots = side_by_side(tables["codes"], rows, real), tables["codes"].shape[2]
+    codes, slots = _side_by_side(tables["codes"], rows, real), tables["codes"].shape[2]
     keys, values = codes.to(device, dtype).chunk(2, 1)
     _multiply(keys, tables["key_scales"], rows, real, slots)
     _multiply(values, tables["value_scales"], rows, real, slots)
@@ -143,13 +142,13 @@ def decode_pages(
 def _multiply(codes: Tensor, scales: Tensor, rows: Tensor, real: Tensor | None, slots: int) -> None:
     """Multiply codes in place with scales (·, g, m, 1) by slot or (·, g, 1, k) by channel."""
     if scales.shape[2] == slots:
-        codes.mul_(side_by_side(scales, rows, real).to(codes.device))
+        codes.mul_(_side_by_side(scales, rows, real).to(codes.device))
     elif real is None:
-        by_entry = side_by_side(scales, rows, None).to(codes.device)
+        by_entry = _side_by_side(scales, rows, None).to(codes.device)
         codes.unflatten(2, (rows.shape[1], slots)).mul_(by_entry.unsqueeze(3))
     else:
         row, slot = real.to(rows.device).nonzero().unbind(1)
-        codes.mul_(side_by_side(scales, rows[row, slot // slots][None], None).to(codes.device))
+        codes.mul_(_side_by_side(scales, rows[row, slot // slots][None], None).to(codes.device))
 
 
 # Writing and reading tables --------------------------------------------------------------------------------------
@@ -242,3 +241,16 @@ def gather_pages(
     keys, values = decode_pages(pages, rows, None if lengths is None else mask, weight.device, dtype)
     joined: KeyValue = projection.join(keys, values, visible, bias, lengths)
     return joined
+
+
+def _side_by_side(table: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
+    """Put pages (b, n) of a table (·, g, m, k) side by side: (b, g, n·m, k), or packed (1, g, r, k) by `real` slots."""
+    (b, n), (_, g, m, k) = rows.shape, table.shape
+    heads = torch.arange(g, device=table.device)[:, None]
+    # One copy, straight into the layout that is read: pages lie in the table head by head.
+    if real is None:
+        pieces = rows[:, None] * g + heads
+        return table.view(-1, m * k).index_select(0, pieces.flatten()).view(b, g, n * m, k)
+    row, slot = real.to(table.device).nonzero().unbind(1)
+    pieces = (rows[row, slot // m] * g + heads) * m + slot % m
+    return table.view(-1, k).index_select(0, pieces.flatten()).view(1, g, len(row), k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -53,30 +53,8 @@ class Memory:
         sources: Sequence[Sequence[Any]] | None = None,
         check_finite: bool = True,
     ) -> None:
-        if not isinstance(tokens, Tensor):
-            raise ShapeError(f"tokens must be a tensor (b, m, e), got {type(tokens).__name__}")
-        if tokens.dim() != 3:
-            hints = {
-                1: ": one number for each row is tokens[:, None, None]",
-                2: ": one vector for each row is tokens[:, None], the vectors of a single row are tokens[None]",
-            }
-            raise ShapeError(f"tokens must be (b, m, e), got {tuple(tokens.shape)}{hints.get(tokens.dim(), '')}")
-        if not tokens.is_floating_point():
-            raise ShapeError(f"tokens must be floating point, got {tokens.dtype}: embed them first")
-        rows = tuple(tokens.shape[:2])
-        if mask is not None:
-            check_bool_mask("mask", mask)
-        for name, value in (("mask", mask), ("segments", segments), ("scores", scores)):
-            if value is not None and tuple(value.shape) != rows:
-                raise ShapeError(f"{name} must be (b, m) = {rows} as the tokens are, got {tuple(value.shape)}")
-        if segments is not None and (segments.is_floating_point() or segments.dtype == torch.bool):
-            raise MaskError(f"segments must be integers, got {segments.dtype}")
-        if scores is not None and not scores.is_floating_point():
-            raise ShapeError(f"scores must be floating point, got {scores.dtype}")
-        if sources is not None:
-            given = [len(row) for row in sources]
-            if given != [rows[1]] * rows[0]:
-                raise ShapeError(f"sources need one entry per slot, {rows[0]} rows of {rows[1]}; got rows of {given}")
+        _check_tokens(tokens)
+        _check_slots(tokens.shape[:2], mask, segments, scores, sources)
         # A tensor made in inference mode has no version by which an edit in place could be noticed.
         self.tokens = _countable(tokens)
         self.mask, self.segments, self.scores = (
@@ -118,11 +96,7 @@ class Memory:
         return self.tokens.dtype
 
     def check_finite(self) -> None:
-        """Refuse NaN and infinity in slots that may be attended to, and in their scores.
-
-        Raises:
-            NonFiniteError: there is one; the message names the first such row and slot.
-        """
+        """Raise `NonFiniteError` for NaN or infinity in slots that may be attended to, or in their scores."""
         for name, value in (("values", self.tokens.detach()), ("scores", self.scores)):
             if value is None or not value.numel():
                 continue
@@ -141,7 +115,7 @@ class Memory:
 
     @classmethod
     def pad(cls, rows: Sequence[Tensor], check_finite: bool = True) -> Memory:
-        """A memory of rows of different lengths, padded with zeros to the longest.
+        """Return a memory of rows of different lengths, padded with zeros to the longest.
 
         Args:
             rows: tensors (m_i, e).
@@ -167,43 +141,33 @@ class Memory:
 
     @classmethod
     def cat(cls, memories: Sequence[Memory]) -> Memory:
-        """Concatenate the slots of memories of the same rows, (b, m1 + m2, e).
+        """Concatenate the slots of memories of one width and the same rows, (b, m1 + m2, e).
 
         Segments of later memories are numbered after those of earlier ones; a memory without segments counts as one
         segment, and a slot of no segment (a negative one) stays so.
 
-        Args:
-            memories: of one width e and as many rows b.
-
         Raises:
             ShapeError: no memories, or rows or widths that differ.
         """
-        first = _same(memories, "cat")
+        _check_widths(memories, "cat")
         if len({memory.batch for memory in memories}) != 1:
             raise ShapeError(f"Memory.cat needs as many rows in each, got {[memory.batch for memory in memories]}")
-        segments: list[Tensor] = []
-        begin = torch.zeros(first.batch, 1, dtype=torch.long, device=first.device)
-        if any(memory.segments is not None for memory in memories):
-            for memory in memories:
-                own = memory._filled("segments")
-                own = torch.where(own < 0, own, own + begin)
-                segments.append(own)
-                begin = torch.maximum(begin, own.amax(1, keepdim=True) + 1) if memory.length else begin
+        sources = None
+        if any(memory.sources is not None for memory in memories):
+            lines = zip(*(memory._source_rows() for memory in memories), strict=True)
+            sources = [[entry for part in line for entry in part] for line in lines]
         return cls(
             torch.cat([memory.tokens for memory in memories], 1),
-            _joined(memories, "mask", 1),
-            torch.cat(segments, 1) if segments else None,
-            _joined(memories, "scores", 1),
-            _sources([memory._source_rows() for memory in memories], memories, rowwise=False),
+            _concatenated(memories, "mask", 1),
+            _numbered_segments(memories),
+            _concatenated(memories, "scores", 1),
+            sources,
             check_finite=False,
         )._checked_as(*memories)
 
     @classmethod
     def stack(cls, memories: Sequence[Memory]) -> Memory:
-        """Concatenate the rows of memories, (b1 + b2, m, e), the shorter ones padded.
-
-        Args:
-            memories: of one width e.
+        """Concatenate the rows of memories of one width, (b1 + b2, m, e), the shorter ones padded.
 
         Raises:
             ShapeError: no memories, or widths that differ.
@@ -211,23 +175,20 @@ class Memory:
         >>> Memory.stack([Memory(torch.ones(1, 3, 2)), Memory(torch.ones(2, 5, 2))]).lengths
         [3, 5, 5]
         """
-        _same(memories, "stack")
-        length = max(memory.length for memory in memories)
+        _check_widths(memories, "stack")
+        length, sourced = max(memory.length for memory in memories), any(one.sources is not None for one in memories)
         memories = [memory._widened(length) for memory in memories]
         return cls(
             torch.cat([memory.tokens for memory in memories]),
-            _joined(memories, "mask", 0),
-            _joined(memories, "segments", 0),
-            _joined(memories, "scores", 0),
-            _sources([memory._source_rows() for memory in memories], memories, rowwise=True),
+            _concatenated(memories, "mask", 0),
+            _concatenated(memories, "segments", 0),
+            _concatenated(memories, "scores", 0),
+            [row for memory in memories for row in memory._source_rows()] if sourced else None,
             check_finite=False,
         )._checked_as(*memories)
 
     def expand(self, rows: int) -> Memory:
-        """This one row shared by `rows` rows of text, without a copy.
-
-        Args:
-            rows: b of the memory that is returned.
+        """Return this one row shared by `rows` rows of text, without a copy.
 
         Raises:
             ShapeError: the memory has more than one row.
@@ -239,7 +200,7 @@ class Memory:
         return self._map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), sources=(self._source_rows() * rows))
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> Memory:
-        """Rows of this memory; an int keeps the row dimension."""
+        """Return rows of this memory; an int keeps the row dimension."""
         if isinstance(rows, int):
             if not -self.batch <= rows < self.batch:
                 raise IndexError(f"row {rows} of a memory with {self.batch} rows")
@@ -257,58 +218,38 @@ class Memory:
         return self._map(lambda tensor: tensor[index], [self._source_rows()[i] for i in index.tolist()])
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
-        """The memory on another device or in another dtype, with the arguments of `Tensor.to`.
-
-        A dtype applies to tokens and scores only.
-        """
+        """Return the memory on another device or with tokens and scores in another dtype, as `Tensor.to` does."""
         tokens = self.tokens.to(*args, **kwargs)
         if tokens is self.tokens:
             return self
-
         beside = {"non_blocking": kwargs["non_blocking"]} if "non_blocking" in kwargs else {}
-
-        def move(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None:
-                return None
-            return tensor.to(tokens.device, tokens.dtype if tensor.is_floating_point() else tensor.dtype, **beside)
-
-        moved = Memory(
-            tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False
+        return self._with(
+            tokens,
+            lambda value: value.to(tokens.device, tokens.dtype if value.is_floating_point() else value.dtype, **beside),
         )
-        return moved._checked_as(self)
 
     def pin_memory(self) -> Memory:
-        """The memory in page-locked memory, from which a device reads it while it computes."""
+        """Return the memory in page-locked memory, from which a device reads it while it computes."""
         return self._map(lambda tensor: tensor.pin_memory(), self._source_rows())
 
     def replace(self, tokens: Tensor) -> Memory:
-        """The same slots with other vectors.
-
-        Args:
-            tokens: (b, m, any width).
+        """Return the same slots with other vectors (b, m, any width).
 
         Raises:
             ShapeError: another number of rows or slots.
         """
         if tokens.shape[:2] != self.tokens.shape[:2]:
             raise ShapeError(f"tokens must be (b, m, e) with (b, m) = {(self.batch, self.length)}, got {tokens.shape}")
-
-        def move(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.to(tokens.device)
-
-        moved = Memory(
-            tokens, move(self.mask), move(self.segments), move(self.scores), self.sources, check_finite=False
-        )
-        return moved._checked_as(self)
+        return self._with(tokens, lambda value: value.to(tokens.device))
 
     def real_slots(self) -> Tensor:
-        """Which slots may be attended to, (b, m) bool: the mask, or all True where there is none."""
+        """Return the slots that may be attended to, (b, m) bool: the mask, or all True where there is none."""
         if self.mask is None:
             return self.tokens.new_ones(self.tokens.shape[:2], dtype=torch.bool)
         return self.mask.to(self.device)
 
     def tensors(self) -> list[Tensor]:
-        """The tokens, and the mask, segments and scores that are there."""
+        """Return the tokens, and the mask, segments and scores that are there."""
         return [value for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None]
 
     def drop_rows(self, p: float, generator: torch.Generator | None = None) -> Memory:
@@ -329,7 +270,7 @@ class Memory:
         )._checked_as(self)
 
     def detach(self) -> Memory:
-        """The memory without its autograd graph."""
+        """Return the memory without its autograd graph."""
         return self._map(lambda tensor: tensor.detach(), self._source_rows())
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -354,7 +295,7 @@ class Memory:
 
     @classmethod
     def load(cls, path: str | PathLike[str], check_finite: bool = True) -> Memory:
-        """The memory that `save` wrote.
+        """Load the memory that `save` wrote.
 
         Args:
             path: the file.
@@ -384,13 +325,19 @@ class Memory:
             f"{filled}{''.join(', ' + name for name in extras)})"
         )
 
-    def _map(self, change: Any, sources: list[Any]) -> Memory:
+    def _map(self, change: Callable[[Tensor], Tensor], sources: list[list[Any]]) -> Memory:
+        """Return the memory with every tensor changed, and other sources where it has some."""
         mask, segments, scores = (None if x is None else change(x) for x in (self.mask, self.segments, self.scores))
         named = None if self.sources is None else sources
         return Memory(change(self.tokens), mask, segments, scores, named, check_finite=False)._checked_as(self)
 
+    def _with(self, tokens: Tensor, change: Callable[[Tensor], Tensor]) -> Memory:
+        """Return a memory of other tokens, and mask, segments and scores changed."""
+        mask, segments, scores = (None if x is None else change(x) for x in (self.mask, self.segments, self.scores))
+        return Memory(tokens, mask, segments, scores, self.sources, check_finite=False)._checked_as(self)
+
     def _checked_as(self, *others: Memory) -> Memory:
-        """This memory, made of others whose values were checked, or need not be."""
+        """Return this memory, checked if the memories it was made of were."""
         self.finite_checked = all(other.finite_checked for other in others)
         return self
 
@@ -407,21 +354,15 @@ class Memory:
         return self.sources if self.sources is not None else [[None] * self.length for _ in range(self.batch)]
 
     def _widened(self, length: int) -> Memory:
+        """Return the memory padded to a length."""
         extra = length - self.length
         if not extra:
             return self
-        values = {name: getattr(self, name) for name in ("segments", "scores")}
-        padded = {
-            name: None if value is None else torch.nn.functional.pad(value, (0, extra))
-            for name, value in values.items()
-        }
-        return Memory(
-            torch.nn.functional.pad(self.tokens, (0, 0, 0, extra)),
-            torch.nn.functional.pad(self.real_slots(), (0, extra)),
-            sources=None if self.sources is None else [row + [None] * extra for row in self.sources],
-            check_finite=False,
-            **padded,
-        )._checked_as(self)
+        pad = torch.nn.functional.pad
+        segments, scores = (None if x is None else pad(x, (0, extra)) for x in (self.segments, self.scores))
+        sources = None if self.sources is None else [row + [None] * extra for row in self.sources]
+        tokens, mask = pad(self.tokens, (0, 0, 0, extra)), pad(self.real_slots(), (0, extra))
+        return Memory(tokens, mask, segments, scores, sources, check_finite=False)._checked_as(self)
 
 
 def _countable(tensor: Tensor) -> Tensor:
@@ -431,7 +372,7 @@ def _countable(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def _same(memories: Sequence[Memory], verb: str) -> Memory:
+def _check_widths(memories: Sequence[Memory], verb: str) -> None:
     if not memories:
         raise ShapeError(f"Memory.{verb} needs at least one memory, got none")
     for memory in memories:
@@ -440,18 +381,56 @@ def _same(memories: Sequence[Memory], verb: str) -> Memory:
     widths = [memory.dim for memory in memories]
     if len(set(widths)) != 1:
         raise ShapeError(f"Memory.{verb} needs one width e, got {widths}; project them to one width first")
-    return memories[0]
 
 
-def _joined(memories: Sequence[Memory], name: str, axis: int) -> Tensor | None:
+def _numbered_segments(memories: Sequence[Memory]) -> Tensor | None:
+    """Concatenate segments, those of later memories numbered after those of earlier ones."""
+    if all(memory.segments is None for memory in memories):
+        return None
+    segments, begin = [], torch.zeros(memories[0].batch, 1, dtype=torch.long, device=memories[0].device)
+    for memory in memories:
+        numbers = memory._filled("segments")
+        segments.append(torch.where(numbers < 0, numbers, numbers + begin))
+        if memory.length:
+            begin = torch.maximum(begin, segments[-1].amax(1, keepdim=True) + 1)
+    return torch.cat(segments, 1)
+
+
+def _concatenated(memories: Sequence[Memory], name: str, axis: int) -> Tensor | None:
     if all(getattr(memory, name) is None for memory in memories):
         return None
     return torch.cat([memory._filled(name) for memory in memories], axis)
 
 
-def _sources(rows: list[list[list[Any]]], memories: Sequence[Memory], rowwise: bool) -> list[list[Any]] | None:
-    if all(memory.sources is None for memory in memories):
-        return None
-    if rowwise:
-        return [row for part in rows for row in part]
-    return [[entry for part in line for entry in part] for line in zip(*rows, strict=True)]
+def _check_tokens(tokens: Tensor) -> None:
+    if not isinstance(tokens, Tensor):
+        raise ShapeError(f"tokens must be a tensor (b, m, e), got {type(tokens).__name__}")
+    if tokens.dim() != 3:
+        hints = {
+            1: ": one number for each row is tokens[:, None, None]",
+            2: ": one vector for each row is tokens[:, None], the vectors of a single row are tokens[None]",
+        }
+        raise ShapeError(f"tokens must be (b, m, e), got {tuple(tokens.shape)}{hints.get(tokens.dim(), '')}")
+    if not tokens.is_floating_point():
+        raise ShapeError(f"tokens must be floating point, got {tokens.dtype}: embed them first")
+
+
+def _check_slots(
+    sizes: torch.Size,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    scores: Tensor | None,
+    sources: Sequence[Sequence[Any]] | None,
+) -> None:
+    if mask is not None:
+        check_bool_mask("mask", mask)
+    for name, value in (("mask", mask), ("segments", segments), ("scores", scores)):
+        if value is not None and value.shape != sizes:
+            raise ShapeError(f"{name} must be (b, m) = {tuple(sizes)} as the tokens are, got {tuple(value.shape)}")
+    if segments is not None and (segments.is_floating_point() or segments.dtype == torch.bool):
+        raise MaskError(f"segments must be integers, got {segments.dtype}")
+    if scores is not None and not scores.is_floating_point():
+        raise ShapeError(f"scores must be floating point, got {scores.dtype}")
+    lengths = None if sources is None else [len(row) for row in sources]
+    if lengths is not None and lengths != [sizes[1]] * sizes[0]:
+        raise ShapeError(f"sources need one entry per slot, {sizes[0]} rows of {sizes[1]}; got rows of {lengths}")

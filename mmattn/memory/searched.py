@@ -1,4 +1,4 @@
-"""What may be given as `memory=` where attention itself searches many entries: what an index offers to adapters."""
+"""Memories in which attention itself searches many entries: the interface of an index to adapters."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ class SearchedEntries(Protocol):
     """The entries of a searched memory as they are at one moment, one slot each."""
 
     def __len__(self) -> int:
-        """How many there are, n."""
+        """Return the number of entries n."""
 
     def search(self, queries: Tensor, count: int, score_weight: float | None = None) -> Tensor:
-        """The rows (b, n, count or fewer) of the entries with the largest inner products, in any order; -1 is none.
+        """Return the rows (b, n, count or fewer) of the entries with the largest inner products; -1 is none.
 
-        Args:
-            queries: (b, n, e), in the space of the entries as they are searched.
-            count: how many.
-            score_weight: of the scores that are added to the inner products; None adds none.
+        Queries are (b, n, e), in the space of the entries; `score_weight` times the scores is added to the products.
         """
 
     def slots(self, rows: Tensor) -> Tensor:
-        """The vectors (n, e) of rows (n,)."""
+        """Return the vectors (n, e) of rows (n,)."""
 
     def scores(self, rows: Tensor) -> Tensor:
-        """The scores (b, n) that entries of rows (n,) have for the query of each row of text."""
+        """Return the scores (b, n) that entries of rows (n,) have for the query of each row of text."""
 
     def memory(self) -> Memory:
-        """All of them, as a memory."""
+        """Return all entries as a memory."""
 
 
 class SearchedMemory(ABC):
@@ -50,10 +47,9 @@ class SearchedMemory(ABC):
 
     @abstractmethod
     def entries(self, eps: float | None, scored: bool = False) -> SearchedEntries:
-        """The entries as they are now.
+        """Return the entries as they are now.
 
         Args:
-            eps: where an adapter normalises slots, the ε of its LayerNorm: the entries are searched as that leaves
-                them, without its weights. None: as they are.
+            eps: ε of the LayerNorm with which an adapter normalises slots before the search; None for no norm.
             scored: searches weigh scores, too.
         """

@@ -74,26 +74,18 @@ class MemoryStream:
             self._slots.append(memory.tokens.detach())
 
     def seen(self) -> tuple[int, int]:
-        """The numbers, counted from 0, of the first slot that is seen now, and of the one that arrives next."""
+        """Return the numbers, from 0, of the first slot that is visible now, and of the one that arrives next."""
         stop = self.arrived
         return (0 if self.window is None else max(0, stop - self.window)), stop
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """Slots by their numbers, (b, stop - start, e).
-
-        Args:
-            start: of the first.
-            stop: one past the last.
-
-        Raises:
-            ConditionError: they are forgotten.
-        """
+        """Return slots by their numbers, (b, stop - start, e), or raise `ConditionError` where they are forgotten."""
         if self._slots.data is None:
             return torch.zeros(self.rows, 0, self.dim)
         return self._slots.get(start, stop)
 
     def memory(self) -> Memory:
-        """What is seen now."""
+        """Return the visible slots."""
         with self.lock:
             return Memory(self.tokens(*self.seen()), check_finite=False)
 
@@ -102,18 +94,9 @@ class MemoryStream:
 
 
 class SlidingBuffer:
-    """Tensors one after the other along a dimension, of which the latest are kept.
+    """The latest `window` places of tensors that arrive one after the other along a dimension, numbered from `start`.
 
-    What was looked up stays as it is while more is added: room that has been written is never written again.
-
-    Args:
-        dim: the dimension.
-        window: how many places are kept at least; None for all.
-        start: the number of the first place.
-
-    Attributes:
-        data: the tensor that holds them, with room for more; None before the first.
-        stop: the number of the place that is added next.
+    Views stay as they are while more is added: room that has been written is never written again.
     """
 
     def __init__(self, dim: int, window: int | None, start: int = 0) -> None:
@@ -122,34 +105,22 @@ class SlidingBuffer:
         self.first = self.stop = start
 
     def append(self, more: Tensor) -> None:
-        """Add places.
-
-        Args:
-            more: alike in all other dimensions.
-        """
+        """Add places, alike in all other dimensions."""
         count = more.shape[self.dim]
         if self.data is None or self.stop - self.first + count > self.data.shape[self.dim]:
-            kept = self.stop - self.first if self.window is None else min(self.stop - self.first, self.window)
+            remaining = self.stop - self.first if self.window is None else min(self.stop - self.first, self.window)
             shape = list(more.shape)
-            shape[self.dim] = 2 * (kept + max(count, 8))
+            shape[self.dim] = 2 * (remaining + max(count, 8))
             like = more if self.data is None else self.data
             data = torch.empty(shape, dtype=like.dtype, device=like.device)
             if self.data is not None:
-                data.narrow(self.dim, 0, kept).copy_(self.get(self.stop - kept, self.stop))
-            self.data, self.first = data, self.stop - kept
+                data.narrow(self.dim, 0, remaining).copy_(self.get(self.stop - remaining, self.stop))
+            self.data, self.first = data, self.stop - remaining
         self.data.narrow(self.dim, self.stop - self.first, count).copy_(more)
         self.stop += count
 
     def get(self, start: int, stop: int) -> Tensor:
-        """Places by their numbers, a view.
-
-        Args:
-            start: of the first.
-            stop: one past the last.
-
-        Raises:
-            ConditionError: they are forgotten.
-        """
+        """Return places by their numbers, a view, or raise `ConditionError` where they are forgotten."""
         if self.data is None or start < self.first:
             raise ConditionError(
                 f"slots {start} to {stop} were asked for, and those before {self.first} are forgotten: many slots "

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.paged_cache import PagePool
 from mmattn.core.positions import Learned, Rotary, alibi, sinusoidal, token_positions
 from mmattn.errors import (
     ConfigError,
@@ -27,6 +26,7 @@ from mmattn.memory import Memory
 from mmattn.seq2seq.checks import check_ids, check_memory
 from mmattn.seq2seq.generation import beam_search, greedy
 from mmattn.seq2seq.kv_cache import Cache, GrowingCache
+from mmattn.seq2seq.paged_cache import PagePool
 from mmattn.seq2seq.transformer import TransformerBlock
 from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
@@ -98,25 +98,23 @@ class EncoderDecoder(nn.Module):
         if dim % num_heads:
             raise ShapeError(f"num_heads must divide dim, got {num_heads} and {dim}")
         self.dim, self.positions, self.max_length = dim, positions, max_length
-        own = target_vocab_size is not None
-        self.target_embedding = nn.Embedding(
-            check_int("target_vocab_size", target_vocab_size) if own else vocab_size, dim
-        )
-        self.source_embedding = nn.Embedding(vocab_size, dim) if own and cross_attention else None
+        two_vocabularies = target_vocab_size is not None
+        target_size = check_int("target_vocab_size", vocab_size if target_vocab_size is None else target_vocab_size)
+        self.target_embedding = nn.Embedding(target_size, dim)
+        self.source_embedding = nn.Embedding(vocab_size, dim) if two_vocabularies and cross_attention else None
         for table in (self.target_embedding, self.source_embedding):
             if table is not None:
                 nn.init.normal_(table.weight, std=dim**-0.5)
-        self.source_positions = Learned(max_length, dim) if positions == "learned" and cross_attention else None
-        self.target_positions = Learned(max_length, dim) if positions == "learned" else None
-        made: dict[str, Any] = {"feed_forward": feed_forward, "norm": norm, "dropout": dropout}
-        made["rotary"] = Rotary(dim // num_heads) if positions == "rotary" else None
-        read = dim if cross_attention else None
-        self.encoder = nn.ModuleList(
-            TransformerBlock(dim, num_heads, **made) for _ in range(layers if cross_attention else 0)
+        learned = positions == "learned"
+        self.source_positions = Learned(max_length, dim) if learned and cross_attention else None
+        self.target_positions = Learned(max_length, dim) if learned else None
+        rotary = Rotary(dim // num_heads) if positions == "rotary" else None
+        block = partial(
+            TransformerBlock, dim, num_heads, feed_forward=feed_forward, norm=norm, dropout=dropout, rotary=rotary
         )
-        self.decoder = nn.ModuleList(
-            TransformerBlock(dim, num_heads, memory_dim=read, causal=True, **made) for _ in range(layers)
-        )
+        self.encoder = nn.ModuleList(block() for _ in range(layers) if cross_attention)
+        memory_dim = dim if cross_attention else None
+        self.decoder = nn.ModuleList(block(memory_dim=memory_dim, causal=True) for _ in range(layers))
         # With the norm inside the blocks, nothing has normalised what leaves the last one.
         self.encoder_norm = nn.LayerNorm(dim) if norm == "pre" and cross_attention else None
         self.decoder_norm = nn.LayerNorm(dim) if norm == "pre" else None

@@ -61,42 +61,57 @@ def beam_search(
         length_penalty: exponent of the length; above 0 longer texts score higher.
     """
     b, begin = tokens.shape
-    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(b)]
-    done = [False] * b
+    hypotheses = [_Hypotheses(end, beams) for _ in range(b)]
     scores = torch.zeros(b, 1, dtype=torch.float64, device=tokens.device)
-    while tokens.shape[1] <= max_length and not all(done):
+    while tokens.shape[1] <= max_length and not all(one.done for one in hypotheses):
         logits = step(tokens)
         v, width = logits.shape[1], scores.shape[1]
-        length = tokens.shape[1] ** length_penalty
         total = (scores[..., None] + logits.double().log_softmax(-1).view(b, width, v)).flatten(1)
         best, places = total.topk(min(2 * beams, width * v), dim=1)
-        rows, chosen, kept = [], [], []
-        for row, (values, found) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
-            going: list[tuple[float, int, int]] = []
-            for rank, (value, place) in enumerate(zip(values, found, strict=True)):
-                origin, token = row * width + place // v, place % v
-                if token != end:
-                    going.append((value, origin, token))
-                elif rank < beams and not done[row]:
-                    finished[row].append((value / length, tokens[origin, 1:].tolist()))
-            going = going[:beams]
-            if len(finished[row]) >= beams:
-                worst = sorted((score for score, _ in finished[row]), reverse=True)[beams - 1]
-                done[row] = done[row] or going[0][0] / length <= worst
-            kept.append([value for value, _, _ in going])
-            rows += [origin for _, origin, _ in going]
-            chosen += [token for _, _, token in going]
+        texts, length = tokens.tolist(), tokens.shape[1] ** length_penalty
+        selected: list[list[tuple[float, int, int]]] = []
+        for row, (values, ranked) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
+            candidates = [
+                (value, row * width + place // v, place % v) for value, place in zip(values, ranked, strict=True)
+            ]
+            selected.append(hypotheses[row].select(candidates, texts, length))
+        rows = [origin for row in selected for _, origin, _ in row]
         reorder(rows)
-        scores = torch.tensor(kept, dtype=torch.float64, device=tokens.device)
-        tokens = torch.cat([tokens[rows], torch.tensor(chosen, device=tokens.device)[:, None]], 1)
+        scores = torch.tensor(
+            [[value for value, _, _ in row] for row in selected], dtype=torch.float64, device=tokens.device
+        )
+        chosen = torch.tensor([[token] for row in selected for _, _, token in row], device=tokens.device)
+        tokens = torch.cat([tokens[rows], chosen], 1)
     texts, width = tokens.tolist(), scores.shape[1]
-    # Where nothing was finished in time, the best of what is open.
-    return [
-        max(found, key=lambda one: one[0])[1] if found else _until(texts[row * width], begin, end)
-        for row, found in enumerate(finished)
-    ]
+    # Where nothing was finished in time, the best open text.
+    return [one.best(_until(texts[row * width], begin, end)) for row, one in enumerate(hypotheses)]
+
+
+class _Hypotheses:
+    """The finished texts of one row."""
+
+    def __init__(self, end: int, beams: int) -> None:
+        self.end, self.beams, self.done = end, beams, False
+        self.finished: list[tuple[float, list[int]]] = []
+
+    def select(
+        self, candidates: list[tuple[float, int, int]], texts: list[list[int]], length: float
+    ) -> list[tuple[float, int, int]]:
+        """Keep finished texts of ranked candidates (score, row, token), and return the open ones to continue."""
+        if not self.done:
+            ends = [(value, origin) for value, origin, token in candidates[: self.beams] if token == self.end]
+            self.finished += [(value / length, texts[origin][1:]) for value, origin in ends]
+        unfinished = [one for one in candidates if one[2] != self.end][: self.beams]
+        if len(self.finished) >= self.beams:
+            worst = sorted((score for score, _ in self.finished), reverse=True)[self.beams - 1]
+            self.done = self.done or unfinished[0][0] / length <= worst
+        return unfinished
+
+    def best(self, unfinished: list[int]) -> list[int]:
+        """Return the finished text with the highest score, or the unfinished one."""
+        return max(self.finished, key=lambda one: one[0])[1] if self.finished else unfinished
 
 
 def _until(row: list[int], begin: int, end: int) -> list[int]:
-    """A text without its start, up to the first `end` that was written."""
+    """Return a text without its start, up to the first generated `end`."""
     return row[1 : row.index(end, begin)] if end in row[begin:] else row[1:]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mmattn
-from mmattn.core import key_rotation
+from mmattn.adapters import key_rotation
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.adapters.composed import composed_hosts as composing

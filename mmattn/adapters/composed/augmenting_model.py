@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from mmattn.adapters.cache_argument import cache_name, given_cache
 from mmattn.adapters.composed.prompt import AugmentedPrompt
 from mmattn.adapters.composed.text import AugmentedText, token_places
+from mmattn.adapters.key_rotation import KeyRotation, read_rotations
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.text_state import TextState
-from mmattn.core.key_rotation import KeyRotation, read_rotations
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.memory import Memory
 

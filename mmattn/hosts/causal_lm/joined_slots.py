@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.joint_softmax import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.joined.record import JoinSlots
+from mmattn.adapters.key_rotation import KeyRotation, read_rotations
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
-from mmattn.core.key_rotation import KeyRotation, read_rotations
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.attention_hooks import AttentionHook, attention_hooks, attention_layers, check_function
 from mmattn.hosts.context import ForwardStep

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.cache_argument import CACHE_NAMES, given_cache
 from mmattn.adapters.inserted.memory import EmbeddingReader
+from mmattn.adapters.key_rotation import KeyRotation
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import PACKING_NAMES, packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
-from mmattn.core.key_rotation import KeyRotation
 from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.hosts.base import AdaptedModel, check_unused

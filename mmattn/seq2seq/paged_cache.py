@@ -144,7 +144,7 @@ class PagePool:
 
     def read(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (b, g, length, k) of a layer from pages (b, n)."""
-        keys, values = (side_by_side(table, pages, None)[:, :, :length] for table in self._pages[:, layer])
+        keys, values = (table[pages].transpose(1, 2).flatten(2, 3)[:, :, :length] for table in self._pages[:, layer])
         return keys, values
 
 
@@ -206,22 +206,3 @@ class PagedCache:
     def nbytes(self) -> int:
         """Return the bytes of its pages, each counted once."""
         return len({page for table in self._tables for page in table}) * self.pool.page_bytes
-
-
-def side_by_side(table: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
-    """Put pages of a table side by side: (b, g, n·m, k), or packed (1, g, r, k) with the r real slots only.
-
-    Args:
-        table: (·, g, m, k), a page per row.
-        rows: (b, n), which pages.
-        real: (b, n·m) bool, which slots; None for all.
-    """
-    (b, n), (_, g, m, k) = rows.shape, table.shape
-    heads = torch.arange(g, device=table.device)[:, None]
-    # One copy, straight into the layout that is read: pages lie in the table head by head.
-    if real is None:
-        pieces = rows[:, None] * g + heads
-        return table.view(-1, m * k).index_select(0, pieces.flatten()).view(b, g, n * m, k)
-    row, slot = real.to(table.device).nonzero().unbind(1)
-    pieces = (rows[row, slot // m] * g + heads) * m + slot % m
-    return table.view(-1, k).index_select(0, pieces.flatten()).view(1, g, len(row), k)

@@ -189,12 +189,7 @@ class KeyValueHeads(nn.Module):
         return keys, self.heads(self.v_proj(memory if values is None else values))
 
     def join(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None = None,
-        lengths: tuple[int, ...] | None = None,
+        self, keys: Tensor, values: Tensor, mask: Tensor | None, bias: Tensor | None, lengths: tuple[int, ...] | None
     ) -> KeyValue:
         """Return keys and values as one object, with the null slot in front where there is one."""
         if self.null_key is None or self.null_value is None:

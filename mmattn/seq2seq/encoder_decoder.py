@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from mmattn.seq2seq.transformer import TransformerBlock
 from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
+Made = TypeVar("Made")
 POSITIONS = ("sinusoidal", "learned", "rotary", "alibi")
 FORMAT = "mmattn-seq2seq"
 
@@ -101,14 +102,14 @@ class EncoderDecoder(nn.Module):
         two_vocabularies = target_vocab_size is not None
         target_size = check_int("target_vocab_size", vocab_size if target_vocab_size is None else target_vocab_size)
         self.target_embedding = nn.Embedding(target_size, dim)
-        self.source_embedding = nn.Embedding(vocab_size, dim) if two_vocabularies and cross_attention else None
+        self.source_embedding = _if(two_vocabularies and cross_attention, nn.Embedding, vocab_size, dim)
         for table in (self.target_embedding, self.source_embedding):
             if table is not None:
                 nn.init.normal_(table.weight, std=dim**-0.5)
         learned = positions == "learned"
-        self.source_positions = Learned(max_length, dim) if learned and cross_attention else None
-        self.target_positions = Learned(max_length, dim) if learned else None
-        rotary = Rotary(dim // num_heads) if positions == "rotary" else None
+        self.source_positions = _if(learned and cross_attention, Learned, max_length, dim)
+        self.target_positions = _if(learned, Learned, max_length, dim)
+        rotary = _if(positions == "rotary", Rotary, dim // num_heads)
         block = partial(
             TransformerBlock, dim, num_heads, feed_forward=feed_forward, norm=norm, dropout=dropout, rotary=rotary
         )
@@ -116,8 +117,8 @@ class EncoderDecoder(nn.Module):
         memory_dim = dim if cross_attention else None
         self.decoder = nn.ModuleList(block(memory_dim=memory_dim, causal=True) for _ in range(layers))
         # With the norm inside the blocks, nothing has normalised what leaves the last one.
-        self.encoder_norm = nn.LayerNorm(dim) if norm == "pre" and cross_attention else None
-        self.decoder_norm = nn.LayerNorm(dim) if norm == "pre" else None
+        self.encoder_norm = _if(norm == "pre" and cross_attention, nn.LayerNorm, dim)
+        self.decoder_norm = _if(norm == "pre", nn.LayerNorm, dim)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -352,6 +353,10 @@ class EncoderDecoder(nn.Module):
 
     def _bias(self, x: Tensor, m: int, offset: int) -> Tensor | None:
         return alibi(self.settings["num_heads"], x.shape[1], m, offset).to(x) if self.positions == "alibi" else None
+
+
+def _if(condition: bool, kind: Callable[..., Made], *arguments: Any) -> Made | None:
+    return kind(*arguments) if condition else None
 
 
 def _places(ids: Tensor, mask: Tensor | None, before: int) -> Tensor:

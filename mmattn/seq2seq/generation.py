@@ -77,9 +77,7 @@ def beam_search(
             selected.append(hypotheses[row].select(candidates, texts, length))
         rows = [origin for row in selected for _, origin, _ in row]
         reorder(rows)
-        scores = torch.tensor(
-            [[value for value, _, _ in row] for row in selected], dtype=torch.float64, device=tokens.device
-        )
+        scores = scores.new_tensor([[value for value, _, _ in row] for row in selected])
         chosen = torch.tensor([[token] for row in selected for _, _, token in row], device=tokens.device)
         tokens = torch.cat([tokens[rows], chosen], 1)
     texts, width = tokens.tolist(), scores.shape[1]

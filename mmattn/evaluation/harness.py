@@ -92,8 +92,8 @@ class HarnessModel:
         self.model, self.tokenizer = adapter.eval(), tokenizer
         width = max((adapter.adapter(name).config.memory_dim for name in adapter.active), default=0)
         self.documents = DocumentMemories(memory, read, width, control)
-        known = getattr(adapter.config, "max_position_embeddings", None) or _LENGTH
-        self.max_length = check_int("max_length", known if max_length is None else max_length, at_least=2)
+        limit = getattr(adapter.config, "max_position_embeddings", None) or _LENGTH
+        self.max_length = check_int("max_length", limit if max_length is None else max_length, at_least=2)
         self.begin, _ = bos_and_eos(tokenizer)
         if add_bos_token is not None:
             check_bool("add_bos_token", add_bos_token)
@@ -126,15 +126,15 @@ class HarnessModel:
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
-        found: dict[int, str] = {}
+        results: dict[int, str] = {}
         for numbers in groups.values():
             texts = self._written([requests[number] for number in numbers])
-            found |= dict(zip(numbers, texts, strict=True))
-        return [found[number] for number in range(len(requests))]
+            results |= dict(zip(numbers, texts, strict=True))
+        return [results[number] for number in range(len(requests))]
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness keeps requests under that were built with the chat template."""
+        """The key of cached requests with the chat template."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -212,7 +212,7 @@ class HarnessModel:
     ) -> list[T]:
         """Run batches of requests of similar length, each with the memory of its document."""
         readers = self.documents.readers([((one.task_name, one.doc_id), one.doc) for one in requests])
-        found: dict[int, T] = {}
+        results: dict[int, T] = {}
         size = self.batch_size
         with counted(len(requests), label) as advance:
             for start in range(0, len(requests), _WINDOW * size):
@@ -222,9 +222,9 @@ class HarnessModel:
                 for at in range(0, len(order), size):
                     chosen = order[at : at + size]
                     memory = self.documents.stacked([memories[readers[i]] for i in chosen])
-                    found |= dict(zip(chosen, run(chosen, memory), strict=True))
+                    results |= dict(zip(chosen, run(chosen, memory), strict=True))
                     advance(len(chosen))
-        return [found[number] for number in range(len(requests))]
+        return [results[number] for number in range(len(requests))]
 
 
 def generation_options(kwargs: Mapping[str, Any], tokenizer: Any) -> tuple[list[str], dict[str, Any]]:

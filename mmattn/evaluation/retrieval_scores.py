@@ -36,9 +36,16 @@ def retrieval_scores(
     for number, line in enumerate(rows):
         if len(set(map(str, line))) < len(line):
             raise ConfigError(f"the hits of query {number} contain an entry twice: {line[:10]}")
+    scores = _calculate(rows, relevant, metrics)
+    if each:
+        return scores
+    return {name: sum(values) / len(values) if values else 0.0 for name, values in scores.items()}
+
+
+def _calculate(rows: list[list[Any]], relevant: Sequence[Any], metrics: Sequence[str]) -> dict[str, list[float]]:
     library = import_extra("ir_measures", "metrics")
     try:
-        measures = {name: library.parse_measure(name) for name in metrics}
+        names = {str(library.parse_measure(name)): name for name in metrics}
     except (ValueError, NameError, SyntaxError) as error:
         raise ConfigError(f"a metric of ir_measures is spelled R@10, nDCG@10, RR@10, AP, …; got {metrics}") from error
     # Scores fall with the rank: ties would be broken by the ids.
@@ -46,14 +53,11 @@ def retrieval_scores(
         str(number): {str(one): float(len(line) - place) for place, one in enumerate(line)}
         for number, line in enumerate(rows)
     }
-    wanted = {str(number): _grades(one) for number, one in enumerate(relevant)}
-    scores: dict[str, list[float]] = {name: [0.0] * len(rows) for name in metrics}
-    names = {str(measure): name for name, measure in measures.items()}
-    for metric in library.iter_calc(list(measures.values()), wanted, run):
+    grades = {str(number): _grades(one) for number, one in enumerate(relevant)}
+    scores = {name: [0.0] * len(rows) for name in metrics}
+    for metric in library.iter_calc([library.parse_measure(name) for name in metrics], grades, run):
         scores[names[str(metric.measure)]][int(metric.query_id)] = float(metric.value)
-    if each:
-        return scores
-    return {name: sum(values) / len(values) if values else 0.0 for name, values in scores.items()}
+    return scores
 
 
 def _grades(relevant: Any) -> dict[str, int]:

@@ -33,7 +33,7 @@ class IndexMemory(SearchedMemory):
     One search structure serves all layers and heads. It has the kind and settings of the index's store: "exact" finds
     the best for certain, "ivf", "hnsw" and "ivfpq" nearly. The index's own approximate structure is used where entries
     are about equally long, as encoders make them; otherwise another one is built at the first use, over the entries
-    after the adapter's norm, kept in memory, and updated with the index. A call reads the entries of its beginning.
+    after the adapter's norm, same in memory, and updated with the index. A call reads the entries of its beginning.
 
     Args:
         index: an index in the memory of this process.
@@ -51,8 +51,8 @@ class IndexMemory(SearchedMemory):
         self.per_query = check_int("per_query", per_query)
         if not isinstance(index.store, InMemoryStore):
             raise ConfigError(
-                f"attention searches in every layer, and the store {index.store.kind!r} has its vectors elsewhere: "
-                "copy it into this process, index.copy('exact').as_memory(), or give hits.memory() of a search"
+                f"the store {index.store.kind!r} has its vectors elsewhere: copy the index into this process, "
+                "index.copy('exact').as_memory(), or give hits.memory()"
             )
         if queries is not None and index.metric == "l2":
             raise ConfigError(
@@ -265,8 +265,8 @@ def moves(old: Entries, new: Entries) -> Tensor:
     else:
         rows = torch.tensor([new.rows.get(name, -1) for name in old.ids], dtype=torch.long)
     rows = rows.to(old.vectors.device)
-    kept = rows >= 0
+    same = rows >= 0
     for start in range(0, len(old), _ROWS):
         part = slice(start, start + _ROWS)
-        kept[part] &= (new.vectors[rows[part].clamp(min=0)] == old.vectors[part]).all(1)
-    return torch.where(kept, rows, -1)
+        same[part] &= (new.vectors[rows[part].clamp(min=0)] == old.vectors[part]).all(1)
+    return torch.where(same, rows, -1)

@@ -180,10 +180,10 @@ def check_known(names: Sequence[Id], known: Collection[Id]) -> None:
 
 def check_new(names: Sequence[Id], known: Collection[Id]) -> None:
     """Refuse ids that are in the index already."""
-    taken = [name for name in names if name in known]
-    if taken:
+    present = [name for name in names if name in known]
+    if present:
         raise IndexMismatchError(
-            f"the index already has an entry {_listed(taken)}, of {len(names)} given ids; to replace entries use "
+            f"the index already has an entry {_listed(present)}, of {len(names)} given ids; to replace entries use "
             "update. Nothing was changed"
         )
 

@@ -51,16 +51,7 @@ class Hits:
         tokens: Sequence[Sequence[Tensor | None]] | None = None,
         token_dim: int | None = None,
     ) -> None:
-        if not isinstance(scores, Tensor) or scores.dim() != 2 or not scores.is_floating_point():
-            raise ShapeError(f"scores must be a float tensor (b, k), got {_kind(scores)}")
-        if mask is None:
-            mask = torch.ones_like(scores, dtype=torch.bool)
-        check_bool_mask("mask", mask)
-        if mask.shape != scores.shape:
-            raise ShapeError(f"mask must be (b, k) = {tuple(scores.shape)} as the scores are, got {tuple(mask.shape)}")
-        if vectors is not None and (vectors.dim() != 3 or vectors.shape[:2] != scores.shape):
-            raise ShapeError(f"vectors must be (b, k, e) with (b, k) = {tuple(scores.shape)}, got {_kind(vectors)}")
-        self.mask = mask
+        self.mask = mask = _checked_mask(scores, mask, vectors)
         if not bool(mask.all()):
             scores = scores.masked_fill(~mask, -torch.inf)
             vectors = None if vectors is None else vectors.masked_fill(~mask[..., None], 0)
@@ -212,6 +203,20 @@ def hits_of_rows(
         None if entries.tokens is None and token_dim is None else column(entries.tokens or ()),
         token_dim,
     )
+
+
+def _checked_mask(scores: Tensor, mask: Tensor | None, vectors: Tensor | None) -> Tensor:
+    """Refuse sizes that do not fit, and return the mask (b, k)."""
+    if not isinstance(scores, Tensor) or scores.dim() != 2 or not scores.is_floating_point():
+        raise ShapeError(f"scores must be a float tensor (b, k), got {_kind(scores)}")
+    if mask is None:
+        mask = torch.ones_like(scores, dtype=torch.bool)
+    check_bool_mask("mask", mask)
+    if mask.shape != scores.shape:
+        raise ShapeError(f"mask must be (b, k) = {tuple(scores.shape)} as the scores are, got {tuple(mask.shape)}")
+    if vectors is not None and (vectors.dim() != 3 or vectors.shape[:2] != scores.shape):
+        raise ShapeError(f"vectors must be (b, k, e) with (b, k) = {tuple(scores.shape)}, got {_kind(vectors)}")
+    return mask
 
 
 def _masked(name: str, values: Sequence[Sequence[Any]] | None, mask: Tensor) -> list[list[Any]] | None:

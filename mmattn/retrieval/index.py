@@ -285,11 +285,11 @@ class Index:
         values = self.space.queries(queries, encoder, self.device)
         with torch.autocast(values.device.type, enabled=False):
             with torch.no_grad():
-                found = self.store.search(values.detach(), top_k, check_filter(filter))
-                vectors = found.entries.vectors
-                rows = best_rows(values.detach(), vectors, found.rows, self.metric, top_k)
+                candidates = self.store.search(values.detach(), top_k, check_filter(filter))
+                vectors = candidates.entries.vectors
+                rows = best_rows(values.detach(), vectors, candidates.rows, self.metric, top_k)
             near = gather(vectors, rows)
-            hits = hits_of_rows(found.entries, rows, near, score(values, near, self.metric))
+            hits = hits_of_rows(candidates.entries, rows, near, score(values, near, self.metric))
         return hits if score_threshold is None else hits.above(score_threshold)
 
     def as_memory(self, per_query: int = 64, *, queries: Any = None, encoder: Encoder | None = None) -> IndexMemory:
@@ -373,10 +373,10 @@ class Index:
             IndexMismatchError: another encoder.
             MissingExtraError: a library of the store is not installed.
         """
-        found = find_address(address) if isinstance(address, str) else None
-        if found is None or os.path.isdir(address):
+        target = find_address(address) if isinstance(address, str) else None
+        if target is None or os.path.isdir(address):
             return cls.load(address, encoder=encoder)
-        return cls._over(found[0].connect(**found[1]), encoder)
+        return cls._over(target[0].connect(**target[1]), encoder)
 
     @classmethod
     def _over(cls, store: VectorStore, encoder: Encoder | None) -> Self:

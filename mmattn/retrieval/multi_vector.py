@@ -118,9 +118,9 @@ class MultiVectorIndex(Index):
             ShapeError: an entry without a vector, or of another shape.
             ConfigError: a store that holds no encoded tokens. Otherwise as `Index.build`.
         """
-        found = find_store(store or "exact")
-        if found is not None:
-            _refuse_without_tokens(found)
+        kind = find_store(store or "exact")
+        if kind is not None:
+            _refuse_without_tokens(kind)
         return super().build(items, store=store, **arguments)
 
     def search(
@@ -159,11 +159,11 @@ class MultiVectorIndex(Index):
         parts = self.space.query_parts(queries, encoder, self.device)
         with torch.autocast(self.device.type, enabled=False):
             with torch.no_grad():
-                found = self._candidates(parts, check_filter(filter), num_candidates)
-                tokens = found.entries.tokens or ()
-                rows = best_entries(parts, tokens, found.rows, self.metric, top_k)
+                candidates = self._candidates(parts, check_filter(filter), num_candidates)
+                tokens = candidates.entries.tokens or ()
+                rows = best_entries(parts, tokens, candidates.rows, self.metric, top_k)
             scores = scores_of(parts, tokens, rows, self.metric)
-        hits = hits_of_rows(found.entries, rows, None, scores, token_dim=self.dim)
+        hits = hits_of_rows(candidates.entries, rows, None, scores, token_dim=self.dim)
         return hits if score_threshold is None else hits.above(score_threshold)
 
     def as_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -183,10 +183,10 @@ class MultiVectorIndex(Index):
             return self.store.search(means, count, filter)
         count = max(1, len(self))
         while True:
-            found = self.store.search(means, count, filter)
-            if len(found.entries) <= count:
-                return found
-            count = len(found.entries)  # others were added meanwhile
+            candidates = self.store.search(means, count, filter)
+            if len(candidates.entries) <= count:
+                return candidates
+            count = len(candidates.entries)  # others were added meanwhile
 
 
 def maxsim(queries: Sequence[Tensor], entries: Sequence[Tensor], metric: str) -> Tensor:

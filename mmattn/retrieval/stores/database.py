@@ -142,10 +142,10 @@ class DatabaseStore(ABC):
         facts = _facts_of_filter(filter)
         near = self._nearest(queries, 2 * top_k + 32, facts) if len(queries) else []
         entries = as_entries([row for rows in near for row in rows], self.dim)
-        found = torch.full((len(queries), max(map(len, near), default=0)), -1)
-        for line, rows in zip(found, near, strict=True):
+        table = torch.full((len(queries), max(map(len, near), default=0)), -1)
+        for line, rows in zip(table, near, strict=True):
             line[: len(rows)] = torch.tensor([entries.rows[row.id] for row in rows], dtype=torch.long)
-        return Candidates(entries, found)
+        return Candidates(entries, table)
 
     def save(self, folder: str) -> None:
         """Write a copy of all entries."""

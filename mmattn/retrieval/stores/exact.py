@@ -78,10 +78,10 @@ class Version:
     @classmethod
     def around(cls, entries: Entries, metric: str, part: Part, build: Build) -> Version:
         """Return a version around a structure that may lack some entries; build it again where it lacks too many."""
-        known = torch.zeros(len(entries), dtype=torch.bool, device=part.rows.device)
-        known[part.rows[part.rows >= 0]] = True
-        fresh = (~known).nonzero()[:, 0]
-        gaps = len(part.rows) - int(known.sum())
+        covered = torch.zeros(len(entries), dtype=torch.bool, device=part.rows.device)
+        covered[part.rows[part.rows >= 0]] = True
+        fresh = (~covered).nonzero()[:, 0]
+        gaps = len(part.rows) - int(covered.sum())
         if max(len(fresh), gaps) > max(_FEW, len(part.rows) // 8):
             return cls.over(entries, metric, build)
         more = (Part(ExactScan(entries.vectors[fresh], metric), fresh),) if len(fresh) else ()

@@ -130,8 +130,8 @@ class PgvectorStore(DatabaseStore):
             connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
         except (errors.FeatureNotSupported, errors.UndefinedFile, errors.InsufficientPrivilege) as error:
             raise ConfigError(
-                f"this store needs the extension pgvector in the database, and it cannot be made: {error}. Install "
-                "pgvector on the server, or have its owner run: CREATE EXTENSION vector"
+                f"the extension pgvector cannot be created: {error}. Install it on the server, or have its owner run: "
+                "CREATE EXTENSION vector"
             ) from error
         row = connection.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()
         if row is None or tuple(map(int, row[0].split(".")[:2])) < (0, 8):
@@ -160,8 +160,8 @@ class PgvectorStore(DatabaseStore):
     def settings(self) -> dict[str, Any]:
         """Return the database without its password, and the index: where `open` puts a saved copy."""
         info = psycopg().conninfo
-        kept = {name: value for name, value in info.conninfo_to_dict(self._dsn).items() if "password" not in name}
-        return {"dsn": info.make_conninfo(**kept), "index": self.index}
+        public = {name: value for name, value in info.conninfo_to_dict(self._dsn).items() if "password" not in name}
+        return {"dsn": info.make_conninfo(**public), "index": self.index}
 
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> PgvectorStore:
@@ -280,9 +280,9 @@ class PgvectorStore(DatabaseStore):
                 f"({self._compared} {operator} query.vector){exact} LIMIT %(count)s) AS near"
             )
             literals = [str(vector) for vector in scaled.tolist()]
-            found = self._select(statement, {"queries": literals, "facts": facts, "count": count})
+            rows = self._select(statement, {"queries": literals, "facts": facts, "count": count})
         near: list[list[Row]] = [[] for _ in queries]
-        for number, *row in found:
+        for number, *row in rows:
             near[number - 1].append(_as_row(row))
         return near
 
@@ -304,8 +304,8 @@ class PgvectorStore(DatabaseStore):
         if count > _MOST or not self._read_state()["indexed"]:
             return False
         if facts:
-            few = "SELECT count(*) FROM (SELECT FROM {table} WHERE facts @> %s LIMIT %s) AS allowed"
-            if self._select(few, [facts, _FEW_ALLOWED + 1])[0][0] <= _FEW_ALLOWED:
+            count_allowed = "SELECT count(*) FROM (SELECT FROM {table} WHERE facts @> %s LIMIT %s) AS allowed"
+            if self._select(count_allowed, [facts, _FEW_ALLOWED + 1])[0][0] <= _FEW_ALLOWED:
                 return False
         parameters = {
             "ef_search": min(_MOST, max(200, 4 * count)),

@@ -339,16 +339,20 @@ class Stack:
 
 def _stack(host: nn.Module, part: str, module: nn.Module, first: int) -> Stack:
     """Return the layers of a part: its outermost list that is as long as the config says, or the longest."""
-    lists = {name: one for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
-    outer = {name: one for name, one in lists.items() if not any(name.startswith(other + ".") for other in lists)}
+    lists = _outermost_lists(module)
     configs = [config for config in (getattr(module, "config", None), getattr(host, "config", None)) if config]
     depths = [getattr(config, name, None) for config in configs for name in _DEPTHS[part]]
-    for depth in [*depths, max(map(len, outer.values()), default=0)]:
-        fitting = [layers for layers in outer.values() if len(layers) == depth]
+    for depth in [*depths, max(map(len, lists.values()), default=0)]:
+        fitting = [layers for layers in lists.values() if len(layers) == depth]
         if len(fitting) == 1:
             path = next(name for name, one in host.named_modules() if one is fitting[0])
             return Stack(part, path, fitting[0], layers_width(fitting[0], configs), first)
-    lists_found = ", ".join(f"{name} ({len(one)} × {type(one[0]).__name__})" for name, one in outer.items()) or "none"
+    names = ", ".join(f"{name} ({len(one)} × {type(one[0]).__name__})" for name, one in lists.items()) or "none"
     raise AttachError(
-        f"cannot tell which list holds the layers of the {part} of {type(host).__name__}; lists found: {lists_found}"
+        f"cannot tell which list holds the layers of the {part} of {type(host).__name__}; lists found: {names}"
     )
+
+
+def _outermost_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
+    lists = {name: one for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
+    return {name: one for name, one in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.data.text_batches import IGNORED
 from mmattn.errors import check_int
 from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, output_head
 
 
-def chunked_token_nats(model: Any, kwargs: Mapping[str, Any], labels: Tensor, chunk_size: int) -> Tensor:
+def chunked_token_nats(model: nn.Module, kwargs: Mapping[str, Any], labels: Tensor, chunk_size: int) -> Tensor:
     """Cross-entropy -log p (b, l - 1) of each token after those before it, the logits of so many tokens at once."""
     check_int("chunk_size", chunk_size)
     head = output_head(model)
@@ -40,7 +40,7 @@ class ChunkedLoss:
         chunk_size: tokens whose logits are computed at once.
     """
 
-    def __init__(self, model: Any, chunk_size: int) -> None:
+    def __init__(self, model: nn.Module, chunk_size: int) -> None:
         self.model, self.chunk_size = model, chunk_size
 
     def __call__(self, *, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Tensor]:
@@ -61,14 +61,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         gradients = torch.empty_like(states) if learns else None
         for start in range(0, len(states), chunk_size):
             part = slice(start, start + chunk_size)
-            logits, wanted = head.logits(states[part]), labels[part, None].to(weight.device)
+            logits, target = head.logits(states[part]), labels[part, None].to(weight.device)
             total = logits.logsumexp(-1, keepdim=True)
-            nats[part] = (total - logits.gather(1, wanted))[:, 0]
+            nats[part] = (total - logits.gather(1, target))[:, 0]
             if gradients is None:
                 continue
             slope = None if head.softcap is None else 1 - (logits / head.softcap).square_()
             # Of the logits, in the memory of the logits.
-            logits.sub_(total).exp_().scatter_add_(1, wanted, torch.full_like(total, -1.0))
+            logits.sub_(total).exp_().scatter_add_(1, target, torch.full_like(total, -1.0))
             if slope is not None:
                 logits.mul_(slope)
             gradients[part] = (logits.to(weight.dtype) @ weight).mul_(head.scale)

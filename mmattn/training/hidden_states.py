@@ -105,17 +105,7 @@ class HiddenStateCache:
         text = None if step is None else step.details
         if given_cache(kwargs) is not None or kwargs.get("use_cache") or (text is not None and text.prompt is not None):
             return None
-        ids, config = inputs_of(args, kwargs), self.lower.reader.config
-        if ids is None or ids.is_floating_point() or len(args) > 1:
-            raise _refused("the host was given embeddings, or arguments without names: give it input_ids=")
-        others = [name for name in _OUTPUTS if kwargs.get(name, getattr(config, name, False))]
-        others += [
-            name
-            for name, value in kwargs.items()
-            if name not in _ARGUMENTS and name not in _OUTPUTS and (isinstance(value, Tensor) or bool(value))
-        ]
-        if others:
-            raise _refused(f"the host was called with {others[0]}, which reads or changes them: leave it out")
+        ids = _check_arguments(args, kwargs, self.lower.reader.config)
         packed = packed_text(kwargs, *ids.shape) if text is None else text.packed
         if packed is not None and text is None:
             return None  # nothing keeps the documents apart
@@ -162,6 +152,20 @@ class HiddenStateCache:
         if name not in self._stores:
             self._stores[name] = TensorShards(self.folder / name)
         return self._stores[name]
+
+
+def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: Any) -> Tensor:
+    """Return the ids (b, l) of a call, or refuse arguments on which hidden states may depend."""
+    ids = inputs_of(args, kwargs)
+    if ids is None or ids.is_floating_point() or len(args) > 1:
+        raise _refused("the host was given embeddings, or arguments without names: give it input_ids=")
+    others = [name for name in _OUTPUTS if kwargs.get(name, getattr(config, name, False))]
+    for name, value in kwargs.items():
+        if name not in _ARGUMENTS and name not in _OUTPUTS and (isinstance(value, Tensor) or bool(value)):
+            others.append(name)
+    if others:
+        raise _refused(f"the host was called with {others[0]}, which reads or changes them: leave it out")
+    return ids
 
 
 def _rows(mask: Any, ids: Tensor) -> PackedText | None:

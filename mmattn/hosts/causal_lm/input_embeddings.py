@@ -49,15 +49,14 @@ class HostEmbeddingReader:
 
     @torch.no_grad()
     def embedding_size(self) -> float:
-        """Root of the mean square of the embeddings of the host's tokens."""
+        """Return the root mean square of the embeddings of the host's tokens."""
         size = getattr(text_config(self.model.host), "vocab_size", None) or 1
         ids = torch.arange(0, size, max(size // MEASURED, 1))[None]
         return float(self._embed(ids).float().square().mean().sqrt())
 
     def tensors(self) -> Iterable[Tensor]:
-        """Weights of the host."""
-        weights: Iterable[Tensor] = self.model.host.parameters()
-        return weights
+        """Return the weights of the host."""
+        return self.model.host.parameters()
 
     def state(self) -> Hashable:
         """Return the active LoRA adapters."""
@@ -66,23 +65,23 @@ class HostEmbeddingReader:
     def read(
         self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
     ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
-        """Keys (b, g, m, k) and values (b, g, m, v) of each layer."""
+        """Return keys (b, g, m, k) and values (b, g, m, v) of each layer."""
         host, captured = self.model.host, Capture()
         function = str(getattr(text_config(host), "_attn_implementation", ""))
         if function.startswith("paged|"):
             raise ConditionError(
-                f"the memory of adapter {name!r} is read by the host, which is in continuous batching now: give "
-                "memories to model.generate_batch(inputs, memory=[…]), which has them read before it begins"
+                f"the host reads the memory of adapter {name!r}, but is in continuous batching: give memories to "
+                "model.generate_batch(inputs, memory=[…])"
             )
         if torch.is_grad_enabled() and host.training:
             refuse_reentrant(host)
         device, like = device_of(embeddings_of(host)), self._embed(torch.zeros(1, 1, dtype=torch.long))
-        # A row without a slot has one that nobody looks at, so that its numbers are finite.
-        seen = (real | (torch.arange(real.shape[1], device=real.device) == 0)).long()
+        # A row without slots gets one that no token attends to, so that its numbers are finite.
+        mask = (real | (torch.arange(real.shape[1], device=real.device) == 0)).long()
         with paused(self.model), self.model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
             host(
                 inputs_embeds=embeddings.to(device, like.dtype),
-                attention_mask=seen.to(device),
+                attention_mask=mask.to(device),
                 position_ids=positions.to(device),
                 use_cache=False,
                 **self._options,
@@ -92,8 +91,8 @@ class HostEmbeddingReader:
     @torch.no_grad()
     def _embed(self, ids: Tensor) -> Tensor:
         embeddings = embeddings_of(self.model.host)
-        found: Tensor = embeddings(ids.to(device_of(embeddings)))
-        return found
+        embedded: Tensor = embeddings(ids.to(device_of(embeddings)))
+        return embedded
 
 
 def embedding_reader(model: Any, sites: Sequence[Site]) -> HostEmbeddingReader:

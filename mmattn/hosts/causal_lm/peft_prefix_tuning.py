@@ -49,12 +49,12 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
         AdapterFileError: a folder holds no prefix tuning for a host of these sizes; nothing is changed.
         AttachError: the attention of the host cannot be reached, or the name is taken.
     """
-    given = [folders] if isinstance(folders, (str, PathLike)) else list(folders)
-    tensors = [_read(folder) for folder in given]
+    folders = [folders] if isinstance(folders, (str, PathLike)) else list(folders)
+    tensors = [_read(folder) for folder in folders]
     lengths = sorted({len(one) for one in tensors})
     if len(lengths) != 1:
         raise AdapterFileError(
-            f"prefixes of one adapter have equally many virtual tokens, and {[str(one) for one in given]} have "
+            f"prefixes of one adapter have equally many virtual tokens, and {[str(one) for one in folders]} have "
             f"{lengths}: load them under several names"
         )
     if isinstance(host, AdaptedModel):
@@ -62,7 +62,7 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
     settings: Any = PrefixAdapter(lengths[0], len(tensors))
     sites = settings.sites(adapted(host) or adapted_model(host, None))
     layout = _layout(sites)
-    for tensor, folder in zip(tensors, given, strict=True):
+    for tensor, folder in zip(tensors, folders, strict=True):
         _check_width(tensor, layout, len(sites), folder)
     model = attach(host, settings, name)
     adapter = model.adapter(name)
@@ -76,7 +76,7 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
     return model
 
 
-def save_prefix_tuning(model: Any, folder: Folder, prefix: int = 0, name: str = "default") -> None:
+def save_prefix_tuning(model: AdaptedModel, folder: Folder, prefix: int = 0, name: str = "default") -> None:
     """Write one prefix as a checkpoint of peft's prefix tuning, which `PeftModel.from_pretrained` reads.
 
     Args:
@@ -92,8 +92,8 @@ def save_prefix_tuning(model: Any, folder: Folder, prefix: int = 0, name: str = 
     adapter = model.adapter(name)
     if not isinstance(adapter, PrefixLayers) or not 0 <= prefix < adapter.config.num_prefixes:
         raise AttachError(
-            f"prefix {prefix} of adapter {name!r} (kind {adapter.config.kind!r}) was asked for, and a PrefixAdapter "
-            "has prefixes 0 to num_prefixes - 1: name one of them"
+            f"adapter {name!r} (kind {adapter.config.kind!r}) has no prefix {prefix}: name a PrefixAdapter, and a "
+            "prefix from 0 to num_prefixes - 1"
         )
     layout = _layout(adapter.sites)
     parts = []
@@ -123,7 +123,7 @@ def save_prefix_tuning(model: Any, folder: Folder, prefix: int = 0, name: str = 
 
 
 def _read(folder: Folder) -> Tensor:
-    """The virtual tokens (p, n · 2 · g · k) of a checkpoint."""
+    """Return the virtual tokens (p, n · 2 · g · k) of a checkpoint."""
     source = repr(os.fspath(folder))
     try:
         config = read_json(os.path.join(folder, CONFIG))
@@ -146,7 +146,7 @@ def _read(folder: Folder) -> Tensor:
 
 
 def _layout(sites: Sequence[Site]) -> HeadSizes:
-    """The sizes of every layer."""
+    """Return the sizes of every layer, which must be equal."""
     first, *others = {
         HeadSizes(1, site.heads.num_kv_heads, site.heads.head_dim, site.heads.value_dim or site.heads.head_dim)
         for site in sites
@@ -160,10 +160,10 @@ def _layout(sites: Sequence[Site]) -> HeadSizes:
 
 
 def _check_width(tensor: Tensor, layout: HeadSizes, layers: int, folder: Folder) -> None:
-    wanted = layers * 2 * layout.num_kv_heads * layout.head_dim
-    if tensor.shape[1] != wanted:
+    width = layers * 2 * layout.num_kv_heads * layout.head_dim
+    if tensor.shape[1] != width:
         raise AdapterFileError(
             f"the virtual tokens in {str(folder)!r} are {tensor.shape[1]} wide, and {layers} layers with "
-            f"{layout.num_kv_heads} key/value heads of {layout.head_dim} need {wanted}: load the host they were "
+            f"{layout.num_kv_heads} key/value heads of {layout.head_dim} need {width}: load the host they were "
             "trained on"
         )

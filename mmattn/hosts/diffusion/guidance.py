@@ -93,10 +93,7 @@ class Guidance:
             ShapeError: a mask or a null text that does not fit the text.
             ConditionError: the text is to be dropped, and neither `use_core` nor `null_text` allows it.
         """
-        names = {"text", *model.adapters}
-        if self.drop is not None and (unknown := set(self.drop) - names):
-            raise ConfigError(f"drop names {sorted(unknown)}; there are {sorted(names)}")
-        drop = names if self.drop is None else set(self.drop)
+        drop = self._dropped(model)
         prepared: dict[str, Any] | None = (
             None if memory is None else {name: bound.shared for name, bound in model.bind(memory).items()}
         )
@@ -104,9 +101,11 @@ class Guidance:
         both_text, both_mask = _halves(model, text, text_mask, null_text, "text" in drop)
         conditional_inputs = dict(inputs or {})
         both_inputs = _both_inputs(conditional_inputs, dict(null_inputs or {}))
-        memories, scales = {}, {}
-        for name, scale in ({} if whole is None else whole.scales).items():
-            if whole is not None and prepared is not None and name in whole.sources:
+        memories: dict[str, Any] = {}
+        scales: dict[str, Any] = {}
+        if whole is not None and prepared is not None:
+            for name in whole.sources:
+                scale = whole.scales[name]
                 memories[name] = prepared[name] if name in drop else _twice(prepared[name].memory)
                 scales[name] = scale if name in drop else doubled(scale)
         both = model.make_call(memories or None, scales, text_mask=both_mask, guided=True)
@@ -126,6 +125,13 @@ class Guidance:
             return torch.where(inside.to(out.device).view(-1, *[1] * (out.dim() - 1)), out, conditional)
 
         yield predict
+
+    def _dropped(self, model: AdaptedDenoiser) -> set[str]:
+        """Return the names of the dropped conditions."""
+        names = {"text", *model.adapters}
+        if self.drop is not None and (unknown := set(self.drop) - names):
+            raise ConfigError(f"drop names {sorted(unknown)}; there are {sorted(names)}")
+        return names if self.drop is None else set(self.drop)
 
     def _combine(self, conditional: Tensor, null: Tensor) -> Tensor:
         """Return the guided prediction, rescaled."""
@@ -169,8 +175,8 @@ def _halves(
         return torch.cat([null, text]), torch.cat([real, whole if mask is None else mask])
     if not model.through_core:
         raise ConditionError(
-            "guidance that drops the text needs the host's own attention to go through the core: call use_core(), or "
-            "give null_text= (for Stable Diffusion the embedding of the empty text)"
+            "guidance that drops the text masks it in the core: call use_core(), or give null_text= (for Stable "
+            "Diffusion the embedding of the empty text)"
         )
     real = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask
     return torch.cat([text, text]), torch.cat([torch.zeros_like(real), real])

@@ -41,14 +41,16 @@ def check_adapter_scale(scale: Any, layer_names: Sequence[str], rows: int | None
                     f"adapter_scale names {prefix!r}, and no attention layer begins so; there are: {layer_names}"
                 )
         return {prefix: check_adapter_scale(inner, layer_names, rows) for prefix, inner in scale.items()}
-    if callable(scale) and not isinstance(scale, Tensor):
-        return scale
-    if not isinstance(scale, Tensor):
-        return check_float("adapter_scale", scale)
+    if isinstance(scale, Tensor) and scale.dim():
+        return _check_tensor(scale, rows)
+    if isinstance(scale, Tensor):
+        return check_float("adapter_scale", scale.item())
+    return scale if callable(scale) else check_float("adapter_scale", scale)
+
+
+def _check_tensor(scale: Tensor, rows: int | None) -> Tensor:
     if not scale.is_floating_point():
         raise ConfigError(f"adapter_scale must be floating point, got {scale.dtype}")
-    if scale.dim() == 0:
-        return check_float("adapter_scale", scale.item())
     if scale.dim() not in (1, 3, 4) or scale.shape[0] != rows or 0 in scale.shape[1:]:
         raise ShapeError(
             f"adapter_scale must be a number, (b,), (b, height, width) or (b, frames, height, width) with b = {rows} "

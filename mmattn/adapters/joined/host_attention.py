@@ -1,63 +1,51 @@
-"""The attention of one layer of a host, into whose own softmax the keys and values of a memory can be joined.
+"""The attention of one layer of a host, with the keys and values of memories in its softmax.
 
 With q, K, V of the host and K′, V′ of a memory, a token gets softmax(q [K′; K]ᵀ) [V′; V]: one softmax over both, as
-with a prompt that stands before the text ("rectangular attention", arXiv 2410.10450, equation 4; prefixes, arXiv
-2101.00190).
+with a prompt before the text ("rectangular attention", arXiv 2410.10450, equation 4; prefixes, arXiv 2101.00190).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.gated.block import Gate
+from mmattn.core.attention import attend
 from mmattn.errors import ConditionError
 
 
 @dataclass(frozen=True)
-class GatedSlots:
-    """Keys and values that are joined with a gate.
-
-    Args:
-        key: (b or 1, g, m, k).
-        value: (b or 1, g, m, v).
-        mask: as in `HostAttention.join`.
-        sees: (b, l or 1) bool, tokens that see any; None is all.
-        gate: of each head (h,) or of all, how much of what they change is added.
-        adapter_scale: multiplies it.
-        window: as in `HostAttention.join`.
-    """
+class ExtraSlots:
+    """Keys and values beside those of the text; the arguments of `HostAttention.join`."""
 
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    sees: Tensor | None
-    gate: Tensor
-    adapter_scale: float
+    mask: Tensor | None = None
+    sees: Tensor | None = None
+    adapter_scale: float = 1.0
+    gate: Tensor | None = None
     window: int | None = None
 
 
 @dataclass(frozen=True)
 class HostAttention:
-    """What a layer of a host gives to its attention, with what was joined to it.
+    """The arguments of the attention function in a layer of a host, and the slots that adapters add to it.
 
     Args:
-        function: the host's own, as transformers calls it: module, queries, keys, values, mask, options.
+        function: the host's own, called as transformers does: module, queries, keys, values, mask, options.
         module: the attention layer.
         query: (b, h, l, k).
-        key: (b, g, m, k), those of a memory first.
-        value: (b, g, m, v).
-        mask: (b or 1, 1 or h, l, m), bool with True = may look, or float to be added; None where all may look, or all
-            that is not later.
+        key: (b, g, m, k), of the text.
+        value: (b, g, m, v), of the text.
+        mask: (b or 1, 1 or h, l, m), bool with True = may attend, or float to be added to the scores; None for all, or
+            in a causal function for all that are not later.
         options: other arguments of the function.
-        adapter_scale: multiplies what the joined keys and values change.
-        sees: (b, l or 1) bool, tokens that see what was joined; None is all.
-        before: the same without what was joined; None where nothing was.
-        gated: what was joined with a gate; each is beside all that was joined without.
-        computed: keys and values of the text as the host computed them, where they were changed; else None.
+        slots: of the memories, without a gate in one softmax, each with a gate in a softmax of its own beside those.
+        computed: keys and values of the text as the host computed them, if an adapter has changed them.
     """
 
     function: Callable[..., Any]
@@ -67,24 +55,16 @@ class HostAttention:
     value: Tensor
     mask: Tensor | None
     options: Mapping[str, Any] = field(default_factory=dict)
-    adapter_scale: float = 1.0
-    sees: Tensor | None = None
-    before: HostAttention | None = None
-    gated: tuple[GatedSlots, ...] = ()
+    slots: tuple[ExtraSlots, ...] = ()
     computed: tuple[Tensor, Tensor] | None = None
 
     def with_text(self, key: Tensor, value: Tensor) -> HostAttention:
-        """The same with other keys and values of the text.
-
-        Args:
-            key: (b, g, m, k).
-            value: (b, g, m, v).
-        """
+        """Return this attention with other keys and values of the text."""
         return replace(self, key=key, value=value, computed=self.computed or (self.key, self.value))
 
     @property
     def window(self) -> int | None:
-        """How far back a token of this layer sees, itself included; None is to the first."""
+        """How far back a token of this layer attends, itself included; None for the whole text."""
         window = self.options.get("sliding_window")
         return window if isinstance(window, int) else None
 
@@ -98,145 +78,214 @@ class HostAttention:
         gate: Tensor | None = None,
         window: int | None = None,
     ) -> HostAttention:
-        """The same with keys and values before those that are there.
+        """Return this attention with further slots.
 
         Args:
             key: (b or 1, g, m, k).
             value: (b or 1, g, m, v).
-            mask: (b or 1, 1, l or 1, m), bool with True = a token sees it, or float to be added to the scores; None for
-                all.
-            sees: (b, l or 1) bool, tokens that see any; the others stay bit for bit what they were. None is all.
-            adapter_scale: multiplies what they change.
-            gate: of each head (h,) or of all, how much of what they change is added; at 0 nothing changes, bit for bit.
-                None is all of it.
-            window: of the text, how many tokens share the softmax with the slots, a token itself and those before it;
-                None is all that it sees. Only with a gate.
+            mask: (b or 1, 1, l or 1, m), bool with True = may attend, or float to be added to the scores; None for all.
+            sees: (b, l or 1) bool, tokens that attend to any; the others stay as they are, bit for bit. None for all.
+            adapter_scale: multiplies what the slots change.
+            gate: of each head (h,) or of all, how much of the change is added; at 0 nothing changes, bit for bit.
+            window: how many tokens of the text share the softmax with gated slots, a token and those before it; None
+                for all that it attends to.
 
         Raises:
-            ConditionError: an attention whose mask cannot be widened, or whose cache is not read before it.
+            ConditionError: the cache is read inside the attention function.
         """
         if self.options.get("cache") is not None:
             raise ConditionError(
                 "keys and values of a memory are joined with those of a paged cache where the host's attention is "
                 "'sdpa': host.set_attn_implementation('sdpa')"
             )
-        if gate is not None:
-            slots = GatedSlots(key, value, mask, sees, gate, adapter_scale, window)
-            return replace(self, gated=(*self.gated, slots))
-        if self.before is not None:
-            sees = None if sees is None or self.sees is None else sees | self.sees
         return replace(
-            self.widened(key, value, mask),
-            adapter_scale=adapter_scale,
-            sees=sees,
-            before=replace(self, gated=()) if self.before is None else self.before,
+            self, slots=(*self.slots, ExtraSlots(key, value, mask, sees, adapter_scale, gate, window))
         )
 
     def result(self) -> tuple[Tensor, Any]:
-        """What the attention gives: (b, l, h, v), and its weights where the host asks for them."""
-        found = self._attend(self.options)
-        if self.before is None and not self.gated:
-            return found
-        out = full = found[0]
-        if self.before is not None and not (self.sees is None and self.adapter_scale == 1.0):
-            own, _ = self.before.result()
-            if self.adapter_scale != 1.0:
-                out = own + self.adapter_scale * (out - own)
-            if self.sees is not None:
-                out = torch.where(self.sees[..., None, None], out, own)
-        for slots in self.gated:
-            out = self._added(slots, full, out)
-        return out, *found[1:]
+        """Compute the attention: (b, l, h, v), and its weights if the host asks for them."""
+        shared = [one for one in self.slots if one.gate is None]
+        full = self._with_shared()
+        result = full._call()
+        out = result[0]
+        if shared:
+            sees = None if any(one.sees is None for one in shared) else _any(one.sees for one in shared)
+            scale = shared[-1].adapter_scale
+            if sees is not None or scale != 1.0:
+                text, _ = self._call()
+                out = out if scale == 1.0 else text + scale * (out - text)
+                out = out if sees is None else torch.where(sees[..., None, None], out, text)
+        for one in self.slots:
+            if one.gate is not None:
+                out = full._add_gated(one, one.gate, result[0], out)
+        return out, *result[1:]
 
-    def _attend(self, options: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        found: tuple[Tensor, Any] = self.function(self.module, self.query, self.key, self.value, self.mask, **options)
-        return found
+    def weights(self, slots: ExtraSlots) -> Tensor:
+        """Return the weights (b, h, l, m) of slots in their softmax.
 
-    def _added(self, slots: GatedSlots, full: Tensor, out: Tensor) -> Tensor:
-        """`out` with what gated slots change of `full`, the attention without them."""
-        options = dict(self.options)
-        if "dropout" in options:
-            options["dropout"] = 0.0  # drawn again, it would take the random numbers of later layers
-        joined, _ = self.widened(slots.key, slots.value, slots.mask, slots.window)._attend(options)
-        wide = torch.promote_types(slots.gate.dtype, out.dtype)
-        share = slots.adapter_scale * slots.gate.to(out.device, wide)
-        changed = out.to(wide) + share[..., None] * (joined.to(wide) - full.to(wide))
-        changed = changed.to(out.dtype)
+        Raises:
+            ConditionError: the host's attention does more than a softmax of scaled scores.
+        """
+        more = [name for name in ("softcap", "s_aux", "position_bias") if self.options.get(name) is not None]
+        if more:
+            raise ConditionError(
+                f"the attention of {type(self.module).__name__} is more than a softmax of scaled scores "
+                f"({', '.join(more)}), and its weights are not recorded"
+            )
+        x = self._with_shared()._widened([slots], slots.window)
+        b, h, l, m = x.query.shape[0], x.query.shape[1], x.query.shape[2], x.key.shape[2]
+        allowed = bias = None
+        if x.mask is not None:
+            allowed = x.mask if not x.mask.is_floating_point() else x.mask > -1e4
+            bias = None if not x.mask.is_floating_point() else x.mask.masked_fill(~allowed, 0)
+            allowed = allowed.expand(b, -1, l, m).expand(b, h, l, m)
+        scale = x.options.get("scaling")
+        weights = attend(x.query, x.key, x.value, attention_mask=allowed, bias=bias, scale=scale, return_weights=True)[1]
+        return weights[..., : slots.key.shape[2]]
+
+    def _call(self, **options: Any) -> tuple[Tensor, Any]:
+        result: tuple[Tensor, Any] = self.function(
+            self.module, self.query, self.key, self.value, self.mask, **{**self.options, **options}
+        )
+        return result
+
+    def _add_gated(self, slots: ExtraSlots, gate: Tensor, full: Tensor, out: Tensor) -> Tensor:
+        """Return `out` plus the change by gated slots of `full`, the attention without them."""
+        # Dropout drawn again would take the random numbers of later layers.
+        options = {"dropout": 0.0} if "dropout" in self.options else {}
+        joined, _ = self._widened([slots], slots.window)._call(**options)
+        wide = torch.promote_types(gate.dtype, out.dtype)
+        share = slots.adapter_scale * gate.to(out.device, wide)
+        changed = (out.to(wide) + share[..., None] * (joined.to(wide) - full.to(wide))).to(out.dtype)
         return changed if slots.sees is None else torch.where(slots.sees[..., None, None], changed, out)
 
-    def widened(self, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None = None) -> HostAttention:
-        """The same with keys and values in front, and nothing else changed.
+    def _with_shared(self) -> HostAttention:
+        """Return this attention with the slots without a gate among its keys, the newest first."""
+        shared = [one for one in reversed(self.slots) if one.gate is None]
+        return self._widened(shared) if shared else self
 
-        Args:
-            key: as in `join`.
-            value: as in `join`.
-            mask: as in `join`.
-            window: as in `join`.
-        """
-        b, l = self.query.shape[0], self.query.shape[2]
-        own = self._own_mask(mask is not None or window is not None)
-        if window is not None:
-            assert own is not None
+    def _widened(self, slots: Sequence[ExtraSlots], window: int | None = None) -> HostAttention:
+        """Return this attention with slots in front of its keys and values."""
+        own = self._text_mask(window is not None or any(one.mask is not None for one in slots))
+        if own is not None and window is not None:
             own = _near(own, window)
-        joined = None
-        if own is not None:
-            if mask is None:
-                mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=own.device)
-            dtype = own.dtype if own.is_floating_point() else self.query.dtype
-            mask = mask.to(own.device)
-            if own.is_floating_point() or mask.is_floating_point():
-                own, mask = _added_to_scores(own, dtype), _added_to_scores(mask, dtype)
-            shape = b if b in (mask.shape[0], own.shape[0]) else 1, own.shape[1], l
-            joined = torch.cat([mask.expand(*shape, -1), own.expand(*shape, -1)], -1)
-        key, value = (one.expand(b, -1, -1, -1) for one in (key, value))
+        rows = self.query.shape[0]
+
+        def joined(slots: Sequence[Tensor], text: Tensor) -> Tensor:
+            # A static cache has room in which nothing was written yet.
+            text = text[:, :, : self.query.shape[2]] if self._is_causal else text
+            return torch.cat([*(one.to(text.dtype).expand(rows, -1, -1, -1) for one in slots), text], 2)
+
         return replace(
             self,
-            key=torch.cat([key.to(self.key.dtype), self._own_seen(self.key)], 2),
-            value=torch.cat([value.to(self.value.dtype), self._own_seen(self.value)], 2),
-            mask=joined,
+            key=joined([one.key for one in slots], self.key),
+            value=joined([one.value for one in slots], self.value),
+            mask=None if own is None else self._joined_mask(slots, own),
         )
+
+    def _joined_mask(self, slots: Sequence[ExtraSlots], own: Tensor) -> Tensor:
+        """Return the mask of slots and text: bool, or float if one of them is."""
+        masks = [
+            torch.ones(1, 1, 1, one.key.shape[2], dtype=torch.bool, device=own.device)
+            if one.mask is None
+            else one.mask.to(own.device)
+            for one in slots
+        ]
+        masks.append(own)
+        if any(one.is_floating_point() for one in masks):
+            dtype = own.dtype if own.is_floating_point() else self.query.dtype
+            masks = [_added_to_scores(one, dtype) for one in masks]
+        rows = len(self.query) if any(len(one) == len(self.query) for one in masks) else 1
+        shape = rows, own.shape[1], self.query.shape[2]
+        return torch.cat([one.expand(*shape, -1) for one in masks], -1)
 
     @property
     def _is_causal(self) -> bool:
-        """Whether the function hides later tokens itself, which it does where it is given no mask."""
+        """Whether the function hides later tokens itself, as it does if it gets no mask."""
         given = self.options.get("is_causal")
         causal = getattr(self.module, "is_causal", True) if given is None else given
         return bool(causal) and self.mask is None and self.query.shape[2] > 1
 
-    def _own_seen(self, tensor: Tensor) -> Tensor:
-        """Keys or values without the room of a static cache in which nothing was written yet."""
-        return tensor[:, :, : self.query.shape[2]] if self._is_causal else tensor
-
-    def _own_mask(self, wanted: bool) -> Tensor | None:
-        """The mask as a tensor; None where every token sees every key, unless one is wanted.
-
-        Raises:
-            ConditionError: it is no tensor (b, h, l, m).
-        """
+    def _text_mask(self, needed: bool) -> Tensor | None:
+        """Return the mask of the text as a tensor; None if every token attends to every key, unless one is needed."""
         l, m = self.query.shape[2], self.key.shape[2]
         if self._is_causal:
             return torch.ones(1, 1, l, l, dtype=torch.bool, device=self.query.device).tril()
         if self.mask is None:
-            return torch.ones(1, 1, l, m, dtype=torch.bool, device=self.query.device) if wanted else None
+            return torch.ones(1, 1, l, m, dtype=torch.bool, device=self.query.device) if needed else None
         if not isinstance(self.mask, Tensor) or self.mask.dim() != 4:
-            shown = list(self.mask.shape) if isinstance(self.mask, Tensor) else type(self.mask).__name__
+            kind = list(self.mask.shape) if isinstance(self.mask, Tensor) else type(self.mask).__name__
             raise ConditionError(
                 f"keys and values of a memory are joined where the attention of {type(self.module).__name__} has a "
-                f"mask (b, h, l, m), and it has {shown}: host.set_attn_implementation('sdpa') or 'eager'"
+                f"mask (b, h, l, m), and it has {kind}: host.set_attn_implementation('sdpa') or 'eager'"
             )
         return self.mask
 
 
+class JoinSlots(nn.Module):
+    """Adds slots to the attention of one layer; `mmattn.inspect.record` records its weights.
+
+    Args:
+        gate: multiplies what they change; None adds all of it.
+        window: as in `HostAttention.join`.
+    """
+
+    def __init__(self, gate: Gate | None = None, window: int | None = None) -> None:
+        super().__init__()
+        self.gate, self.window = gate, window
+
+    def forward(
+        self,
+        x: HostAttention,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        sees: Tensor | None = None,
+        adapter_scale: float = 1.0,
+        return_weights: bool = False,
+    ) -> Any:
+        """Return the attention with slots; on request also their weights (b, h, l, m).
+
+        Args:
+            x: the attention of a layer.
+            key: (b or 1, g, m, k).
+            value: (b or 1, g, m, v).
+            attention_mask: (b or 1, 1, l or 1, m) bool, the slots that each token attends to; None for all.
+            sees: (b, l or 1) bool, tokens that attend to any; None for all.
+            adapter_scale: multiplies what the slots change.
+            return_weights: also return the weights; those of the text make up the rest of 1.
+
+        Raises:
+            ConditionError: weights of an attention that does more than a softmax of scaled scores.
+        """
+        mask = self.score_mask(attention_mask, key.shape[2])
+        gate = None if self.gate is None else self.gate()
+        joined = x.join(key, value, mask, sees, adapter_scale, gate, self.window)
+        return (joined, x.weights(joined.slots[-1])) if return_weights else joined
+
+    def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
+        """Return the mask of `m` slots, as `HostAttention.join` takes it."""
+        return attention_mask
+
+
+def _any(masks: Any) -> Tensor:
+    """Return which tokens one of the masks (b, l or 1) has."""
+    first, *others = masks
+    for other in others:
+        first = first | other
+    return first
+
+
 def _near(mask: Tensor, window: int) -> Tensor:
-    """A mask (b, h, l, m) of which each token sees the last keys that it saw, itself among them."""
-    seen = mask > -1e4 if mask.is_floating_point() else mask
-    near = seen & (seen.flip(-1).cumsum(-1).flip(-1) <= window)
+    """Return a mask (b, h, l, m) of which each token attends to the last `window` keys that it did."""
+    allowed = mask > -1e4 if mask.is_floating_point() else mask
+    near = allowed & (allowed.flip(-1).cumsum(-1).flip(-1) <= window)
     # A plain softmax adds its mask to the scores, which a boolean one would not hide.
     return mask.masked_fill(~near, torch.finfo(mask.dtype).min) if mask.is_floating_point() else near
 
 
 def _added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to scores: 0 where a token may look, else the least that the dtype has."""
+    """Return a mask as numbers added to scores: 0 for a visible key, else the least that the dtype has."""
     if mask.is_floating_point():
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

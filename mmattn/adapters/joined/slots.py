@@ -1,0 +1,315 @@
+"""Slots as keys and values in a host's own attention: of rows of text, of packed documents, of requests.
+
+Slots may stand in the text, at positions before it, which then begins after them; or have no position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.packed_text import PackedText
+from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, View, check_one_row
+from mmattn.adapters.text_state import TextState
+from mmattn.core.kv_cache import KeyValue
+from mmattn.errors import ConditionError
+from mmattn.memory import Memory
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedSlots:
+    """Keys and values of a memory for the attention layers of a host.
+
+    Args:
+        keys: by host layer (b, g, m, k), turned to the positions of their slots if the host turns keys.
+        values: by host layer (b, g, m, v).
+        mask: (b, m) bool, which slots are real.
+        positions: (b, m), of the slots in the text; None for slots without positions.
+        offsets: (b,) or for each token (b, l), what is added to the positions of the text; None for nothing.
+    """
+
+    keys: Mapping[int, Tensor]
+    values: Mapping[int, Tensor]
+    mask: Tensor
+    positions: Tensor | None = None
+    offsets: Tensor | None = None
+    _repeated: dict[int, JoinedSlots] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return len(self.mask)
+
+    def tensors(self) -> list[Tensor]:
+        """Return keys and values of every layer."""
+        return [*self.keys.values(), *self.values.values()]
+
+    def nbytes(self) -> int:
+        """Return the bytes of keys and values."""
+        return sum(one.nbytes for one in self.tensors())
+
+    def repeated(self, times: int) -> JoinedSlots:
+        """Return each row several times, for the beams of a text; computed once without gradients."""
+        if times == 1:
+            return self
+        if torch.is_grad_enabled():
+            return self._repeat(times)
+        if times not in self._repeated:
+            with torch.inference_mode(False), torch.no_grad():
+                self._repeated[times] = self._repeat(times)
+        return self._repeated[times]
+
+    def _repeat(self, times: int) -> JoinedSlots:
+        keys, values = (
+            {layer: one.repeat_interleave(times, 0) for layer, one in part.items()} for part in (self.keys, self.values)
+        )
+        rows = (
+            None if one is None else one.repeat_interleave(times, 0)
+            for one in (self.mask, self.positions, self.offsets)
+        )
+        return JoinedSlots(keys, values, *rows)  # type: ignore[arg-type]
+
+
+class JoinedView(View):
+    """Slots in the attention of one forward.
+
+    Args:
+        slots: a row for each row of text, or one for all tokens of packed rows.
+        visible: (b or 1, l, m) bool, the slots that each token attends to; None for all.
+        is_packed: rows are packed.
+    """
+
+    def __init__(self, slots: JoinedSlots, visible: Tensor | None = None, is_packed: bool = False) -> None:
+        self.slots, self.is_packed = slots, is_packed
+        self.stands_in_text = slots.positions is not None
+        self.moves_text = slots.offsets is not None and bool(slots.offsets.any())
+        self.visible = slots.mask[:, None] if visible is None else slots.mask[:, None].to(visible.device) & visible
+        # Asked once for all layers: if all tokens attend to all slots, there is no mask to widen.
+        self.hides = not bool(self.visible.all())
+        sees = self.visible.any(-1)
+        self.is_empty, self.sees = not bool(sees.any()), None if bool(sees.all()) else sees
+        self.positions: Tensor | None = None
+
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Return positions (b or 1, l) or (n, b or 1, l) of the tokens of this forward, after the slots."""
+        offsets = self.slots.offsets
+        if offsets is not None:
+            positions = positions + offsets.to(positions.device).reshape(len(offsets), -1)
+        self.positions = positions if positions.dim() == 2 else positions[0]
+        return positions
+
+    def pack(self, text: PackedText) -> JoinedView:
+        """Return the view of packed rows, whose documents are the rows of this: tokens attend to their own slots."""
+        documents, _, m = self.visible.shape
+        keys, values = (
+            {layer: one.transpose(0, 1).flatten(1, 2)[None] for layer, one in part.items()}
+            for part in (self.slots.keys, self.slots.values)
+        )
+        numbers = text.numbers.to(self.visible.device)
+        blank = torch.zeros(*numbers.shape, m, dtype=torch.bool, device=numbers.device)
+        visible = text.pack(self.visible.expand(documents, text.longest, m), blank)
+        owned = numbers[..., None] == torch.arange(documents, device=numbers.device)
+        every = torch.ones(1, documents * m, dtype=torch.bool, device=numbers.device)
+        return JoinedView(
+            JoinedSlots(keys, values, every), (owned[..., None] & visible[:, :, None]).flatten(2), is_packed=True
+        )
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: float) -> HostAttention:
+        """Return the attention of a layer with the slots; a token attends back as far as its layer does."""
+        if self.is_empty:
+            return x
+        where, visible, hides = x.key.device, self.visible, self.hides
+        if x.window is not None and self.stands_in_text:
+            assert self.positions is not None and self.slots.positions is not None
+            distance = self.positions[:, :, None] - self.slots.positions.to(self.positions.device)[:, None]
+            visible, hides = visible.to(distance.device) & (distance < x.window), True
+        joined: HostAttention = block(
+            x,
+            self.slots.keys[layer].to(where),
+            self.slots.values[layer].to(where),
+            attention_mask=visible[:, None].to(where) if hides else None,
+            sees=None if self.sees is None else self.sees.to(where),
+            adapter_scale=adapter_scale,
+        )
+        return joined
+
+
+class JoinedMemory(BoundMemory):
+    """Slots before the text of a call, bound to the adapter that reads them.
+
+    Args:
+        slots: a row for each row of text.
+        name: of the adapter.
+        shared: the object that the slots are of.
+    """
+
+    # A part of a host that is called by itself does not tell the positions of its tokens.
+    follows_text = True
+
+    def __init__(self, slots: JoinedSlots, name: str, shared: object = None) -> None:
+        self._slots, self.name, self.shared = slots, name, shared
+        self.rows = slots.batch
+
+    @property
+    def slots(self) -> JoinedSlots:
+        """A row for each row of text."""
+        return self._slots
+
+    def step(self, text: TextState) -> JoinedView:
+        """Return what this forward attends to."""
+        self.check_text(text)
+        return JoinedView(self.slots.repeated(text.rows // max(self.rows or 1, 1)))
+
+    def check_text(self, text: TextState) -> None:
+        """Check that slots can stand before the text of a forward.
+
+        Raises:
+            ShapeError: the rows of the text are not those of the memory.
+            ConditionError: only a part of the host was called, or rows are packed.
+        """
+        if text.packed is not None:
+            raise ConditionError(
+                f"the memory of adapter {self.name!r} stands before a text, and packed rows hold several texts: give "
+                "each document a row of its own (pad instead of packing)"
+            )
+        self.check_rows(text)
+        if text.inputs is None:
+            raise ConditionError(
+                f"the memory of adapter {self.name!r} stands before the text, whose positions it moves, and only a "
+                "part of the host was called: call the object that was given to attach"
+            )
+
+    def shareable(self) -> object:
+        """Return the object that the slots are of."""
+        return self.shared
+
+    def for_request(self) -> JoinedMemory | None:
+        """Return this memory, which must be of one row."""
+        check_one_row(self)
+        return self
+
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
+        """Return the memories of all requests in one step of continuous batching."""
+        return JoinedRequests(requests, self.name)
+
+    def projected(self) -> list[Tensor]:
+        """Return keys and values of every layer."""
+        return self.slots.tensors()
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Raise ConditionError: keys and values differ by layer."""
+        raise ConditionError(
+            f"adapter {self.name!r} puts keys and values that differ by layer before the text, which are no Memory: "
+            "compare calls with other passages or prefixes, or without"
+        )
+
+
+class JoinedVectors(ProjectedMemory):
+    """A prepared memory bound to an adapter whose slots have no position in the text."""
+
+    @property
+    def slots(self) -> JoinedSlots:
+        """A row for each row of the memory, for tokens that are written one by one."""
+        return _slots_of(self.project_all())
+
+    def see(self, text: TextState) -> JoinedView:  # type: ignore[override]
+        """Compute what this forward attends to; rows of the memory are repeated for the beams of a text."""
+        view: ProjectedView = super().see(text)
+        slots, visible = _slots_of(view.projected), view.attention_mask
+        repeated = slots.repeated(text.rows // max(self.prepared.batch, 1))
+        return JoinedView(repeated, None if visible is None else visible[:, 0].to(slots.mask.device))
+
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
+        """Return the memories of all requests in one step of continuous batching."""
+        return JoinedRequests(requests, self.name)
+
+
+class JoinedRequests(BoundMemory):
+    """The slots of the requests in one step of continuous batching, which share one packed row.
+
+    Args:
+        requests: the memory of each request; None for a request without one.
+        name: of the adapter that reads them.
+    """
+
+    follows_text = True
+
+    def __init__(self, requests: Sequence[BoundMemory | None], name: str) -> None:
+        self.requests = [one if isinstance(one, (JoinedMemory, JoinedVectors)) else None for one in requests]
+        self.name, self.rows = name, len(requests)
+
+    def step(self, text: TextState) -> JoinedView:
+        """Return what this forward attends to: each request its own slots."""
+        self.check_rows(text)
+        assert text.packed is not None, "transformers says where the requests of a step begin"
+        numbers = text.packed.numbers
+        slots = {number: one.slots for number, one in enumerate(self.requests) if one is not None}
+        slots = {number: one for number, one in slots.items() if one.keys}
+        first = next(iter(slots.values()))
+        keys, values = (
+            {layer: torch.cat([part[layer] for part in parts], 2) for layer in first.keys}
+            for parts in ([one.keys for one in slots.values()], [one.values for one in slots.values()])
+        )
+        mask = torch.cat([one.mask for one in slots.values()], 1).to(numbers.device)
+        owner = torch.cat([torch.full((one.mask.shape[1],), number) for number, one in slots.items()])
+        positions = offsets = None
+        if first.positions is not None:
+            positions = torch.cat([one.positions for one in slots.values() if one.positions is not None], 1)
+            begins = torch.zeros(len(self.requests), dtype=torch.long)
+            for number, one in slots.items():
+                begins[number] = 0 if one.offsets is None else int(one.offsets)
+            offsets = begins.to(numbers.device)[numbers.clamp(min=0)].masked_fill(numbers < 0, 0)
+            positions = positions.to(numbers.device)
+        joined = JoinedSlots(keys, values, mask, positions, offsets)
+        return JoinedView(joined, numbers[:, :, None] == owner.to(numbers.device), is_packed=True)
+
+
+class Capture(BoundMemory, View):
+    """Records the keys and values of a text at the layers of a host, given as the memory of one call.
+
+    Args:
+        view: slots that the text attends to besides; None for none.
+
+    Attributes:
+        keys: by layer (b, g, l, k), as the host's attention was given them.
+        values: by layer (b, g, l, v).
+        windows: by layer, how far back a token attends; None for the whole text.
+    """
+
+    follows_text = stands_in_text = moves_text = True
+
+    def __init__(self, view: JoinedView | None = None) -> None:
+        self.name, self.shared, self.view = "", self, view
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def step(self, text: TextState) -> Capture:
+        """Return itself: one forward is recorded."""
+        return self
+
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Return the positions of the tokens of this forward."""
+        return positions if self.view is None else self.view.shift_positions(positions)
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: float) -> HostAttention:
+        """Record keys and values of a layer, and return its attention with the slots."""
+        self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
+        return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
+
+
+def _slots_of(projected: Mapping[int, KeyValue]) -> JoinedSlots:
+    """Return projected keys and values by layer as slots without positions."""
+    first = next(iter(projected.values()))
+    mask = first.mask
+    if mask is None:
+        mask = torch.ones(first.batch, first.slots, dtype=torch.bool, device=first.keys.device)
+    keys, values = (
+        {layer: getattr(one, part) for layer, one in projected.items()} for part in ("keys", "values")
+    )
+    return JoinedSlots(keys, values, mask)
